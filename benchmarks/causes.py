@@ -29,8 +29,8 @@ from typing import Any
 
 from turns import record
 
+from paceline.base.journal import read_journal
 from paceline.observe.doctor import usual_step, verdict
-from paceline.observe.journal import read_journal
 from paceline.observe.summary import Summary
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))

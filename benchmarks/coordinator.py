@@ -29,11 +29,11 @@ from typing import Any
 
 from turns import record
 
-from paceline.observe.journal import NAME
+from paceline.base.journal import NAME
+from paceline.team.auth import make_token
 from paceline.team.coordinator import Said
-from paceline.team.link import Link, Wire
-from paceline.team.server import read_said
-from paceline.team.token import make_token
+from paceline.team.coordinator_client import Link, Wire
+from paceline.team.coordinator_server import read_said
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from replay import STORE, Replay
@@ -71,7 +71,7 @@ class Timed(Replay):
 # Agents that ask one after another are silent meanwhile.
 PATIENT = """
 import json, sys
-from paceline.team import server
+from paceline.team import coordinator_server as server
 server.SILENT = server.PATIENCE = 1e9
 make = server.Server.__init__
 server.Server.__init__ = lambda *args, **more: make(*args, **{**more, "idle_connection_timeout": 1e6})

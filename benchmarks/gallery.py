@@ -17,7 +17,7 @@ from typing import Any
 
 from PIL import Image
 
-from paceline.observe.journal import Event, read_journal
+from paceline.base.journal import Event, read_journal
 
 OUT = Path(__file__).parents[1] / "docs" / "gallery"
 WIDE, TALL, COLOURS = 1000, 2300, 200  # of a picture

@@ -129,7 +129,17 @@ def start(options: argparse.Namespace, folder: str, side: str, address: str) -> 
     if side != "trainer":
         return launch(script, os.environ, workers=options.workers)
     fixed = ["--workers", str(options.workers), "--shares", ",".join("1" * options.workers), "--max-restarts", "0"]
-    command = ["-m", "paceline.cli", "run", *fixed, "--quiet", "--run-dir", f"{folder}/run", "--save-every", "1000000"]
+    command = [
+        "-m",
+        "paceline.cli.main",
+        "run",
+        *fixed,
+        "--quiet",
+        "--run-dir",
+        f"{folder}/run",
+        "--save-every",
+        "1000000",
+    ]
     return [subprocess.Popen([sys.executable, *command, *script])]
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from turns import record
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from networks import Host, network
@@ -131,7 +131,7 @@ def join(members: int, mbit: int) -> dict[str, Any]:
         for host in net.hosts:
             host.cap(mbit)
         speed = plain(net.hosts)
-        launch = [sys.executable, "-m", "paceline.cli", "run", "--save-every", "3600s"]
+        launch = [sys.executable, "-m", "paceline.cli.main", "run", "--save-every", "3600s"]
         script = [__file__, "--as", "train", base]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from networks import PORT, Host, Network, join_over, network
 from test_ssh import Shore
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 SCRIPT = """
 import time, torch, torch.nn.functional as F, paceline

@@ -28,8 +28,8 @@ from pathlib import Path
 import small
 from turns import record
 
-from paceline.observe.journal import read_journal
-from paceline.world import SERVERS
+from paceline.base.environment import SERVERS
+from paceline.base.journal import read_journal
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from networks import network

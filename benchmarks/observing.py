@@ -31,7 +31,12 @@ from typing import Any, ClassVar
 
 from turns import record
 
-MODULES = ("paceline.observe.", "paceline.flight", "paceline.pulse", "paceline.agreement")
+MODULES = (
+    "paceline.observe.",
+    "paceline.base.flight_recorder",
+    "paceline.base.heartbeat",
+    "paceline.session.consistency",
+)
 WIDTH, ROWS, WARM, STEPS = 512, 216, 50, 1500
 
 
@@ -103,7 +108,7 @@ def train(out: str) -> None:
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    import paceline.run
+    import paceline.session.run
     import paceline.trainer
 
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ from typing import Any
 
 from turns import record
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 FIRST, SECOND, BEFORE, AFTER = 4, 18, 5, 12  # steps after which it is saved, and steps around the second
 

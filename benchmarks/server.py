@@ -55,8 +55,8 @@ def parts() -> Any:
 def serve(address: str) -> None:
     import torch
 
-    from paceline.serving import ParameterServer
-    from paceline.world import SERVERS
+    from paceline.base.environment import SERVERS
+    from paceline.param_server.server import ParameterServer
 
     torch.set_num_threads(1)
 
@@ -75,8 +75,8 @@ def ours(at: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     import torch
 
     from paceline.checkpoint.tree import pack
-    from paceline.comm.frames import Kind
-    from paceline.strategies.servers import RANKED, Servers
+    from paceline.param_server.client import RANKED, Servers
+    from paceline.param_server.protocol import Kind
 
     servers = Servers(1, 0, 0, lambda: {0: tuple(at)}, lambda: None)
     while not servers.here:
@@ -180,7 +180,7 @@ def drive(server: str, peer: str, path: str, rounds: int) -> None:
     """Prints seconds by side, of pushes and pulls."""
     import torch
 
-    from paceline.strategies.noise import squares
+    from paceline.compute.grad_noise import squares
 
     torch.set_num_threads(1)
     sides = {"paceline": ours(json.loads(server)), "raw": raw(json.loads(peer), path)}

@@ -104,7 +104,16 @@ def start(model: str, level: int, steps: int, folder: Path, before: Path | None,
     script = [str(Path(__file__).resolve()), "--worker", side, address, model, str(level), str(steps)]
     if side in OURS:
         environment |= {"PYTHONPATH": str(before)} if side == "before" else {}
-        command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
+        command = [
+            "-m",
+            "paceline.cli.main",
+            "run",
+            "--quiet",
+            "--workers",
+            str(WORKERS),
+            "--run-dir",
+            str(folder / side),
+        ]
         command += ["--save-every", "1000000", "--max-restarts", "0"]
         return [subprocess.Popen([sys.executable, *command, *script], env=environment)]
     from paceline.launch.tuning import surround  # another checkout may have it elsewhere

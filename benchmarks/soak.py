@@ -22,7 +22,7 @@ import psutil
 import small
 from turns import record
 
-from paceline.observe.journal import effective_steps, read_journal
+from paceline.base.journal import effective_steps, read_journal
 from paceline.observe.summary import Summary
 
 WORKERS = 4

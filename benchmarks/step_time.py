@@ -121,7 +121,16 @@ def start(side: str, address: str, model: str, steps: int, folder: Path, before:
         return [subprocess.Popen([sys.executable, *script], env=environment)]
     if side in OURS:
         environment |= {"PYTHONPATH": str(before)} if side == "before" else {}
-        command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
+        command = [
+            "-m",
+            "paceline.cli.main",
+            "run",
+            "--quiet",
+            "--workers",
+            str(WORKERS),
+            "--run-dir",
+            str(folder / side),
+        ]
         return [subprocess.Popen([sys.executable, *command, "--save-every", "1000000", *script], env=environment)]
     pins: list[list[int]] = []
     if side in ("tuned", *ALONE):

@@ -5,9 +5,9 @@
 Four workers, whose ticks take so many seconds by sleeping, and one parameter server. *random*: a tick in twenty takes
 eight times as long. *quarter*: the first worker's ticks all take four times as long. A ticket is one tick. With
 `staleness=0`, in step, a global batch has a row for each worker, and a step of four rows is four ticks. Speeds are in
-ticks of one usual worker; the simulation is of the same tickets, dealt by the same rule (`paceline.tickets`), without
-any cost but ticks: with the draws that the workers had, each its own, and in the mean over 200 others. The window is
-all tickets, so what the slowest still has at its end counts.
+ticks of one usual worker; the simulation is of the same tickets, dealt by the same rule
+(`paceline.param_server.ssp_clock`), without any cost but ticks: with the draws that the workers had, each its own, and
+in the mean over 200 others. The window is all tickets, so what the slowest still has at its end counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from turns import record
 
 import paceline
-from paceline.tickets import Tickets
+from paceline.param_server.ssp_clock import Tickets
 
 WORKERS, DRAWS, MEASURED = 4, 200, "measured"
 LAWS = {"random": (0.05, 8.0, 1.0), "quarter": (0.0, 1.0, 4.0)}  # chance, times as long; the first worker's factor

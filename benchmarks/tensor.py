@@ -127,7 +127,16 @@ def start(model: str, width: int, steps: int, folder: Path, side: str, address: 
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     script = [str(Path(__file__).resolve()), "--worker", side, address, model, str(width), str(steps)]
     if side == "trainer":
-        command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
+        command = [
+            "-m",
+            "paceline.cli.main",
+            "run",
+            "--quiet",
+            "--workers",
+            str(WORKERS),
+            "--run-dir",
+            str(folder / side),
+        ]
         command += ["--save-every", "1000000", "--max-restarts", "0"]
         return [subprocess.Popen([sys.executable, *command, *script], env=environment)]
     variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from turns import record
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 CPU, PERIOD = Path("/sys/fs/cgroup/cpu"), 10_000  # microseconds
 GLOBAL_BATCH, STEPS, SETTLED = 128, 50, 20
@@ -69,7 +69,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder, groups(shares) as made:
         out, workers = Path(folder), str(len(shares))
         launcher = {
-            "paceline": ["paceline.cli", "run", "--quiet", "--workers", workers, "--run-dir", str(out / "run")],
+            "paceline": ["paceline.cli.main", "run", "--quiet", "--workers", workers, "--run-dir", str(out / "run")],
             "ddp": ["torch.distributed.run", "--standalone", "--nproc-per-node", workers],
         }[role]
         count = steps if then is None else 2 * steps

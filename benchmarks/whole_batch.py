@@ -38,8 +38,8 @@ from torch.utils.data import TensorDataset
 from turns import WARM_UP, WORKERS, Processes, Taken, compare, give, launch, medians, record, take
 
 import paceline
-from paceline.arguments import peak_memory
 from paceline.launch.tuning import surround
+from paceline.session.validation import peak_memory
 
 AGREE, LENGTH, INPUTS, STEPS = 1e-4, 16, 32, 3  # steps of a round
 TOGETHER = ("trainer", "sum", "gather")
@@ -135,7 +135,16 @@ def start(folder: Path, numbers: list[int], side: str, address: str) -> Processe
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     script = [str(Path(__file__).resolve()), "--worker", side, address, str(folder), *map(str, numbers)]
     if side in ("trainer", "sum"):
-        command = ["-m", "paceline.cli", "run", "--quiet", "--workers", str(WORKERS), "--run-dir", str(folder / side)]
+        command = [
+            "-m",
+            "paceline.cli.main",
+            "run",
+            "--quiet",
+            "--workers",
+            str(WORKERS),
+            "--run-dir",
+            str(folder / side),
+        ]
         command += ["--save-every", "1000000", "--max-restarts", "0"]
         return [subprocess.Popen([sys.executable, *command, *script], env=environment)]
     variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))

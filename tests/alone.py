@@ -12,8 +12,8 @@ from public import sgd
 from torch import nn
 
 from paceline import Trainer
-from paceline.observe.journal import read_journal
-from paceline.run import Run
+from paceline.base.journal import read_journal
+from paceline.session.run import Run
 
 TOLERANCE = 1e-12
 READS_NOTHING_AHEAD = {"num_workers": 0}

@@ -20,7 +20,7 @@ from once import once
 from safetensors.torch import load_file
 from warm import Process, environment
 
-from paceline.observe.journal import effective_steps, read_journal
+from paceline.base.journal import effective_steps, read_journal
 
 PORT, STEPS = 29400, 60
 
@@ -159,7 +159,7 @@ class Cluster:
     def coordinators(self) -> list[int]:
         """Process ids of the coordinators of this cluster."""
         ours = [one.info for one in processes() if one.info["cwd"] == str(self.folder)]
-        return [info["pid"] for info in ours if "paceline.team.server" in (info["cmdline"] or ())]
+        return [info["pid"] for info in ours if "paceline.team.coordinator_server" in (info["cmdline"] or ())]
 
     def go(self) -> None:
         self.gate.write_text("go\n")

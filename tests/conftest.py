@@ -21,7 +21,7 @@ from agents import Launcher
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from paceline.run import Run
+    from paceline.session.run import Run
 
 # How long an example takes says how much else this machine does.
 settings.register_profile("paceline", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -162,9 +162,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     """The test is a script of its own, with a run folder: checkpoints are written as at home."""
     import torch
 
-    from paceline.run import Run
+    from paceline.base.environment import World
+    from paceline.session.run import Run
     from paceline.team.team import Team
-    from paceline.world import World
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGUSR2)}
     if not request.node.get_closest_marker("gpu"):

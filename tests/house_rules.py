@@ -58,9 +58,9 @@ ROOT_MODULES = {"errors", "plan", "build", "trainer", "__main__"}
 # Public import paths: packages that only import names from elsewhere. Nothing of the package imports them.
 PUBLIC_PACKAGES = {"optim"}
 
-ENVIRONMENT = "paceline.world"  # the only reader of environment variables
-BUILD = "paceline.strategies.nest"  # the only module that asks for concrete layouts
-LAYOUT, LAYOUTS = "paceline.strategies.layout", {"strategies"}  # the base class, and where its kinds are
+ENVIRONMENT = "paceline.base.environment"  # the only reader of environment variables
+BUILD = "paceline.build"  # the only module that asks for concrete layouts
+LAYOUT, LAYOUTS = "paceline.parallel.layout", {"parallel"}  # the base class, and where its kinds are
 
 # Pronouns, adjectives, participles and words with several meanings, which say nothing as names.
 DENIED_NAMES = {
@@ -295,7 +295,7 @@ def classes_of_one_name(modules: Modules) -> Iterator[str]:
 
 
 def waits_with_select(modules: Modules) -> Iterator[str]:
-    """`select` takes no file descriptor from 1024 on; `paceline.polling` takes them all."""
+    """`select` takes no file descriptor from 1024 on; `paceline.base.polling` takes them all."""
     for name, tree in modules.items():
         for node in walk(tree):
             taken = isinstance(node, ast.ImportFrom) and node.module == "select"

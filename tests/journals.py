@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.journal import Journal
+from paceline.base.journal import Journal
 
 GRID = "global batch 256 = 8 micro-batches of 32 rows; one epoch = 391 steps"
 

@@ -24,7 +24,7 @@ from oracle import apart
 from safetensors.torch import load, load_file
 from warm import Process, environment
 
-from paceline.observe.journal import effective_steps, read_journal
+from paceline.base.journal import effective_steps, read_journal
 
 PORT, STEPS = 29400, 200
 WAYS = ("by hand", "ssh")
@@ -113,7 +113,7 @@ class Pair:
 
     def coordinator(self) -> int:
         children = psutil.Process(self.agent_of(0)).children()
-        (found,) = (child.pid for child in children if "paceline.team.server" in child.cmdline())
+        (found,) = (child.pid for child in children if "paceline.team.coordinator_server" in child.cmdline())
         return int(found)
 
     def address(self) -> tuple[str, int]:

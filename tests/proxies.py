@@ -9,8 +9,8 @@ from collections import Counter
 from contextlib import suppress
 from typing import Any
 
-from paceline.comm.frames import LENT, Kind
-from paceline.greeting import SEAL
+from paceline.base.handshake import SEAL
+from paceline.param_server.protocol import LENT, Kind
 
 HEAD = struct.Struct("<BHIqqqQ")
 PUSHES = {Kind.PUSH, Kind.PUSHED, Kind.ROWS, Kind.SQUARES, Kind.COMMIT}  # what a worker says that changes something

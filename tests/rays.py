@@ -65,7 +65,9 @@ class Cluster:
             below = psutil.Process(node.pid).children() if node.poll() is None else []
             for raylet in (one for one in below if one.name() == "raylet"):
                 for actor in (one for one in raylet.children() if "ray::Shell" in " ".join(one.cmdline())):
-                    if first == any("paceline.team.server" in one.cmdline() for one in actor.children(True)):
+                    if first == any(
+                        "paceline.team.coordinator_server" in one.cmdline() for one in actor.children(True)
+                    ):
                         return raylet, actor
         raise AssertionError("there is no such actor")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.team.coordinator import Coordinator, Said
-from paceline.team.roster import Roster
+from paceline.team.membership import Roster
 
 STORE = ("127.0.0.1", 1)
 

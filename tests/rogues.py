@@ -28,7 +28,7 @@ from contextlib import suppress
 from http.client import HTTPConnection
 from typing import Any
 
-from paceline.team.token import sign_answer
+from paceline.team.auth import sign_answer
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31mowned\x1b[0m"
 TAKEN = {

@@ -51,7 +51,7 @@ class Application:
         """Where a run's first host is, or another one: the first one has the coordinator."""
         for one in self.processes():
             below = one.children(True) if "CoarseGrainedExecutorBackend" in " ".join(one.info["cmdline"]) else []
-            if below and first == any("paceline.team.server" in other.cmdline() for other in below):
+            if below and first == any("paceline.team.coordinator_server" in other.cmdline() for other in below):
                 return one
         raise AssertionError("there is no such executor")
 

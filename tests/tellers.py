@@ -18,30 +18,32 @@ import torch
 import torch.distributed as dist
 from torch.nn import Parameter
 
-from paceline.backed import Backed
+from paceline.base.batching import NOTHING
 from paceline.checkpoint.tree import pack
-from paceline.comm.frames import Kind
-from paceline.comm.hosts import Hosts, _places_of
-from paceline.comm.status import Side
-from paceline.comm.told import read_told
-from paceline.dealing import Dealing, Pushed, Window
-from paceline.holding import Client
-from paceline.launch.checkup import Finding
-from paceline.launch.engines import checkup_hosts, hosted, ray_driver
+from paceline.comm.hierarchical import Hosts, _places_of
+from paceline.comm.message_reader import read_told
+from paceline.comm.peer_status import Side
+from paceline.compute.job import Options
+from paceline.compute.sparse_grads import pack_gradients, pack_weights
+from paceline.launch.engines import preflight_hosts as checkup_hosts
+from paceline.launch.engines import ray_driver
+from paceline.launch.engines import remote_agent as hosted
 from paceline.launch.engines.engine import Host
-from paceline.launch.engines.forms import ANSWER, FACTS
-from paceline.launch.engines.hosted import MARK
 from paceline.launch.engines.kubernetes import Kubectl
 from paceline.launch.engines.launcher import HostJob, Launcher
-from paceline.served import Windows
-from paceline.serving import ParameterServer
-from paceline.step import NOTHING
-from paceline.strategies.job import Options
-from paceline.strategies.pipeline import HEAD, Pipeline
-from paceline.strategies.servers import RANKED, InStep, Servers, Ticketed
-from paceline.strategies.sparse import pack_gradients, pack_weights
-from paceline.team.lease import Lease
-from paceline.tickets import Shares, Tickets
+from paceline.launch.engines.message_types import ANSWER, FACTS
+from paceline.launch.engines.remote_agent import MARK
+from paceline.launch.preflight import Finding
+from paceline.parallel.pipeline.stage import HEAD, Pipeline
+from paceline.param_server.async_server import Dealing, Pushed, Window
+from paceline.param_server.backup_workers import Backed
+from paceline.param_server.client import RANKED, InStep, Servers, Ticketed
+from paceline.param_server.parameter_shard import Client
+from paceline.param_server.protocol import Kind
+from paceline.param_server.server import ParameterServer
+from paceline.param_server.ssp_clock import Shares, Tickets
+from paceline.param_server.worker_steps import Windows
+from paceline.team.etcd_lease import Lease
 
 AT = ("127.0.0.1", 29501, "salt")
 AGREED = replace(NOTHING, count=12.0, loss=3.5, unused=(1,), metrics={"accuracy": (9.0, 12.0)})

@@ -11,10 +11,10 @@ import torch
 from launching import equal_bytes, train_basics, without_an_agent
 from safetensors.torch import load_file
 
-from paceline.agreement import digest
+from paceline.base.journal import read_journal
 from paceline.data.fingerprint import _digests
 from paceline.data.loader import Source
-from paceline.observe.journal import read_journal
+from paceline.session.consistency import digest
 
 HEAD = "import os\nrank = int(os.environ.get('PACELINE_RANK') or os.environ['RANK'])\n"
 ALL = "give all workers the same whole dataset: its rows are dealt out to them\n"

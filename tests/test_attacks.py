@@ -22,8 +22,8 @@ from clusters import undisturbed as undisturbed
 from launching import SCRIPTS
 from warm import Process, environment
 
-from paceline.observe.journal import effective_steps, read_journal
-from paceline.team.token import authorization, read_token
+from paceline.base.journal import effective_steps, read_journal
+from paceline.team.auth import authorization, read_token
 
 
 @dataclass

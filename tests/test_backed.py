@@ -18,8 +18,8 @@ from test_windows import BATCH, ROWS, counted, stopped, weights_of, windows_of
 from torch.utils.data import TensorDataset
 
 from paceline.observe.summary import Summary, facts
-from paceline.team.chaos import read_log
-from paceline.tickets import Shares
+from paceline.param_server.ssp_clock import Shares
+from paceline.team.fault_injection import read_log
 
 SLOW = {"SLOW": "1:4"}
 

@@ -16,11 +16,11 @@ from launching import train_basics
 from oracle import apart
 from safetensors.torch import load_file
 
+from paceline.base.batching import Grid, deal_rows
+from paceline.base.journal import read_journal
 from paceline.data.balance import Balance, Change, WorkerCost, slowest, solve, soonest
-from paceline.observe.journal import read_journal
 from paceline.observe.summary import Summary, facts
-from paceline.step import Grid, deal_rows
-from paceline.team.chaos import read_log
+from paceline.team.fault_injection import read_log
 
 GRID = Grid(256, 32)
 costs = st.builds(WorkerCost, st.sampled_from([0.0, 0.1, 1.0]), st.floats(0.01, 10.0))

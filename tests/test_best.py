@@ -11,8 +11,8 @@ from alone import trainer
 from cases import rows
 from launching import paceline, train_basics
 
+from paceline.base.journal import read_journal
 from paceline.errors import UsageError
-from paceline.observe.journal import read_journal
 
 # The best are those of steps 3, 5 and 9; equal, NaN and infinite ones are not.
 SCRIPT = """

@@ -11,7 +11,7 @@ from agents import journal
 from launching import equal_bytes, exported, train_basics
 from torch import nn
 
-from paceline.strategies.blueprint import SMALL, build, strip
+from paceline.parallel.deferred_init import SMALL, build, strip
 
 
 class Everything(nn.Module):
@@ -149,8 +149,8 @@ def test_a_model_begins_with_the_bits_of_one_worker(look: str, tmp_path: Path) -
 
 OF_ITS_OWN = """
 from pathlib import Path
-import paceline.strategies.blueprint as blueprint
-from paceline.strategies.body import unfollowed
+import paceline.parallel.deferred_init as blueprint
+from paceline.parallel.tensor_parallel.script_view import unfollowed
 made, plain = [], blueprint.Blueprint.value
 def value(self, tensor):
     made.append(tensor.numel() if tensor.requires_grad else 0)

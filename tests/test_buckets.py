@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.buckets import Bucket, Buckets
+from paceline.comm.gradient_buckets import Bucket, Buckets
 from paceline.errors import UsageError
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]

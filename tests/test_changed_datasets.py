@@ -25,12 +25,12 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from paceline import sample_index
-from paceline.data.changes import Snapshot
+from paceline.base.batching import Grid
+from paceline.base.journal import read_journal
+from paceline.data.change_detection import Snapshot
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import DatasetError
-from paceline.observe.journal import read_journal
-from paceline.step import Grid
 
 GLOBAL = 0
 

@@ -21,8 +21,8 @@ from torch import nn
 
 import paceline as package
 from paceline import buffer
+from paceline.compute.buffers import held_in
 from paceline.errors import ChangingBufferError, UsageError
-from paceline.strategies.buffers import held_in
 
 EPOCHS = 5  # of 4 steps
 Tensors = dict[str, torch.Tensor]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from paceline.base.text import clock, duration, number, shares_of, size_of
 from paceline.observe.charts import label, smooth, thin, ticks
-from paceline.observe.figures import clock, duration, number, shares_of, size_of
 
 
 def test_figures() -> None:

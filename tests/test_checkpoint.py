@@ -24,7 +24,7 @@ from test_checkpoint_tree import refusal, same
 from warm import Process
 
 from paceline.checkpoint.export import write_model
-from paceline.checkpoint.tensorfile import size_text, write_tensors
+from paceline.checkpoint.safetensors_file import size_text, write_tensors
 from paceline.errors import CheckpointError
 
 

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from test_checkpoint import equal, flip
 from test_checkpoint_tree import refusal
 
+from paceline.base.sharding import Cut, Held, Shards
 from paceline.checkpoint import files
-from paceline.checkpoint.deferred import Deferred
 from paceline.checkpoint.export import write_model
 from paceline.checkpoint.files import checkpoints_of
+from paceline.checkpoint.lazy import Deferred
 from paceline.errors import CheckpointError
-from paceline.pieces import Cut, Held, Shards
 
 SHAPES = st.lists(
     st.sampled_from([(), (0,), (3,), (700, 1024), (1 << 19,), (2, 1 << 20), (1, 1 << 20), (5, 3, 1 << 17)]), max_size=9

@@ -20,7 +20,7 @@ import torch
 from checkpoints import find_checkpoint, write_checkpoint
 from hypothesis import HealthCheck, given, settings
 
-from paceline.checkpoint.tensorfile import DTYPES, size_text
+from paceline.checkpoint.safetensors_file import DTYPES, size_text
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError, UsageError
 

@@ -19,8 +19,8 @@ from networks import Network
 from networks import hosts as hosts
 from test_ssh import Shore
 
-from paceline.launch import checkup
-from paceline.launch.engines.checkup_hosts import ALL, rounds
+from paceline.launch import preflight as checkup
+from paceline.launch.engines.preflight_hosts import ALL, rounds
 
 SSH = """#!/bin/sh
 while [ "$1" != -- ]; do shift; done

@@ -23,8 +23,8 @@ from oracle import apart
 from safetensors.torch import load_file
 
 from paceline.observe.summary import Summary
-from paceline.observe.team import members
-from paceline.team.chaos import read_log
+from paceline.observe.team_table import members
+from paceline.team.fault_injection import read_log
 
 pytestmark = pytest.mark.root
 

@@ -15,10 +15,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.comm import choice, links
-from paceline.comm.buckets import Bucket
-from paceline.comm.codecs import BLOCK, Codec
-from paceline.comm.engine import Steps
+from paceline.comm import codec_tuning as choice
+from paceline.comm import link_speed as links
+from paceline.comm.compression import BLOCK, Codec
+from paceline.comm.gradient_buckets import Bucket
+from paceline.comm.progress_engine import Steps
 
 ROUNDING, LOSSY = ["bf16", "fp16", "int8"], ["topk:0.1", "topk:1.0", "sign", "powersgd:1", "powersgd:3"]
 quick = settings(max_examples=10, deadline=None)

@@ -12,8 +12,8 @@ from alone import happened, trainer
 from by_hand import in_order
 from torch.utils.data import TensorDataset, default_collate
 
-from paceline.data.collating import Collated
-from paceline.strategies.chunks import MicroBatch
+from paceline.compute.microbatches import MicroBatch
+from paceline.data.collate_check import Collated
 
 X = torch.randn(48, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 BAD = TensorDataset(X, (torch.arange(48) % 4).where(torch.arange(48) != 13, -1))

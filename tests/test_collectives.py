@@ -15,9 +15,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.comm import collectives, shared
-from paceline.comm.messages import Mailbox
-from paceline.comm.shared import Arena, Condition, MismatchError, Shared
+from paceline.comm import shared_memory as shared
+from paceline.comm import shm_collectives as collectives
+from paceline.comm.point_to_point import Mailbox
+from paceline.comm.shared_memory import Arena, Condition, MismatchError, Shared
 
 BLOCK, LANE = 1 << 12, 1 << 8  # small ones, so that a few thousand numbers need many rounds
 

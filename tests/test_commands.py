@@ -19,14 +19,14 @@ from agents import SOURCE, until
 from launching import paceline
 from warm import Process, environment
 
+from paceline.base.environment import read_world
 from paceline.checkpoint.storage import storage_at
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.errors import UsageError
 from paceline.launch.joining import likeness
 from paceline.launch.local import FILES
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
-from paceline.world import read_world
 
 RANGE = "from {} to 999,999,999,999; give one, in digits"
 EMPTY = "is empty; give a value: perhaps a variable of the shell is not set"

@@ -11,10 +11,10 @@ import pytest
 from launching import free_port
 from replay import Replay
 
-from paceline.comm.group import Group
+from paceline.base.environment import World
+from paceline.comm.communicator import Group
 from paceline.errors import PeerLostError
-from paceline.team.commands import Generation, Orders
-from paceline.world import World
+from paceline.team.agent_commands import Generation, Orders
 
 
 class Agent:

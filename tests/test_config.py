@@ -16,11 +16,11 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from tensorboard.plugins.hparams import plugin_data_pb2
 from test_package import blocks
 
+from paceline.base.journal import Journal, effective_steps, read_journal
 from paceline.errors import UsageError
-from paceline.observe.journal import Journal, effective_steps, read_journal
 from paceline.observe.loggers import Loggers
 from paceline.observe.summary import Summary, facts
-from paceline.script import MOST_DIFF, without_secrets
+from paceline.session.script_info import MOST_DIFF, without_secrets
 
 PATHS = os.pathsep.join([str(SCRIPTS), *sys.path])  # also of what is installed elsewhere
 BODY = """
@@ -123,7 +123,7 @@ def test_no_credential_of_a_remote_is_kept(remote: str, kept: str) -> None:
 
 
 def test_of_many_changes_a_part_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.script import code
+    from paceline.session.script_info import code
 
     git(tmp_path, "init", "-q")
     (tmp_path / "much").write_text("x\n")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from replay import Replay
 
 from paceline.team.coordinator import ALONE, RETURN, Coordinator
-from paceline.team.roster import Announcement, Roster
-from paceline.team.seats import LONGEST, Said
+from paceline.team.membership import Announcement, Roster
+from paceline.team.worker_slots import LONGEST, Said
 
 HOSTS = {  # by the workers of a replica; those of "a" begin the run
     1: {"a": [0, 1], "b": [2, 3], "c": [4]},

@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 from launching import SCRIPTS, TRANSFORMERS, paceline, train_basics
 from torch import nn
 
-from paceline.observe.memory import advice
+from paceline.base.memory import advice
+from paceline.build import cost
+from paceline.compute.state_dict import kept_for_each
+from paceline.parallel.cost_model import Facts
 from paceline.plan import Plan
-from paceline.strategies.cost import Facts
-from paceline.strategies.nest import cost
-from paceline.strategies.state import kept_for_each
 
 STEPS = 4  # in the first one, which is not counted, the loss is looked at, which takes forwards besides
 NAMES = ("gradients", "weights", "all_gather", "pipeline", "context", "tensor", "merges")
 BODY = f"""
 import json
 from pathlib import Path
-from paceline.strategies.nest import cost, facts_of
+from paceline.build import cost, facts_of
 from staging import gpt2, ids, words
 def layers():
     blocks = [nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)) for _ in range(4)]

@@ -23,7 +23,7 @@ from clusters import cluster as cluster
 from launching import SCRIPTS, paceline
 from networks import hosts as hosts
 
-from paceline.observe.journal import effective_steps, read_journal
+from paceline.base.journal import effective_steps, read_journal
 
 pytestmark = pytest.mark.root
 

@@ -11,8 +11,8 @@ from launching import train_basics, without_an_agent
 from safetensors.torch import load_file
 from torch import nn
 
+from paceline.compute.buffers import buffer, held_in
 from paceline.launch.tuning import surround
-from paceline.strategies.buffers import buffer, held_in
 
 HEAD = "import json, os\nfrom basics import *\nrank = int(os.environ.get('PACELINE_RANK') or os.environ['RANK'])\n"
 CASES = """

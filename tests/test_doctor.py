@@ -21,13 +21,13 @@ from paceline.observe.summary import Summary
 # and shares are the same whatever else this machine does.
 SCRIPT = """
 from basics import *
-import os, time, paceline.observe.ledger, paceline.stepping, paceline.trainer
+import os, time, paceline.observe.step_totals, paceline.train.step, paceline.trainer
 rank, CASE = int(os.environ["PACELINE_RANK"]), os.environ["CASE"]
 class Clock:
     now = 0.0
     perf_counter = staticmethod(lambda: Clock.now)
-paceline.stepping.time = paceline.trainer.time = Clock
-paceline.observe.ledger.EVERY = 0.0
+paceline.train.step.time = paceline.trainer.time = Clock
+paceline.observe.step_totals.EVERY = 0.0
 class Rows:
     def __len__(self): return len(data)
     def __getitem__(self, row):

@@ -11,7 +11,7 @@ import torch
 from launching import SCRIPTS
 from warm import Process, environment
 
-from paceline.arguments import device_of
+from paceline.session.validation import device_of
 
 TRAINS = """
 from basics import *

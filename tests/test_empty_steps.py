@@ -12,7 +12,7 @@ from oracle import apart
 from safetensors.torch import load_file
 
 from paceline import sample_index, stream_seed
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 SCRIPT = """
 import math

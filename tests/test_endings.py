@@ -24,7 +24,7 @@ from agents import Launcher, alive, journal, until
 from launching import paceline, train_basics
 from warm import Process, environment
 
-from paceline.observe.journal import effective_steps, read_journal
+from paceline.base.journal import effective_steps, read_journal
 
 GATED = """
 from basics import *
@@ -49,7 +49,7 @@ class Running:
     def coordinator(self) -> int | None:
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
-                if "paceline.team.server" in child.cmdline():
+                if "paceline.team.coordinator_server" in child.cmdline():
                     return int(child.pid)
         return None
 
@@ -81,7 +81,7 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]
     """With as many workers and steps as the test says."""
     workers, steps = request.param
     (tmp_path / "train.py").write_text(GATED.format(steps))
-    command = [sys.executable, "-m", "paceline.cli", "run", "--workers", str(workers), "--run-dir", "run"]
+    command = [sys.executable, "-m", "paceline.cli.main", "run", "--workers", str(workers), "--run-dir", "run"]
     process = Process(
         [*command, "train.py"], environment(), cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

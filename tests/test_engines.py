@@ -17,11 +17,11 @@ import pytest
 from agents import WORKER, until
 from launching import piped
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import Host, parse_hosts, read_hosts
-from paceline.launch.engines.hosted import unpack
 from paceline.launch.engines.launcher import HostJob
+from paceline.launch.engines.remote_agent import unpack
 from paceline.launch.engines.start import archive
 
 # An engine whose hosts are folders here: each has a script of its own. `down` is a file that keeps one from answering.

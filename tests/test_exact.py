@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from test_contract import trained
 from torch.nn import Parameter
 
-from paceline.comm.exact import ExactBuckets
-from paceline.step import VectorLayout, exact_sum
+from paceline.base.batching import VectorLayout, exact_sum
+from paceline.comm.exact_sums import ExactBuckets
 
 TEAMS = [
     ["--workers", "1"],

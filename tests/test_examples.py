@@ -9,7 +9,7 @@ import pytest
 from launching import paceline
 from safetensors.torch import load_file
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

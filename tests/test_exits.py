@@ -14,7 +14,7 @@ from agents import Launcher, alive, family, journal, until
 from launching import SCRIPTS, paceline, train_basics
 from warm import Process, environment
 
-from paceline.team.exits import exception_told
+from paceline.team.exit_reports import exception_told
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
@@ -85,7 +85,7 @@ FORKS = """
 import gc, os, sys, time
 from datetime import timedelta
 import torch.distributed as dist
-from paceline.comm.hosts import Gloo
+from paceline.comm.hierarchical import Gloo
 gc.disable()
 device = dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 store = dist.HashStore()

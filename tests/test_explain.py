@@ -13,10 +13,10 @@ from agents import journal
 from journals import GRID, write_run
 from launching import SCRIPTS, paceline, train_basics
 
-from paceline.cli import main
+from paceline.base.journal import Journal
+from paceline.cli.main import main
 from paceline.observe.drawing import draw, save
-from paceline.observe.explained import Explained
-from paceline.observe.journal import Journal
+from paceline.observe.plan_explanation import Explained
 from paceline.observe.summary import explain
 from paceline.plan import Plan
 

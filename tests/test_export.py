@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 from test_checkpoint import equal, flip, sample
 from test_checkpoint_tree import refusal, same
 
-from paceline.checkpoint.adopt import adopted, import_model
 from paceline.checkpoint.export import export_model, parse_size, write_model
-from paceline.checkpoint.tensorfile import size_text
+from paceline.checkpoint.import_weights import adopted, import_model
+from paceline.checkpoint.safetensors_file import size_text
 from paceline.checkpoint.tree import flatten, unflatten
 from paceline.errors import CheckpointError, UsageError
 
@@ -341,7 +341,7 @@ EXPORT_AND_MEASURE = """
 import sys
 from pathlib import Path
 from paceline.checkpoint.export import export_model
-from paceline.checkpoint.adopt import import_model
+from paceline.checkpoint.import_weights import import_model
 import torch.distributed.checkpoint, torch.distributed.checkpoint.api
 
 def peak():

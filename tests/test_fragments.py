@@ -22,15 +22,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 from paceline import Trainer, stream_seed
-from paceline.comm.codecs import manner
-from paceline.comm.group import Group
+from paceline.base.batching import deal
+from paceline.base.environment import World
+from paceline.comm.communicator import Group
+from paceline.comm.compression import manner
 from paceline.errors import PlanError
-from paceline.fragments import Coded, Flight
-from paceline.inner import Inner
-from paceline.step import deal
-from paceline.team.chaos import read_log
+from paceline.local_sgd.island_state import Inner
+from paceline.local_sgd.streaming_diloco import Coded, Flight
 from paceline.team.coordinator import STOPPED
-from paceline.world import World
+from paceline.team.fault_injection import read_log
 
 # The first parameters of the fragments of a model with these many blocks, which are as even as can be.
 PARTS = {("net", 2): [("0.",), ("1.", "2.", "3.")], ("blocks", 2): [("0.", "1.", "2."), ("3.", "4.", "6.")]}

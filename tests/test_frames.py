@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.comm.frames import Connection, Frame, Kind
-from paceline.greeting import make_nonce, prove_caller
-from paceline.holding import Client
+from paceline.base.handshake import make_nonce, prove_caller
+from paceline.param_server.parameter_shard import Client
+from paceline.param_server.protocol import Connection, Frame, Kind
 
 
 def linked(place: Any, greets: bool = True, key: bytes = b"a key") -> tuple[Connection, Connection]:
@@ -91,7 +91,7 @@ def test_tensors_travel_where_no_memory_can_be_lent(monkeypatch: pytest.MonkeyPa
     def refuse(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    monkeypatch.setattr("paceline.comm.shared.os.posix_fallocate", refuse)
+    monkeypatch.setattr("paceline.comm.shared_memory.os.posix_fallocate", refuse)
     landing = torch.zeros(9)
     sender, taker = near(lambda frame: [landing])
     sent = torch.rand(9)

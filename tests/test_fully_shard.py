@@ -9,13 +9,13 @@ import torch
 from launching import equal_bytes, train_basics
 from torch import nn
 
+from paceline.base.sharding import Shards
+from paceline.compute.blocks import blocks_of, by_block
+from paceline.compute.cpu_offload import Hosted
+from paceline.compute.state_dict import marks_of, own_of
 from paceline.errors import UsageError
-from paceline.pieces import Shards
-from paceline.strategies.blocks import blocks_of, by_block
-from paceline.strategies.blueprint import build
-from paceline.strategies.fully_shard import refuse_ungatherable
-from paceline.strategies.offload import Hosted
-from paceline.strategies.state import marks_of, own_of
+from paceline.parallel.deferred_init import build
+from paceline.parallel.fsdp import refuse_ungatherable
 
 # Micro-batches of 3 rows ask for different layers: which is told by the first row.
 BODY = (

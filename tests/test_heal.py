@@ -10,7 +10,7 @@ import torch
 from launching import train_basics
 from safetensors.torch import load_file
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 from paceline.observe.summary import Summary, facts
 
 BODY = """

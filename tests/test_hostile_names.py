@@ -22,10 +22,10 @@ from prometheus_client import generate_latest
 from prometheus_client.registry import Collector
 from warm import Process, environment
 
-from paceline.cli import main
-from paceline.console import coloured, command_line, in_one_line, markup, printable
+from paceline.base.console import coloured, command_line, in_one_line, markup, printable
+from paceline.cli.main import main
 from paceline.launch.engines.slurm import directive
-from paceline.observe.scraping import families
+from paceline.observe.prometheus import families
 from paceline.observe.summary import Summary
 from paceline.observe.terminal import Terminal
 

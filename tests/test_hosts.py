@@ -44,7 +44,7 @@ def test_every_collective_of_a_team_that_is_too_large_to_connect_all_with_all(ho
 CONNECTED = """
 import os, socket, sys
 import torch
-from paceline.comm import hosts
+from paceline.comm import hierarchical as hosts
 hosts.MESH = int(sys.argv[1])
 import paceline
 
@@ -302,7 +302,7 @@ def test_an_address_that_leads_nowhere(hosts: Hosts, tmp_path: Path, address: st
 
 DYING = """
 import os, time, torch
-from paceline.comm import status
+from paceline.comm import peer_status as status
 status.EXPLAIN = 1.0  # who was killed says nothing
 group, data = team.group, torch.ones(1000, dtype=torch.uint8)
 for step in range(1000):

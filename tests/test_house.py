@@ -54,12 +54,12 @@ def test_all_debts_are_of_rules_that_may_have_some() -> None:
 
 BODY = "    x = 1\n"
 LAYOUTS = {
-    "strategies.layout": "class Layout: ...",
-    "strategies.rows": "from paceline.strategies.layout import Layout\nclass Rows(Layout): ...\nclass Note: ...",
-    "strategies.watch": "class Watch: ...",
-    "strategies.nest": "from paceline.strategies.rows import Rows\nisinstance(x, Rows)",
+    "parallel.layout": "class Layout: ...",
+    "parallel.rows": "from paceline.parallel.layout import Layout\nclass Rows(Layout): ...\nclass Note: ...",
+    "parallel.watch": "class Watch: ...",
+    "build": "from paceline.parallel.rows import Rows\nisinstance(x, Rows)",
 }
-SHARD = "strategies.shard"
+SHARD = "parallel.shard"
 BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     (long_functions, f"def f():\n{BODY * 80}", ["plan:1: f has 81 lines"]),
     (long_functions, f"async def f():\n{BODY * 80}", ["plan:1: f has 81 lines"]),
@@ -74,8 +74,8 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     ),
     (
         imports_against_the_order,
-        "def f():\n  import paceline.cli",
-        ["plan:2: imports paceline.cli, which stands above it"],
+        "def f():\n  import paceline.cli.main",
+        ["plan:2: imports paceline.cli.main, which stands above it"],
     ),
     (
         imports_against_the_order,
@@ -100,8 +100,11 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     (modules_outside_of_folders, {"plan": "", "comm": "", "comm.gloo": "", "optim": "", "cli": "", "cli.main": ""}, []),
     (
         import_cycles,
-        {"plan": "from paceline.world import World", "world": "def f():\n  from paceline.plan import Plan"},
-        ["plan > paceline.world > paceline.plan"],
+        {
+            "plan": "from paceline.base.environment import World",
+            "base.environment": "def f():\n  from paceline.plan import Plan",
+        },
+        ["plan > paceline.base.environment > paceline.plan"],
     ),
     (
         import_cycles,
@@ -110,17 +113,20 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     ),
     (
         import_cycles,
-        {"plan": "from paceline.world import World", "world": "if TYPE_CHECKING:\n  from paceline.plan import Plan"},
+        {
+            "plan": "from paceline.base.environment import World",
+            "base.environment": "if TYPE_CHECKING:\n  from paceline.plan import Plan",
+        },
         [],
     ),
     (imports_of_the_package_itself, "def f():\n  import paceline", ["plan:2: import paceline"]),
     (imports_of_the_package_itself, "from paceline import world", ["plan:1: from paceline import"]),
     (imports_of_the_package_itself, "from . import world", ["plan:1: from . import"]),
     (imports_of_the_package_itself, "from .world import World", ["plan:1: from .world import"]),
-    (imports_of_the_package_itself, "from paceline.world import World", []),
+    (imports_of_the_package_itself, "from paceline.base.environment import World", []),
     (environment_read_elsewhere, "os.environ['A']\nos.getenv('A')", ["plan:1: environ", "plan:2: getenv"]),
     (environment_read_elsewhere, "from os import environ as e", ["plan:1: environ"]),
-    (environment_read_elsewhere, {"world": "os.environ['A']", "plan": "environ = os.getpid()"}, []),
+    (environment_read_elsewhere, {"base.environment": "os.environ['A']", "plan": "environ = os.getpid()"}, []),
     (broad_excepts, "try: ...\nexcept: ...", ["plan:2: catches everything"]),
     (broad_excepts, "try: ...\nexcept (OSError, Exception): ...", ["plan:2: catches everything"]),
     (broad_excepts, "try: ...\nexcept* builtins.BaseException: ...", ["plan:2: catches everything"]),
@@ -134,17 +140,17 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     (questions_about_layouts, LAYOUTS | {"run": "isinstance(x, Other | Note)"}, []),
     (
         layouts_that_import_layouts,
-        LAYOUTS | {SHARD: "from paceline.strategies.rows import Rows\nclass Shard(Layout): ..."},
-        ["strategies.shard:1: imports paceline.strategies.rows"],
+        LAYOUTS | {SHARD: "from paceline.parallel.rows import Rows\nclass Shard(Layout): ..."},
+        ["parallel.shard:1: imports paceline.parallel.rows"],
     ),
     (
         layouts_that_import_layouts,
-        LAYOUTS | {SHARD: "import paceline.strategies.nest\nclass Shard(Rows): ..."},
-        ["strategies.shard:1: imports paceline.strategies.nest"],
+        LAYOUTS | {SHARD: "import paceline.build\nclass Shard(Rows): ..."},
+        ["parallel.shard:1: imports paceline.build"],
     ),
     (
         layouts_that_import_layouts,
-        LAYOUTS | {SHARD: "from paceline.strategies.side_effects import Watch\nclass Shard(Layout): ..."},
+        LAYOUTS | {SHARD: "from paceline.compute.batchnorm import Watch\nclass Shard(Layout): ..."},
         [],
     ),
     (

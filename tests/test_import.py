@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import sample_index
-from paceline.checkpoint.adopt import adopted, import_model
+from paceline.checkpoint.import_weights import adopted, import_model
 from paceline.checkpoint.tree import unflatten
 from paceline.errors import CheckpointError, LaunchError, UsageError
 

@@ -19,10 +19,10 @@ from test_checkpoint import flip
 from test_checkpoint_tree import refusal
 from torch import nn
 
-from paceline.checkpoint.adopt import import_model
-from paceline.checkpoint.contents import inspect_run
 from paceline.checkpoint.export import write_model
-from paceline.checkpoint.tensorfile import size_text
+from paceline.checkpoint.import_weights import import_model
+from paceline.checkpoint.inspect import inspect_run
+from paceline.checkpoint.safetensors_file import size_text
 from paceline.checkpoint.tree import flatten
 from paceline.errors import CheckpointError
 

@@ -26,12 +26,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from warm import Process, environment
 
 from paceline import Trainer, plateau, stream_seed
+from paceline.base.batching import deal
+from paceline.base.journal import read_journal
 from paceline.errors import PacelineError, UsageError
-from paceline.islands import dealt
-from paceline.observe.journal import read_journal
-from paceline.step import deal
-from paceline.team.chaos import read_log
+from paceline.local_sgd.diloco import dealt
 from paceline.team.coordinator import STOPPED
+from paceline.team.fault_injection import read_log
 
 TOLERANCE = 1e-12
 

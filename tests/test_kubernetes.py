@@ -25,11 +25,11 @@ from test_launchers_of_others import weights
 from test_manifests import HIDDEN, TOKEN, by_kind
 from test_ssh import DIGITS, SLOWLY
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.errors import UsageError
 from paceline.launch.engines.kubernetes import code, missing, newest
 from paceline.launch.engines.manifests import INDEX, PASSING
-from paceline.team.token import read_token
+from paceline.team.auth import read_token
 
 real = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(500)]
 

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from launching import paceline as command
+from paceline.optim import LAMB, LARS
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 
+from paceline.base.batching import NOTHING
+from paceline.compute.grad_noise import LEAST, Noise
+from paceline.compute.lr_schedules import follow_batch
 from paceline.errors import UsageError
 from paceline.observe.report import facts
 from paceline.observe.summary import Summary
-from paceline.optim import LAMB, LARS
-from paceline.schedules import follow_batch
-from paceline.step import NOTHING
-from paceline.strategies.noise import LEAST, Noise
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from agents import AGAIN, MAIN, SOURCE, WORKER, Launcher, alive, family, journal, until
 
+from paceline.base.text import ranks
 from paceline.checkpoint.lock import hold_lock
 from paceline.errors import LaunchError
-from paceline.observe.figures import ranks
 
 # ---- the plain case
 

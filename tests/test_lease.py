@@ -19,7 +19,7 @@ from launching import SCRIPTS, free_port, paceline
 from networks import hosts as hosts
 
 from paceline.errors import LaunchError, UsageError
-from paceline.team.lease import LASTS, Lease, parse_store
+from paceline.team.etcd_lease import LASTS, Lease, parse_store
 
 CLIENTS, PEERS = 2379, 2380
 

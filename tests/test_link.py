@@ -11,8 +11,8 @@ from typing import Any
 
 from agents import until
 
-from paceline.team.link import Link
-from paceline.team.token import ANSWER, read_authorization, sign_answer
+from paceline.team.auth import ANSWER, read_authorization, sign_answer
+from paceline.team.coordinator_client import Link
 
 TOKEN = b"0" * 64
 GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal")

@@ -27,11 +27,11 @@ from launching import environment
 from test_metrics_served import FIXED, running, serving_process
 from tornado.websocket import websocket_connect
 
-from paceline.cli import main
-from paceline.observe.journal import NAME, Journal, read_journal
+from paceline.base.journal import NAME, Journal, read_journal
+from paceline.cli.main import main
 from paceline.observe.page import render
-from paceline.observe.reading import KEY, reading_key
 from paceline.observe.summary import Summary
+from paceline.team.reading_key import KEY, reading_key
 
 BAD = "</script><img src=x onerror=\"document.title='owned'\">"
 
@@ -62,7 +62,7 @@ def served(folder: Path) -> Iterator[Served]:
     listener = socket.create_server(("127.0.0.1", 0))
     given = {"folder": str(folder), "page": listener.fileno(), "hosts": ["127.0.0.1", "localhost", "::1"]}
     given |= {"run": folder.name, "told": [], "targets": []}
-    command = [sys.executable, "-m", "paceline.observe.serving", json.dumps(given)]
+    command = [sys.executable, "-m", "paceline.observe.server", json.dumps(given)]
     process = subprocess.Popen(
         command, env=environment(), stdin=subprocess.PIPE, pass_fds=[listener.fileno()], stderr=subprocess.PIPE
     )

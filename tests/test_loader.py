@@ -16,11 +16,11 @@ from launching import train_basics
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from paceline.base.batching import Grid, deal
+from paceline.base.journal import read_journal
 from paceline.data.loader import Feed, Place, Slot, Source, _Rows, share_of
 from paceline.data.order import sample_index
-from paceline.loops import grid_text, idle_text
-from paceline.observe.journal import read_journal
-from paceline.step import Grid, deal
+from paceline.session.training_loop import grid_text, idle_text
 
 
 def feed_of(grid: Grid, rows: int, batches: int, place: Place, told: list[Any], **options: Any) -> Feed:

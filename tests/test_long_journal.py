@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from journals import step
 
-from paceline.observe import journal as journals
-from paceline.observe.figures import total, totals
-from paceline.observe.journal import NAME, Journal, effective_steps, lines_from_end, read_journal
-from paceline.observe.ledger import KEPT
+from paceline.base import journal as journals
+from paceline.base.journal import NAME, Journal, effective_steps, lines_from_end, read_journal
+from paceline.base.text import total, totals
+from paceline.observe.step_totals import KEPT
 from paceline.observe.summary import Summary
-from paceline.team.roster import Roster
-from paceline.team.server import last_generation
+from paceline.team.coordinator_server import last_generation
+from paceline.team.membership import Roster
 
 
 def bytes_read() -> int:

@@ -9,7 +9,7 @@ import pytest
 from launching import paceline, train_basics
 
 import paceline as package
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 SHARES = (2, 2, 2, 1, 1)  # micro-batches of three rows, of a global batch of 24
 FIVE = ("--shares", ",".join(map(str, SHARES)), "--plan", "exact micro=3")

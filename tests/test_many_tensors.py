@@ -15,9 +15,10 @@ from cases import mlp, rows
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.checkpoint import files, saver
+from paceline.checkpoint import files
+from paceline.checkpoint import writer as saver
 from paceline.checkpoint.storage import blocks, write_file
-from paceline.strategies.data import kinds
+from paceline.parallel.data_parallel import kinds
 
 MANY = 2000
 

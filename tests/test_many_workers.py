@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.comm import hosts as comm
-from paceline.comm import shared
-from paceline.comm import status as sides
+from paceline.base.environment import World
+from paceline.comm import hierarchical as comm
+from paceline.comm import peer_status as sides
+from paceline.comm import shared_memory as shared
+from paceline.comm.peer_status import Side, asker
 from paceline.comm.rendezvous import _wait_for_all
-from paceline.comm.status import Side, asker
 from paceline.errors import PeerLostError
-from paceline.saving import some
-from paceline.world import World
+from paceline.session.checkpoint_manager import some
 
 
 class Asked:

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from launching import train_basics
 from PIL import Image as Pillow
 
+from paceline.base.journal import read_journal
 from paceline.errors import UsageError
-from paceline.observe.journal import read_journal
 from paceline.observe.media import Histogram, Image, medium
 
 BODY = """

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from launching import SCRIPTS, free_port
 from warm import Process
 
-from paceline.mesh import AXES, Mesh, run_of
+from paceline.base.mesh import AXES, Mesh, run_of
 from paceline.plan import Plan
 
 SIZES = st.tuples(*[st.sampled_from([1, 1, 2, 3])] * len(AXES))

@@ -27,30 +27,30 @@ from rich.console import Console
 from test_link import RUN, TOKEN
 from test_readers import fuzz
 
+from paceline.base.environment import SERVERS
+from paceline.base.schema import find_wrong
+from paceline.base.text import ranks
 from paceline.checkpoint.tree import unpack
-from paceline.comm.forms import TOLD
-from paceline.comm.told import read_told
+from paceline.comm.message_reader import read_told
+from paceline.comm.message_types import TOLD
+from paceline.compute import sparse_grads as sparse
 from paceline.errors import CheckpointError, FormatError, LaunchError
 from paceline.launch.agent import Agent
-from paceline.launch.engines import hosted
-from paceline.launch.engines.driven import Driven
+from paceline.launch.engines import remote_agent as hosted
+from paceline.launch.engines.driver_engine import Driven
 from paceline.launch.options import LaunchOptions
 from paceline.launch.workers import Worker, Workers
-from paceline.observe.figures import ranks
 from paceline.observe.profiling import profile_of
 from paceline.observe.progress import Progress
-from paceline.schema import find_wrong
-from paceline.strategies import sparse
-from paceline.team.commands import Orders
+from paceline.team.agent_commands import Orders
 from paceline.team.coordinator import Coordinator
-from paceline.team.forms import ANSWERS, ORDERS, STATE
-from paceline.team.link import RefusedError, Wire
-from paceline.team.roster import Roster
-from paceline.team.seats import Said
-from paceline.team.server import RefusalError, Service
-from paceline.team.stands import packed, table
-from paceline.team.terms import TermsError, check_terms
-from paceline.world import SERVERS
+from paceline.team.coordinator_client import RefusedError, Wire
+from paceline.team.coordinator_server import RefusalError, Service
+from paceline.team.join_options import TermsError, check_terms
+from paceline.team.membership import Roster
+from paceline.team.message_types import ANSWERS, ORDERS, STATE
+from paceline.team.stack_requests import packed, table
+from paceline.team.worker_slots import Said
 
 MANY = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
 STORE = ["127.0.0.1", 29500]
@@ -508,6 +508,6 @@ def test_a_worker_ends_with_what_was_no_order() -> None:
 
 
 def test_what_checks_types_is_not_imported_before_there_is_something_to_check() -> None:
-    code = "import sys, paceline.cli\ntry: paceline.cli.main()\nfinally: assert 'msgspec' not in sys.modules"
+    code = "import sys, paceline.cli.main\ntry: paceline.cli.main.main()\nfinally: assert 'msgspec' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code, "--help"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

@@ -25,15 +25,15 @@ from networks import hosts as hosts
 from prometheus_client.parser import text_string_to_metric_families
 from warm import Process
 
-from paceline.cli import main
+from paceline.base.journal import Reader, effective_steps, read_journal
+from paceline.cli.main import main
 from paceline.errors import UsageError
 from paceline.launch.serving import check_serving
 from paceline.observe.alerts import ALERTS, dashboard
-from paceline.observe.journal import Reader, effective_steps, read_journal
 from paceline.observe.metrics import METRICS
-from paceline.observe.reading import reading_key
-from paceline.observe.scraping import families
+from paceline.observe.prometheus import families
 from paceline.observe.summary import Summary
+from paceline.team.reading_key import reading_key
 
 LONG = """
 import time, os
@@ -94,7 +94,7 @@ def serving_process(folder: Path, run: str = "out") -> int:
             words = entry.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"paceline.observe.serving" in words and told.encode() in b" ".join(words):
+        if b"paceline.observe.server" in words and told.encode() in b" ".join(words):
             return int(entry.parent.name)
     return 0
 

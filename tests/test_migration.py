@@ -16,11 +16,11 @@ from agents import until
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.base.batching import spread
+from paceline.base.handshake import NONCE, make_nonce, prove_caller
 from paceline.checkpoint.tree import pack, unpack
-from paceline.greeting import NONCE, make_nonce, prove_caller
-from paceline.step import spread
-from paceline.team import migration
-from paceline.team.migration import Migration, Taker, digests
+from paceline.team import live_migration as migration
+from paceline.team.live_migration import Migration, Taker, digests
 
 
 def key_of(salt: str) -> bytes:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau, StepL
 
 import paceline
 from paceline import plateau
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.errors import DatasetError, MetricError, UsageError
 from paceline.plan import Plan
 

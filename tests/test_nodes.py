@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from test_ssh import SLOWLY
 from warm import environment
 
+from paceline.base.environment import read_nodes
 from paceline.checkpoint.lock import hold_lock
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.joining import stand_by
 from paceline.launch.local import PORT
-from paceline.world import read_nodes
 
 SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
 DSTACK = {"DSTACK_NODE_RANK": "1", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}

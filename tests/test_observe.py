@@ -22,10 +22,10 @@ import torch
 from journals import GRID, step, write_run
 from rich.console import Console
 
-from paceline.console import coloured
+from paceline.base.console import coloured
+from paceline.base.journal import Journal, effective_steps, read_journal
 from paceline.errors import UsageError
-from paceline.observe import ledger
-from paceline.observe.journal import Journal, effective_steps, read_journal
+from paceline.observe import step_totals as ledger
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.observe.summary import Summary, explain
@@ -110,7 +110,7 @@ def test_lines_of_several_processes_never_interleave(tmp_path: Path) -> None:
     script = """
 import sys
 from pathlib import Path
-from paceline.observe.journal import Journal
+from paceline.base.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 sys.stdin.read()
 for place in range(500):

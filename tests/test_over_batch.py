@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from paceline import Trainer, sample_index, stream_seed
+from paceline.compute.loss_scale import FIRST
 from paceline.errors import PacelineError
-from paceline.run import Run
-from paceline.strategies.scaling import FIRST
+from paceline.session.run import Run
 
 
 @cache

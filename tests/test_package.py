@@ -28,12 +28,7 @@ from token_folders import write_folder
 from warm import Process
 
 import paceline as package
-from paceline.cli import main
-from paceline.errors import UsageError
-from paceline.launch.tuning import HUGE, surround
-from paceline.loops import Member
-from paceline.plan import Plan
-from paceline.world import (
+from paceline.base.environment import (
     SlurmJob,
     began,
     gpus,
@@ -50,6 +45,11 @@ from paceline.world import (
     trainjob_server,
     tunnel,
 )
+from paceline.cli.main import main
+from paceline.errors import UsageError
+from paceline.launch.tuning import HUGE, surround
+from paceline.plan import Plan
+from paceline.session.training_loop import Member
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"

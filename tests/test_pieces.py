@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.comm.buckets import zeros
-from paceline.comm.group import Group
-from paceline.mesh import Mesh
-from paceline.pieces import Cut, Held, Piece, Shards, assemble, stacked
-from paceline.step import exact_sum
-from paceline.strategies.job import Job, Options, default_forward
-from paceline.strategies.layout import Layout
-from paceline.strategies.replica import Replica
-from paceline.strategies.state import in_pieces, load_model
-from paceline.world import World
+from paceline.base.batching import exact_sum
+from paceline.base.environment import World
+from paceline.base.mesh import Mesh
+from paceline.base.sharding import Cut, Held, Piece, Shards, assemble, stacked
+from paceline.comm.communicator import Group
+from paceline.comm.gradient_buckets import zeros
+from paceline.compute.job import Job, Options, default_forward
+from paceline.compute.state_dict import in_pieces, load_model
+from paceline.parallel.layout import Layout
+from paceline.train.replica import Replica
 
 
 @st.composite

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline import sample_index, stream_seed
-from paceline.strategies.blocks import compiled, recompute
-from paceline.strategies.scaling import FIRST, GROWTH, LossScale
+from paceline.compute.blocks import compiled, recompute
+from paceline.compute.loss_scale import FIRST, GROWTH, LossScale
 
 LOUD = 500.0  # what the loss is multiplied by: its gradients overflow fp16 at the first scale
 BODY = (

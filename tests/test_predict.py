@@ -16,8 +16,8 @@ from launching import train_basics
 from public import Stream
 from safetensors.torch import load_file
 
+from paceline.base.journal import read_journal
 from paceline.errors import CheckpointError, UsageError
-from paceline.observe.journal import read_journal
 
 # In the body of step 4, and of 3 rows with more workers than micro-batches. One worker kills itself in it.
 SCRIPT = """

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.engine import ENGINE, Begun, Operation, Steps, last
+from paceline.comm.progress_engine import ENGINE, Begun, Operation, Steps, last
 
 
 class Nobody:

@@ -29,14 +29,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from warm import Process, environment
 
 from paceline import sample_index, stream_seed
+from paceline.base.batching import deal
+from paceline.build import cost
 from paceline.observe.summary import Summary, facts
+from paceline.parallel.cost_model import Facts
 from paceline.plan import Plan
-from paceline.step import deal
-from paceline.strategies.cost import Facts
-from paceline.strategies.nest import cost
-from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
-from paceline.team.merges import LEAST, MOST, USUAL, Merges, Told
+from paceline.team.fault_injection import read_log
+from paceline.team.merge_quorum import LEAST, MOST, USUAL, Merges, Told
 
 TOLERANCE = 1e-12
 PLACES = {float(x[0]): number for number, (x, _, _) in enumerate(DATA)}

@@ -30,7 +30,7 @@ from sparks import Application
 from test_launchers_of_others import weights
 from test_ssh import DIGITS, SLOWLY
 
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.launch.engines.ray import bundles, pending
 from paceline.launch.engines.spark_driver import Gate
 

@@ -28,29 +28,29 @@ from safetensors.torch import load_file, save_file
 from test_inspect import save
 from warm import SCRIPTS, Process, environment
 
-from paceline.checkpoint.adopt import import_model
-from paceline.checkpoint.contents import inspect_run
+from paceline.base.journal import NAME
+from paceline.base.schema import read_file
 from paceline.checkpoint.export import export_model
 from paceline.checkpoint.files import ended_in, trainers_in
+from paceline.checkpoint.import_weights import import_model
+from paceline.checkpoint.inspect import inspect_run
 from paceline.checkpoint.tree import unflatten
 from paceline.data import Tokens
 from paceline.errors import FormatError, PacelineError
 from paceline.launch.coordinator_process import ADDRESS, listening_at
 from paceline.observe.doctor import doctor
-from paceline.observe.journal import NAME
 from paceline.observe.live import Panels
 from paceline.observe.metrics import values_of
 from paceline.observe.page import Chosen
-from paceline.observe.reading import write_targets
+from paceline.observe.prometheus import families
 from paceline.observe.report import write_report
 from paceline.observe.runs import compare, runs
-from paceline.observe.scraping import families
 from paceline.observe.summary import Summary, explain
 from paceline.observe.timeline import trace
 from paceline.observe.trainjob import status
 from paceline.observe.watch import watch
-from paceline.saving import load_user_streams
-from paceline.schema import read_file
+from paceline.session.checkpoint_manager import load_user_streams
+from paceline.team.reading_key import write_targets
 
 SCRIPT = Path(__file__).parent / "scripts/linear.py"
 HELD = {"parameters": 2960, "gradients": 592, "optimizer": 9472, "sent": {"gradients": 197}, "seconds": 0.5}
@@ -666,11 +666,11 @@ def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, monkeyp
     body = """
 import sys
 from pathlib import Path
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.errors import PacelineError
 from paceline.launch.coordinator_process import listening_at
-from paceline.observe.reading import reading_key
-from paceline.team.token import read_token
+from paceline.team.reading_key import reading_key
+from paceline.team.auth import read_token
 for words in (["explain", "0"], ["logs", "1"], ["inspect", "2"], ["watch", "--once", "0"]):
     sys.argv[1:] = words
     main()
@@ -703,7 +703,7 @@ def test_a_pipe_that_is_given_as_a_file_is_not_waited_for(tmp_path: Path, monkey
     Path("train.py").touch()
     body = """
 import sys
-from paceline.cli import main
+from paceline.cli.main import main
 from paceline.data import Tokens
 from paceline.errors import PacelineError
 for words in (

@@ -12,7 +12,7 @@ from agents import until
 from launching import train_basics
 from test_team import LONG, STEPS, WORKERS, Ended, fired, same, train, undisturbed  # noqa: F401 - a fixture
 
-from paceline.team.chaos import GO, read_log
+from paceline.team.fault_injection import GO, read_log
 
 MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing")
 QUICK = {("backward", 3, 3)}  # and below, "applied" and "summed"

@@ -19,7 +19,7 @@ from oracle import apart
 from safetensors.torch import load_file
 from warm import Process, environment
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 SCRIPT = SCRIPTS / "resuming.py"
 MOMENTS = ("forward", "backward", "update", "body")

@@ -19,7 +19,7 @@ from networks import hosts as hosts
 from rogues import Rogue
 from test_link import RUN
 
-from paceline.team.terms import TermsError, check_terms
+from paceline.team.join_options import TermsError, check_terms
 
 SCRIPT = """
 open("trained", "w").close()

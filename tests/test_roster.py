@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.team.roster import Announcement, Roster
+from paceline.team.membership import Announcement, Roster
 
 
 def begun(workers: int) -> Roster:

@@ -18,7 +18,7 @@ from launching import paceline
 from once import once
 from warm import Process, environment
 
-from paceline.observe.journal import effective_steps, read_journal
+from paceline.base.journal import effective_steps, read_journal
 
 STEPS = 30
 # Goes slowly until there is "gate".
@@ -73,7 +73,7 @@ class Running:
 
     def kill_coordinator(self) -> None:
         children = psutil.Process(self.process.pid).children()
-        (coordinator,) = [child for child in children if "paceline.team.server" in child.cmdline()]
+        (coordinator,) = [child for child in children if "paceline.team.coordinator_server" in child.cmdline()]
         coordinator.kill()
         self.says("the coordinator ended (SIGKILL) and is started again; training goes on")
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from journals import step
 
-from paceline.cli import main
+from paceline.base.journal import Journal
+from paceline.cli.main import main
 from paceline.errors import UsageError
-from paceline.observe.journal import Journal
 from paceline.observe.runs import compare, runs
 
 NOW = 1_700_000_000.0

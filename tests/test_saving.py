@@ -17,14 +17,14 @@ from checkpoints import find_checkpoint, list_checkpoints
 from launching import paceline, train_basics, without_an_agent
 from safetensors.torch import load_file
 
-from paceline.checkpoint import saver
+from paceline.base.journal import read_journal
+from paceline.base.sharding import Block
+from paceline.checkpoint import writer as saver
 from paceline.checkpoint.files import write_files
-from paceline.checkpoint.saver import Part
 from paceline.checkpoint.storage import Folder
+from paceline.checkpoint.writer import Part
 from paceline.errors import CheckpointError
-from paceline.observe.journal import read_journal
-from paceline.pieces import Block
-from paceline.saving import Saving
+from paceline.session.checkpoint_manager import Saving
 
 WIDE = """
 import os

@@ -17,7 +17,7 @@ from cases import mlp, rows
 from launching import paceline, train_basics
 from warm import Process, environment
 
-from paceline.run import Run
+from paceline.session.run import Run
 
 INTERRUPTED = """
 import os, signal, sys

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.team.coordinator import ALIKE, AWAITED, RETURN, Coordinator
-from paceline.team.roster import Announcement, Roster
-from paceline.team.seats import Said, Seat
-from paceline.team.servers import Lives
+from paceline.team.membership import Announcement, Roster
+from paceline.team.server_placement import Lives
+from paceline.team.worker_slots import Said, Seat
 
 STORE, TAKES = ("127.0.0.1", 1), ("127.0.0.1", 2, "secret")
 SERVER = 1_000_000

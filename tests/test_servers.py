@@ -26,13 +26,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from warm import Process, environment
 
 from paceline import Trainer, stream_seed
+from paceline.base.batching import deal
+from paceline.base.journal import read_journal
 from paceline.errors import PlanError
-from paceline.observe.journal import read_journal
 from paceline.observe.summary import Summary, facts
-from paceline.step import deal
-from paceline.strategies.servers import spread
-from paceline.team.chaos import GO, read_log
+from paceline.param_server.client import spread
 from paceline.team.coordinator import STOPPED
+from paceline.team.fault_injection import GO, read_log
 
 STEPS, TOLERANCE = 8, 1e-12
 

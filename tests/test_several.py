@@ -16,7 +16,7 @@ from oracle import apart
 from public import judge, noise, real_and_fake, sgd
 from safetensors.torch import load_file
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 TEAMS = {
     "1 worker": ["--workers", "1"],

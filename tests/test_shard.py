@@ -16,16 +16,16 @@ from launching import SHARDED, equal_bytes, train_basics
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.comm.buckets import Buckets
-from paceline.comm.exact import ExactBuckets
-from paceline.comm.group import Group
-from paceline.comm.staging import Staging
-from paceline.pieces import Shards
-from paceline.step import exact_sum
-from paceline.strategies.blocks import blocks_of
-from paceline.strategies.offload import Hosted
-from paceline.strategies.state import own_of
-from paceline.world import World
+from paceline.base.batching import exact_sum
+from paceline.base.environment import World
+from paceline.base.sharding import Shards
+from paceline.comm.communicator import Group
+from paceline.comm.exact_sums import ExactBuckets
+from paceline.comm.fsdp_reduce_scatter import Staging
+from paceline.comm.gradient_buckets import Buckets
+from paceline.compute.blocks import blocks_of
+from paceline.compute.cpu_offload import Hosted
+from paceline.compute.state_dict import own_of
 
 PLANS = {
     "data": (1, ""),

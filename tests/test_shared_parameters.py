@@ -16,10 +16,10 @@ from sharing import BATCH, MODELS, ROWS, SEED, loss, optimizer, x, y
 from torch import nn
 
 from paceline import sample_index, stream_seed
+from paceline.base.sharding import Cut
+from paceline.compute.job import Job
+from paceline.compute.state_dict import model_state
 from paceline.errors import UsageError
-from paceline.pieces import Cut
-from paceline.strategies.job import Job
-from paceline.strategies.state import model_state
 
 FAST = [("Module", 2, "tensor=2"), ("Module", 3, "pipeline=3")]
 PLANS = [(2, "tensor=2"), (3, "tensor=3"), (2, "pipeline=2"), (3, "pipeline=3"), (4, "pipeline=2 tensor=2")]

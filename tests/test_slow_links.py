@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from paceline.checkpoint.files import checkpoints_of, find_checkpoint
 from paceline.observe.summary import Summary, facts
-from paceline.team.chaos import read_log
+from paceline.team.fault_injection import read_log
 
 pytestmark = pytest.mark.root
 STEPS = 45
@@ -155,7 +155,7 @@ def test_int8_sends_a_quarter(hosts: Callable[[int], Network], tmp_path: Path) -
 LONG = """
 import sys, time, torch, paceline
 from torch.utils.data import TensorDataset
-from paceline.flight import FLIGHT, read_flight
+from paceline.base.flight_recorder import FLIGHT, read_flight
 def sent():
     device = next(line for line in open("/proc/net/dev") if "eth0:" in line)
     return int(device.split(":")[1].split()[8])
@@ -202,7 +202,7 @@ def test_sums_go_on_through_a_long_backward(
 # Prints how many sums between hosts were under way at a time, at most.
 BESIDE = """
 import torch, paceline
-from paceline.comm.hosts import Gloo
+from paceline.comm.hierarchical import Gloo
 from torch.utils.data import TensorDataset
 now, most, all_reduce = 0, 0, Gloo.all_reduce
 def counted(self, *arguments):

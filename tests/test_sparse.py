@@ -12,8 +12,8 @@ from launching import SCRIPTS, paceline
 from oracle import apart
 from safetensors.torch import load_file
 
-from paceline.observe.journal import read_journal
-from paceline.team.chaos import read_log
+from paceline.base.journal import read_journal
+from paceline.team.fault_injection import read_log
 
 sys.path.insert(0, str(SCRIPTS))
 import rows

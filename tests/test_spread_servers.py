@@ -18,7 +18,7 @@ from served import MICRO
 from test_servers import STEPS, by_hand, right
 from test_windows import each_row_once
 
-from paceline.observe.journal import effective_steps
+from paceline.base.journal import effective_steps
 
 pytestmark = pytest.mark.root
 Clusters = Callable[[int], Cluster]

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.strategies.schedule import BACKWARD, FORWARD, KINDS, Action, Simulated, drawn, simulate, table
-from paceline.strategies.stages import NAMED, Stages, divide, even
+from paceline.parallel.pipeline.partition import NAMED, Stages, divide, even
+from paceline.parallel.pipeline.schedule import BACKWARD, FORWARD, KINDS, Action, Simulated, drawn, simulate, table
 
 WIDTH = 4
 WEIGHT = WIDTH * WIDTH + WIDTH  # of a Block

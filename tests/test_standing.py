@@ -19,11 +19,11 @@ from clusters import worker_of
 from launching import paceline
 from warm import Process, environment
 
+from paceline.base.flight_recorder import KEPT, SIZE, FlightRecorder, flight_lines, read_flight
+from paceline.base.heartbeat import BEHIND, PAGE, View
+from paceline.base.stacks import read_within
 from paceline.errors import FormatError
-from paceline.flight import KEPT, SIZE, FlightRecorder, flight_lines, read_flight
-from paceline.observe.stacks import read_within
-from paceline.pulse import BEHIND, PAGE, View
-from paceline.team.stands import MOST, PACKED, Stands, packed, table, unpacked
+from paceline.team.stack_requests import MOST, PACKED, Stands, packed, table, unpacked
 
 
 def flight_of(folder: Path, name: str) -> list[dict[str, Any]]:

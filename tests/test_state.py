@@ -9,7 +9,7 @@ import pytest
 from launching import train_basics
 from safetensors.torch import load_file
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 # A mean of the weights, put there before the team is asked for anything or after its evaluation was.
 MEAN = """

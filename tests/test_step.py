@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.step import Moment, Resolution, StateLostError, Status, Transaction, Versions, resolve
+from paceline.base.batching import Moment, Resolution, StateLostError, Status, Transaction, Versions, resolve
 
 Key = tuple[int, int]  # replica, place in it
 T = TypeVar("T")

@@ -25,11 +25,11 @@ from replay import STORE, Replay
 from safetensors.torch import load, load_file
 from warm import Process, environment
 
+from paceline.base.journal import effective_steps, read_journal
 from paceline.launch import coordinator_process
-from paceline.observe.journal import effective_steps, read_journal
 from paceline.team.coordinator import RETURN, Coordinator
-from paceline.team.roster import Roster
-from paceline.team.seats import Said
+from paceline.team.membership import Roster
+from paceline.team.worker_slots import Said
 
 # A worker waits at a place as long as there is a file that says so; all go slowly until there is "gate".
 SCRIPT = """
@@ -94,7 +94,7 @@ class Running:
     def coordinator(self) -> int | None:
         for child in psutil.Process(self.process.pid).children():
             try:
-                if "paceline.team.server" in child.cmdline():
+                if "paceline.team.coordinator_server" in child.cmdline():
                     return int(child.pid)
             except psutil.Error:
                 continue
@@ -333,7 +333,7 @@ def test_a_coordinator_that_is_stopped_is_replaced(start: Start, undisturbed: by
 
 HANGS = """
 import signal, sys, time
-if "paceline.team.server" in sys.orig_argv:
+if "paceline.team.coordinator_server" in sys.orig_argv:
     signal.signal(signal.SIGUSR1, lambda *_: time.sleep(1000))
 """
 
@@ -350,7 +350,7 @@ def test_a_coordinator_that_runs_and_does_not_answer_is_replaced(
 
 STARTS_NOT = """
 import sys, time
-if "paceline.team.server" in sys.orig_argv:
+if "paceline.team.coordinator_server" in sys.orig_argv:
     time.sleep(1000)
 """
 

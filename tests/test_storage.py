@@ -20,13 +20,13 @@ from safetensors.torch import load_file
 from test_checkpoint_tree import refusal, same
 from token_folders import write_folder
 
+from paceline.base.journal import read_journal
 from paceline.checkpoint import files
 from paceline.checkpoint.export import export_model
 from paceline.checkpoint.files import checkpoints_of
 from paceline.checkpoint.storage import Folder, ObjectStore, Storage, storage_at
 from paceline.data import Tokens
 from paceline.errors import CheckpointError, DatasetError
-from paceline.observe.journal import read_journal
 
 
 @pytest.fixture

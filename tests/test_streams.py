@@ -16,11 +16,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from launching import SCRIPTS, paceline
 
+from paceline.base.batching import PARTS, Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
+from paceline.base.environment import parse_shares
+from paceline.compute import rng as streams_of
+from paceline.compute.rng import Streams
 from paceline.errors import UsageError
-from paceline.step import PARTS, Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
-from paceline.strategies import streams as streams_of
-from paceline.strategies.streams import Streams
-from paceline.world import parse_shares
 
 GOLDEN = {
     (0, 0, 0): 1930131687265659556,

@@ -15,8 +15,8 @@ from proxies import Proxy
 from test_servers import KILLED, nobody_went_back
 from test_windows import BATCH, counted, each_row_once, stopped
 
-from paceline.strategies.sparse import Touched
-from paceline.team.chaos import read_log
+from paceline.compute.sparse_grads import Touched
+from paceline.team.fault_injection import read_log
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "recommend.py"
 TABLE = {"TABLE": "1"}

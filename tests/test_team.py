@@ -16,10 +16,10 @@ from conftest import enter_group
 from launching import SCRIPTS, paceline, train_basics, without_an_agent
 from once import once
 
+from paceline.base.journal import effective_steps, read_journal
 from paceline.launch.chaos import _lost, draw
-from paceline.observe.journal import effective_steps, read_journal
 from paceline.observe.summary import Summary, facts
-from paceline.team.chaos import parse_faults, read_log
+from paceline.team.fault_injection import parse_faults, read_log
 
 WORKERS, STEPS, LONG = 6, 16, 90
 

@@ -24,9 +24,9 @@ from safetensors.torch import load_file
 from test_team import LONG, STEPS, Ended, fired, train
 from torch import nn
 
+from paceline.compute.job import Job
 from paceline.errors import UsageError
-from paceline.strategies.job import Job
-from paceline.strategies.tensor import TensorCut
+from paceline.parallel.tensor_parallel.layers import TensorCut
 
 PLANS = {
     "alone": (1, ""),

@@ -22,10 +22,10 @@ from once import once
 from oracle import apart
 from safetensors.torch import load_file
 
-from paceline.strategies.moves import Division, Moves
-from paceline.strategies.parts import Parts, logical, mark, part_of, regrouped
-from paceline.strategies.placing import Placement, derive, folded
-from paceline.strategies.rules import RULES
+from paceline.parallel.tensor_parallel.op_rules import RULES
+from paceline.parallel.tensor_parallel.placement import Placement, derive, folded
+from paceline.parallel.tensor_parallel.redistribute import Division, Moves
+from paceline.parallel.tensor_parallel.sharded_mode import Parts, logical, mark, part_of, regrouped
 
 TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 tensor=2": 4}
 

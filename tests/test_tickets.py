@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.tickets import Push, Tickets
+from paceline.param_server.ssp_clock import Push, Tickets
 
 
 class World:

@@ -20,7 +20,7 @@ from launching import paceline
 from networks import hosts as hosts
 
 from paceline.observe.timeline import Timeline
-from paceline.team.link import Link
+from paceline.team.coordinator_client import Link
 
 SCRIPT = """
 from basics import *

@@ -441,7 +441,7 @@ def test_what_cannot_work_is_refused(here, monkeypatch):
 
 def test_a_name_that_cannot_be_fetched(here):
     """The hub's client, told to stay offline."""
-    script = "from paceline.cli import main\nraise SystemExit(main())"
+    script = "from paceline.cli.main import main\nraise SystemExit(main())"
     command = [sys.executable, "-c", script, "tokenize", "a.txt", "--tokenizer", "no-such-name", "--out", "out"]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(Path.cwd())}
     done = subprocess.run(command, capture_output=True, text=True, env=env)

@@ -23,7 +23,7 @@ PARTS = {
     3: ["data_parallel", "fully_sharded", "subgroups"],
 }
 CASES = [(size, part, name) for size, parts in PARTS.items() for part in parts for name in ("first", "again")]
-READY = "import sys, torch.distributed as dist; assert 'paceline.comm.backend' not in sys.modules; "
+READY = "import sys, torch.distributed as dist; assert 'paceline.comm.c10d_backend' not in sys.modules; "
 MAKE = "dist.init_process_group('paceline', store=dist.HashStore(), rank=0, world_size=1); "
 USE = "import torch; x = torch.ones(2); dist.all_reduce(x); print(dist.get_backend(), x.tolist())"
 

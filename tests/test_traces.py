@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-from paceline.observe.traces import before_the_trace
+from paceline.base.tracebacks import before_the_trace
 
 SAID = ["loading", "", "step 1"]
 

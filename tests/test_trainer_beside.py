@@ -13,7 +13,7 @@ from public import Stream
 from torch import nn
 
 from paceline.errors import MetricError, UsageError
-from paceline.loops import State
+from paceline.session.training_loop import State
 
 pytestmark = pytest.mark.usefixtures("run")
 

@@ -22,10 +22,10 @@ from launching import environment
 from test_metrics_served import LONG
 from warm import Process
 
-from paceline.observe.journal import Journal, effective_steps, read_journal
+from paceline.base.environment import trainjob_server
+from paceline.base.journal import Journal, effective_steps, read_journal
 from paceline.observe.summary import Summary
 from paceline.observe.trainjob import status
-from paceline.world import trainjob_server
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/lab/trainjobs/train/status"
 TEXT = {"type": "string", "minLength": 1, "maxLength": 64}

@@ -13,9 +13,9 @@ import pytest
 from launching import paceline
 from warm import environment
 
+from paceline.base.environment import THREADS, doubt_threads
 from paceline.errors import shown
 from paceline.launch.tuning import doubts, surround
-from paceline.world import THREADS, doubt_threads
 
 
 def test_cores_are_shared_out_and_each_worker_keeps_its_own():
@@ -138,7 +138,16 @@ for mine, expected in zip(t.model.parameters(), plain.parameters(), strict=True)
 def test_memory_that_cannot_be_shared_is_said_once_and_changes_nothing(tmp_path, width, limit, said):
     """The largest file that a process may make, in MB, bounds the memory that it can share with others."""
     (tmp_path / "train.py").write_text(MEMORY)
-    command = ["sh", "-c", f'ulimit -f {limit * 2048}; exec "$@"', "sh", sys.executable, "-m", "paceline.cli", "run"]
+    command = [
+        "sh",
+        "-c",
+        f'ulimit -f {limit * 2048}; exec "$@"',
+        "sh",
+        sys.executable,
+        "-m",
+        "paceline.cli.main",
+        "run",
+    ]
     command += ["--workers", "2", "train.py", str(width)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

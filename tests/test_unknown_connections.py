@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 from sockets import descriptors, family_of, listening
 from warm import Process, environment
 
-from paceline.greeting import HELLO, STRANGERS, NewConnections
-from paceline.observe.limited import OF_ONE
+from paceline.base.handshake import HELLO, STRANGERS, NewConnections
+from paceline.base.http_server import OF_ONE
 
 SCRIPT = """
 from basics import *

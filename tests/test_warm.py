@@ -136,7 +136,7 @@ def test_what_is_in_the_way_is_looked_for(tmp_path):
     (tmp_path / "look.py").write_text(
         "import os, socket, sys, threading, torch\n"
         "from multiprocessing import resource_tracker\n"
-        "from paceline.launch.forked import _in_the_way\n"
+        "from paceline.launch.forked_worker import _in_the_way\n"
         "agent, ours = socket.socketpair()\n"
         "known = [ours.fileno()]\n"
         "print(_in_the_way(agent, known))\n"

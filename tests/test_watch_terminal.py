@@ -16,10 +16,10 @@ from launching import paceline
 from rich.console import Console
 from warm import Process, environment
 
+from paceline.base.journal import Journal, read_journal
 from paceline.errors import UsageError
-from paceline.observe.journal import Journal, read_journal
 from paceline.observe.summary import Summary
-from paceline.observe.team import SHOWN
+from paceline.observe.team_table import SHOWN
 from paceline.observe.watch import watch
 
 

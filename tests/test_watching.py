@@ -13,8 +13,8 @@ from launching import train_basics
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator as PageReader
 
+from paceline.base.journal import Journal, Reader, effective_steps, read_journal
 from paceline.errors import UsageError
-from paceline.observe.journal import Journal, Reader, effective_steps, read_journal
 from paceline.observe.loggers import Loggers, TensorBoard
 from paceline.observe.metrics import METRICS, table, values_of
 from paceline.observe.summary import Summary

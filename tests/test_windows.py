@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from test_servers import KILLED, TOLERANCE, by_hand, lost_in_turn, nobody_went_back, trained
 from warm import Process, environment
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 from paceline.observe.summary import Summary, facts
-from paceline.team.chaos import read_log
 from paceline.team.coordinator import STOPPED
+from paceline.team.fault_injection import read_log
 
 BATCH, ROWS = 6, 30  # of counted.py
 PACE = {"PACE": "0.004"}

@@ -31,7 +31,7 @@ from torch import nn
 from torch.utils.data import default_collate
 from warm import Process, environment
 
-from paceline.observe.journal import read_journal
+from paceline.base.journal import read_journal
 
 TOLERANCE = 1e-12
 TEAMS = {

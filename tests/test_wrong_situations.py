@@ -19,14 +19,14 @@ from launching import paceline
 from test_engines import Launched
 from test_engines import launched as launched
 
+from paceline.base.environment import read_nodes
 from paceline.errors import PacelineError
-from paceline.launch.engines.checkup_hosts import _of_hosts
 from paceline.launch.engines.engine import parse_hosts
+from paceline.launch.engines.preflight_hosts import _of_hosts
 from paceline.launch.joining import join, listen
 from paceline.launch.options import LaunchOptions
-from paceline.team.link import RefusedError, UnsignedError
-from paceline.team.token import read_token
-from paceline.world import read_nodes
+from paceline.team.auth import read_token
+from paceline.team.coordinator_client import RefusedError, UnsignedError
 
 HERE = Path(__file__).parent
 OPTIONS = LaunchOptions(script="train.py")

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.forked import PROGRAM, READ_FIRST
+from paceline.launch.fork_server import Wanted, Warm
+from paceline.launch.forked_worker import PROGRAM, READ_FIRST
 from paceline.launch.tuning import surround
-from paceline.launch.warm import Wanted, Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
 # Variables that torch's compiler sets in the process of the tests itself, where one of them compiles: with one that the
@@ -57,7 +57,7 @@ def _begun() -> Warm:
 @cache
 def _warm() -> Warm:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("paceline.launch.warm.PROGRAM", PROGRAM.replace("from", "import agent_parts; from", 1))
+        patch.setattr("paceline.launch.fork_server.PROGRAM", PROGRAM.replace("from", "import agent_parts; from", 1))
         return _begun()
 
 

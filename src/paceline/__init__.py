@@ -12,10 +12,16 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline.pulse import PULSE
+from paceline.base.heartbeat import PULSE
 
 if TYPE_CHECKING:
     import paceline.data as data
+    from paceline.base.batching import stream_seed as stream_seed
+    from paceline.compute.buffers import buffer as buffer
+    from paceline.compute.lr_schedules import cosine as cosine
+    from paceline.compute.lr_schedules import linear as linear
+    from paceline.compute.lr_schedules import plateau as plateau
+    from paceline.compute.lr_schedules import wsd as wsd
     from paceline.data.order import sample_index as sample_index
     from paceline.errors import PacelineError as PacelineError
     from paceline.launch.function import launch as launch
@@ -23,24 +29,18 @@ if TYPE_CHECKING:
     from paceline.observe.media import Histogram as Histogram
     from paceline.observe.media import Image as Image
     from paceline.plan import Plan as Plan
-    from paceline.schedules import cosine as cosine
-    from paceline.schedules import linear as linear
-    from paceline.schedules import plateau as plateau
-    from paceline.schedules import wsd as wsd
-    from paceline.step import stream_seed as stream_seed
-    from paceline.stepping import StepReport as StepReport
-    from paceline.strategies.buffers import buffer as buffer
     from paceline.team.team import Team as Team
     from paceline.team.team import join as join
+    from paceline.train.step import StepReport as StepReport
     from paceline.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Trainer": "paceline.trainer",
-    "StepReport": "paceline.stepping",
+    "StepReport": "paceline.train.step",
     "Team": "paceline.team.team",
-    "buffer": "paceline.strategies.buffers",
+    "buffer": "paceline.compute.buffers",
     "join": "paceline.team.team",
     "Plan": "paceline.plan",
     "TensorBoard": "paceline.observe.loggers",
@@ -48,11 +48,11 @@ _HOMES = {
     "Image": "paceline.observe.media",
     "PacelineError": "paceline.errors",
     "sample_index": "paceline.data.order",
-    "stream_seed": "paceline.step",
-    "cosine": "paceline.schedules",
-    "linear": "paceline.schedules",
-    "plateau": "paceline.schedules",
-    "wsd": "paceline.schedules",
+    "stream_seed": "paceline.base.batching",
+    "cosine": "paceline.compute.lr_schedules",
+    "linear": "paceline.compute.lr_schedules",
+    "plateau": "paceline.compute.lr_schedules",
+    "wsd": "paceline.compute.lr_schedules",
 }
 
 __all__ = [  # noqa: PLE0604 (they are strings)
@@ -88,7 +88,7 @@ def _last() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(team.exit_code())
-    sys.modules["paceline.comm.status"].spare_late_threads()
+    sys.modules["paceline.comm.peer_status"].spare_late_threads()
 
 
 atexit.register(_last)

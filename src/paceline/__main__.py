@@ -47,7 +47,7 @@ def main() -> int:
     for number in CODES:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, stop)
-    from paceline.cli import main as command
+    from paceline.cli.main import main as command
 
     imported = True
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.console import quoted
+from paceline.base.console import quoted
 
 _LINE = 80
 _NOTE = "raised in "

@@ -15,8 +15,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
+from paceline.base.mesh import AXES, Mesh
 from paceline.errors import PlanError
-from paceline.mesh import AXES, Mesh
 
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
 # A word's value is a literal or one of these: its pattern, and what the user is told it stands for.

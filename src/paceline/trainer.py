@@ -17,7 +17,46 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.arguments import (
+from paceline.base.batching import Grid, stream_seed
+from paceline.base.mesh import AXES, Mesh
+from paceline.build import cost, facts_of, nest
+from paceline.checkpoint.export import refuse_other_suffix, write_together
+from paceline.checkpoint.import_weights import adopted, refuse_another_model
+from paceline.comm.peer_status import call_site
+from paceline.comm.torch_private import pytree
+from paceline.compute.cached_loss import led
+from paceline.compute.job import Job, default_forward
+from paceline.compute.merge_policy import Merging
+from paceline.compute.microbatches import MicroBatch, rows_of
+from paceline.compute.rng import Streams
+from paceline.compute.state_dict import copies_in_pieces, hidden_in, model_state, own_copies
+from paceline.compute.update_coupling import Scope
+from paceline.data.fingerprint import Fingerprint
+from paceline.data.loader import Feed, Place, Source
+from paceline.errors import CheckpointError, UsageError
+from paceline.evaluate.evaluate import Sweep, evaluate
+from paceline.evaluate.predict import predicted
+from paceline.observe.step_totals import Ledger
+from paceline.parallel.tensor_parallel.redistribute import Moves
+from paceline.parallel.tensor_parallel.script_view import (
+    by_pieces,
+    each_by_pieces,
+    mark_copies,
+    restored_copies,
+    see_whole_weights,
+    with_bodies,
+)
+from paceline.param_server.worker_steps import stepper_of
+from paceline.plan import Plan
+from paceline.session.best_checkpoint import Best, keep_best
+from paceline.session.closed_trainers import Ended, refuse_calls, release
+from paceline.session.error_hints import Hinting
+from paceline.session.logging import Telling
+from paceline.session.reported_values import PlateauFollower
+from paceline.session.run import Run
+from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
+from paceline.session.training_loop import Phase, SavedFields, State, grid_told, idle_text, resumed_grid
+from paceline.session.validation import (
     Fixed,
     FromScript,
     Schedule,
@@ -41,48 +80,9 @@ from paceline.arguments import (
     trainable,
     whole_number,
 )
-from paceline.best import Best, keep_best
-from paceline.checkpoint.adopt import adopted, refuse_another_model
-from paceline.checkpoint.export import refuse_other_suffix, write_together
-from paceline.comm.status import call_site
-from paceline.comm.torch_private import pytree
-from paceline.data.fingerprint import Fingerprint
-from paceline.data.loader import Feed, Place, Source
-from paceline.descriptions import Description, compare, describe_model, describe_optimizers
-from paceline.ended import Ended, refuse_calls, release
-from paceline.errors import CheckpointError, UsageError
-from paceline.evaluate import Sweep, evaluate
-from paceline.following import PlateauFollower
-from paceline.hints import Hinting
-from paceline.loops import Phase, SavedFields, State, grid_told, idle_text, resumed_grid
-from paceline.mesh import AXES, Mesh
-from paceline.observe.ledger import Ledger
-from paceline.plan import Plan
-from paceline.portions import Portion, bring
-from paceline.predict import predicted
-from paceline.run import Run
-from paceline.served import stepper_of
-from paceline.step import Grid, stream_seed
-from paceline.stepping import StepReport
-from paceline.strategies.body import (
-    by_pieces,
-    each_by_pieces,
-    mark_copies,
-    restored_copies,
-    see_whole_weights,
-    with_bodies,
-)
-from paceline.strategies.chunks import MicroBatch, rows_of
-from paceline.strategies.coupling import Scope
-from paceline.strategies.job import Job, default_forward
-from paceline.strategies.merging import Merging
-from paceline.strategies.moves import Moves
-from paceline.strategies.nest import cost, facts_of, nest
-from paceline.strategies.state import copies_in_pieces, hidden_in, model_state, own_copies
-from paceline.strategies.streams import Streams
-from paceline.strategies.whole_batch import led
-from paceline.team.operations import settling
-from paceline.telling import Telling
+from paceline.session.worker_batch import Portion, bring
+from paceline.team.transactions import settling
+from paceline.train.step import StepReport
 
 
 class Trainer(Telling):

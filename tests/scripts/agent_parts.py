@@ -10,10 +10,10 @@ import re
 import sys
 from pathlib import Path
 
-import paceline.cli
+import paceline.cli.main
 import paceline.launch.chaos
 import paceline.launch.check
-import paceline.team.server  # noqa: F401
+import paceline.team.coordinator_server  # noqa: F401
 
 HUGE, COLLAPSE = 1 << 21, 25  # MADV_COLLAPSE of linux/mman.h, from 6.1 on; before it, nothing happens
 ANONYMOUS = re.compile(r"([0-9a-f]+)-([0-9a-f]+) rw-p \S+ \S+ 0 ", re.MULTILINE)

@@ -12,9 +12,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from paceline.comm.group import Group
-from paceline.mesh import Mesh
-from paceline.world import World
+from paceline.base.environment import World
+from paceline.base.mesh import Mesh
+from paceline.comm.communicator import Group
 
 worker, port = int(sys.argv[1]), int(sys.argv[2])
 GENERATIONS = ((0, 1, 2, 3), (0, 1), (0, 1, 4, 5))

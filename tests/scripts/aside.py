@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.strategies import staged
+from paceline.parallel.pipeline import runner as staged
 
 WIDTH = 8
 generator = torch.Generator().manual_seed(1)

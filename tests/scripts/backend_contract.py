@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from backend_programs import PROGRAMS
 
-import paceline.comm.backend  # noqa: F401 (once, for all workers)
+import paceline.comm.c10d_backend  # noqa: F401 (once, for all workers)
 from paceline.comm.autoload import register
 from paceline.errors import PacelineError
 

@@ -25,10 +25,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm.frames import Connection, Kind
-from paceline.dealing import Dealing
-from paceline.strategies.servers import Ticketed
-from paceline.tickets import Tickets
+from paceline.param_server.async_server import Dealing
+from paceline.param_server.client import Ticketed
+from paceline.param_server.protocol import Connection, Kind
+from paceline.param_server.ssp_clock import Tickets
 
 BATCH, ROWS = 6, 30
 CALLS = [0]

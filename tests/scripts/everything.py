@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.comm import hosts
+from paceline.comm import hierarchical as hosts
 from paceline.comm.autoload import register
-from paceline.comm.backend import ProcessGroup
+from paceline.comm.c10d_backend import ProcessGroup
 from paceline.errors import UnsupportedError
 
 WHOLE = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.int8]

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.comm.backend import ProcessGroup
-from paceline.comm.channel import interrupt
+from paceline.comm.c10d_backend import ProcessGroup
+from paceline.comm.transport import interrupt
 from paceline.errors import PeerLostError
 
 torch.set_num_threads(1)

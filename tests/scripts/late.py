@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset
 
 import paceline
-from paceline.run import Run
+from paceline.session.run import Run
 
 FOLDER = Path(sys.argv[1])
 WORKER = int(os.environ.get("PACELINE_RANK", "0"))

@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.comm import frames
-from paceline.greeting import SEAL
-from paceline.strategies import servers
-from paceline.strategies.servers import Servers
+from paceline.base.handshake import SEAL
+from paceline.param_server import client as servers
+from paceline.param_server import protocol as frames
+from paceline.param_server.client import Servers
 
 SEED, BATCH, MICRO, ROWS, WIDTH, CLIP = 5, 12, 2, 40, 6, 0.3
 CALLS = [0]

@@ -3,9 +3,10 @@
 from basics import *  # noqa: F403
 from basics import make as make
 
-from paceline.comm import backend, group
+from paceline.comm import c10d_backend as backend
+from paceline.comm import communicator as group
+from paceline.comm.host_staging import ThroughHost
 from paceline.comm.nccl import Nccl
-from paceline.comm.through_host import ThroughHost
 
 carried = []
 

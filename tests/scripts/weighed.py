@@ -12,8 +12,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.frames import Frame, Kind
-from paceline.strategies.servers import Servers
+from paceline.param_server.client import Servers
+from paceline.param_server.protocol import Frame, Kind
 
 TOLD = Counter[str]()
 

@@ -17,9 +17,10 @@ from types import ModuleType, SimpleNamespace
 
 from agent_parts import NAMES
 
-from paceline.launch import coordinator_process, forked
+from paceline.launch import coordinator_process
+from paceline.launch import forked_worker as forked
 from paceline.launch.processes import die_with, name_process
-from paceline.team import server
+from paceline.team import coordinator_server as server
 
 SPACES = {"net": 0x40000000, "uts": 0x04000000, "mount": 0x00020000}  # CLONE_NEW... of linux/sched.h
 BIND, ALL, PRIVATE = 1 << 12, 1 << 14, 1 << 18  # MS_... of sys/mount.h
@@ -155,7 +156,7 @@ def pause(waited: float, crowded: bool) -> None:
 
 
 def main() -> None:
-    sys.modules["paceline.comm.engine"].ProgressEngine._pause = staticmethod(pause)
+    sys.modules["paceline.comm.progress_engine"].ProgressEngine._pause = staticmethod(pause)
     coordinator_process.subprocess = SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
     given = json.loads(sys.argv[1])
     descriptor = os.environ.pop("PACELINE_TEST_SERVE", None)

@@ -18,7 +18,9 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.deferred import Deferred, deferred, float_named
+from paceline.base.console import in_one_line
+from paceline.base.schema import read_json
+from paceline.base.sharding import Held
 from paceline.checkpoint.files import (
     Checkpoint,
     best_of,
@@ -32,14 +34,12 @@ from paceline.checkpoint.files import (
     with_ended,
     write_cure,
 )
+from paceline.checkpoint.lazy import Deferred, deferred, float_named
+from paceline.checkpoint.safetensors_file import DTYPES, size_text, tensor_chunks, write_tensors
 from paceline.checkpoint.storage import flush_folder, write_file
-from paceline.checkpoint.tensorfile import DTYPES, size_text, tensor_chunks, write_tensors
 from paceline.checkpoint.tree import unflatten
-from paceline.comm.group import Group
-from paceline.console import in_one_line
+from paceline.comm.communicator import Group
 from paceline.errors import CheckpointError, FormatError, PacelineError, UsageError
-from paceline.pieces import Held
-from paceline.schema import read_json
 
 _MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
 _MARK = "paceline-export.json"  # says which files of a folder an export wrote, and the next one may replace
@@ -252,7 +252,7 @@ def _refuse_others(out: Path) -> None:
     there = {path.name for path in out.iterdir()} if out.exists() else set()
     ours: set[str] = set()
     if _MARK in there:
-        from paceline.checkpoint.forms import Mark  # needs msgspec
+        from paceline.checkpoint.file_types import Mark  # needs msgspec
 
         with contextlib.suppress(FormatError):
             ours = {_MARK, *read_json(out / _MARK, Mark, _MARK)["files"]}

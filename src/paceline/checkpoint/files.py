@@ -25,12 +25,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from safetensors import SafetensorError
 
-from paceline.checkpoint.deferred import Deferred
+from paceline.base.schema import find_wrong, open_file, parse
+from paceline.base.sharding import Block, Cut, Held, Shards, assemble
+from paceline.checkpoint.lazy import Deferred
+from paceline.checkpoint.safetensors_file import DTYPES, file_bytes, open_tensors, size_text, tensor_chunks
 from paceline.checkpoint.storage import Storage, storage_at
-from paceline.checkpoint.tensorfile import DTYPES, file_bytes, open_tensors, size_text, tensor_chunks
 from paceline.errors import CheckpointError, FormatError
-from paceline.pieces import Block, Cut, Held, Shards, assemble
-from paceline.schema import find_wrong, open_file, parse
 
 VERSION = 2
 FOLDER, MANIFEST = "checkpoints", "manifest.json"
@@ -204,7 +204,7 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
 
 def _find_wrong(manifest: Any) -> str:
     """The first field of a manifest that is not what it must be, or names what is not there."""
-    from paceline.checkpoint.forms import Manifest  # needs msgspec
+    from paceline.checkpoint.file_types import Manifest  # needs msgspec
 
     if wrong := find_wrong(manifest, Manifest):
         return wrong
@@ -221,7 +221,7 @@ def _find_wrong(manifest: Any) -> str:
 
 def trainers_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     """What a checkpoint has saved of each trainer. CheckpointError: no run of version 2 wrote it, or it is damaged."""
-    from paceline.checkpoint.forms import SavedTree  # needs msgspec
+    from paceline.checkpoint.file_types import SavedTree  # needs msgspec
 
     if "tree" not in manifest:
         what = f"the checkpoint of step {manifest['step']} holds tensors, and no trainers"

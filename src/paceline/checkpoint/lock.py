@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.console import in_one_line
+from paceline.base.console import in_one_line
 from paceline.errors import LaunchError
 
 PATIENCE = 5.0  # seconds in which forked children of a dead holder, who share its lock, may still be ending

@@ -19,8 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from paceline.base.schema import read_file
 from paceline.errors import UsageError, first_line
-from paceline.schema import read_file
 
 Chunks = Iterable[bytes | memoryview]
 _BLOCK = 16 << 20  # a write(2) takes at most 2 GiB; a block that fits a cache is hashed and written fastest

@@ -19,11 +19,11 @@ from typing import Any
 import numpy
 import torch
 
-from paceline.checkpoint.tensorfile import DTYPES
-from paceline.comm.shared import raw_bytes
-from paceline.comm.told import damaged, read_told
+from paceline.base.sharding import Held
+from paceline.checkpoint.safetensors_file import DTYPES
+from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.shared_memory import raw_bytes
 from paceline.errors import CheckpointError, UsageError, a, first_line
-from paceline.pieces import Held
 
 _CURE = "keep numbers, text, tensors, or an object with state_dict()"
 _IN_PIECES = "keep it under the name of its parameter or in a list of all, as averages are, or keep its full_tensor()"

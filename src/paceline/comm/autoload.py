@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.comm.backend import ProcessGroup
+    from paceline.comm.c10d_backend import ProcessGroup
 
 _ready: list[ProcessGroup] = []  # what the next group that torch makes is to be
 
@@ -62,6 +62,6 @@ def take_back(group: ProcessGroup) -> None:
 
 
 def _make(*details: Any) -> ProcessGroup:
-    from paceline.comm.backend import ProcessGroup
+    from paceline.comm.c10d_backend import ProcessGroup
 
     return _ready.pop() if _ready else ProcessGroup(*details)

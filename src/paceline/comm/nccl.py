@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from paceline.comm.hosts import FOREVER, interface_of
-from paceline.comm.status import Ask
-from paceline.comm.tensors import Reduction
-from paceline.world import offer_nccl_interface, tunnel
+from paceline.base.environment import offer_nccl_interface, tunnel
+from paceline.comm.c10d_arguments import Reduction
+from paceline.comm.hierarchical import FOREVER, interface_of
+from paceline.comm.peer_status import Ask
 
 
 class Nccl:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.status import LATE, MANY, PAUSE, beside, there, workers
-from paceline.console import say
+from paceline.base.console import say
+from paceline.base.environment import World, way_to
+from paceline.comm.peer_status import LATE, MANY, PAUSE, beside, there, workers
 from paceline.errors import LaunchError, PeerLostError, first_line
-from paceline.world import World, way_to
 
 
 def never() -> bool:

@@ -13,8 +13,8 @@ from heapq import heapify, heapreplace
 from statistics import median
 from typing import Any
 
-from paceline.observe.figures import ranks
-from paceline.step import Grid, deal
+from paceline.base.batching import Grid, deal
+from paceline.base.text import ranks
 
 BLOCK, BLOCKS = 4, 4  # steps between two looks, and how many of these are remembered
 WARM = 2  # steps after the start and after a change whose seconds do not count

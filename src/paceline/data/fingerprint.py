@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch.backends.cpu import get_cpu_capability
 
-from paceline.comm.group import Group
+from paceline.base.batching import parted, stream_seed
+from paceline.base.heartbeat import PULSE
+from paceline.base.text import ranks
+from paceline.comm.communicator import Group
+from paceline.compute.rng import Streams
 from paceline.data.loader import Feed, Slot, Source
 from paceline.errors import DatasetError
-from paceline.observe.figures import ranks
-from paceline.pulse import PULSE
-from paceline.step import parted, stream_seed
-from paceline.strategies.streams import Streams
 
 SAMPLED = 4  # rows
 _STDLIB = sys.stdlib_module_names  # its objects may be other threads'

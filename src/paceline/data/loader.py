@@ -26,16 +26,16 @@ from torch.multiprocessing import active_children
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
-from paceline.data.changes import Snapshot
-from paceline.data.collating import Collated
+from paceline.base.batching import Grid, deal, deal_rows, stream_seed
+from paceline.base.heartbeat import PULSE
+from paceline.base.mesh import run_of
+from paceline.compute.microbatches import MicroBatch, in_rows, rows_told
+from paceline.compute.rng import Streams
+from paceline.data.change_detection import Snapshot
+from paceline.data.collate_check import Collated
 from paceline.data.order import sample_index
 from paceline.data.tokens import Tokens
 from paceline.errors import DatasetError, Noting, UsageError, a
-from paceline.mesh import run_of
-from paceline.pulse import PULSE
-from paceline.step import Grid, deal, deal_rows, stream_seed
-from paceline.strategies.chunks import MicroBatch, in_rows, rows_told
-from paceline.strategies.streams import Streams
 
 Order = Callable[..., Any]
 AHEAD = 1024  # rows whose indices are computed in one go

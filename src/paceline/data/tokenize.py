@@ -28,12 +28,12 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
+from paceline.base.console import Coloured, in_one_line, say
+from paceline.base.schema import open_file, parse, read_file, read_json
+from paceline.base.text import clock, number, plural, size_of
 from paceline.checkpoint.storage import flush_folder
-from paceline.console import Coloured, in_one_line, say
 from paceline.data.tokens import FORMAT, INDEX, read_index
 from paceline.errors import DatasetError, FormatError, LaunchError, UsageError, first_line
-from paceline.observe.figures import clock, number, plural, size_of
-from paceline.schema import open_file, parse, read_file, read_json
 
 PIECE = 1 << 20  # bytes of text that a process tokenizes at once
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
@@ -190,7 +190,7 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
         if any(not path.name.startswith(".") for path in out.iterdir()):
             raise UsageError(f"{out} holds something else", "give a new folder as --out")
         _write(out / MADE_FROM, source)
-    from paceline.forms import MadeFrom  # needs msgspec
+    from paceline.base.file_types import MadeFrom  # needs msgspec
 
     before = read_json(out / MADE_FROM, MadeFrom, str(out / MADE_FROM), "give a new folder as --out")
     differences = [
@@ -241,7 +241,7 @@ def _make(
     place: dict[str, Any] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
     shards: list[dict[str, Any]] = []
     if (out / PROGRESS).exists():
-        from paceline.forms import TokenProgress  # needs msgspec
+        from paceline.base.file_types import TokenProgress  # needs msgspec
 
         cure = "remove it: the same command begins anew"
         progress = read_json(out / PROGRESS, TokenProgress, str(out / PROGRESS), cure)

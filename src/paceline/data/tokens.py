@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paceline.base.schema import find_wrong, open_file, parse, read_file
 from paceline.checkpoint.storage import failures
 from paceline.errors import DatasetError, FormatError, UsageError, first_line
-from paceline.schema import find_wrong, open_file, parse, read_file
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -191,7 +191,7 @@ class Tokens:
 
 def read_index(text: bytes, where: str) -> dict[str, Any]:
     """Parses and checks ``tokens.json``. Raises DatasetError."""
-    from paceline.forms import TokenIndex  # needs msgspec
+    from paceline.base.file_types import TokenIndex  # needs msgspec
 
     try:
         found = parse(text, where)

@@ -18,29 +18,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.console import in_one_line, quoted
+from paceline.base.console import in_one_line, quoted
+from paceline.base.environment import SERVERS
+from paceline.base.heartbeat import DONE, LOADED
+from paceline.base.journal import Journal
+from paceline.base.schema import read_file
+from paceline.base.text import plural, ranks
+from paceline.base.tracebacks import named, short
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.checkup import at_launch
 from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
-from paceline.launch.ending import Ending
-from paceline.launch.examine import Recorder
+from paceline.launch.diagnostics import Recorder
 from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
+from paceline.launch.outcome import Ending
 from paceline.launch.output import Output
+from paceline.launch.preflight import at_launch
 from paceline.launch.processes import Child, end_sessions
 from paceline.launch.run_folder import RunFolder
 from paceline.launch.serving import Serving
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
-from paceline.observe.figures import plural, ranks
-from paceline.observe.journal import Journal
 from paceline.observe.progress import Progress
-from paceline.observe.traces import named, short
-from paceline.pulse import DONE, LOADED
-from paceline.schema import read_file
-from paceline.team.lease import Lease
-from paceline.team.link import AWAY, Link
-from paceline.world import SERVERS
+from paceline.team.coordinator_client import AWAY, Link
+from paceline.team.etcd_lease import Lease
 
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0

@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.console import say
+from paceline.base.console import say
+from paceline.base.journal import effective_steps, read_journal
+from paceline.base.text import duration, plural
 from paceline.errors import UsageError
 from paceline.launch.check import LIMIT, Case, apart, rehearse
+from paceline.launch.fork_server import Kept
 from paceline.launch.options import LaunchOptions
-from paceline.launch.warm import Kept
-from paceline.observe.figures import duration, plural
-from paceline.observe.journal import effective_steps, read_journal
 from paceline.plan import Plan
-from paceline.team.chaos import APART, Fault, parse_faults, read_log
+from paceline.team.fault_injection import APART, Fault, parse_faults, read_log
 
 KINDS = ("kill", "kill", "kill", "stop", "raise", "exit")  # one of them is drawn
 MOMENTS = ("loading", "forward", "backward", "reduced")

@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.console import in_one_line, say
+from paceline.base.console import in_one_line, say
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.ending import INTERRUPTED
+from paceline.launch.fork_server import Kept
 from paceline.launch.local import launch
 from paceline.launch.options import LaunchOptions
-from paceline.launch.warm import Kept
+from paceline.launch.outcome import INTERRUPTED
 from paceline.plan import Plan
 from paceline.team.coordinator import STOPPED
 

@@ -15,12 +15,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from paceline.console import in_one_line
+from paceline.base.console import in_one_line
+from paceline.base.journal import NAME
+from paceline.base.schema import read_json
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.processes import Child, die_with_us
-from paceline.observe.journal import NAME
-from paceline.schema import read_json
-from paceline.team.link import AWAY
+from paceline.team.coordinator_client import AWAY
 
 TAKE_OVER = "take-over"  # in the run folder: a wish that this host's agent keeps the coordinator from now on
 ADDRESS = "coordinator.json"  # in the run folder: where it listens
@@ -59,7 +59,7 @@ def _epoch(folder: Path) -> int:
 
 def listening_at(folder: Path) -> dict[str, Any]:
     """Where the coordinator of a run listens, by its folder. OSError: it is not there; FormatError."""
-    from paceline.forms import Listening  # needs msgspec
+    from paceline.base.file_types import Listening  # needs msgspec
 
     cure = "restore it, or give HOST:PORT of the coordinator with --token-file"
     return dict(read_json(folder / ADDRESS, Listening, str(folder / ADDRESS), cure))
@@ -101,7 +101,7 @@ class CoordinatorProcess:
         self._start(again=given["again"])
 
     def _start(self, again: bool) -> None:
-        command = [sys.executable, "-m", "paceline.team.server", str(self._listener.fileno())]
+        command = [sys.executable, "-m", "paceline.team.coordinator_server", str(self._listener.fileno())]
         self._restore()
         token, write = os.pipe()  # the file in the run folder may be gone, and arguments can be read by others
         os.write(write, self._token)

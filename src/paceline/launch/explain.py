@@ -6,11 +6,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.console import in_one_line
+from paceline.base.console import in_one_line
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.check import rehearse
 from paceline.launch.options import LaunchOptions
-from paceline.observe.explained import Explained
+from paceline.observe.plan_explanation import Explained
 from paceline.plan import Plan
 
 

@@ -8,11 +8,11 @@ import signal
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from paceline.base.journal import Event
+from paceline.base.stacks import Hung
+from paceline.base.text import called, ranks
+from paceline.base.tracebacks import read_trace
 from paceline.launch.output import Output
-from paceline.observe.figures import called, ranks
-from paceline.observe.journal import Event
-from paceline.observe.stacks import Hung
-from paceline.observe.traces import read_trace
 
 WEIGHTS = {"CollectiveMismatchError": 1, "PeerLostError": 2}  # the higher, the less a cause; others have 0
 USAGE = ("PlanError", "UsageError")

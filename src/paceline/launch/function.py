@@ -16,12 +16,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from paceline.console import say
+from paceline.base.console import say
+from paceline.base.environment import read_call, read_world
+from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError, a, first_line
 from paceline.launch.engines.engine import Engine, Host
 from paceline.launch.engines.launcher import HostJob, Launcher
-from paceline.observe.figures import plural
-from paceline.world import read_call, read_world
 
 T = TypeVar("T")
 # What pickle raises for values that it cannot pack, and their own methods for it.

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.launch.examine import ANSWER, family_of, look_at, standing, take_stacks
+from paceline.base.environment import standstill
+from paceline.base.heartbeat import BEATS, DONE, FREE, USUAL, WAITS, View
+from paceline.base.journal import Journal
+from paceline.base.stacks import Hung, computed, is_traced
+from paceline.base.text import called
+from paceline.base.tracebacks import named
+from paceline.launch.diagnostics import ANSWER, family_of, look_at, standing, take_stacks
 from paceline.launch.options import LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.workers import Worker, Workers
-from paceline.observe.figures import called
-from paceline.observe.journal import Journal
-from paceline.observe.stacks import Hung, computed, is_traced
-from paceline.observe.traces import named
-from paceline.pulse import BEATS, DONE, FREE, USUAL, WAITS, View
-from paceline.world import standstill
 
 LOOK = 0.5  # seconds between two looks
 MOST = 1.0  # of those between two looks, so many count: were they more, it was us who stood still

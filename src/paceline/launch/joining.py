@@ -15,16 +15,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from paceline.console import in_one_line, say
+from paceline.base.console import in_one_line, say
+from paceline.base.environment import address_towards
+from paceline.base.schema import read_file
+from paceline.base.tracebacks import short
 from paceline.errors import FormatError, LaunchError, UsageError
 from paceline.launch.coordinator_process import listening_at
 from paceline.launch.options import GIVEN, LaunchOptions
-from paceline.observe.traces import short
-from paceline.schema import read_file
-from paceline.team.link import Link, RefusedError, UnsignedError
-from paceline.team.terms import TermsError
-from paceline.team.token import NAME, read_token
-from paceline.world import address_towards
+from paceline.team.auth import NAME, read_token
+from paceline.team.coordinator_client import Link, RefusedError, UnsignedError
+from paceline.team.join_options import TermsError
 
 LONGEST = 30  # lines of a difference that are shown
 # What to do where something answers that has not the run's token.

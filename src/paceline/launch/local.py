@@ -18,27 +18,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.lock import hold_lock
-from paceline.checkpoint.storage import is_url, storage_at
-from paceline.console import in_one_line, say
-from paceline.errors import LaunchError, UsageError
-from paceline.launch.agent import Agent
-from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
-from paceline.launch.mirror import mirror
-from paceline.launch.notify import Notifier
-from paceline.launch.options import GIVEN, LaunchOptions
-from paceline.launch.serving import Serving, check_serving
-from paceline.launch.warm import Kept
-from paceline.observe.journal import Journal
-from paceline.observe.loggers import TensorBoard
-from paceline.observe.progress import Progress
-from paceline.observe.summary import Summary
-from paceline.observe.terminal import Terminal
-from paceline.plan import Plan
-from paceline.team.lease import parse_store
-from paceline.team.link import Link
-from paceline.team.token import keep_token, make_token, read_token
-from paceline.world import (
+from paceline.base.console import in_one_line, say
+from paceline.base.environment import (
     parse_save_every,
     parse_shares,
     read_nodes,
@@ -48,6 +29,25 @@ from paceline.world import (
     trainjob_server,
     variable,
 )
+from paceline.base.journal import Journal
+from paceline.checkpoint.lock import hold_lock
+from paceline.checkpoint.storage import is_url, storage_at
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.agent import Agent
+from paceline.launch.fork_server import Kept
+from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
+from paceline.launch.mirror import mirror
+from paceline.launch.notify import Notifier
+from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.serving import Serving, check_serving
+from paceline.observe.loggers import TensorBoard
+from paceline.observe.progress import Progress
+from paceline.observe.summary import Summary
+from paceline.observe.terminal import Terminal
+from paceline.plan import Plan
+from paceline.team.auth import keep_token, make_token, read_token
+from paceline.team.coordinator_client import Link
+from paceline.team.etcd_lease import parse_store
 
 PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
 FULL = errno.ENOSPC, errno.EDQUOT

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
+from paceline.base.journal import Journal, plain
 from paceline.errors import UsageError
-from paceline.observe.journal import Journal, plain
 from paceline.observe.summary import Summary
 from paceline.team.coordinator import STOPPED
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.launch.warm import Kept
+from paceline.launch.fork_server import Kept
 
 # Options of a run that those who join it take over. Its workers get them as PACELINE_PLAN and so on.
 GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal")

@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.console import coloured, last_painted, without_colours
-from paceline.observe.figures import called, ranks
-from paceline.observe.traces import TRACEBACK
-from paceline.polling import wait_for
+from paceline.base.console import coloured, last_painted, without_colours
+from paceline.base.polling import wait_for
+from paceline.base.text import called, ranks
+from paceline.base.tracebacks import TRACEBACK
 
 WARNING = re.compile(r"^(?P<where>.+?:\d+): (?P<category>\w*Warning): (?P<text>.*)$")
 COLLECT = 2.0  # seconds to wait for the next worker with the same warning

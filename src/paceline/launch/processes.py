@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.memory import whole_memory
-from paceline.world import memory_groups
+from paceline.base.environment import memory_groups
+from paceline.base.memory import whole_memory
 
 _PDEATHSIG, _NAME, _SUBREAPER = 1, 15, 36  # PR_SET_... of linux/prctl.h
 _DEAD = "ZX"  # states in proc(5): ended and not yet reaped, and gone

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.base.journal import Journal, replace_file
+from paceline.base.schema import read_file
+from paceline.base.tracebacks import short
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url
 from paceline.errors import LaunchError
 from paceline.launch.coordinator_process import ADDRESS
 from paceline.launch.output import Output
 from paceline.launch.serving import PAGE
-from paceline.observe.journal import Journal, replace_file
-from paceline.observe.reading import KEY, TARGETS, reading_key
-from paceline.observe.traces import short
-from paceline.schema import read_file
-from paceline.team.token import NAME as TOKEN
-from paceline.team.token import keep_token
+from paceline.team.auth import NAME as TOKEN
+from paceline.team.auth import keep_token
+from paceline.team.reading_key import KEY, TARGETS, reading_key
 
 PAUSE = 1.0  # seconds between two looks
 SMALL = (ADDRESS, PAGE, TARGETS, KEY)  # files that are put back as they were last

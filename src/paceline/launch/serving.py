@@ -15,14 +15,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from paceline.base.journal import replace_file
+from paceline.base.polling import can_read
+from paceline.base.schema import read_file
+from paceline.base.tracebacks import named
 from paceline.errors import UsageError
 from paceline.launch.joining import address_of
 from paceline.launch.processes import Child
-from paceline.observe.journal import replace_file
-from paceline.observe.reading import KEY, reading_key, write_targets
-from paceline.observe.traces import named
-from paceline.polling import can_read
-from paceline.schema import read_file
+from paceline.team.reading_key import KEY, reading_key, write_targets
 
 FAREWELL = 12.0  # seconds to tell of the end: in a pod all ends with us
 BUSY = 20.0  # seconds to wait for a port where an ended run may still serve its last figures
@@ -87,7 +87,7 @@ class Serving(AbstractContextManager["Serving"]):
             logs.mkdir(mode=0o700, exist_ok=True)
             log = os.open(logs / "serving.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.observe.serving", json.dumps(given)],
+                [sys.executable, "-m", "paceline.observe.server", json.dumps(given)],
                 stdin=subprocess.PIPE,  # whose end is the run's
                 stdout=subprocess.PIPE,
                 stderr=log,

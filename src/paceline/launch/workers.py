@@ -18,21 +18,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.base.environment import SERVERS, starts_cold, worker_environment
+from paceline.base.heartbeat import View
+from paceline.base.journal import Journal
+from paceline.base.schema import find_wrong, read_json
+from paceline.base.stacks import Hung
+from paceline.base.text import called
+from paceline.base.tracebacks import before_the_trace, read_trace
 from paceline.errors import FormatError, LaunchError
 from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
+from paceline.launch.fork_server import ColdError, Wanted, Warm
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
 from paceline.launch.tuning import doubts, pin, surround
-from paceline.launch.warm import ColdError, Wanted, Warm
-from paceline.observe.figures import called
-from paceline.observe.journal import Journal
-from paceline.observe.stacks import Hung
-from paceline.observe.traces import before_the_trace, read_trace
-from paceline.pulse import View
-from paceline.schema import find_wrong, read_json
 from paceline.team.coordinator import STOPPED
-from paceline.world import SERVERS, starts_cold, worker_environment
 
 CHUNK = 1 << 16
 DRAIN = 100  # pieces that are read at most of what an ended worker left: its children may go on writing
@@ -392,7 +392,7 @@ class Workers:
                     break
 
     def _events(self, worker: Worker, data: bytes) -> None:
-        from paceline.team.forms import EVENTS  # needs msgspec
+        from paceline.team.message_types import EVENTS  # needs msgspec
 
         *lines, worker.unread = (worker.unread + data).split(b"\n")
         for line in lines:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 
-from paceline.console import markup
-from paceline.observe.figures import number
+from paceline.base.console import markup
+from paceline.base.text import number
 
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 360, 190

@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paceline.console import in_one_line
-from paceline.observe.figures import duration, ranks
-from paceline.observe.journal import Event
+from paceline.base.console import in_one_line
+from paceline.base.journal import Event
+from paceline.base.text import duration, ranks
 from paceline.observe.summary import Summary
-from paceline.observe.team import a_step
+from paceline.observe.team_table import a_step
 from paceline.observe.timeline import flights
 
 SLOW = 1.35  # times the median pace of the others: from here on a worker is slow

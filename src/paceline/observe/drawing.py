@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.console import markup
-from paceline.mesh import AXES
-from paceline.observe.explained import DRAWN, HELD, Explained, took
-from paceline.observe.figures import plural, size_of
-from paceline.strategies.schedule import FORWARD
+from paceline.base.console import markup
+from paceline.base.mesh import AXES
+from paceline.base.text import plural, size_of
+from paceline.observe.plan_explanation import DRAWN, HELD, Explained, took
+from paceline.parallel.pipeline.schedule import FORWARD
 
 Box = tuple[float, float, str]  # its width and height, and what is drawn from its upper left corner on
 SHOWN = 2, 4  # places along an axis: one below the other, or side by side

@@ -30,14 +30,14 @@ from typing import Any
 from tornado.iostream import StreamClosedError
 from tornado.web import RequestHandler
 
+from paceline.base.http_server import know
+from paceline.base.journal import NAME
+from paceline.base.schema import open_file
 from paceline.errors import PacelineError
 from paceline.observe.drawing import STYLE as DRAWN
-from paceline.observe.journal import NAME
-from paceline.observe.limited import know
 from paceline.observe.page import STYLE, Chosen, around, team_of
 from paceline.observe.summary import Newest, Summary
-from paceline.schema import open_file
-from paceline.team.token import ANSWER, is_signature, read_authorization, sign, sign_answer
+from paceline.team.auth import ANSWER, is_signature, read_authorization, sign, sign_answer
 
 OFTEN = 1.0  # seconds for which a view is not made anew
 SESSIONS, STREAMS, VIEWS = 1000, 600, 64

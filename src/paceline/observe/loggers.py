@@ -18,10 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline.base.journal import Event, Reader, replace_file
+from paceline.base.schema import read_file, read_json
 from paceline.errors import FormatError, UsageError
-from paceline.observe.journal import Event, Reader, replace_file
 from paceline.observe.metrics import values_of
-from paceline.schema import read_file, read_json
 
 EVERY = 0.25  # seconds between two looks at the journal
 NAME = "loggers.json"  # in the run folder: how far each logger is

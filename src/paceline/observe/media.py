@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.base.journal import replace_file
 from paceline.errors import UsageError, a
-from paceline.observe.journal import replace_file
 
 FOLDER = "media"  # in the run folder
 _COLOURS = {1: 0, 3: 2, 4: 6}  # channels by PNG's number for them

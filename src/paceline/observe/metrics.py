@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from paceline.observe.journal import Event
+from paceline.base.journal import Event
 from paceline.observe.summary import Summary
 
 MOST = 1000  # values of a label

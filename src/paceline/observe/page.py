@@ -7,16 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.console import markup
+from paceline.base.console import markup
+from paceline.base.journal import Event
+from paceline.base.schema import read_file
+from paceline.base.text import duration, number, plural, rounded, shares_of, size_of, total
 from paceline.observe.charts import Points, bar, bars, colour, line_chart, stacked_bar
 from paceline.observe.drawing import draw
-from paceline.observe.figures import duration, number, plural, rounded, shares_of, size_of, total
-from paceline.observe.journal import Event
 from paceline.observe.summary import Rows, Summary, facts
-from paceline.observe.team import HEAD as HEADINGS
-from paceline.observe.team import SHOWN as FEW
-from paceline.observe.team import OneWorker, by_host, members, told
-from paceline.schema import read_file
+from paceline.observe.team_table import HEAD as HEADINGS
+from paceline.observe.team_table import SHOWN as FEW
+from paceline.observe.team_table import OneWorker, by_host, members, told
 
 SHOWN = 1 << 19  # bytes of a picture that the page holds itself, at most
 HOSTS = 32  # that are listed at once, the slowest

@@ -15,9 +15,9 @@ from typing import Any, TextIO, cast
 from rich.live import Live
 from rich.text import Text
 
-from paceline.console import Coloured, printable, say
-from paceline.observe.figures import clock, number, shares_of, total, totals, trainer_names
-from paceline.observe.journal import Event
+from paceline.base.console import Coloured, printable, say
+from paceline.base.journal import Event
+from paceline.base.text import clock, number, shares_of, total, totals, trainer_names
 from paceline.observe.terminal import Terminal
 
 BAR = 12  # cells

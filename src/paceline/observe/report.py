@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
-from paceline.console import Coloured, in_one_line
+from paceline.base.console import Coloured, in_one_line
 from paceline.observe.page import render
 from paceline.observe.summary import Summary, brief, facts
 from paceline.observe.terminal import TextPage

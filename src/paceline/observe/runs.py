@@ -8,11 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.console import in_one_line, markup
+from paceline.base.console import in_one_line, markup
+from paceline.base.journal import NAME, plain, replace_file
+from paceline.base.text import duration, number, plural
 from paceline.errors import PacelineError, UsageError
 from paceline.observe.charts import overlay, stroke
-from paceline.observe.figures import duration, number, plural
-from paceline.observe.journal import NAME, plain, replace_file
 from paceline.observe.page import HEAD, STYLE, curves_of, section
 from paceline.observe.summary import Summary
 

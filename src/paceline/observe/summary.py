@@ -9,12 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from paceline.console import command_line, in_one_line, quoted
-from paceline.errors import UsageError
-from paceline.observe.account import COSTS, USEFUL
-from paceline.observe.drawing import save
-from paceline.observe.explained import Explained
-from paceline.observe.figures import (
+from paceline.base.console import command_line, in_one_line, quoted
+from paceline.base.journal import NAME, Event, Reader, effective_steps
+from paceline.base.text import (
     duration,
     links_of,
     number,
@@ -27,7 +24,10 @@ from paceline.observe.figures import (
     totals,
     trainer_names,
 )
-from paceline.observe.journal import NAME, Event, Reader, effective_steps
+from paceline.base.time_accounting import COSTS, USEFUL
+from paceline.errors import UsageError
+from paceline.observe.drawing import save
+from paceline.observe.plan_explanation import Explained
 
 Rows = list[tuple[str, str]]
 Made = TypeVar("Made")

@@ -10,7 +10,7 @@ from rich.console import Console  # noqa: TID251 (the place for it)
 from rich.segment import Segment
 from rich.text import Text
 
-from paceline.console import Coloured, printable
+from paceline.base.console import Coloured, printable
 
 
 class Terminal(Console):

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.console import in_one_line
+from paceline.base.console import in_one_line
+from paceline.base.journal import NAME, Event, read_journal, thinned
+from paceline.base.schema import read_file, read_json
+from paceline.base.stacks import FOLDER
+from paceline.base.text import plural, ranks
 from paceline.errors import UsageError, shown
-from paceline.observe.figures import plural, ranks
-from paceline.observe.journal import NAME, Event, read_journal, thinned
-from paceline.observe.stacks import FOLDER
-from paceline.observe.team import lanes_of
-from paceline.schema import read_file, read_json
+from paceline.observe.team_table import lanes_of
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
 TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
@@ -52,7 +52,7 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
 
 def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
     """(whose, collectives) of each file of the flight recorder in a run folder, and in those of other hosts in it."""
-    from paceline.forms import FlightHead, FlightRecord  # needs msgspec
+    from paceline.base.file_types import FlightHead, FlightRecord  # needs msgspec
 
     found: list[tuple[Event, list[Event]]] = []
     for path in sorted([*folder.glob(f"{FOLDER}/*.jsonl"), *folder.glob(f"hosts/*/{FOLDER}/*.jsonl")]):

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from paceline.console import say
+from paceline.base.console import say
+from paceline.base.schema import read_file
+from paceline.base.text import total
 from paceline.errors import PacelineError, first_line
-from paceline.observe.figures import total
 from paceline.observe.metrics import values_of
 from paceline.observe.summary import Newest, Summary
-from paceline.schema import read_file
 
 EVERY = 5.0  # seconds between two posts, as Kubeflow wants it at most
 PATIENCE = 5.0  # seconds for an answer

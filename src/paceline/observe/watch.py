@@ -16,16 +16,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from paceline.console import in_one_line
+from paceline.base.console import in_one_line
+from paceline.base.journal import NAME
+from paceline.base.schema import read_file
+from paceline.base.text import duration, number, plural, rate_of, rounded, shares_of, size_of
 from paceline.errors import LaunchError, UsageError
 from paceline.observe.charts import thin
-from paceline.observe.figures import duration, number, plural, rate_of, rounded, shares_of, size_of
-from paceline.observe.journal import NAME
 from paceline.observe.summary import Newest, Rows, Summary, facts
-from paceline.observe.team import HEAD, a_step, happened, members, slowest
+from paceline.observe.team_table import HEAD, a_step, happened, members, slowest
 from paceline.observe.terminal import Terminal
-from paceline.schema import read_file
-from paceline.team.link import NUMBERS, UnsignedError, Wire
+from paceline.team.coordinator_client import NUMBERS, UnsignedError, Wire
 
 EVERY = 0.5  # seconds between two looks
 QUIET = 1.0  # seconds without news after which a run that has ended is over

@@ -12,14 +12,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.observe.figures import plural, ranks
-from paceline.team.commands import Coming
-from paceline.team.merges import Merges
-from paceline.team.roster import Announcement, Roster
-from paceline.team.seats import UNKNOWN, Said, Seat, generation_of, go_on, left_of, pause_of, state_of
-from paceline.team.servers import Lives, all_lost, held_elsewhere, serving, unheld
-from paceline.team.stops import OVER, Stops, all_ended, any_ended_well
-from paceline.world import SERVERS
+from paceline.base.environment import SERVERS
+from paceline.base.text import plural, ranks
+from paceline.team.agent_commands import Coming
+from paceline.team.membership import Announcement, Roster
+from paceline.team.merge_quorum import Merges
+from paceline.team.server_placement import Lives, all_lost, held_elsewhere, serving, unheld
+from paceline.team.suspended_workers import OVER, Stops, all_ended, any_ended_well
+from paceline.team.worker_slots import UNKNOWN, Said, Seat, generation_of, go_on, left_of, pause_of, state_of
 
 BEAT = 0.25  # seconds between two reports of an agent
 HELD = 20.0  # seconds that its request for orders is held open

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 import torch
 from torch.backends.cpu import get_cpu_capability
 
-import paceline.world as worlds
-from paceline.comm.group import Group
-from paceline.comm.status import call_site
+import paceline.base.environment as worlds
+from paceline.base.environment import World
+from paceline.base.heartbeat import PULSE
+from paceline.base.mesh import Mesh
+from paceline.comm.communicator import Group
+from paceline.comm.peer_status import call_site
 from paceline.data.loader import Place
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
-from paceline.mesh import Mesh
-from paceline.pulse import PULSE
-from paceline.team.exits import Exits, exception_told
-from paceline.team.operations import Operations, settling
-from paceline.world import World
+from paceline.team.exit_reports import Exits, exception_told
+from paceline.team.transactions import Operations, settling
 
 T = TypeVar("T")
 _NO_GROUP = "Default process group has not been initialized"  # torch says to whoever calls its collectives

@@ -20,8 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from paceline.base.console import Passing, command_line, say
+from paceline.base.polling import can_read
+from paceline.base.schema import read_json
+from paceline.base.text import spans
 from paceline.checkpoint.storage import is_url
-from paceline.console import Passing, command_line, say
 from paceline.errors import LaunchError, UsageError, shown
 from paceline.launch.engines.engine import split_options
 from paceline.launch.engines.manifests import (
@@ -38,9 +41,6 @@ from paceline.launch.engines.manifests import (
     run_name,
 )
 from paceline.launch.local import signals
-from paceline.observe.figures import spans
-from paceline.polling import can_read
-from paceline.schema import read_json
 from paceline.team.coordinator import STOPPED
 
 LOOK = 1.0  # seconds between two looks
@@ -79,7 +79,7 @@ class Kubectl:
         done = self(*words, "--output=json")
         if done.returncode != 0:
             return None
-        from paceline.launch.engines.forms import ITEMS  # needs msgspec
+        from paceline.launch.engines.message_types import ITEMS  # needs msgspec
 
         what, cure = f"what kubectl {words[0]} answers", "see what it answers when you call it"
         return list(read_json(done.stdout.encode(), ITEMS, what, cure)["items"])

@@ -24,12 +24,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.console import Coloured, Passing, coloured, in_one_line, last_painted, printable, say
+from paceline.base.console import Coloured, Passing, coloured, in_one_line, last_painted, printable, say
+from paceline.base.schema import read_message
 from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
-from paceline.launch.engines.hosted import GO_ON, MARK, STOPPED
+from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
-from paceline.schema import read_message
 
 BEAT = 1.0  # seconds between two bytes that say that we are there
 ANSWER = 15.0  # seconds for the hosts to answer, after which the run begins without those that did not
@@ -197,7 +197,7 @@ class Launcher:
             self._ended(host)
 
     def _told(self, host: _Host, line: bytes) -> None:
-        from paceline.launch.engines.forms import SAID  # needs msgspec
+        from paceline.launch.engines.message_types import SAID  # needs msgspec
 
         about = f"what {host.place.name} says"
         what = read_message(line, dict[str, Any], about).get("says")

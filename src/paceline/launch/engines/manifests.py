@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.base.schema import read_file
 from paceline.launch.local import PORT
-from paceline.schema import read_file
 from paceline.team.coordinator import STOPPED
 
 LABEL = "paceline/run"  # on all that belongs to a run: its name

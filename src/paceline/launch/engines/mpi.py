@@ -5,12 +5,12 @@ Each agent is a job of its own of one process: one that is lost takes no other w
 
 from __future__ import annotations
 
-from paceline.console import in_one_line
+from paceline.base.console import in_one_line
+from paceline.base.environment import variable
+from paceline.base.schema import read_file
 from paceline.errors import UsageError
 from paceline.launch.engines.engine import Host, parse_hosts
 from paceline.launch.engines.ssh import Ssh
-from paceline.schema import read_file
-from paceline.world import variable
 
 
 class Mpi(Ssh):

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.base.environment import variable
+from paceline.base.text import plural
 from paceline.errors import UsageError, shown
-from paceline.launch.engines.driven import Driven, driver
+from paceline.launch.engines.driver_engine import Driven, driver
 from paceline.launch.engines.engine import Host
-from paceline.observe.figures import plural
-from paceline.world import variable
 
 SEVERAL = 8  # nodes that are named, where not all of them have room
 Resources = dict[str, float]

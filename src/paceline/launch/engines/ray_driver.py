@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from paceline.base.polling import can_read, wait_for
 from paceline.errors import first_line
-from paceline.launch.engines.driven import CHUNK, LOST, finish, keep, reach
+from paceline.launch.engines.driver_engine import CHUNK, LOST, finish, keep, reach
 from paceline.launch.engines.ray import Resources, bundles, pending
-from paceline.polling import can_read, wait_for
 
 LOOK = 2.0  # seconds between two looks at why there is no place yet
 

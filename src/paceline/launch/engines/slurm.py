@@ -16,12 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.console import Passing, in_one_line, say
+from paceline.base.console import Passing, in_one_line, say
+from paceline.base.environment import slurm_job, worker_environment
 from paceline.errors import LaunchError, UsageError, shown
 from paceline.launch.engines.engine import End, Engine, Host, split_options
-from paceline.launch.engines.hosted import STOPPED
 from paceline.launch.engines.launcher import HostJob
-from paceline.world import slurm_job, worker_environment
+from paceline.launch.engines.remote_agent import STOPPED
 
 LOOK = 2.0  # seconds between two looks at the queue
 NOTICE = 120  # seconds before the time limit

@@ -13,10 +13,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.base.environment import variable, worker_environment
 from paceline.errors import UsageError, shown
-from paceline.launch.engines.driven import Driven, driver
+from paceline.launch.engines.driver_engine import Driven, driver
 from paceline.launch.engines.engine import split_options
-from paceline.world import variable, worker_environment
 
 # Each host is a stage of its own: in one of all hosts Spark would end all tasks when one of them is lost. That stage is
 # not begun again by Spark, whose executors stay as many as there are hosts: we do it, and see what became of it.

@@ -22,10 +22,10 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
 
-from paceline.greeting import NewConnections
-from paceline.launch.engines.driven import CHUNK, LOST, finish, keep, reach
-from paceline.observe.figures import plural
-from paceline.polling import can_read
+from paceline.base.handshake import NewConnections
+from paceline.base.polling import can_read
+from paceline.base.text import plural
+from paceline.launch.engines.driver_engine import CHUNK, LOST, finish, keep, reach
 
 LOOK = 2.0  # seconds between two looks at why there is no place yet
 ANSWER = 10  # seconds for a task to prove itself

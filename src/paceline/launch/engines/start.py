@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.console import command_line, quoted, say
+from paceline.base.console import command_line, quoted, say
+from paceline.base.environment import variable
+from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError, shown
 from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts, split_options
 from paceline.launch.engines.kubernetes import launch_pods
@@ -27,8 +29,6 @@ from paceline.launch.engines.spark import Spark
 from paceline.launch.engines.spark import ask as ask_spark
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.modules import find_module
-from paceline.observe.figures import plural
-from paceline.world import variable
 
 MOST = 200_000_000  # bytes that are copied with --sync
 

@@ -1,10 +1,10 @@
 """Hosts of a run that reach each other through ssh alone, which reaches all of them from here. No torch.
 
 Each host has an address of the loopback that no other host of the run has, and what it serves listens there. Whoever
-connects to another host's asks for the way before (`paceline.world.way_to`): the agent of its own host then listens at
-that address and port itself. What comes is handed on by a socket that ssh brings to the launcher, and from there by
-one that ssh brings to the other host's agent, which connects to nothing but what listens at just that address. All
-these sockets are files that one user may open; no port is needed.
+connects to another host's asks for the way before (`paceline.base.environment.way_to`): the agent of its own host then
+listens at that address and port itself. What comes is handed on by a socket that ssh brings to the launcher, and from
+there by one that ssh brings to the other host's agent, which connects to nothing but what listens at just that address.
+All these sockets are files that one user may open; no port is needed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.base.environment import REFUSED, WAY, enter_tunnel
 from paceline.errors import UsageError
-from paceline.world import REFUSED, WAY, enter_tunnel
 
 MOST_HOSTS = 254
 PIECE = 1 << 16  # bytes that are handed on at a time

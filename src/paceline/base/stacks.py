@@ -1,0 +1,151 @@
+"""Where a process stands: its stacks, as faulthandler writes them upon a signal, and whether it computes. No torch."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.base.heartbeat import is_pulse
+from paceline.base.journal import replace_file
+from paceline.base.tracebacks import FRAME, is_ours, is_users, named
+
+FOLDER = "stacks"  # in the run folder
+WIDEST = 200  # characters of a line that are shown
+_FORKED = f"multiprocessing{os.sep}process.py"  # what is above it in a child's stack is its parent's
+
+
+@dataclass(frozen=True)
+class CodeLine:
+    """A line of the user's: ``train.py:12 in loss``, and what stands there."""
+
+    line: str
+    source: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.source}" if self.source else self.line
+
+
+@dataclass(frozen=True)
+class Hung:
+    """What a worker does that has done nothing for so many seconds: whether it computes, and where it stands, or
+    another process, with which it loads.
+    """
+
+    seconds: float
+    busy: bool
+    place: CodeLine | None
+    loader: int | None = None
+
+    @property
+    def where(self) -> str:
+        return self.place.line if self.place is not None else "an unknown line"
+
+    @property
+    def why(self) -> str:
+        return f"hung at {self.where} for {self.seconds:.0f} s"
+
+    @property
+    def state(self) -> str:
+        who = "" if self.loader is None else f" in its loader process {self.loader}"
+        return f"{'busy' if self.busy else 'waiting'}{who}"
+
+    @property
+    def doing(self) -> str:
+        return f"{self.state}: {self.place.source}" if self.place is not None else self.state
+
+
+def read_place(text: str, child: bool = False) -> CodeLine | None:
+    """Where the main thread stands, in all stacks of a process: at the user's innermost line, or else at the innermost.
+    None: it has no stack, or it is a `child` that does nothing of the user's.
+    """
+    frames = _frames(text)
+    if child:
+        own = next((at for at, frame in enumerate(frames) if frame["path"].endswith(_FORKED)), 0)
+        frames = [frame for frame in frames[:own] if is_users(frame["path"])]
+    if not frames:
+        return None
+    found = next((frame for frame in frames if is_users(frame["path"])), frames[0])
+    path, number = found["path"], int(found["line"])
+    return CodeLine(f"{named(path)}:{number} in {found['name']}", linecache.getline(path, number).strip()[:WIDEST])
+
+
+def read_within(text: str) -> str:
+    """In which function of Paceline's the main thread is, where the user's innermost line called it, or there is none;
+    else empty: it is in the user's code, or in what that calls itself.
+    """
+    frames = _frames(text)
+    users = next((at for at, frame in enumerate(frames) if is_users(frame["path"])), len(frames))
+    if users == 0 or not is_ours(frames[users - 1]["path"]):
+        return ""
+    found = next(frame for frame in frames if is_ours(frame["path"]))
+    return f"{found['name']} ({os.path.basename(found['path'])})"
+
+
+def _frames(text: str) -> list[re.Match[str]]:
+    """Of the main thread, the innermost first, in all stacks of a process."""
+    threads = [part for part in text.split("\n\n") if "\n  File " in part]
+    return [found for line in threads[-1].splitlines() if (found := FRAME.match(line))] if threads else []
+
+
+def catches(pid: int, number: int, writes: int) -> bool:
+    """Whether a process has said that it writes its stacks upon this signal: the kernel knows of a handler, and the
+    file that it writes to is still the one that it shares with its agent.
+    """
+    return bool(_mask(_status(pid), "SigCgt") >> (number - 1) & 1) and is_pulse(writes, pid)
+
+
+def is_traced(pid: int) -> bool:
+    """Whether a debugger holds a process."""
+    return _status(pid).get("TracerPid", "0") != "0"
+
+
+def held_up(pid: int, number: int) -> int:
+    """In how many places of a process a signal waits or is held back, as it is while its handler runs."""
+    with suppress(OSError):
+        tasks = [_status(f"{pid}/task/{task}") for task in os.listdir(f"/proc/{pid}/task")]
+        return sum(_mask(task, name) >> (number - 1) & 1 for task in tasks for name in ("SigPnd", "ShdPnd", "SigBlk"))
+    return 0
+
+
+def computed(pids: Iterable[int]) -> dict[int, float]:
+    """Seconds that each process has computed so far, or stood in line for a core, with all its threads."""
+    found = {}
+    for pid in pids:
+        with suppress(OSError):
+            found[pid] = sum(_computed(task) for task in Path(f"/proc/{pid}/task").iterdir())
+    return found
+
+
+def _computed(task: Path) -> float:
+    with suppress(OSError):  # not every kernel counts the time in line
+        return sum(map(int, (task / "schedstat").read_text().split()[:2])) / 1e9
+    fields = (task / "stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _status(process: int | str) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def _mask(status: dict[str, str], name: str) -> int:
+    return int(status.get(name, "0"), 16)
+
+
+def keep(folder: Path, name: str, stacks: str, flight: str) -> None:
+    """Writes where a worker's process stood, and its last collectives; where there is nothing of one kind, an earlier
+    file stays. A full disk ends nothing.
+    """
+    with suppress(OSError):
+        (folder / FOLDER).mkdir(mode=0o700, exist_ok=True)
+        for ending, text in (("txt", stacks), ("jsonl", flight)):
+            if text:
+                replace_file(folder / FOLDER / f"{name}.{ending}", text)

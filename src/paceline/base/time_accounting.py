@@ -1,0 +1,77 @@
+"""Where the wall clock of a run goes: every second belongs to one of a few accounts. No torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from paceline.base.environment import began
+
+# What brings the training forward, and what it costs to have it done by several, and safely.
+USEFUL = ("steps", "evaluating", "script")
+COSTS = ("starting", "waiting", "saving", "detection", "forming", "hand-over", "redone", "paused")
+
+
+def process_began() -> float:
+    """Unix seconds of when this process was to start, by its agent, or did, to a hundredth; where nobody knows, of
+    now.
+    """
+    told = began()
+    if told is not None:
+        return told
+    try:
+        ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text().split()[0])
+        return time.time() - (up - ticks / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError, IndexError):
+        return time.time()
+
+
+class Account:
+    """Seconds by account since the last `take`, first since the process began; they add up to the wall clock. For one
+    thread.
+
+    `starting` is before the first step, `script` whatever the user's own lines do after that, `steps` what became of
+    them; `redone` are attempts that were void, `detection` the part of one in which a loss was not known yet.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = {"starting": max(0.0, time.time() - process_began())}
+        self._stack = ["starting"]
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def of(self, account: str) -> Iterator[None]:
+        """The time inside belongs to `account`, but for that of such blocks within."""
+        self._book()
+        if account == "steps":
+            self._stack[0] = "script"
+        self._stack.append(account)
+        try:
+            yield
+        finally:
+            self._book()
+            self._stack.pop()
+
+    def move(self, seconds: float, account: str) -> None:
+        """So many of the last seconds, on the account of now, belong to another one."""
+        self._book()
+        now = self._stack[-1]
+        seconds = min(seconds, self._seconds.get(now, 0.0))
+        self._seconds[now] = self._seconds.get(now, 0.0) - seconds
+        self._seconds[account] = self._seconds.get(account, 0.0) + seconds
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last time."""
+        self._book()
+        taken, self._seconds = self._seconds, {}
+        return {account: seconds for account, seconds in taken.items() if seconds}
+
+    def _book(self) -> None:
+        now = time.perf_counter()
+        account = self._stack[-1]
+        self._seconds[account] = self._seconds.get(account, 0.0) + now - self._since
+        self._since = now

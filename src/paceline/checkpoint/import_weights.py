@@ -1,0 +1,206 @@
+"""Weights from elsewhere: a safetensors file or a Hugging Face folder becomes the checkpoint of step 0 of a new run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from paceline.base.console import in_one_line, quoted
+from paceline.base.schema import read_json
+from paceline.base.sharding import Cut
+from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_checkpoint
+from paceline.checkpoint.lazy import deferred, float_named
+from paceline.checkpoint.lock import hold_lock
+from paceline.checkpoint.safetensors_file import open_tensors, size_text
+from paceline.checkpoint.tree import flatten
+from paceline.errors import CheckpointError, FormatError, UsageError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_GIVE = "give a .safetensors file, or a folder with model.safetensors or its index"
+_CONVERT = "load it with the library that wrote it, and save it again as safetensors"
+_AGAIN = "see that you may read it, or fetch it again from where it came from"
+_NAMED = 5
+
+
+def import_model(
+    source: Path, run_dir: Path, renames: Sequence[str] = (), trainer: int = 0, dtype: str | None = None
+) -> str:
+    """Writes the weights of `source` as the checkpoint of step 0 of `run_dir`, for the script's `trainer` from 0.
+
+    `source` is a .safetensors file, or a folder with one or with several and their index. `renames` are prefixes of
+    names as ``OLD=NEW``; of several the first that fits a name counts. `dtype` (bf16, fp16, fp32) converts weights of
+    floating point. Memory stays within the largest tensor and a constant. Returns what to print. Raises UsageError for
+    what is no such source and options that cannot work, CheckpointError where reading or writing fails and where the
+    run has a checkpoint, LaunchError while the run is under way.
+    """
+    kind = float_named(dtype)
+    if trainer < 0:
+        raise UsageError(f"there is no trainer {trainer}", "count trainers from 0, as the script makes them")
+    files = list(_files(source))
+    names = _renamed(list(_read(files)), renames, source)
+
+    def tree() -> dict[str, Any]:
+        model = {names[name]: tensor for name, tensor in _read(files).items()}
+        return {"trainers": [{}] * trainer + [{"model": model}], "results": []}
+
+    tensors = deferred(lambda: flatten(tree(), "")[0], kind)
+    manifest = {"tree": flatten(tree(), "")[1], "plan": "", "script": "", "workers": 0, "streams": []}
+    storage = checkpoints_of(run_dir)
+    if list_checkpoints(storage):
+        raise CheckpointError(f"{in_one_line(run_dir)} has a checkpoint already", "import into a new run folder")
+    try:
+        lock = hold_lock(run_dir)
+    except OSError as error:
+        cure = "see that it is a folder that you may write to, or choose another one"
+        raise CheckpointError(
+            f"the run folder {in_one_line(run_dir)} could not be made: {error.strerror}", cure
+        ) from error
+    try:
+        write_checkpoint(storage, 0, tensors, {**manifest, "imported": str(source)})
+    finally:
+        os.close(lock)
+    size = size_text(sum(tensor.nbytes for tensor in tensors.values()))
+    text = f"{len(tensors)} tensors, {size}" + (f", floating point as {dtype}" if dtype else "")
+    done = f"imported {in_one_line(source)} to {in_one_line(run_dir)}: {text}"
+    return f"{done}; `paceline run --run-dir {quoted(str(run_dir))} SCRIPT` begins with them"
+
+
+def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
+    """Each safetensors file of the source, and the names in it that count (None: all)."""
+    if not source.exists():
+        raise UsageError(f"there is no {in_one_line(source)}", _GIVE)
+    if source.is_file():
+        if source.suffix != ".safetensors":
+            raise UsageError(
+                f"{in_one_line(source)} is not a .safetensors file, and no other is read: they may run code",
+                _CONVERT,
+            )
+        yield source, None
+    elif (source / _INDEX).exists():
+        from paceline.checkpoint.file_types import Index  # needs msgspec
+
+        by_file: dict[str, list[str]] = {}
+        try:
+            for name, file in read_json(source / _INDEX, Index, str(source / _INDEX), _AGAIN)["weight_map"].items():
+                by_file.setdefault(file, []).append(name)
+        except FormatError as error:
+            raise CheckpointError(error.what, error.cure) from error
+        except OSError as error:
+            raise CheckpointError(f"{source / _INDEX} could not be read: {error.strerror}", _AGAIN) from error
+        yield from ((source / file, names) for file, names in by_file.items())
+    elif (source / _SINGLE).exists():
+        yield source / _SINGLE, None
+    elif others := sorted(path.name for path in source.glob("*.bin*")):
+        raise UsageError(
+            f"{in_one_line(source)} holds its weights in {others[0]}, which may run code when it is read", _CONVERT
+        )
+    else:
+        raise UsageError(f"{in_one_line(source)} holds neither {_SINGLE} nor {_INDEX}", _GIVE)
+
+
+def _read(files: Sequence[tuple[Path, list[str] | None]]) -> dict[str, torch.Tensor]:
+    """Every tensor of the source by its own name, as pages of the files."""
+    found: dict[str, torch.Tensor] = {}
+    for path, names in files:
+        try:
+            with open_tensors(path) as file:
+                found |= {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
+        except (OSError, SafetensorError, UnicodeEncodeError) as error:  # the last: no tensor can have such a name
+            raise CheckpointError(f"{path} could not be read: {error}", _AGAIN) from error
+    return found
+
+
+def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict[str, str]:
+    """The name in the run of each name in the source."""
+    pairs = [text.partition("=") for text in renames]
+    for text, (old, equals, _) in zip(renames, pairs, strict=True):
+        if not equals:
+            raise UsageError(f"--map {text} names no new prefix", "write --map OLD=NEW, or --map OLD= to remove one")
+        if not any(name.startswith(old) for name in names):
+            what = f"--map {text} fits nothing: no name in {in_one_line(source)} begins with {old}"
+            raise UsageError(what, f"they are {_some(sorted(names))}")
+    made: dict[str, str] = {}
+    for name in names:
+        old, new = next(((old, new) for old, _, new in pairs if name.startswith(old)), ("", ""))
+        made[name] = new + name[len(old) :]
+    origin = {new: name for name, new in made.items()}
+    for name, new in made.items():
+        if origin[new] != name:
+            raise UsageError(f"--map gives {name} and {origin[new]} the same name {new}", "choose other prefixes")
+    return made
+
+
+def _some(items: Sequence[str]) -> str:
+    return ", ".join(items[:_NAMED]) + (f" and {len(items) - _NAMED} more" if len(items) > _NAMED else "")
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def adopted(
+    model: nn.Module,
+    weights: Mapping[str, torch.Tensor],
+    trainer: int,
+    source: str,
+    cuts: Mapping[str, Cut] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The state that ``model.load_state_dict`` takes strictly, from imported `weights`. Of what has `cuts` the model
+    has but pieces.
+
+    Tied weights may be there once or under each name. Raises CheckpointError where names, shapes or dtypes are not the
+    model's, with up to five of each kind.
+    """
+    wanted: dict[str, Any] = model.state_dict(keep_vars=True)
+    ties: dict[int, list[str]] = {}
+    for name, value in wanted.items():
+        ties.setdefault(id(value), []).append(name)
+    found, whole = set(weights), dict(weights)
+    apart, dtypes = [], []
+    for names in ties.values():
+        there = [name for name in names if name in found]
+        whole |= {name: weights[there[0]] for name in names if there and name not in found}
+        apart += [f"{name} and {there[0]}" for name in there[1:] if not _equal(weights[name], weights[there[0]])]
+    for name in sorted(whole.keys() & wanted.keys()):
+        mine, theirs = wanted[name], whole[name]
+        if isinstance(mine, torch.Tensor) and mine.dtype != theirs.dtype:
+            dtypes.append(f"{name} ({theirs.dtype} instead of {mine.dtype})".replace("torch.", ""))
+    kinds = _other_names_and_shapes(wanted, whole, cuts)
+    kinds |= {"of another dtype": dtypes, "tied in the model and different here": apart}
+    cure = "import them again into a new run folder, with --map where names differ and --dtype where dtypes do"
+    _refuse(f"the weights imported from {in_one_line(source)} do not fit the model of trainer {trainer}", kinds, cure)
+    return whole
+
+
+def refuse_another_model(
+    model: nn.Module, saved: Mapping[str, Any], trainer: int, checkpoint: str, cuts: Mapping[str, Cut]
+) -> None:
+    """Raises CheckpointError where a resumed run's model has other names or shapes than the checkpoint."""
+    kinds = _other_names_and_shapes(model.state_dict(keep_vars=True), saved, cuts)
+    cure = "make the model as it was, or train the new one from the start in another --run-dir"
+    _refuse(f"the {checkpoint} does not fit the model of trainer {trainer}", kinds, cure)
+
+
+def _other_names_and_shapes(
+    wanted: Mapping[str, Any], found: Mapping[str, Any], cuts: Mapping[str, Cut]
+) -> dict[str, list[str]]:
+    shapes = []
+    for name in sorted(wanted.keys() & found.keys()):
+        mine, theirs = cuts.get(name, wanted[name]), found[name]
+        if hasattr(mine, "shape") and tuple(mine.shape) != tuple(theirs.shape):
+            shapes.append(f"{name} ({list(theirs.shape)} instead of {list(mine.shape)})")
+    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    return {"missing": missing, "unexpected": unexpected, "misshapen": shapes}
+
+
+def _refuse(what: str, kinds: Mapping[str, list[str]], cure: str) -> None:
+    if any(kinds.values()):
+        told = "; ".join(f"{kind}: {_some(items)}" for kind, items in kinds.items() if items)
+        raise CheckpointError(f"{what}: {told}", cure)

@@ -1,0 +1,120 @@
+"""One worker's part of a checkpoint: copied and written by a thread, while training goes on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from typing import Any
+
+import numpy
+import torch
+
+from paceline.base.sharding import Held
+from paceline.checkpoint.files import Files, Slice, take, write_files
+from paceline.checkpoint.storage import Storage
+from paceline.comm.shared_memory import raw_bytes
+from paceline.errors import CheckpointError
+
+_SMALL = 1 << 15  # bytes that torch, too, copies by one thread, and at a fraction of the cost of a view of them
+_NICE = 10  # of the thread while it hashes and writes: whoever trains comes first
+
+
+class Background:
+    """A piece of work on a thread of its own. Once it is `over` there is a `result`, or else `trouble`: what happened,
+    and what to do. `seconds` are those of a processor that it took.
+    """
+
+    def __init__(self, work: Callable[[], Any], name: str) -> None:
+        self.result: Any = None
+        self.trouble: list[str] | None = None
+        self.seconds = 0.0
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        self.trouble = ["the thread that wrote a checkpoint failed", "see what it printed before"]
+        try:
+            self.result, self.trouble = self._work(), None
+        except CheckpointError as error:
+            self.trouble = [error.what, error.cure]
+        finally:
+            self.seconds = time.thread_time()
+
+
+class Part(Background):
+    """The files that one writer writes of the checkpoint of `step`, from slices of `tensors`.
+
+    Of those named in `calm`, which only a step's update changes, the thread makes a copy; `copied` waits for it. The
+    others are copied here. With `still` nobody changes anything until it is over, and nothing is copied. The result are
+    bytes and SHA-256 of each file; all of the checkpoint `need` so many bytes.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        step: int,
+        files: Files,
+        tensors: Mapping[str, torch.Tensor | Held],
+        calm: Collection[str],
+        still: bool,
+        reached: Callable[[str], None],
+        need: Callable[[], int],
+    ) -> None:
+        self._to, self._files, self._reached, self._need = (storage, step), files, reached, need
+        self._copies: dict[Slice, torch.Tensor] = {}
+        self._later: list[tuple[Slice, int]] = []
+        self._is_copied = threading.Event()
+        for name, block in (held for slices in files.values() for held in slices):
+            part = take(tensors[name], block)
+            self._copies[name, block] = part if still or name in calm else _copy(part)
+            if not still and name in calm:
+                self._later.append(((name, block), part._version))
+        super().__init__(self._write, "paceline-save")
+
+    def copied(self) -> float:
+        """Waits until the state may change; the seconds for which it did."""
+        began = time.monotonic()
+        self._is_copied.wait()
+        return time.monotonic() - began
+
+    def _write(self) -> Any:
+        try:
+            self._copy_later()
+        finally:
+            self._is_copied.set()
+        if sys.platform.startswith("linux"):  # elsewhere it is the whole process's
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        self._reached("writing")
+        try:
+            return write_files(*self._to, self._files, lambda name, block: self._copies[name, block], self._need)
+        finally:
+            self._copies.clear()
+
+    def _copy_later(self) -> None:
+        for key, version in self._later:
+            live = self._copies[key]
+            self._copies[key] = _copy(live)
+            if live._version != version:
+                what = f"checkpoint of step {self._to[1]} was given up: {key[0]!r} was changed before the step's update"
+                raise CheckpointError(what, "change weights in the body of the loop, not in the forward")
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.device.type != "cpu":
+        return tensor.cpu()
+    if tensor.nbytes <= _SMALL or not tensor.is_contiguous():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    made = torch.empty_like(tensor)
+    numpy.copyto(raw_bytes(made).numpy(), raw_bytes(tensor).numpy())  # by one thread: torch's own have work
+    return made

@@ -1,0 +1,608 @@
+"""The workers of a team and the collectives among them, as Paceline's own parts use them: named, one after another."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.base.environment import World, gloo_interface
+from paceline.base.heartbeat import PULSE
+from paceline.base.mesh import AXES, Mesh
+from paceline.base.sharding import Held, assemble
+from paceline.comm import link_speed as links
+from paceline.comm.autoload import exposed, lend, take_back
+from paceline.comm.c10d_arguments import Asked, Op, outside_inference, plain, reduction
+from paceline.comm.c10d_backend import ProcessGroup
+from paceline.comm.hierarchical import Between, Hosts, interface_of
+from paceline.comm.host_staging import Carrier, carrier
+from paceline.comm.message_reader import read_told
+from paceline.comm.peer_status import MANY, call_site, unless
+from paceline.comm.progress_engine import ENGINE, Operation, Steps
+from paceline.comm.rendezvous import Rendezvous, never
+from paceline.comm.shared_memory import raw_bytes
+from paceline.comm.transport import Channel
+from paceline.errors import LaunchError, PeerLostError, UsageError
+
+# How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
+FOR_EVER = timedelta(days=7)
+_Part = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: along these axes, or the team of so many
+NAME = 80  # characters of a collective's name that are shown
+
+
+class Group:
+    """The collectives of a team of `size` workers. In a world of one every operation is the identity.
+
+    `ledger` has per kind of collective: how many, bytes that this worker handed over (as payload), seconds it stood
+    still. `names` are what the workers are called, by rank: their numbers in the run. `mesh` says who is where: it is
+    that of the trainer whose replicas are largest.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.rank, self.size = 0, 1
+        self.names: Sequence[int] = (world.rank,)
+        self.serves = world.serves  # it is alone, and no worker
+        self.ledger: dict[str, list[float]] = {}
+        self._declared = ("the start", "", "the start")
+        self._rendezvous = Rendezvous()
+        self._store: dist.Store | None = None
+        self.channel: Any = None  # while there are others
+        self._lent: Any = None  # torch's default group
+        self._lends = False  # it is connected in this generation
+        self.wanted = False  # a trainer needs it from the beginning of a generation on, where a loss can be met
+        self.mesh = Mesh()
+        self.links: list[links.HostLink] = []  # between hosts, as measured
+        self._parts: dict[_Part, Group] = {}
+        self._label = "team"
+        self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
+        if world.size > 1 and not world.newcomer:
+            with PULSE.waiting():
+                self._take(world, *self._connect(world, never))
+
+    def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, Channel]:
+        store = self._rendezvous.open(world, given_up)
+        return store, Channel(store, world.rank, world.size, FOR_EVER, given_up)
+
+    def _take(self, world: World, store: dist.Store | None, channel: Channel | None) -> None:
+        self.rank, self.size = world.rank, world.size
+        self.names, self.mesh = world.members or range(world.size), self.mesh.over(world.size)
+        self._lends = False
+        self._use(store, channel)
+        for key, part in self._parts.items():
+            self._aim(part, key)
+
+    def _use(self, store: dist.Store | None, channel: Channel | None) -> None:
+        self._store, self.channel = store, channel
+        if channel is not None:
+            self._side = channel.side
+            self._side.names = self.names
+            channel.ledger, channel.label = self.ledger, self._label
+
+    def form(self, world: World, given_up: Callable[[], bool]) -> None:
+        """Leaves the workers of before and connects with those of `world`. Collective among the latter.
+
+        Raises PeerLostError if it is `given_up` before all have come; then this worker is alone until the next time.
+        """
+        self._abort()
+        self._take(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
+        if world.size == 1:
+            return
+        why = PeerLostError("a generation was given up", "wait for the next")
+        try:  # gloo, too, can be left behind
+            with PULSE.waiting():  # not in the thread, which may be left behind
+                made = unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up))
+            self._take(world, *made)
+            for part in self._parts.values():
+                if part.wanted:
+                    part.lend()
+        except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
+            raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
+
+    def _abort(self) -> None:
+        for part in self._parts.values():
+            part._abort()
+        for over in (self.channel, self._lent):
+            if over is not None:
+                over.abort()
+
+    def along(self, *axes: str, mesh: Mesh | None = None) -> Group:
+        """The group of the workers that differ from this one along these axes alone, of the present mesh unless one is
+        said: along all axes it is this group itself.
+
+        It is the same in all generations. In each it is connected at its first `enter`, `lending` or `allocate`, which
+        is collective among its workers: a newcomer has not been where the others made it.
+        """
+        mesh = replace(mesh or self.mesh, data=1)  # whose replicas come and go
+        if "data" in axes and all(axis in axes or getattr(mesh, axis) == 1 for axis in AXES):
+            return self
+        return self._part((mesh, tuple(a for a in AXES if a in axes and (a == "data" or getattr(mesh, a) > 1))))
+
+    def team(self, teams: int, mesh: Mesh) -> Group:
+        """The group of this worker's team, where the replicas, in order, are divided in so many as evenly as can be,
+        but in no more than there are replicas. As a part along axes it is the same in all generations.
+        """
+        return self._part((replace(mesh, data=1), teams))
+
+    def _part(self, key: _Part) -> Group:
+        if key not in self._parts:
+            part = self._parts[key] = Group(World(rank=self.names[self.rank]))
+            part.ledger = self.ledger
+            self._aim(part, key)
+        return self._parts[key]
+
+    def _aim(self, part: Group, key: _Part) -> None:
+        """Says who is of a part from now on. While this worker is alone it is alone there, too."""
+        mesh, which = key[0].over(self.size), key[1]
+        if not mesh.data:
+            ranks: Sequence[int] = (self.rank,)
+        elif isinstance(which, int):
+            ranks = next(team for team in mesh.teams(which) if self.rank in team)
+        else:
+            ranks = mesh.peers(self.rank, *which)
+        axes = str(which) if isinstance(which, int) else "+".join(which)
+        whole, inside = self._whole or (self, "")
+        part._whole = whole, f"{inside}along/{'x'.join(map(str, astuple(mesh)))}/{axes}/{ranks[0]}/"
+        members = tuple(self.names[rank] for rank in ranks)
+        part._label = f"{axes or 'alone'} of {members[0]}"
+        part._take(World(rank=ranks.index(self.rank), size=len(ranks), members=members), None, None)
+
+    def _join(self) -> None:
+        """Connects the workers of a part, unless they are in this generation."""
+        if self._whole is None or self._store is not None:
+            return
+        whole, name = self._whole
+        assert whole._store is not None
+        store = dist.PrefixStore(name, whole._store)
+        self._use(store, self._channel(store))
+        if whole.channel.broken is not None:  # we were not there to hear that
+            self.interrupt(whole.channel.broken)
+
+    def _channel(self, store: dist.Store) -> Channel:
+        """Connects the workers of a part, as long as the whole group's channel is whole."""
+        assert self._whole is not None
+        over = self._whole[0].channel
+        make = partial(Channel, store, self.rank, self.size, FOR_EVER, lambda: over.broken is not None)
+        try:
+            with PULSE.waiting():
+                return unless(lambda: over.broken, make)
+        except RuntimeError as error:
+            raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
+
+    def lend(self) -> None:
+        """Makes a group of torch.distributed of the workers of a part, over which torch's own parts run while it is
+        `exposed`; in a new generation it is the same, over other connections. Raises UsageError where the script has
+        made one. Collective.
+        """
+        if self.size == 1 or self._lends:
+            return
+        if self._lent is not None and self._lent.rank() != self.rank:  # a newcomer whose mates were lost
+            take_back(self._lent)
+            self._lent = None
+        if self._lent is None and dist.is_initialized():
+            what = "the script has initialised torch.distributed, whose default group the plan needs"
+            raise UsageError(what, "leave init_process_group out, or say zero=1")
+        self._join()
+        assert self._store is not None
+        store = dist.PrefixStore("torch", self._store)
+        channel = self._channel(store)
+        channel.side.names, channel.ledger = self.names, self.ledger
+        if self._lent is not None:
+            self._lent.meet(store, channel)
+        else:
+            self._lent, hook = ProcessGroup(store, self.rank, self.size, FOR_EVER, channel), sys.excepthook
+            lend(self._lent, store)
+            sys.excepthook = hook  # torch's puts a rank before every line
+        channel.label = f"torch, {self._label}"
+        self._lends = True
+        if self.channel.broken is not None:  # we were not there to hear that
+            self.interrupt(self.channel.broken)
+
+    def interrupt(self, error: Exception) -> None:
+        """Ends every collective with `error`, until the next team has formed. From any thread."""
+        for channel in (self.channel, self._lent and self._lent.channel):
+            if channel is not None:
+                channel.interrupt(error)
+        for part in [*self._parts.values()]:
+            part.interrupt(error)
+
+    @property
+    def hosts(self) -> list[int]:
+        """The number of each worker's host."""
+        return [self.channel.hosts.place(rank)[0] for rank in range(self.size)] if self.size > 1 else [0]
+
+    @property
+    def leaders(self) -> list[int]:
+        """What the first worker of each host is called."""
+        return [self.names[first] for first, *_ in self.channel.hosts.hosts] if self.size > 1 else [*self.names]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker speaks to other hosts for its own one."""
+        return len(self.leaders) > 1 and self.names[self.rank] in self.leaders
+
+    def measure(self, known: Sequence[Sequence[Any]]) -> bool:
+        """Sees to it that `links` are those between the present hosts, as `known` to everybody or measured now; whether
+        any was. Collective.
+        """
+        hosts = [[self.names[rank] for rank in host] for host in self.channel.hosts.hosts] if self.size > 1 else []
+        found = links.between([links.HostLink(*link) for link in known], hosts)
+        meetings, seen = links.rounds(len(hosts), found) if len(hosts) > 1 else [], dict[links.Pair, Any]()
+        if meetings:
+            self.enter("the links between hosts", check=False, kind="figures")
+            with self._declaring():
+                work = self.channel.measure(meetings, seen)
+            work.wait()
+            found |= links.combined(self.gather_json([[pair, *told] for pair, told in seen.items()]), hosts)
+        self.links = [*found.values()]
+        return bool(meetings)
+
+    @property
+    def interface(self) -> str:
+        """By which this worker reaches other hosts."""
+        address = self.channel.hosts.address if self.channel is not None else ""
+        name = gloo_interface() or interface_of(address)
+        return f"{name} ({address})" if name and address else name or address
+
+    def pace(self, rate: float, latency: float) -> None:
+        """So many bytes a second go between its hosts, at most, and come after so many seconds. All say the same."""
+        if self.channel is not None and self.channel.hosts.leaders is not None:
+            self.channel.hosts.leaders.pace(rate, latency)
+
+    @property
+    def flow(self) -> links.Flow | None:
+        """What a leader's sums tell of its links."""
+        leaders = self.channel.hosts.leaders if self.channel is not None else None
+        return None if leaders is None else leaders.flow
+
+    @property
+    def sent(self) -> int:
+        """Bytes that this worker handed to collectives."""
+        return int(sum(entry[1] for entry in self.ledger.values()))
+
+    # -- entering -----------------------------------------------------------------------------------------------
+
+    def enter(self, name: str, check: bool = True, kind: str | None = None) -> None:
+        """Declares the next collective. With `check`, returns only when all workers declared the same one.
+
+        `kind` is its line in the ledger. Raises CollectiveMismatchError on every worker, naming each call site, if
+        they did not declare the same.
+        """
+        if self.size == 1:
+            return
+        self._join()
+        if len(name) > NAME:  # told apart by all of it, shown by its beginning
+            name = f"{name[: NAME - 13]}~{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+        self._declared = (name, call_site(), kind or name)
+        if check:
+            self._barrier()
+
+    def exposed(self) -> contextlib.AbstractContextManager[None]:
+        """While it is entered, the group that is lent to torch is torch's default one."""
+        return exposed(self._lent) if self._lent is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def lending(self, name: str, kind: str) -> Iterator[dist.ProcessGroup]:
+        """Gives the group that is lent to torch, and declares what is done over it meanwhile."""
+        self.lend()
+        channel = self._lent.channel
+        channel.declared = (name, call_site(), kind)
+        try:
+            with self.exposed():
+                yield self._lent
+        finally:
+            channel.declared = None
+
+    @contextlib.contextmanager
+    def _declaring(self) -> Iterator[None]:
+        """A part of the entered collective is begun."""
+        self.channel.declared = self._declared
+        try:
+            with outside_inference():
+                yield
+        finally:
+            self.channel.declared = None
+
+    @contextlib.contextmanager
+    def _over(
+        self, tensor: torch.Tensor, peer: int | None = None, coded: bool = False
+    ) -> Iterator[tuple[Carrier, torch.Tensor]]:
+        """The same of a tensor: what moves those of its device, to all or a `peer`, or adds them up as codes; and the
+        same memory, flat.
+        """
+        by = carrier(self.channel, tensor, peer, coded)
+        with self._declaring():
+            yield by, plain(tensor).view(-1)
+
+    def _beside(self, work: dist.Work) -> dist.Work:
+        """It goes on while this worker computes, if it takes others long, on other hosts."""
+        if self.channel.hosts.several:
+            ENGINE.in_background(hurried=False)
+        return work
+
+    def _barrier(self) -> None:
+        with self._declaring():
+            work = self.channel.barrier()
+        work.wait()
+
+    def _all_gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
+        """A flat tensor with a stretch for each worker, of which `mine` is ours."""
+        with self._over(mine) as (by, flat):
+            work = by.all_gather(raw_bytes(plain(everyone)).view(self.size, -1).unbind(0), raw_bytes(flat))
+        work.wait()
+
+    # -- collectives --------------------------------------------------------------------------------------------
+
+    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A flat tensor of zeros for sums: on CPU in memory that the workers of a host share. Collective."""
+        if self.size > 1 and device.type == "cpu":
+            self._join()
+            try:
+                with PULSE.waiting():
+                    return self.channel.allocate(numel, dtype)  # type: ignore[no-any-return]
+            except dist.DistError as error:  # the store went
+                raise PeerLostError(f"a worker was lost while memory was shared ({error})", "see its log") from error
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def start_sum(self, tensor: torch.Tensor, between: Between | None = None) -> dist.Work | None:
+        """Starts summing `tensor` in place over all workers; `finish` must follow. Part of the entered collective.
+
+        It goes on whenever something else is started or waited for; where there are several hosts all the time.
+        `between` hosts it may be summed in another way, on the CPU.
+        """
+        if self.size == 1:
+            return None
+        how: dict[str, Any] = {} if between is None else {"between": between}
+        with self._over(tensor, coded=between is not None) as (by, flat):
+            work = by.all_reduce(flat, reduction(Op.SUM, tensor.dtype), **how)
+        return self._beside(work)
+
+    def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:
+        """Starts summing `flat`, which has a stretch for each worker, over all: each gets the sums of its own, in
+        place, and the rest is void. `finish` must follow. Part of the entered collective.
+        """
+        if self.size == 1:
+            return None
+        with self._over(flat) as (by, whole):
+            parts = whole.view(self.size, -1).unbind(0)
+            work = by.reduce_scatter(parts[self.rank], parts, reduction(Op.SUM, flat.dtype), whole=whole)
+        return self._beside(work)
+
+    def start_steps(self, size: int, make: Callable[[Hosts | None, int], Steps]) -> dist.Work | None:
+        """Starts what is made of several steps among hosts, which hand over `size` bytes of each worker. `finish` must
+        follow; alone it is made at once. Part of the entered collective.
+        """
+        if self.size == 1:
+            deque(make(None, 0), maxlen=0)
+            return None
+        with self._declaring():
+            channel: Channel = self.channel
+            return channel.start(Asked("steps", torch.uint8), size, 0, partial(make, channel.hosts))
+
+    def gather_stretches(self, flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Of tensors that have a stretch for each worker, everybody's own ones: for each tensor a list by rank, to be
+        read before the next one is asked for. Part of the entered collective.
+        """
+        arenas = [self.channel.in_arena(flat) if self.size > 1 else None for flat in flats]
+        parts = [arena.parts for arena in arenas if arena is not None and len(arena.parts) == self.size]
+        here = self.size > 1 and len(set(self.hosts)) == 1 and len(parts) == len(flats)
+        if here:  # where they lie
+            self._barrier()
+            self.ledger[self._declared[2]][1] += sum(flat.nbytes for flat in flats) // self.size
+            for tensors in parts:
+                yield [tensor.view(self.size, -1)[rank] for rank, tensor in enumerate(tensors)]
+            self._barrier()
+        for flat in () if here else flats:
+            if self.size > 1:
+                self._all_gather(flat, flat.view(self.size, -1)[self.rank])
+            yield list(flat.view(self.size, -1))
+
+    def finish(self, work: dist.Work | None) -> None:
+        if work is not None:
+            work.wait()
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums `tensor` in place over all workers and returns it. Part of the entered collective."""
+        self.finish(self.start_sum(tensor))
+        return tensor
+
+    def squares(self, tensors: Sequence[torch.Tensor]) -> float | None:
+        """The sum of squares of tensors that were just summed in shared memory, without reading them again.
+
+        None where they were summed in another way, and at the first time. Part of the entered collective.
+        """
+        if self.size == 1:
+            return None
+        arenas = [arena for arena in map(self.channel.in_arena, tensors) if arena is not None]
+        found = [arena.squares for arena in arenas if arena.squares is not None]
+        for arena in arenas:
+            arena.measure = True
+        if not found or len(found) < len(tensors):
+            return None
+        return float(self.sum(torch.tensor([sum(found)], dtype=torch.float64)))
+
+    def largest(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The largest of all workers' elements, in place. Part of the entered collective."""
+        if self.size > 1:
+            with self._over(tensor) as (by, flat):
+                work = by.all_reduce(flat, reduction(Op.MAX, tensor.dtype))
+            work.wait()
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrites `tensor` on all workers with that of `source`. Part of the entered collective."""
+        if self.size > 1:
+            with self._over(tensor) as (by, flat):
+                work = by.broadcast(raw_bytes(flat), source)
+            work.wait()
+        return tensor
+
+    def broadcast_bytes(self, data: torch.Tensor | None, source: int) -> torch.Tensor:
+        """The flat bytes of `source`, on all workers. Part of the entered collective."""
+        length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
+        self.broadcast(length, source)
+        if data is None:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        return self.broadcast(data, source)
+
+    def send_bytes(self, data: torch.Tensor, rank: int) -> None:
+        """Flat bytes to one other worker, which calls `receive_bytes`."""
+        for part in (torch.tensor([len(data)], dtype=torch.int64), data):
+            self.send(part, rank)
+
+    def receive_bytes(self, rank: int) -> torch.Tensor:
+        length = torch.zeros(1, dtype=torch.int64)
+        self.receive(length, rank)
+        data = torch.empty(int(length), dtype=torch.uint8)
+        self.receive(data, rank)
+        return data
+
+    def send(self, flat: torch.Tensor, rank: int) -> None:
+        """A flat tensor to one other worker, which calls `receive` with one of the same length and dtype."""
+        self.finish(self.start_send(flat, rank))
+
+    def start_send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
+        """Starts sending a tensor; `finish` must follow. Part of what was entered."""
+        with self._over(tensor, rank) as (by, flat):
+            return by.send(raw_bytes(flat), rank)
+
+    def receive(self, flat: torch.Tensor, rank: int) -> None:
+        """What another one sends. Part of what was entered."""
+        with self._over(flat, rank) as (by, memory):
+            work = by.receive(raw_bytes(memory), rank)
+        work.wait()
+
+    def exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
+        """A flat tensor to each worker, and one from each into those of `taken`, of any lengths. Part of the entered
+        collective.
+        """
+        outs = [raw_bytes(one) for one in taken]
+        with self._over(given[0]) as (by, _):
+            work = by.all_to_all(outs, [raw_bytes(plain(one)) for one in given])
+        work.wait()
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Every worker's flat tensor of one dtype, lengths may differ. Part of the entered collective."""
+        if self.size == 1:
+            return [tensor]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = tensor.numel()
+        self.sum(lengths)
+        longest = int(lengths.max())
+        if not longest:
+            return [tensor] * self.size
+        padded = torch.zeros(longest, dtype=tensor.dtype, device=tensor.device)
+        padded[: tensor.numel()] = tensor
+        everyone = torch.empty(self.size * longest, dtype=tensor.dtype, device=tensor.device)
+        self._all_gather(everyone, padded)
+        rows = everyone.view(self.size, longest)
+        return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]
+
+    def whole(self, held: Held) -> torch.Tensor:
+        """Of a tensor that is cut all of it, from those who hold it. Part of the entered collective."""
+        made = torch.empty(held.shape, dtype=held.tensor.dtype, device=held.tensor.device)
+        everyone = self.gather(held.tensor.detach().reshape(-1))
+        first = (next(iter(holders.items())) for holders in held.cut.blocks.values())
+        return assemble(made, ((b.at, b.of(everyone[place].view(held.cut.pieces[place].shape))) for place, b in first))
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Every worker's JSON value. Part of the entered collective."""
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        rows = enumerate(self.gather(data))
+        return [read_told(bytes(row.tolist()), "part", f"worker {self.names[rank]}") for rank, row in rows]
+
+    def abandon(self, works: Sequence[dist.Work | None]) -> None:
+        """Leaves unfinished collectives behind for good."""
+        for work in works:
+            if isinstance(work, Operation):
+                work.fail(PeerLostError("the collective was given up", "see the error before"))
+
+    # -- the side channel ---------------------------------------------------------------------------------------
+
+    def flag(self, name: str) -> None:
+        """Raises a flag that the others can see without a collective."""
+        if self._store is not None:
+            self._store.set(f"flag/{name}", "1")
+
+    def wait_for_flag(self, name: str) -> None:
+        """Waits for a flag as long as it takes: the launcher ends us if its owner dies."""
+        with PULSE.waiting():
+            while self._store is not None and not self._store.check([f"flag/{name}"]):
+                time.sleep(0.05)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """At the good end of the script: says so, and waits until all have come as far, so that none is left waiting.
+
+        A worker that still waits for us in a collective sees that we ended, and fails with the reason; then we, too,
+        raise PeerLostError.
+        """
+        if (store := self._store) is None:
+            return
+        self._side.say("ended", self._declared[:2])
+        places: list[dict[str, Any] | None] = [None]
+        # The first looks where all are, and says when they have met; of many others each looks the more seldom.
+        pace, looks = max(1.0, self.size / MANY), 0
+        try:
+            self._side.publish()
+            while not all(place is not None and place["state"] in ("ended", "met") for place in places):
+                time.sleep(0.02 * pace)
+                if self.channel.broken is not None:
+                    raise self.channel.broken
+                looks += 1
+                if self.rank and looks % int(pace):
+                    if unless(lambda: self.channel.broken, partial(store.check, ["met"])):
+                        break
+                    continue
+                places = unless(lambda: self.channel.broken, self._side.others)
+                for rank, place in enumerate(places):
+                    if place is not None and place["state"] == "failed":
+                        raise PeerLostError(
+                            f"worker {self.names[self.rank]} had ended, but worker {self.names[rank]} failed",
+                            f"see the log of worker {self.names[rank]}",
+                        )
+            if self.rank == 0:
+                store.set("met", "1")
+            self._side.say("met", self._declared[:2])  # what follows, such as a last checkpoint, all do together
+            self._side.publish()
+        except RuntimeError:  # the store went with the first worker
+            raise PeerLostError(
+                f"worker {self.rank} had ended, but worker 0 failed", "see the log of worker 0"
+            ) from None
+
+    def close(self, failed: bool) -> None:
+        """Releases the group. In a good end the store, which lives in worker 0, goes last."""
+        if self._store is None:
+            return
+        store, self._store = self._store, None
+        with contextlib.suppress(RuntimeError):  # the store went with worker 0
+            self._side.say("failed" if failed else "ended", self._declared[:2])
+            self._side.publish()
+            store.set(f"closed/{self.rank}", "1")
+            others = [f"closed/{rank}" for rank in range(self.size)]
+            with PULSE.waiting():
+                while self.rank == 0 and not (failed or self.channel.broken or store.check(others)):
+                    time.sleep(0.02)
+        self._release(failed)
+
+    def _release(self, failed: bool) -> None:
+        for part in self._parts.values():
+            part._release(failed)
+        self._parts.clear()
+        if not failed and self._lent is not None:
+            take_back(self._lent)
+            self._lent.shutdown()
+        if not failed and self.channel is not None:
+            self.channel.close()
+            self.channel = None  # ends gloo's threads

@@ -1,0 +1,417 @@
+"""Sums between hosts as codes: fewer bytes over a slow link, and a sum that is not quite that of the gradients.
+
+Inside of a host sums are whole; the first workers of the hosts exchange codes of these. All decode the same codes in
+the same order, so the sum has the same bits on every worker. There are two classes:
+
+- *rounding* (`bf16`, `fp16`, `int8`): each leader gets everybody's codes of a stretch, adds them up in float32, and all
+  get the codes of the sums. Blocks have scales of their own, as in Dettmers et al., "8-bit Optimizers via Block-wise
+  Quantization", ICLR 2022; for `fp16` powers of two.
+- *lossy* (`topk:R`, `sign`, `powersgd:R`): most is left out. What was not sent is added to what is sent in the next
+  step (error feedback): Stich et al., "Sparsified SGD with Memory", NeurIPS 2018; Karimireddy et al., "Error Feedback
+  Fixes SignSGD and other Gradient Compression Schemes", ICML 2019; Vogels et al., "PowerSGD", NeurIPS 2019.
+
+What was not sent is kept unscaled, as a sum over rows: steps scale their gradients each in their own way.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from paceline.base.batching import Versions
+from paceline.comm.communicator import Group
+from paceline.comm.gradient_buckets import Bucket
+from paceline.comm.hierarchical import Gloo
+from paceline.comm.progress_engine import Steps, last
+from paceline.comm.shared_memory import raw_bytes
+
+LOSSY = ("topk", "sign", "powersgd")
+CACHED = 1 << 16  # elements that are worked on at a time
+BLOCK = 256  # elements that have a scale together
+_BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+_SQUARES = 8  # bytes: how much a leader has not sent goes along with what it sends
+
+
+class Code(Protocol):
+    """Rows of float32 as rows of bytes, and back. A row with an element that is not finite never becomes finite."""
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor: ...
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor: ...
+
+
+def _blocks(rows: torch.Tensor) -> torch.Tensor:
+    rest = -rows.shape[1] % BLOCK
+    return (pad(rows, (0, rest)) if rest else rows).view(len(rows), -1, BLOCK)
+
+
+def _parts(*all_: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Blocks of each, together, so few that what is made of them stays in a core's cache."""
+    for rows in zip(*all_, strict=True):
+        yield from zip(*(row.split(CACHED // BLOCK) for row in rows), strict=True)
+
+
+def _packed(*parts: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.contiguous().flatten(1).view(torch.uint8) for part in parts], 1)
+
+
+def _unpacked(codes: torch.Tensor, bytes_: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first so many bytes of each row as numbers, and the rest."""
+    return codes[:, :bytes_].contiguous().view(dtype), codes[:, bytes_:].contiguous()
+
+
+class Bf16:
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        return _packed(rows.bfloat16())
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        return codes.view(torch.bfloat16).float()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Blocks in a small dtype, each over a scale of its own."""
+
+    dtype: torch.dtype
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        blocks = _blocks(rows)
+        scales = torch.empty(*blocks.shape[:2], 1, dtype=torch.float32)
+        codes = torch.empty(blocks.shape, dtype=self.dtype)
+        for part, scale, code in _parts(blocks, scales, codes):
+            torch.amax(part.abs(), -1, keepdim=True, out=scale)
+            if self.dtype == torch.int8:
+                scale.div_(127).masked_fill_(scale == 0, 1.0)
+                code.copy_(part.div(scale).round_().clamp_(-127, 127))
+            else:
+                scale.copy_(torch.ldexp(torch.ones_like(scale), scale.frexp().exponent - 1))
+                code.copy_(part.div(scale))
+        return _packed(scales, codes)
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        scales, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        numbers = rest.view(self.dtype).view(len(codes), -1, BLOCK)
+        made = torch.empty(numbers.shape, dtype=torch.float32)
+        for part, scale, code in _parts(made, scales[..., None], numbers):
+            torch.mul(part.copy_(code), scale, out=part)
+        return made.flatten(1)[:, :length]
+
+
+class Nibbles:
+    """Blocks of numbers from -7 to 7, two in a byte, each block over a scale of its own."""
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        blocks = _blocks(rows)
+        scales = blocks.abs().amax(-1, keepdim=True).div_(7)
+        scales.masked_fill_(scales == 0, 1.0)
+        codes = (blocks / scales).round_().clamp_(-7, 7).add_(8).to(torch.uint8)
+        return _packed(scales, codes[..., ::2] | codes[..., 1::2] << 4)
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        scales, pairs = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        numbers = torch.stack([pairs & 15, pairs >> 4], -1).view(len(codes), -1, BLOCK).float().sub_(8)
+        return numbers.mul_(scales[..., None]).flatten(1)[:, :length]
+
+
+class Sign:
+    """One bit an element, times the mean of a block's magnitudes."""
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        blocks = _blocks(rows)
+        bits = (blocks >= 0).view(len(rows), -1, 8) * _BITS
+        return _packed(blocks.abs().mean(-1), bits.sum(-1, dtype=torch.uint8))
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        scale, bits = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
+        signs = ((bits[..., None] & _BITS) != 0).view(len(codes), -1, BLOCK).float() * 2 - 1
+        return (signs * scale[..., None]).flatten(1)[:, :length]
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The largest magnitudes, a `part` of all and one at least, each with its place."""
+
+    part: float
+
+    def _count(self, length: int) -> int:
+        return max(1, math.ceil(self.part * length))
+
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        places = rows.abs().topk(self._count(rows.shape[1]), sorted=False).indices
+        return _packed(places.int(), rows.gather(1, places))
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        places, values = _unpacked(codes, 4 * self._count(length), torch.int32)
+        made = torch.zeros(len(codes), length, dtype=torch.float32)
+        return made.scatter_(1, places.long(), values.view(torch.float32))
+
+
+@dataclass
+class Feedback:
+    """What a worker keeps for the next step: of each bucket, by number, what was `left` out, unscaled; of each matrix,
+    by its parameter's number, the `basis` to begin with; and of each leader, by its name, the squares of what it has
+    left out.
+    """
+
+    left: dict[int, torch.Tensor] = field(default_factory=dict)
+    basis: dict[int, torch.Tensor] = field(default_factory=dict)
+    squares: dict[int, float] = field(default_factory=dict)
+
+
+class CodedSum(NamedTuple):
+    """How a bucket is summed: what is said of it in a plan, and its code, or the rank of its factors."""
+
+    word: str
+    code: Code | None
+    rank: int
+
+    @property
+    def lossy(self) -> bool:
+        return self.word.partition(":")[0] in LOSSY
+
+
+def manner(word: str) -> CodedSum:
+    name, _, number = word.partition(":")
+    codes: dict[str, Callable[[], Code]] = {"bf16": Bf16, "fp16": partial(Scaled, torch.float16)}
+    codes |= {"int8": partial(Scaled, torch.int8), "int4": Nibbles, "sign": Sign, "topk": lambda: TopK(float(number))}
+    return CodedSum(word, codes[name]() if name in codes else None, int(number) if name == "powersgd" else 0)
+
+
+def pack_codes(code: Code, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Codes of all elements of some tensors, as one row."""
+    nothing = torch.empty(0, dtype=torch.float32)
+    flat = torch.cat([nothing, *(_real(tensor).reshape(-1).float() for tensor in tensors)])
+    return code.encode(flat[None])[0] if len(flat) else torch.empty(0, dtype=torch.uint8)
+
+
+def add_codes(code: Code, codes: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """What `pack_codes` has made of others like these is added to them."""
+    sizes = [_real(tensor).numel() for tensor in tensors]
+    flat = code.decode(codes[None], sum(sizes))[0] if len(codes) else torch.empty(0, dtype=torch.float32)
+    for tensor, part in zip(map(_real, tensors), flat.split(sizes), strict=True):
+        tensor.add_(part.view(tensor.shape).to(tensor))
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+class Codec:
+    """Sums buckets among workers, between hosts as the plan's `word` says; with `auto` as `words` say by the name of a
+    bucket's first parameter, of which `names` are all. `sent` are bytes that this worker sent to other hosts, `full`
+    those that it would have sent without, and `spent` seconds of encoding and decoding. `bad` has the numbers of
+    parameters whose gradients were not finite here.
+    """
+
+    def __init__(self, word: str) -> None:
+        self.word, self.auto = word, word.partition(":")[0] == "auto"
+        self.lossy = word == "auto:lossy" or manner(word).lossy
+        self.words: dict[str, str] = {}
+        self.names: Sequence[str] = ()
+        self.kept = Versions(Feedback())
+        self.sent = self.full = self.spent = 0.0
+        self.bad: set[int] = set()
+        self._was, self._next, self._scale = Feedback(), Feedback(), 1.0
+
+    @property
+    def kind(self) -> str:
+        """For people."""
+        if self.auto:
+            counts = Counter(self.words.values())
+            return ", ".join(f"{word} in {count} of {len(self.words)} buckets" for word, count in counts.items())
+        return "lossy" if self.lossy else "rounding"
+
+    def word_of(self, bucket: Bucket) -> str:
+        return self.words.get(self.names[bucket.members[0]], "none") if self.auto else self.word
+
+    def begin(self, done: int, expected: float) -> None:
+        """A step begins, after so many transactions, whose gradients are sums over `expected`."""
+        self._was, self._next, self._scale = self.kept.at(done), Feedback(), expected
+        self.kept.pend(done, self._next)
+        self.bad.clear()
+        self.spent = 0.0
+
+    def start(self, bucket: Bucket, among: Group) -> dist.Work | None:
+        """Starts summing a bucket; as `Group.start_sum`. What a worker keeps that is no leader now goes into its own
+        gradients.
+        """
+        flat = bucket.mine
+        if not flat.is_floating_point() or not len(flat):
+            return among.start_sum(flat)
+        if not math.isfinite(float(flat.sum())) and not bool(flat.isfinite().all()):  # the first takes a tenth
+            self.bad |= {number for number, part in bucket.split(flat) if not bool(part.isfinite().all())}
+        # What is left by another codec, too, whose place a full or rounding one has taken.
+        if bucket.index in self._was.left and not (among.leads and manner(self.word_of(bucket)).lossy):
+            flat += (self._was.left[bucket.index] / self._scale).to(flat.device)
+        return among.start_sum(flat, partial(self._timed, self.sums(bucket), among.leaders))
+
+    def sums(self, bucket: Bucket) -> Callable[[list[int], Gloo, torch.Tensor], Steps]:
+        """What sums it over leaders."""
+        how = manner(self.word_of(bucket))
+        if how.lossy:
+            return partial(self._low_rank if how.rank else self._picked, how, bucket)
+        return partial(self._whole if how.code is None else self._rounded, how)
+
+    def _timed(self, sums: Callable[..., Steps], names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        steps = sums(names, leaders, flat)
+        while True:
+            began = time.perf_counter()
+            try:
+                until = next(steps)
+            except StopIteration:
+                return
+            finally:
+                self.spent += time.perf_counter() - began
+            yield until
+
+    def _whole(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        yield from last(leaders.all_reduce(flat))
+        self._count(leaders, flat, 2 * flat.nbytes * (leaders.size - 1) / leaders.size)
+
+    def _count(self, leaders: Gloo, flat: torch.Tensor, sent: float) -> None:
+        self.sent += sent
+        self.full += 2 * flat.nbytes * (leaders.size - 1) / leaders.size
+
+    # -- rounding ---------------------------------------------------------------------------------------------------
+
+    def _rounded(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        """Each leader sums a row of the bucket. All go in stretches of whole blocks: while one travels others are
+        encoded and decoded.
+        """
+        code = how.code
+        assert code is not None
+        rows = flat.split(max(1, -(-len(flat) // leaders.size)))
+        step = max(1, leaders.chunk // code.encode(torch.zeros(1, BLOCK, dtype=torch.float32)).nbytes) * BLOCK
+        starts = range(0, len(rows[0]), step)
+        yield from leaders.in_turns(
+            self._stretch(code, leaders, [row[at : at + step] for row in rows]) for at in starts
+        )
+        self._count(leaders, flat, 0.0)
+
+    def _stretch(self, code: Code, leaders: Gloo, rows: Sequence[torch.Tensor]) -> Steps:
+        """Sums some of each row; of the last ones less may be left, or nothing."""
+        length = len(rows[0])
+        owed = torch.zeros(leaders.size, length, dtype=torch.float32)
+        for row, target in zip(rows, owed, strict=False):
+            target[: len(row)].copy_(row)
+        codes = yield from leaders.all_to_all(code.encode(owed))
+        codes = yield from last(leaders.all_gather(code.encode(_sum(code, codes, length)[None])[0]))
+        for row, made in zip(rows, code.decode(codes, length), strict=False):
+            row.copy_(made[: len(row)])
+        self.sent += 2 * codes[1:].nbytes
+
+    # -- lossy ------------------------------------------------------------------------------------------------------
+
+    def _owed(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
+        """What is to be sent: the sum of this host, and what was left out before."""
+        total = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+        before = self._was.left.get(bucket.index)
+        return total if before is None else total.addcdiv_(before, torch.tensor(self._scale, dtype=before.dtype))
+
+    def _keep(self, bucket: Bucket, left: torch.Tensor) -> torch.Tensor:
+        """Before the last that is sent, without which no step counts anywhere. Its squares."""
+        self._next.left[bucket.index] = left.mul_(self._scale)
+        return torch.dot(left, left).double()[None]
+
+    def _hear(self, names: list[int], squares: torch.Tensor) -> None:
+        for name, more in zip(names, squares.tolist(), strict=True):
+            self._next.squares[name] = self._next.squares.get(name, 0.0) + more
+
+    def _picked(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        code = how.code
+        assert code is not None
+        owed = self._owed(bucket, flat)
+        codes = code.encode(owed.float()[None])
+        squares = self._keep(bucket, owed.sub_(code.decode(codes, len(flat))[0]))
+        everyone = yield from last(leaders.all_gather(torch.cat([codes[0], raw_bytes(squares)])))
+        codes, said = everyone[:, :-_SQUARES], everyone[:, -_SQUARES:].contiguous()
+        self._hear(names, said.view(torch.float64).view(-1))
+        flat.copy_(_sum(code, codes, len(flat)))
+        self._count(leaders, flat, everyone[1:].nbytes)
+
+    def _low_rank(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+        """Matrices as products of two thin ones; what has one dimension, or would not become less, goes as it is.
+
+        One step of the power iteration from the basis of before. The first leader's bits of the left factors are
+        everybody's, and their products are added up element by element: a matrix product has other bits where there are
+        other threads.
+        """
+        owed = self._owed(bucket, flat)
+        parts, rank = list(bucket.split(owed)), how.rank
+        thin = [(n, part.reshape(len(part), -1)) for n, part in parts if _pays(part, rank)]
+        plain = [part.reshape(-1) for _, part in parts if not _pays(part, rank)]
+        lefts = [matrix.float() @ self._basis(n, matrix, rank) for n, matrix in thin]
+        first = torch.cat([part.reshape(-1) for part in (*lefts, *(part.float() for part in plain))])
+        for part in plain:
+            part.sub_(part.float())
+        factors = first[: sum(left.numel() for left in lefts)]
+        yield from leaders.all_reduce(first)
+        lefts = list(_views(factors, [left.shape for left in lefts]))
+        if leaders.rank == 0:
+            for left in lefts:
+                left.copy_(torch.linalg.qr(left).Q)
+        yield from leaders.broadcast(factors, 0)
+        rights = [(left.T @ matrix.float()).T for (_, matrix), left in zip(thin, lefts, strict=True)]
+        for (_, matrix), left, right in zip(thin, lefts, rights, strict=True):
+            _add_product(matrix, left, right, -1.0)
+        said = torch.zeros(leaders.size, dtype=torch.float32)
+        said[leaders.rank] = self._keep(bucket, owed)
+        second = torch.cat([*(right.reshape(-1) for right in rights), said])
+        yield from last(leaders.all_reduce(second))
+        self._hear(names, second[-leaders.size :])
+        total = torch.zeros_like(owed)
+        targets = dict(bucket.split(total))
+        for (n, matrix), left, right in zip(thin, lefts, _views(second, [r.shape for r in rights]), strict=True):
+            self._next.basis[n] = right.clone()
+            _add_product(targets[n].view(matrix.shape), left, right, 1.0)
+        whole = _views(first[len(factors) :], [part.shape for _, part in parts if not _pays(part, rank)])
+        for (n, _), part in zip((one for one in parts if not _pays(one[1], rank)), whole, strict=True):
+            targets[n].copy_(part)
+        flat.copy_(total)
+        share = (leaders.size - 1) / leaders.size
+        self._count(leaders, flat, share * (2 * first.nbytes + factors.nbytes + 2 * second.nbytes))
+
+    def _basis(self, number: int, matrix: torch.Tensor, rank: int) -> torch.Tensor:
+        """The basis of before; at first a random one, on all the same."""
+        if number in self._was.basis:
+            return self._was.basis[number]
+        chance = torch.Generator().manual_seed(number)
+        return torch.randn(matrix.shape[1], rank, generator=chance, dtype=torch.float32)
+
+
+def _sum(code: Code, codes: torch.Tensor, length: int) -> torch.Tensor:
+    """In the order of the rows, and one at a time."""
+    total = code.decode(codes[:1], length)[0]
+    for row in codes[1:]:
+        total += code.decode(row[None], length)[0]
+    return total
+
+
+def _pays(part: torch.Tensor, rank: int) -> bool:
+    rows = len(part) if part.dim() > 1 else 1
+    return rank * (rows + part.numel() // max(1, rows)) < part.numel() and rows > 1
+
+
+def _views(flat: torch.Tensor, shapes: list[torch.Size]) -> Iterator[torch.Tensor]:
+    start = 0
+    for shape in shapes:
+        yield flat[start : start + shape.numel()].view(shape)
+        start += shape.numel()
+
+
+def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sign: float) -> None:
+    """Adds left @ right.T, as elements and in one order."""
+    left, right = left.to(matrix.dtype) * sign, right.T.to(matrix.dtype).contiguous()
+    some = max(1, CACHED // matrix.shape[1])
+    made = torch.empty(some, matrix.shape[1], dtype=matrix.dtype)
+    for rows, factors in zip(matrix.split(some), left.split(some), strict=True):
+        for column, along in enumerate(right):
+            rows += torch.mul(factors[:, column, None], along, out=made[: len(rows)])

@@ -1,0 +1,298 @@
+"""Gradients on their way to the workers that own their rows, block by block, while their backward goes on.
+
+What a block's parameters got in one micro-batch is scattered as soon as it is whole and added up where it belongs; the
+memory that it travelled in is the next block's. So no more whole gradients exist at a time than are under way.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.base.sharding import Shards
+from paceline.comm.communicator import Group
+from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, Landing, Wires, in_two_parts, zeros
+from paceline.errors import UsageError
+
+UNDER_WAY = 1  # blocks, before the backward waits for them
+
+
+@dataclass
+class _Stage:
+    """The gradients of a block in one micro-batch: by place and level, and which parameters have written theirs."""
+
+    flat: torch.Tensor
+    wires: list[Wires]
+    taken: bool = False  # by a block that is not where it belongs yet
+    written: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Pool:
+    """The stages of blocks that are laid out alike. These use them in turn, on all workers the same one. `used` counts
+    the blocks before this micro-batch, `gone` those that have left in it.
+    """
+
+    stages: list[_Stage]
+    blocks: int = 0
+    used: int = 0
+    gone: int = 0
+
+
+@dataclass
+class _Block:
+    """The numbers of the parameters whose gradients travel together; of its pool it is the one with this `turn`. It was
+    run in `calls` that the backward has yet to go through, or has `left`.
+    """
+
+    members: list[int]
+    pool: _Pool
+    turn: int
+    landed: set[int] = field(default_factory=set)
+    stage: _Stage | None = None
+    calls: int = 0
+    left: bool = False
+
+    @property
+    def whole(self) -> bool:
+        return self.left or len(self.landed) == len(self.members)
+
+    @property
+    def place(self) -> _Stage:
+        """The stage that it leaves in."""
+        return self.pool.stages[(self.pool.used + self.turn) % len(self.pool.stages)]
+
+
+class Staging(Landing):
+    """Takes whole gradients of parameters of these `shapes` and adds up the own rows of each in the buckets `home`.
+
+    `blocks` has every parameter's number once; they leave in this order, on all workers of `group`. What one needs
+    another that is laid out alike can use. `ended` is called when a backward has, before the rest leaves; what it
+    starts is waited for afterwards. Unless it is `patient`, a backward never waits for others' gradients, who may wait
+    for it in a gather: for memory that is not free yet it takes other.
+    """
+
+    def __init__(
+        self,
+        home: Buckets,
+        shapes: Sequence[torch.Size],
+        blocks: Sequence[Sequence[int]],
+        group: Group,
+        ended: Callable[[], dist.Work | None] = lambda: None,
+        patient: bool = True,
+    ) -> None:
+        super().__init__(home.params)
+        self._home, self.group, self._ended, self._patient = home, group, ended, patient
+        self.maxima = home.maxima
+        self.shards = Shards(group.size, group.rank)
+        self._shapes = shapes
+        self._pools: dict[tuple[Any, ...], _Pool] = {}
+        self._blocks: list[_Block] = []
+        for members in blocks:
+            kind = tuple((shapes[number], home.params[number].dtype) for number in members)
+            pool = self._pools.setdefault(kind, _Pool([]))
+            self._blocks.append(_Block(list(members), pool, pool.blocks))
+            pool.blocks += 1
+        self._of = {  # of each parameter the block, and which of that block's it is
+            number: (place, index)
+            for place, block in enumerate(self._blocks)
+            for index, number in enumerate(block.members)
+        }
+        self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
+        self._begun = self._open = self._last = self._blank = self._waits = False
+        self._next = 0
+        self._weight: float | None = None
+        self._used: set[int] = set()
+
+    @staticmethod
+    def bytes(
+        shapes: Sequence[Sequence[int]], each: Sequence[int], blocks: Sequence[Sequence[int]], places: int
+    ) -> int:
+        """What stages take at most, for parameters of these shapes, whose elements take so many bytes `each`."""
+        pools = Counter(tuple((tuple(shapes[n]), each[n]) for n in block) for block in blocks if block)
+        at = Shards(places)
+        return sum(
+            min(count, UNDER_WAY + 1) * places * sum(at.width(shape) * size for shape, size in members)
+            for members, count in pools.items()
+        )
+
+    @property
+    def home(self) -> Buckets:
+        return self._home
+
+    def release(self) -> list[torch.Tensor]:
+        memory = [stage.flat for pool in self._pools.values() for stage in pool.stages]
+        for pool in self._pools.values():
+            pool.stages.clear()
+        return super().release() + memory + self.home.release()
+
+    def rehouse(self, allocate: Allocate) -> None:
+        for pool in self._pools.values():
+            pool.stages.clear()
+        for block in self._blocks:
+            if len(block.pool.stages) <= UNDER_WAY:
+                block.pool.stages.append(self._make(block.members, allocate))
+
+    # -- as buckets are used --------------------------------------------------------------------------------------
+
+    def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
+        self.home.begin(ready, micro_batches)
+        self._used.clear()
+        self._forget_calls()  # of a script's own forwards
+        self._begun = True
+
+    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
+        self._open, self._last, self._blank, self._next, self._weight = True, last, blank, 0, weight
+        self._waits = self._patient
+
+    def land(self, number: int, param: torch.Tensor) -> None:
+        """Takes the gradient of a parameter, which autograd has just made."""
+        assert param.grad is not None
+        grad, param.grad = param.grad.detach(), None
+        if not self._open and self._begun:
+            what = "a forward or loss runs backward() itself, whose gradients would not count"
+            raise UsageError(what, "say zero=1, or take what it needs by torch.autograd.grad")
+        if not self._open:  # a backward in the body of a loop
+            return
+        place, index = self._of[number]
+        block = self._blocks[place]
+        if place < self._next:
+            raise in_two_parts(param)
+        if not self._blank:
+            self._used.add(number)
+            stage = self._stage(block)
+            grad = grad if self._weight is None else grad * self._weight
+            self.home.put(number, grad, stage.wires[index], first=number not in stage.written)
+            stage.written.add(number)
+        block.landed.add(number)
+        self._advance()
+
+    def call(self, number: int) -> None:
+        """The block of a parameter is run in a forward."""
+        self._blocks[self._of[number][0]].calls += 1
+
+    def leave(self, number: int) -> None:
+        """The backward has gone through such a call. A block that it leaves does not wait for what got no gradient
+        here, as experts that were not asked: workers wait for each other's blocks.
+        """
+        block = self._blocks[self._of[number][0]]
+        if not self._open:  # one in the forward: a later one may go through it again
+            return
+        block.calls -= 1
+        if not block.calls:
+            block.left = True
+            self._advance()
+
+    def close(self) -> None:
+        ended, self._waits = self._ended(), True
+        while self._next < len(self._blocks):
+            self._send()
+        self.group.finish(ended)
+        for pool in self._pools.values():
+            pool.used, pool.gone = pool.used + pool.blocks, 0
+        self._forget_calls()
+        self._open = False
+
+    def flush(self) -> set[int]:
+        while self._works:
+            self._arrive()
+        self._begun = False
+        self.home.flush()
+        return set(range(len(self._shapes))) - self._used
+
+    def abandon(self, again: bool = False) -> None:
+        self.group.abandon([work for work, *_ in self._works])
+        self._works.clear()
+        for block in self._blocks:
+            block.landed.clear()
+            block.stage = None
+        self._forget_calls()
+        self._begun = False
+        for pool in self._pools.values():
+            pool.used, pool.gone = 0, 0
+            for stage in pool.stages:
+                stage.taken = False
+        self._open = False
+        self.home.abandon(again)
+
+    def memory(self) -> int:
+        return self.home.memory() + sum(s.flat.nbytes for pool in self._pools.values() for s in pool.stages)
+
+    # -- on the way -----------------------------------------------------------------------------------------------
+
+    def _stage(self, block: _Block) -> _Stage:
+        """Where the block's gradients of this micro-batch are written."""
+        if block.stage is None:
+            while self._waits and block.place.taken and any(stage is block.place for _, _, stage, _ in self._works):
+                self._arrive()
+            # Gradients may come before those of blocks that leave before: then their place is still another's.
+            early = block.place.taken or block.turn - block.pool.gone >= len(block.pool.stages)
+            block.stage = self._make(block.members, zeros) if early else block.place
+            block.stage.taken = True
+            block.stage.written.clear()
+        return block.stage
+
+    def _make(self, members: Sequence[int], allocate: Allocate) -> _Stage:
+        like = self.home.params[members[0]]
+        shapes = [self._shapes[number] for number in members]
+        stretches, wires = self.home.lay_out(shapes, self.shards, allocate, like.dtype, like.device)
+        return _Stage(stretches.view(-1), wires)
+
+    def _forget_calls(self) -> None:
+        for block in self._blocks:
+            block.calls, block.left = 0, False
+
+    def _advance(self) -> None:
+        """Blocks that are whole leave, in order, as far as they can now."""
+        while self._next < len(self._blocks) and self._blocks[self._next].whole:
+            self._take_in()
+            block = self._blocks[self._next]
+            free = block.stage is block.place or not block.place.taken
+            if not self._waits and not (free and len(self._works) <= UNDER_WAY):
+                return
+            self._send()
+
+    def _take_in(self) -> None:
+        """What has arrived; if too many are under way, waits for more."""
+        while self._works and ((self._waits and len(self._works) > UNDER_WAY) or _over(self._works[0][0])):
+            self._arrive()
+
+    def _send(self) -> None:
+        """The next block leaves."""
+        block = self._blocks[self._next]
+        self._next += 1
+        stage, place = self._stage(block), block.place
+        for number, wires in zip(block.members, stage.wires, strict=True):
+            if number not in stage.written:
+                for wire in (wire for levels in wires for wire in levels):
+                    wire.zero_()
+        if stage is not place:
+            while place.taken:
+                self._arrive()
+            place.flat.copy_(stage.flat)
+            place.taken = True
+        block.landed.clear()
+        block.stage = None
+        block.pool.gone += 1
+        self._works.append((self.group.start_scatter(place.flat), block, place, self._last))
+        self._take_in()
+
+    def _arrive(self) -> None:
+        """The first of those under way is there: its memory is free."""
+        work, block, stage, last = self._works[0]
+        self.group.finish(work)
+        self._works.popleft()
+        for number, wires in zip(block.members, stage.wires, strict=True):
+            self.home.add(number, wires[self.shards.me])
+        stage.taken = False
+        for number in block.members if last else ():
+            self.home.complete(number)
+
+
+def _over(work: dist.Work | None) -> bool:
+    return work is None or work.is_completed()

@@ -1,0 +1,402 @@
+"""Gradients in flat buckets, so that few large reductions overlap with backward.
+
+As in torch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020): buckets follow the reverse order of
+the parameters, the first is small, a bucket is handed on when its last gradient is there, and always in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+
+import torch
+from torch.nn import Parameter
+
+from paceline.base.sharding import ALONE, Block, Shards
+from paceline.errors import UsageError
+
+FIRST_BYTES = 1 << 20
+BYTES = 25 << 20
+LARGE = 1 << 22  # bytes of a gradient that is not in a core's cache any more
+
+Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+Wires = list[list[torch.Tensor]]  # where a gradient's elements travel, by place and level
+
+
+def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype, device=device)
+
+
+def levels_of(dtype: torch.dtype) -> int:
+    """Numbers that carry one element of a gradient of this dtype in exact sums."""
+    return 2 if dtype == torch.float64 else 1
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Large ones with C's memmove, which writes past the cache: torch's copy first reads what it overwrites."""
+    alike = target.dtype == source.dtype and source.is_contiguous() and target.is_contiguous()
+    if alike and target.nbytes >= LARGE and target.device.type == "cpu" == source.device.type:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+    else:
+        target.copy_(source)
+
+
+@dataclass
+class Bucket:
+    """A flat tensor, one stretch of it for each place, and the numbers of the parameters whose gradients it has; `mine`
+    is the stretch of this worker's place, where those of the `shapes` begin at `starts`.
+    """
+
+    index: int
+    flat: torch.Tensor
+    members: list[int]
+    mine: torch.Tensor
+    shapes: list[torch.Size] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    missing: int = 0
+
+    def split(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Of a tensor like `mine` what belongs to each parameter, with its number."""
+        for number, shape, start in zip(self.members, self.shapes, self.starts, strict=True):
+            yield number, flat[start : start + shape.numel()].view(shape)
+
+
+class Landing:
+    """Where a step's gradients land as autograd makes them, one backward after another, and leave for other workers.
+
+    This one is for where no others can come: they stay where autograd puts them.
+    """
+
+    maxima: torch.Tensor | None = None  # for exact sums: the largest gradient of each parameter
+    # Numbers of parameters that other workers of a unit have as well, and what adds their gradients up: these go last.
+    late: frozenset[int] = frozenset()
+    among: Callable[[int, Sequence[torch.Tensor]], None]
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        self.params = self.own = list(params)
+        self.buckets: list[Bucket] = []
+        self.largest: list[float] = []
+        self._norms: torch.Tensor | None = None
+        self.elements = [param.numel() for param in self.params]  # of the whole ones, if these are parts of such
+
+    @property
+    def home(self) -> Landing:
+        """Where the gradients of the own parameters are in the end."""
+        return self
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        """All gradients of the own rows, in as few tensors as there are."""
+        return [param.grad for param in self.params if param.grad is not None]
+
+    def memory(self) -> int:
+        """Bytes that gradients take."""
+        return sum(grad.nbytes for grad in self.sums)
+
+    def rehouse(self, allocate: Allocate) -> None:
+        """Fresh memory for all buckets, as `allocate` gives it. What they held is lost."""
+
+    def release(self) -> list[torch.Tensor]:
+        """Gives up gradients and hooks: no further step comes. Returns the memory that was allocated for sums."""
+        for param in {*self.params, *self.own}:
+            param.grad = None
+        return []
+
+    def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
+        """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
+
+    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
+        """The next backward begins. What the `last` of a step completes may go; of a `blank` one nothing counts. With a
+        `weight` its gradients land at its end, when they have been multiplied by it.
+        """
+
+    def close(self) -> None:
+        """It has ended."""
+
+    def flush(self) -> set[int]:
+        """Hands on what is left, zeros where no gradient came; returns the numbers of those parameters."""
+        return {number for number, param in enumerate(self.params) if param.grad is None}
+
+    def settle(self, maxima: torch.Tensor) -> bool:
+        """After all sums have arrived; False: the step is to be redone. For exact sums only."""
+        return True
+
+    def foresee(self) -> None:
+        """All gradients are there, where no others come: a GPU begins with their norms before anybody waits for the
+        losses, and would have nothing to do from then on until these are asked for.
+        """
+        sums = [] if self.home.buckets else self.sums
+        self._norms = _norms(sums) if sums and sums[0].is_cuda else None
+
+    def squares(
+        self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None, changed: bool = False
+    ) -> torch.Tensor:
+        """The squares of all of them added up, or of the blocks of each that are counted here, in float64 numbers whose
+        sum it is. `changed`: not by backwards alone.
+        """
+        norms = self._norms if counted is None and not changed else None
+        if norms is None:
+            gradients = self.sums
+            if counted is not None:
+                some = ((param.grad, blocks) for param, blocks in zip(self.own, counted, strict=True))
+                gradients = [block.of(grad) for grad, blocks in some if grad is not None for block in blocks]
+            norms = _norms(gradients)
+        return norms.cpu().double().square().sum(0, keepdim=True)
+
+    def adopt(self) -> None:
+        """What has been written into the sums are the gradients of the own parameters."""
+
+    def abandon(self, again: bool = False) -> None:
+        """Ends a step whose backward failed, or which is begun `again`; nothing more is handed on."""
+
+    def applied(self) -> None:
+        """The step's sums have been used."""
+
+
+def _norms(gradients: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, dtype=torch.float64)
+
+
+def in_two_parts(param: torch.Tensor) -> UsageError:
+    return UsageError(
+        f"the gradient of a parameter of shape {tuple(param.shape)} came in two parts, the second after the first was "
+        "sent to the other workers",
+        "checkpoint with use_reentrant=False: the other kind cannot share parameters between segments",
+    )
+
+
+def by_place(grad: torch.Tensor, wires: Wires) -> Sequence[torch.Tensor]:
+    """The elements of a gradient that belong to each place."""
+    parts: Sequence[torch.Tensor] = grad.reshape(-1).split([levels[0].numel() for levels in wires])
+    return parts
+
+
+class Buckets(Landing):
+    """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket, and
+    those of the rows of this worker's place are gradients of `own`, which are the parameters unless said.
+
+    A bucket is laid out as [place, level, elements of the rows of that place]: see `Shards`. Levels, of the dtype
+    `_wire`, are there for exact sums only, as are `maxima` and `largest` (exact.py). Without `hooks` gradients come by
+    `add` (staging.py).
+    """
+
+    _wire: torch.dtype | None = None
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        first_bytes: int = FIRST_BYTES,
+        bytes_: int = BYTES,
+        allocate: Allocate = zeros,
+        shards: Shards = ALONE,
+        own: Sequence[Parameter] | None = None,
+        hooks: bool = True,
+    ) -> None:
+        super().__init__(params)
+        self.own = self.params if own is None else list(own)
+        self.shards = shards
+        nothing = torch.empty(0, dtype=torch.float32)
+        self._views: list[torch.Tensor] = [nothing] * len(self.params)
+        self._wires: list[Wires] = [[]] * len(self.params)
+        self._home: list[Bucket] = [Bucket(-1, nothing, [], nothing)] * len(self.params)
+        self._groups = self._group(first_bytes, bytes_)
+        self.rehouse(allocate)
+        self._ready: Callable[[Bucket], None] | None = None
+        self._armed = False
+        self._weight: float | None = None
+        self._next = 0
+        self._touched: set[int] = set()
+        self._counted: set[int] = set()
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(partial(self._take, number))
+            for number, param in enumerate(self.params if hooks else ())
+        ]
+
+    def release(self) -> list[torch.Tensor]:
+        for hook in self._hooks:
+            hook.remove()
+        memory = [bucket.flat for bucket in self.buckets]
+        self.buckets.clear()
+        self._views, self._wires, self._home = [], [], []
+        return super().release() + memory
+
+    def rehouse(self, allocate: Allocate) -> None:
+        self._allocate = allocate
+        self.buckets.clear()
+        for members in self._groups:
+            self._make(members)
+
+    def _group(self, first_bytes: int, bytes_: int) -> list[list[int]]:
+        groups: list[list[int]] = []
+        filled = 0
+        for number in reversed(range(len(self.params))):
+            param = self.params[number]
+            limit = first_bytes if len(groups) <= 1 else bytes_
+            other = groups and (
+                self.params[groups[-1][0]].dtype != param.dtype or self.params[groups[-1][0]].device != param.device
+            )
+            if not groups or other or filled >= limit:
+                groups.append([])
+                filled = 0
+            groups[-1].append(number)
+            filled += param.nbytes
+        return groups
+
+    def _make(self, members: list[int]) -> None:
+        dtype, device = self.params[members[0]].dtype, self.params[members[0]].device
+        shapes = [self.params[number].shape for number in members]
+        shards = self.shards
+        stretches, wires = self.lay_out(shapes, shards, self._allocate, dtype, device)
+        flat, me = stretches.view(-1), shards.me
+        bucket = Bucket(len(self.buckets), flat, members, stretches[me].view(-1))
+        own, start = self._own(stretches[me], dtype), 0
+        for number, shape, wire in zip(members, shapes, wires, strict=True):
+            self._wires[number] = wire
+            self._views[number] = own[start : start + wire[me][0].numel()].view(self.own[number].shape)
+            self._home[number] = bucket
+            bucket.shapes.append(self.own[number].shape)
+            bucket.starts.append(start)
+            start += shards.width(shape)
+        self.buckets.append(bucket)
+
+    def lay_out(
+        self, shapes: Sequence[torch.Size], shards: Shards, allocate: Allocate, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, list[Wires]]:
+        """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
+        levels = 1 if self._wire is None else levels_of(dtype)
+        ends = list(accumulate((shards.width(shape) for shape in shapes), initial=0))
+        length = shards.aligned(ends[-1])
+        flat = allocate(shards.count * levels * length, self._wire or dtype, device)
+        stretches = flat.view(shards.count, levels, length)
+        wires = [
+            [
+                [level[start : start + shards.size(shape, place)] for level in stretch]
+                for place, stretch in enumerate(stretches)
+            ]
+            for shape, start in zip(shapes, ends, strict=False)
+        ]
+        return stretches, wires
+
+    def _own(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Where the gradients of the own rows are, once they are summed."""
+        return stretch[0]
+
+    def _take(self, number: int, param: torch.Tensor) -> None:
+        """Autograd has made a gradient."""
+        if self._ready is None or self._weight is not None:  # none of ours, or it lands when it is weighed
+            return
+        self._land(number, param, first=number not in self._touched)
+        self._touched.add(number)
+        if number in self.late:
+            return
+        if self._armed and number not in self._counted:
+            self.complete(number)
+        elif self._armed and self._home[number].index < self._next:
+            raise in_two_parts(param)
+
+    def complete(self, number: int) -> None:
+        """Nothing more comes for this parameter in the step."""
+        self._counted.add(number)
+        bucket = self._home[number]
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            self._hand_on()
+
+    def _land(self, number: int, param: torch.Tensor, first: bool) -> None:
+        """Brings a gradient home. The first of a step is autograd's own tensor; later ones have added into the view,
+        if it has one.
+        """
+        assert param.grad is not None
+        if self.shards.count == 1 and self._wire is None:
+            if first:
+                _copy(self._views[number], param.grad)
+                param.grad = self._views[number]
+            return
+        grad, param.grad = param.grad.detach(), None
+        self.put(number, grad, self._wires[number], first)
+
+    def put(self, number: int, grad: torch.Tensor, wires: Wires, first: bool) -> None:
+        """Writes a gradient to where its elements travel, by place and level, or adds it to what was written."""
+        for (wire,), part in zip(wires, by_place(grad, wires), strict=True):
+            if first:
+                _copy(wire, part)
+            else:
+                wire.add_(part)
+
+    def add(self, number: int, levels: Sequence[torch.Tensor]) -> None:
+        """Adds what was put elsewhere, and summed, of the own rows."""
+        for wire, more in zip(self._wires[number][self.shards.me], levels, strict=True):
+            if number in self._touched:
+                wire.add_(more)
+            else:
+                wire.copy_(more)
+        self._touched.add(number)
+
+    @property
+    def sums(self) -> list[torch.Tensor]:
+        return [bucket.mine for bucket in self.buckets]
+
+    def memory(self) -> int:
+        return sum(bucket.flat.nbytes for bucket in self.buckets)
+
+    def offer(self, bucket: Bucket) -> None:
+        """Writes the own rows of the parameters where their gradients were, which have been used."""
+        for number in bucket.members:
+            _copy(self._wires[number][self.shards.me][0], self.own[number].detach().reshape(-1))
+
+    def take(self, bucket: Bucket, stretches: Sequence[torch.Tensor]) -> None:
+        """Reads the rows of the other places into the parameters, from what each has offered."""
+        start = 0
+        for number in bucket.members:
+            whole = self.params[number].detach()
+            for place in range(self.shards.count):
+                if place != self.shards.me:
+                    target = self.shards.of(whole, place)
+                    _copy(target, stretches[place][start : start + target.numel()].view(target.shape))
+            start += self.shards.width(whole.shape)
+
+    def adopt(self) -> None:
+        for param, view in zip(self.own, self._views, strict=True):
+            param.grad = view
+
+    def _hand_on(self) -> None:
+        assert self._ready is not None
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._next += 1
+            self._ready(self.buckets[self._next - 1])
+
+    def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
+        self._ready, self._armed, self._weight, self._next = ready, False, None, 0
+        self._touched.clear()
+        self._counted.clear()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.members)
+
+    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
+        self._armed, self._weight = last, weight
+
+    def close(self) -> None:
+        weighed, self._weight = self._weight is not None, None
+        for number, param in enumerate(self.params if weighed else ()):
+            if param.grad is not None:
+                self._take(number, param)
+
+    def flush(self) -> set[int]:
+        unused = set(range(len(self.params))) - self._touched
+        for number in unused:
+            for wire in (wire for levels in self._wires[number] for wire in levels):
+                wire.zero_()
+        for number in sorted(self.late):
+            self.among(number, [wire for levels in self._wires[number] for wire in levels])
+        self.adopt()
+        for bucket in self.buckets:
+            bucket.missing = 0
+        self._hand_on()
+        self._ready = None
+        return unused
+
+    def abandon(self, again: bool = False) -> None:
+        self._ready = None

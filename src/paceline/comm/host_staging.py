@@ -1,0 +1,106 @@
+"""CUDA tensors by way of their hosts' memory: for codecs, which add up there, and among workers that share a GPU, of
+which NCCL takes one alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.c10d_arguments import Reduction, outside_inference
+from paceline.comm.hierarchical import Between
+from paceline.comm.nccl import Nccl
+from paceline.comm.transport import Channel, Manner
+
+
+class ThroughHost:
+    """The collectives and messages of `Nccl`, over a channel: of copies, whose results are copied back."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def all_reduce(self, flat: torch.Tensor, reduction: Reduction, between: Between | None = None) -> dist.Work:
+        host = _copy(flat)
+        return self._channel.all_reduce(host, reduction, manner=_back(flat, host), between=between)
+
+    def reduce_scatter(
+        self, out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction, *, whole: torch.Tensor
+    ) -> dist.Work:
+        hosts = _copy(whole).view(len(parts), -1).unbind(0)
+        host = _room(out)
+        return self._channel.reduce_scatter(host, hosts, reduction, manner=_back(out, host))
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> dist.Work:
+        host = _copy(flat)
+        return self._channel.broadcast(host, root, manner=_back(flat, host))
+
+    def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> dist.Work:
+        hosts = [_room(out) for out in outs]
+        return self._channel.all_gather(hosts, _copy(flat), manner=_all_back(outs, hosts))
+
+    def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> dist.Work:
+        hosts = [_room(out) for out in outs]
+        return self._channel.all_to_all(hosts, [_copy(one) for one in ins], _all_back(outs, hosts))
+
+    def send(self, flat: torch.Tensor, rank: int) -> dist.Work:
+        return self._channel.send(_copy(flat), rank)
+
+    def receive(self, flat: torch.Tensor, rank: int) -> dist.Work:
+        host = _room(flat)
+        return self._channel.receive(host, rank, then=_back(flat, host).then)
+
+
+Carrier = Channel | Nccl | ThroughHost
+
+
+def carrier(channel: Channel, tensor: torch.Tensor, peer: int | None = None, coded: bool = False) -> Carrier:
+    """What moves a tensor among all of a channel, or to and from a `peer`, or adds it up as codes. For the first one of
+    CUDA it is collective among these.
+    """
+    if not tensor.is_cuda:
+        return channel
+    return ThroughHost(channel) if coded or channel.nccl.shares(tensor.device, peer) else channel.nccl
+
+
+def carry(begin: Callable[..., Callable[[], dist.Work]], tensors: Sequence[Any]) -> dist.Work:
+    """A collective of torch's, on copies of what is nested in its arguments; done when this returns."""
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with outside_inference():
+        work: Any = begin(*_copied(tensors, pairs))()
+    work.wait()
+    for tensor, host in pairs:
+        tensor.copy_(host)
+    theirs = {id(host): tensor for tensor, host in pairs}
+    work.outcome = [theirs.get(id(host), host) for host in work.outcome]
+    return work  # type: ignore[no-any-return]
+
+
+def _copied(tensors: Any, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    if isinstance(tensors, torch.Tensor):
+        pairs.append((tensors, _copy(tensors)))
+        return pairs[-1][1]
+    return [_copied(one, pairs) for one in tensors] if isinstance(tensors, (list, tuple)) else tensors
+
+
+def _room(like: torch.Tensor) -> torch.Tensor:
+    """In memory that a device copies to and from by itself."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return _room(tensor).copy_(tensor.detach())
+
+
+def _back(tensor: torch.Tensor, host: torch.Tensor) -> Manner:
+    return _all_back([tensor], [host])
+
+
+def _all_back(tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Manner:
+    def then() -> None:
+        for tensor, host in zip(tensors, hosts, strict=True):
+            tensor.copy_(host)
+
+    return Manner(then)

@@ -1,0 +1,208 @@
+"""A loss over the whole global batch in the memory of one micro-batch: gradients are cached (Gao et al., "Scaling Deep
+Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021).
+
+A step has two runs. The first one, without gradients, gives the outputs of all micro-batches, which are gathered over
+the units; the loss is computed once on them, and its gradient there. In the second run each micro-batch is computed
+again, with the same random numbers, and its own loss is the product of its outputs with their part of that gradient: by
+the chain rule these losses together have the gradient of the one over the batch. The loss's own parameters, as a
+temperature, join in with the first micro-batch of the grid; whoever computes it tells loss, count and metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from paceline.base.batching import stream_seed
+from paceline.comm.communicator import Group
+from paceline.comm.torch_private import pytree
+from paceline.compute.forward_backward import Loss, Ready, Runner
+from paceline.compute.grad_hooks import nodes_of
+from paceline.compute.job import Options, Sums
+from paceline.compute.microbatches import Chunk, MicroBatch, tensors_of
+from paceline.compute.verify import is_reentrant
+from paceline.errors import ChangingBufferError, LossError, UsageError, a
+
+_SAME = {torch.float64: 1e-9, torch.float32: 1e-4}  # as a part of a norm, what rounding may change in the second run
+_COARSE = 2e-2  # in other precisions
+_ROWS = 'with loss_over="batch" let it return tensors whose first dimension is the row, in any nesting'
+_UNUSED = "compute it from what the forward returned, without detach(), item() or no_grad()"
+_SEEDED = "draw from torch's, Python's or numpy's global generators, and keep nothing from one call for the next"
+
+
+@dataclass(frozen=True)
+class Led:
+    """How a micro-batch's outputs are led in the second run, tensor by tensor: by the gradients of the loss (None: it
+    does not use this one). `before` is what they were in the first run, `own` are the loss's own parameters with their
+    gradients; in `apart` is noted whether outputs are others now.
+    """
+
+    grads: Sequence[torch.Tensor | None]
+    before: Sequence[torch.Tensor] = ()
+    own: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    apart: list[torch.Tensor] | None = None
+
+
+def led(output: Any, by: Led) -> tuple[torch.Tensor, float]:
+    """A micro-batch's loss in the second run, as a sum and its count."""
+    tensors = tensors_of(output)
+    if by.apart is not None:
+        with torch.no_grad():
+            by.apart.extend(_differs(now, before) for now, before in zip(tensors, by.before, strict=True))
+    pairs = [(x, grad) for x, grad in zip(tensors, by.grads, strict=True) if grad is not None]
+    terms = [(x * grad).sum() for x, grad in (*pairs, *by.own)]
+    return sum(terms[1:], terms[0]), 1.0
+
+
+def _differs(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """By more than rounding. Of what is not a number the loss will tell."""
+    most = _COARSE if torch.is_autocast_enabled(before.device.type) else _SAME.get(before.dtype, _COARSE)
+    return (now.double() - before.double()).square().sum() > before.double().square().sum() * most**2
+
+
+def gathered(
+    group: Group, outputs: Sequence[tuple[int, int, Any]], device: torch.device
+) -> tuple[list[torch.Tensor], dict[int, slice]]:
+    """Of `outputs`, this worker's with number and rows of the micro-batch, each tensor with the rows of everybody's, in
+    grid order; and where those of each micro-batch are. Part of the entered collective.
+
+    Raises UsageError for what is not tensors of rows, or not alike.
+    """
+    mine = [_rows_of(output, rows) for _, rows, output in outputs]
+    kinds = [[[str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for x in tensors] for tensors in mine]
+    said = group.gather_json([[[index, rows] for index, rows, _ in outputs], kinds])
+    known = [(group.names[rank], kind) for rank, (_, kinds) in enumerate(said) for kind in kinds]
+    for worker, other in known:
+        if other != known[0][1]:
+            one, two = (f"{_told(kind)} on worker {at}" for at, kind in (known[0], (worker, other)))
+            raise UsageError(f"the forward returns {one}, and {two}", "let only the number of rows differ")
+    columns = []
+    for number, (dtype, inner) in enumerate(known[0][1] if known else []):
+        none = torch.empty((0, *inner), dtype=getattr(torch, dtype), device=device)
+        pieces: dict[int, torch.Tensor] = {}
+        everyone = group.gather(torch.cat([none, *(tensors[number] for tensors in mine)]).reshape(-1))
+        for flat, (parts, _) in zip(everyone, said, strict=True):
+            rows = [rows for _, rows in parts]
+            pieces |= zip([n for n, _ in parts], flat.view(sum(rows), *inner).split(rows), strict=True)
+        columns.append(torch.cat([pieces[n] for n in sorted(pieces)]))
+    places, end = {}, 0
+    for index, rows in sorted((index, rows) for parts, _ in said for index, rows in parts):
+        places[index], end = slice(end, end + rows), end + rows
+    return columns, places
+
+
+def _rows_of(output: Any, rows: int) -> list[torch.Tensor]:
+    """The tensors of a micro-batch's output."""
+    for leaf in pytree.tree_leaves(output):
+        if leaf is not None and not isinstance(leaf, torch.Tensor):
+            raise UsageError(f"the forward returns {a(type(leaf).__name__)}", _ROWS)
+        if leaf is not None and leaf.shape[:1] != (rows,):
+            what = f"the forward returns a tensor of shape {tuple(leaf.shape)} for a micro-batch of {rows} rows"
+            raise UsageError(what, f"{_ROWS}; what is one for all, as a temperature, the loss takes from the model")
+    return tensors_of(output)
+
+
+def _told(kinds: Sequence[Sequence[Any]]) -> str:
+    return ", ".join(f"rows of {'x'.join(map(str, inner)) or 'one'} {dtype}" for dtype, inner in kinds)
+
+
+def filled(like: Any, columns: Sequence[torch.Tensor]) -> Any:
+    """What is nested like one micro-batch's output, with the rows of all."""
+    rest = iter(columns)
+    return pytree.tree_map_only(torch.Tensor, lambda _: next(rest), like)
+
+
+class OverBatch:
+    """Makes the two runs of a step by a job's `runner`."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, self.job = runner, runner.job
+
+    def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+        """As the runner's: gradients, and the sums of the loss."""
+        found, units = self.runner.outputs(micro_batches, options), self.job.units
+        options.reached("outputs")
+        assert units is not None
+        units.enter(f"the outputs of step {options.step + 1}", check=False, kind="outputs")
+        share = [(one.index, one.rows, output) for one, output in found if not one.blank]
+        columns, places = gathered(units, share, self.job.device)
+        units.enter(f"step {options.step + 1}", check=False, kind="gradients")
+        options.reached("gathered")
+        # Gradients by leads are scaled already, and what may be merged is not looked for.
+        second = replace(options, expected=1.0, merge=1, test=False, probe=False)
+        if not found:  # outputs are other units', or the last stage's
+            return self.runner.run(micro_batches, second, ready)
+        like = found[0][1]
+        del found, share  # these rows are in the columns
+        part, grads, own = self._judged(columns, like, options)
+        apart: list[torch.Tensor] = []
+
+        def lead(one: MicroBatch) -> MicroBatch:
+            if one.blank:
+                return replace(one, lead=Led([None if grad is None else grad.new_zeros(()) for grad in grads]))
+            at = places[one.index]
+            before = [column.detach()[at] for column in columns]
+            led_by = [None if grad is None else grad[at] for grad in grads]
+            return replace(one, lead=Led(led_by, before, () if one.index else own, apart))
+
+        sums = self.runner.run([*map(lead, micro_batches)], second, ready)
+        if apart and bool(torch.stack(apart).any()):
+            what = f"the forward of step {options.step + 1} gives something else when run again from the same seeds"
+            raise UsageError(what, _SEEDED)
+        mine = {one.index: one for one in micro_batches if not one.blank}
+        self._tell(sums, part, first=0 in mine)
+        sums.bad = []
+        if not math.isfinite(float(part.total)):
+            bad = [one for n, one in mine.items() if not all(bool(x[places[n]].isfinite().all()) for x in columns)]
+            blameless = 0 in mine and all(bool(x.isfinite().all()) for x in columns)
+            sums.bad = [*Chunk(bad, None).sources, *(["what the forward gave is finite"] if blameless else [])]
+        return sums
+
+    def _judged(
+        self, columns: Sequence[torch.Tensor], like: Any, options: Options
+    ) -> tuple[Loss, list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """The loss, the gradient of each column, and those of the loss's own parameters. Draws in it are seeded, too:
+        it is the same on all units.
+        """
+        job, rows = self.job, len(columns[0])
+        assert job.over is not None
+        leaves = [x.requires_grad_() for x in columns if x.is_floating_point()]
+        self.runner.streams.seed(stream_seed(job.seed, options.step, options.micro_batches))
+        output = filled(like, columns)
+        with job.arithmetic(), self.runner.guard():
+            result = job.over(output, None)
+        moved = self.runner.carried.moved(values=True) or self.runner.watch.changed(values=False)
+        if moved:
+            what = f"the loss over the batch changes the {moved.removeprefix('the forward changes the ')}"
+            raise ChangingBufferError(what, "change it in the body of the loop")
+        part = Loss.of(result, Chunk([MicroBatch(0, rows, None, "the global batch")], None), True)
+        if part.mean is None and not self.runner.counts.done:
+            self.runner.counts.check(job.over, output, None, part.count, rows, self.runner.models)
+        if any(map(is_reentrant, nodes_of(part.total))):  # whose gradients go to places that the graph does not show
+            raise LossError(
+                "the loss over the batch calls checkpoint(..., use_reentrant=True)", "say use_reentrant=False"
+            )
+        own = [x for x in _leaves(part.total) if not any(x is leaf for leaf in leaves)]
+        found = iter(torch.autograd.grad(part.total.mul(1.0 / options.expected), [*leaves, *own], allow_unused=True))
+        grads = [next(found) if x.requires_grad else None for x in columns]
+        if all(grad is None for grad in grads):
+            raise LossError("the loss does not depend on what the forward returned", _UNUSED)
+        return part.detached(), grads, list(zip(own, found, strict=True))
+
+    def _tell(self, sums: Sums, part: Loss, first: bool) -> None:
+        """Who has the first micro-batch tells what the loss was, the others nothing."""
+        loss, count = float(part.total), float(part.count)
+        self.runner.counts.refuse_values([count], [loss], ["the global batch"])
+        metrics = {name: (float(total), float(number)) for name, (total, number) in part.metrics.items()}
+        sums.loss, sums.count = (loss, count) if first else (0.0, 0.0)
+        sums.metrics = metrics if first else dict.fromkeys(metrics, (0.0, 0.0))
+        sums.parts = [(0, loss, count, metrics)] if first and self.job.exact else []
+
+
+def _leaves(total: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that gradients of it go to."""
+    return (node.variable for node in nodes_of(total) if hasattr(node, "variable"))

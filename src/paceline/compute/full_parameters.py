@@ -1,0 +1,82 @@
+"""Whole copies of parameters that are cut, for optimizers whose update of an element depends on others: on the whole
+parameter, as LARS, Muon and Adafactor, or on all parameters, as Prodigy. Every worker of the replica makes the same
+update of the copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.nn import Parameter
+
+from paceline.base.sharding import Cut, assemble
+from paceline.comm.communicator import Group
+from paceline.compute.state_dict import marked, marks_of
+
+_AT_ONCE = 1 << 24  # elements of pieces that are gathered together, unless one parameter has more
+
+
+class WholeCopies:
+    """Copies of the `own` parameters, of which the `cuts` leave a piece here, at a `place` in a `replica`. Optimizers
+    hold the copies, whose values are set for each update anew; with `hosted` they lie in the memory of the host.
+    """
+
+    def __init__(
+        self, own: Mapping[str, Parameter], cuts: Mapping[str, Cut], place: int, replica: Group, hosted: bool
+    ) -> None:
+        self._own, self._cuts, self._place, self._replica = own, cuts, place, replica
+        self.copies = {
+            name: marked(_zeros(cuts[name].shape, param, hosted), marks_of(param)) if name in cuts else param
+            for name, param in own.items()
+        }
+
+    def _batches(self) -> Iterator[list[str]]:
+        """Names whose pieces are gathered together: those of one dtype, up to a size."""
+        batch, size = list[str](), 0
+        for name in sorted(self._cuts, key=lambda name: str(self._own[name].dtype)):
+            elements = max(piece.elements for piece in self._cuts[name].pieces)
+            if batch and (self._own[batch[0]].dtype != self._own[name].dtype or size + elements > _AT_ONCE):
+                yield batch
+                batch, size = [], 0
+            batch.append(name)
+            size += elements
+        if batch:
+            yield batch
+
+    def _gather(self, names: Sequence[str], pieces: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Fills whole tensors with the pieces that all workers have of them."""
+        everyone = self._replica.gather(torch.cat([piece.detach().reshape(-1) for piece in pieces]))
+        ends = [0] * len(everyone)
+        for name, target in zip(names, targets, strict=True):
+            cut, here = self._cuts[name], list[torch.Tensor]()
+            for rank, flat in enumerate(everyone):
+                piece = cut.at(rank)
+                here.append(flat[ends[rank] : ends[rank] + piece.elements].view(piece.shape))
+                ends[rank] += piece.elements
+            first = (next(iter(holders.items())) for holders in cut.blocks.values())
+            assemble(target, ((block.at, block.of(here[rank])) for rank, block in first))
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """What is done meanwhile to the copies, with the gradients of the pieces, is done to these. Collective."""
+        self._replica.enter("whole copies for the optimizer", check=False, kind="weights")
+        for names in self._batches():
+            self._gather(names, [self._own[n] for n in names], [self.copies[n].detach() for n in names])
+            used = [(n, grad) for n in names if (grad := self._own[n].grad) is not None]
+            for name in names:
+                self.copies[name].grad = None
+            for name, _ in used:
+                self.copies[name].grad = torch.empty_like(self.copies[name])
+            if used:
+                grads = [copy for name, _ in used if (copy := self.copies[name].grad) is not None]
+                self._gather([name for name, _ in used], [grad for _, grad in used], grads)
+        yield
+        for name, cut in self._cuts.items():
+            self._own[name].detach().copy_(cut.at(self._place).of(self.copies[name].detach()))
+            self.copies[name].grad = None
+
+
+def _zeros(shape: Sequence[int], like: torch.Tensor, hosted: bool) -> torch.Tensor:
+    return torch.zeros(shape, dtype=like.dtype, device="cpu" if hosted else like.device)

@@ -1,0 +1,183 @@
+"""What is trained, what a step is told, and what it adds up to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.base.batching import Part
+from paceline.base.sharding import Cut
+
+if TYPE_CHECKING:
+    from paceline.comm.communicator import Group
+    from paceline.parallel.deferred_init import Blueprint
+    from paceline.parallel.pipeline.partition import Stages
+    from paceline.parallel.tensor_parallel.redistribute import Moves
+
+
+ELSEWHERE = object()  # what a forward gives where its output is on another worker
+LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
+
+
+def default_forward(model: nn.Module, batch: Any) -> Any:
+    """``model(batch)`` for a tensor, ``model(batch[0])`` for a tuple or list, ``model(**batch)`` for a mapping."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+
+class Judge:
+    """A loss with a context around each call; `call` is what the user gave."""
+
+    def __init__(self, loss: Callable[[Any, Any], Any], context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.call = getattr(loss, "call", loss)
+        self._loss, self._context = loss, context
+
+    def __call__(self, output: Any, batch: Any) -> Any:
+        with self._context():
+            return self._loss(output, batch)
+
+
+@dataclass
+class Job:
+    """What is trained, in the user's own objects, and where: the model is already on `device`.
+
+    `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
+    with `offload` copies of these in the memory of the host. Gradients of the last ones, the `sparse`, are rows. Of
+    which tensors of the model, and of what the optimizers hold, a worker has but a piece, `cuts` and `own_cuts` tell by
+    name: that at its `place` in its `replica`. In a pipeline, `stages` say who has which blocks.
+    """
+
+    model: nn.Module
+    forward: Callable[[nn.Module, Any], Any]
+    loss: Callable[[Any, Any], Any]
+    device: torch.device
+    seed: int
+    clip_norm: float | None = None
+    over: Callable[[Any, Any], Any] | None = (
+        None  # the loss over a whole global batch; `loss` is each micro-batch's part
+    )
+    precision: str | None = None
+    exact: bool = False
+    offload: bool = False
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedulers: list[LRScheduler] = field(default_factory=list)
+    named: dict[str, nn.Parameter] = field(default_factory=dict)
+    sparse: int = 0
+    own: dict[str, nn.Parameter] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    own_cuts: dict[str, Cut] = field(default_factory=dict)
+    whole_copies: bool = False  # whether `own` are whole copies of the parameters that the cuts are of
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters, under all of their names
+    stages: Stages | None = None
+    said: tuple[Mapping[str, str] | None, str | None] = None, None  # by the user: which layers and blocks are cut
+    assembled: bool = False  # of a model in stages all is here for the moment, to compare with
+    passing: bool = False  # a forward is under way through a stage of a model in stages
+    place: int = 0
+    unit: int = 1  # workers who run its micro-batches together
+    inside: dict[str, int] = field(default_factory=dict)  # bytes they exchange in a micro-batch, by axis, once seen
+    ends: dict[str, int] = field(default_factory=dict)  # and at the end of a step
+    replica: Group | None = None
+    units: Group | None = None  # the workers who have the same place in theirs
+    beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
+    blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
+    whole: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts
+    once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight  # one that all of a unit use alike
+    # Completes gradients of a micro-batch, by name, of which the workers of a unit have parts. Collective.
+    add_up: Callable[[dict[str, torch.Tensor], Mapping[str, nn.Parameter]], None] = lambda gradients, named: None
+    # Where weights do not change meanwhile: what is gathered may be kept until the end.
+    keeping: Callable[[], AbstractContextManager[None]] = nullcontext
+    # Where layers are cut inside how parts of them travel, and None in it where the model is in stages.
+    parts: list[Moves | None] = field(default_factory=list)
+    decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `Sums`
+
+    @property
+    def kept_cuts(self) -> Mapping[str, Cut]:
+        """How what optimizers keep for each parameter is cut: none of it where they hold whole copies."""
+        return {} if self.whole_copies else self.own_cuts
+
+    @property
+    def dense(self) -> list[nn.Parameter]:
+        """Those whose gradients are whole."""
+        return [*self.named.values()][: len(self.named) - self.sparse]
+
+    @property
+    def in_rows(self) -> list[nn.Parameter]:
+        """The others."""
+        return [*self.named.values()][len(self.named) - self.sparse :]
+
+    def arithmetic(self) -> AbstractContextManager[Any]:
+        """The context of forward and loss: autocast where the plan says `precision`."""
+        if self.precision is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
+
+
+@dataclass
+class Options:
+    """What a step is told: its number, the count its gradients are scaled by, its size, and how it may be executed.
+
+    `merge` is how many micro-batches a chunk may hold, `test` asks for an observation of whether they may be merged
+    at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
+    micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
+    against micro-batches of a single row. `reached` is told of moments in it. `turn` counts the team's transactions.
+    `spread`: the squares of gradients of this worker's rows are wanted, of "all" or the "first" of several chunks.
+    """
+
+    step: int
+    expected: float
+    micro_batches: int
+    rows: int = 0
+    merge: int = 1
+    test: bool = False
+    probe: bool = False
+    collect: bool = False
+    reverse: bool = False
+    hooked: bool = False
+    cure: str = ""
+    reached: Callable[[str], None] = lambda moment: None
+    turn: int = 0
+    spread: str = ""
+
+
+@dataclass
+class Sums:
+    """What one worker's share of a step adds up to. Gradients stay where they land, as sums/expected.
+
+    `strict`: micro-batches must stay alone, and `why`; `whole`: they must not be divided among workers; `failed`: a
+    chunk that was merged or divided did, and the step is to be redone without. `news` is what people are to be told,
+    by kind: what, and why if it is a decision.
+
+    `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
+    memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
+    micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it. `waited`
+    are the seconds of it in which this worker waited for other stages. `spread` are squares of gradients of some of the
+    rows, and their count.
+    """
+
+    loss: float = 0.0
+    count: float = 0.0
+    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
+    unused: set[int] = field(default_factory=set)
+    tested: bool = False
+    strict: bool = False
+    why: str = ""
+    whole: bool = False
+    failed: bool = False
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)
+    records: torch.Tensor | None = None
+    cramped: bool = False
+    parts: list[Part] = field(default_factory=list)
+    maxima: torch.Tensor | None = None
+    redo: bool = False
+    bad: list[str] = field(default_factory=list)
+    waited: float = 0.0
+    spread: tuple[float, float] = (0.0, 0.0)

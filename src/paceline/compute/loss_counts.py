@@ -1,0 +1,170 @@
+"""Checks what a loss or a metric returns beside a sum: a count says how many rows or tokens were summed."""
+
+from __future__ import annotations
+
+import copy
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paceline.compute.job import LOSS_FORMS
+from paceline.compute.microbatch_merging import USERS_OWN
+from paceline.compute.rng import Streams
+from paceline.errors import LossError, PacelineError, a
+
+_CURE = (
+    f"{LOSS_FORMS}; count is how many rows or tokens were summed, or the sum of their weights, "
+    "and an accuracy is a metric"
+)
+# What a mean gives for the parts of a micro-batch adds up to about twice its value: rounding is far from that.
+_ROUNDING = 0.05
+
+
+def number_kind(value: Any) -> str:
+    """Names what a value is if it is no single real number, as in ``a dict``; empty where it is one."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            return f"a tensor of shape {tuple(value.shape)}"
+        return "a complex number" if value.is_complex() else ""
+    if isinstance(value, numbers.Real):
+        return ""
+    single = hasattr(value, "__float__") and getattr(value, "size", 1) == 1
+    return "" if single else a(type(value).__name__)
+
+
+def is_pair(value: Any) -> bool:
+    """Whether a metric is a sum and a count, both of them single numbers."""
+    return isinstance(value, (tuple, list)) and len(value) == 2 and not any(map(number_kind, value))
+
+
+def refuse_no_count(count: Any) -> None:
+    """Raises LossError where a loss returned something of another kind than a count. Reads no value from a device."""
+    boolean = count.dtype == torch.bool if isinstance(count, torch.Tensor) else type(count).__name__ in _BOOLEANS
+    if kind := "a bool" if boolean else number_kind(count):
+        raise LossError(f"the loss returned {kind} as the count", _CURE)
+    if isinstance(count, torch.Tensor) and count.requires_grad:
+        raise LossError("the loss returned a count that depends on trainable parameters", _CURE)
+
+
+_BOOLEANS = ("bool", "bool_")
+
+
+def refuse_metric_counts(metrics: Mapping[str, tuple[float, float]]) -> None:
+    """Raises LossError for a metric whose count is negative, or no number."""
+    for name, (_, count) in metrics.items():
+        if not count >= 0.0:
+            raise LossError(f"the loss returned {count:g} as the count of its metric {name!r}", _CURE)
+
+
+class CountCheck:
+    """Compares the first count that is a float with the counts of its rows in two parts: they add up if it is a count
+    of rows, of tokens, or a sum of their weights, and do not if it is an accuracy. Then nothing more is compared.
+    """
+
+    def __init__(self, streams: Streams, alone: bool) -> None:
+        self.streams = streams
+        self.alone = alone  # no other worker takes part in a forward
+        self.done = self.is_unknown = False  # the latter where the loss fails for a part of the rows
+
+    def check(
+        self,
+        loss: Callable[[Any, Any], Any],
+        output: Any,
+        batch: Any,
+        count: Any,
+        rows: int,
+        models: Sequence[nn.Module],
+    ) -> None:
+        """Raises LossError for what is no count. `models` are those that the loss may run."""
+        floating = count.is_floating_point() if isinstance(count, torch.Tensor) else not _is_whole_kind(count)
+        if not floating or (value := float(count)) == 0.0 or not math.isfinite(value):
+            return
+        what = f"the loss returned {value:.6g} as the count of {rows} row{'s' if rows > 1 else ''}"
+        found = self._count_parts(loss, output, batch, rows, models)
+        if found is None:
+            self.done = self.is_unknown = True
+            return
+        # Of a single row the second count is that of the row twice.
+        expected, there = (value, sum(found)) if rows > 1 else (2 * found[0], found[1])
+        if abs(there - expected) > _ROUNDING * abs(expected):
+            told = (
+                f"{found[0]:.6g} and {found[1]:.6g} for their halves, which do not add up to it"
+                if rows > 1
+                else f"{there:.6g} for two copies of it"
+            )
+            raise LossError(f"{what}, but {told}", _CURE)
+        self.done = True
+
+    def refuse_values(self, counts: Sequence[float], losses: Sequence[float], sources: Sequence[str]) -> None:
+        """Raises LossError for a negative count, for one that is no finite number where the loss is one, and for a
+        fraction where nobody knows whether such counts add up.
+        """
+        for count, loss, source in zip(counts, losses, sources, strict=True):
+            wrong = count < 0.0 or (not math.isfinite(count) and math.isfinite(loss))
+            if wrong or (self.is_unknown and not count.is_integer()):
+                raise LossError(f"the loss returned {count:.6g} as the count of {source}", _CURE)
+
+    def _count_parts(
+        self, loss: Callable[[Any, Any], Any], output: Any, batch: Any, rows: int, models: Sequence[nn.Module]
+    ) -> list[float] | None:
+        """The counts of two halves of the rows, or of a single row and of it twice; None where a part fails."""
+        halves: list[range | None] = [range(rows // 2), range(rows // 2, rows)] if rows > 1 else [range(1), None]
+        mark = self.streams.mark()
+        try:
+            with _at_rest(models, self.alone), torch.enable_grad():
+                counts = [loss(_rows(output, rows, part), _rows(batch, rows, part))[1] for part in halves]
+            found = [float(count) for count in counts]
+            return None if self.streams.moved(mark) else found
+        except (*USERS_OWN, PacelineError):
+            return None
+        finally:
+            self.streams.restore(mark)
+
+
+def _is_whole_kind(count: Any) -> bool:
+    return isinstance(count, numbers.Integral) or getattr(getattr(count, "dtype", None), "kind", "") in ("i", "u")
+
+
+@contextmanager
+def _at_rest(models: Sequence[nn.Module], alone: bool) -> Iterator[None]:
+    """Modules in eval mode, or refused where other workers would have to take part in their forward."""
+    training = [module for model in models for module in model.modules() if module.training]
+    handles = [] if alone else [model.register_forward_pre_hook(_refuse_call) for model in models]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_call(module: nn.Module, args: Any) -> None:
+    raise RuntimeError("the loss runs a model of which workers have parts")
+
+
+def _rows(value: Any, rows: int, part: range | None) -> Any:
+    """The same nesting with a part of the rows of each tensor that has so many, or with all of them twice (None)."""
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            if hasattr(leaf, "__dict__") and not callable(leaf):  # an output of a class of the user's own
+                leaf = copy.copy(leaf)
+                for name, inner in vars(leaf).items():
+                    setattr(leaf, name, _rows(inner, rows, part))
+            return leaf
+        if not leaf.dim() or leaf.shape[0] % rows:
+            return leaf
+        each = leaf.shape[0] // rows  # tokens of a row, where these were flattened
+        taken = torch.cat([leaf, leaf]) if part is None else leaf[part.start * each : part.stop * each]
+        return taken.detach().requires_grad_(leaf.requires_grad)
+
+    return pytree.tree_map(take, value)

@@ -1,0 +1,79 @@
+"""Whether micro-batches may be merged in execution, and how many: observed, agreed, and measured.
+
+It changes only how a worker executes its share, never what the share is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paceline.base.batching import Agreed
+from paceline.compute.job import Sums
+
+Decision = tuple[str, str]  # what, why
+TRIES = 2  # steps measured per size; the better one counts
+GAIN = 0.99
+
+
+class Merging:
+    """Micro-batches start one by one. Once all workers agreed that they may be merged, the number in a chunk is
+    doubled while the measured seconds per row fall, within the device's memory. A later draw ends it for good.
+    """
+
+    def __init__(self, device: torch.device, never: bool) -> None:
+        self.size = 1
+        self.mixes = ""  # what is said of a loss that was seen not to be a sum over rows, or to keep something
+        self._cuda, self._never = device.type == "cuda", never
+        self._verdict = ""
+        self._settled = False
+        self._seconds: dict[int, list[float]] = {}
+
+    @property
+    def undecided(self) -> bool:
+        return not self._verdict
+
+    def learn(self, sums: Sums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
+        """Takes a step's observation and measure (seconds per row, micro-batches here); a decision if it makes one."""
+        self.mixes = self.mixes or sums.news.get("keeps", sums.news.get("mixes", ("",)))[0]
+        if agreed.strict and self._verdict != "strict":
+            self._verdict, self.size = "strict", 1
+            return (
+                "micro-batches are executed one by one",
+                sums.why or "another worker observed that they may not be merged",
+            )
+        if agreed.tested and self.undecided:
+            self._verdict = "merge"
+            return (
+                "micro-batches may be merged in execution",
+                "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs",
+            )
+        if sums.cramped:
+            self.size, self._settled = max(1, self.size // 2), True
+            return f"micro-batches in a piece on worker 0: {self.size}", "more at a time ran out of memory"
+        if self._verdict == "merge" and not self._settled and not self._never and share:
+            return self._measure(per_row, share)
+        return None
+
+    def _measure(self, per_row: float, share: int) -> Decision | None:
+        tries = self._seconds.setdefault(self.size, [])
+        tries.append(per_row)
+        if len(tries) < TRIES:
+            return None
+        best = min(self._seconds, key=lambda size: min(self._seconds[size]))
+        smaller = min((min(times) for size, times in self._seconds.items() if size < self.size), default=math.inf)
+        if self.size < share and min(tries) < smaller * GAIN and self._fits():
+            self.size = min(2 * self.size, share)
+            return None
+        self.size, self._settled = best, True
+        tried = ", ".join(f"{size}: {1e6 * min(times):.0f}" for size, times in sorted(self._seconds.items()))
+        return f"micro-batches in a piece on worker 0: {best}", f"microseconds per row by size: {tried}"
+
+    def _fits(self) -> bool:
+        """Whether twice the activations would still fit the device."""
+        if not self._cuda:
+            return True
+        free, total = torch.cuda.mem_get_info()
+        idle = free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
+        return idle > 0.6 * total

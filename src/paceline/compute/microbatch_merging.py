@@ -1,0 +1,178 @@
+"""What the first micro-batches show: may they be merged or divided, and is the loss a sum over rows?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.comm.peer_status import raise_site
+from paceline.compute.grad_hooks import Hooks
+from paceline.compute.microbatches import Chunk, MicroBatch, join
+from paceline.compute.rng import Streams
+
+if TYPE_CHECKING:
+    from paceline.compute.job import Job, Options, Sums
+
+Computes = Callable[[Chunk], Any]  # has `total` and `count`
+# What a forward raises that was not made for other rows than a micro-batch has, or for being at rest.
+USERS_OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
+HOOKED = "a gradient hook is to see the gradient of one micro-batch"
+_SEES = "micro-batches are computed one by one, and it sees the gradient of the mean over a micro-batch"
+_NOT_A_SUM = (
+    "the loss is not a sum over rows ({}), so it is the same on any number of workers, but not what plain PyTorch "
+    "computes over the whole batch; return (sum, count), or where it is to be over the whole batch, as a contrastive "
+    'one, say loss_over="batch" to the Trainer'
+)
+_AGAIN = "if it was a single failure, stop and resume the run: it tries again"
+_MOVES = "the loss of one micro-batch is another one when it is computed again"
+_KEEPS = (
+    f"{_MOVES} ({{}}, then {{}}): something that the loss or the model keeps moves{{}}, and the result depends on the "
+    "number of workers; keep it in a buffer of the model and say how it is merged with paceline.buffer, put it in "
+    "trainer.state and change it in the body of the loop, or train with one worker and micro= as large as global_batch="
+)
+
+
+class Observer:
+    """What is known here of how micro-batches may be computed: the user's `hooks`, whether any were computed yet
+    (`done`), and whether forwards `change` what they should not.
+    """
+
+    def __init__(self, job: Job, streams: Streams, gathered: bool) -> None:
+        self.job, self.streams = job, streams
+        self.hooks = Hooks(job.named, job.precision == "fp16", gathered)
+        self.done = self.change = False
+        self._failed = ""
+
+    def why(self, certain: str) -> str:
+        """Before a step: why micro-batches must stay alone, as far as that is known."""
+        self.hooks.look()
+        return certain or (HOOKED if self.hooks.where else self._failed)
+
+    def give_up(self, chunk: Chunk, sums: Sums, error: Exception) -> None:
+        """Other rows than those of one micro-batch fail: nobody is to compute them together, or apart."""
+        sums.failed = True
+        if len(chunk.micro_batches) > 1:
+            self._failed = sums.why = f"several micro-batches together fail {_told(error)}"
+            sums.strict = True
+            _say_alone(sums, "several together", error)
+        else:
+            _not_divided(sums, f"a part of one fails {_told(error)}")
+            what = f"micro-batches are not divided among workers from now on: a part of one failed {_told(error)}"
+            sums.news["apart"] = f"{what}; {_AGAIN}", ""
+
+    def observe(
+        self, loss: Computes, models: Sequence[nn.Module], some: Sequence[MicroBatch], sums: Sums, options: Options
+    ) -> None:
+        """After a step's micro-batches, of which `some` count."""
+        first, self.done = not self.done, self.done or bool(some)
+        if self.hooks.where:
+            sums.news["hooks"] = f"{self.hooks.where}: {_SEES}", ""
+        asked = (first and options.probe and not self.change) or (options.test and not sums.strict and len(some) > 1)
+        if not some or sums.failed or not asked:
+            return
+        # At rest, draws and BatchNorm do not hide what the loss does.
+        training = [m for model in models for m in model.modules() if m.training] if sums.strict else []
+        for module in training:
+            module.training = False
+        mark = self.streams.mark()
+        try:
+            with nullcontext() if self.hooks.where else torch.no_grad():  # without, none can be set
+                self._observe(loss, some[:2], sums, options.test, first)
+        finally:
+            for module in training:
+                module.training = True
+        if self.streams.moved(mark):  # it is another loss each time
+            sums.news.pop("mixes", None)
+
+    def _observe(self, loss: Computes, some: Sequence[MicroBatch], sums: Sums, test: bool, first: bool) -> None:
+        """Whether the loss of two micro-batches together is the sum of theirs, and that of one the sum of its parts':
+        observed, not guessed. What cannot be merged is divided only the `first` time.
+        """
+        alone = [Chunk([micro_batch], micro_batch.batch) for micro_batch in some]
+        together, one = join(some) if len(some) > 1 else None, None
+        if together is not None:
+            try:
+                one = self._one(loss, alone[0], sums, first)
+                if one is None:
+                    return
+                whole, *parts = (loss(chunk) for chunk in (together, *alone[1:]))
+            except USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
+                if test and not sums.strict and "does not require grad" not in str(error):  # it is without, here
+                    _say_alone(sums, "two together", error)
+                sums.why, sums.strict = sums.why or f"two micro-batches together fail {_told(error)}", True
+                return
+            sums.tested = test and not sums.strict
+            if differ := self._differ(whole, [one, *parts]):
+                _mixes(sums, "two micro-batches together give {}, one by one {}".format(*differ))
+                return
+        try:
+            halves = some[0].halves() if first or together is not None else []
+            if not halves or (one := one or self._one(loss, alone[0], sums, first)) is None:
+                return
+            differ = self._differ(one, [loss(half) for half in halves])
+        except USERS_OWN as error:
+            if test:
+                _not_divided(sums, f"a part of one fails {_told(error)}")
+            return
+        if differ and together is None:
+            _mixes(sums, "a micro-batch gives {}, its rows in two parts {}".format(*differ))
+        elif differ and test:
+            _not_divided(sums, "one gives {}, its rows in two parts {}".format(*differ))
+
+    def _one(self, loss: Computes, chunk: Chunk, sums: Sums, first: bool) -> Any | None:
+        """The loss of one micro-batch, computed again the `first` time, with the same draws; None if it is another."""
+        mark, buffers = self.streams.mark(), getattr(getattr(self.job.loss, "call", None), "named_buffers", tuple)
+        before = {name: buffer.clone() for name, buffer in buffers()} if first else {}
+        one = loss(chunk)
+        if first:
+            self.streams.restore(mark)
+        if not first or (differ := self._differ(one, [loss(chunk)], rounding=0.01)) is None:
+            return one
+        moved = [repr(name) for name, now in buffers() if name in before and not torch.equal(before[name], now)]
+        sums.why, sums.strict = sums.why or _MOVES, True
+        sums.news["keeps"] = _KEEPS.format(*differ, f", as its buffer {' and '.join(moved)}" if moved else ""), ""
+        return None
+
+    def _differ(self, whole: Any, parts: Sequence[Any], rounding: float = 1.0) -> tuple[str, str] | None:
+        """The loss of a whole and that of its parts, for people, if they or the counts are not equal: more than what
+        another order of summation may differ by, times `rounding`.
+        """
+        apart, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
+        tolerance = 1e-9 if whole.total.dtype == torch.float64 else 1e-4
+        tolerance = rounding * (2e-2 if self.job.precision is not None else tolerance)
+        size = max(sum(abs(float(part.total)) for part in parts), 1e-30)
+        counts_agree = abs(float(whole.count) - count) <= 1e-6 * abs(count)  # they may be sums of float32 weights
+        if not abs(float(whole.total) - apart) <= tolerance * size:
+            return _told_apart(float(whole.total), apart)
+        return None if counts_agree else _told_apart(float(whole.count), count, "a count of ")
+
+
+def _told_apart(one: float, other: float, what: str = "") -> tuple[str, str]:
+    """Two numbers with as many digits as tell them apart."""
+    pairs = [(f"{what}{one:.{digits}g}", f"{what}{other:.{digits}g}") for digits in (6, 9, 17)]
+    return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
+
+
+def _told(error: Exception) -> str:
+    said = str(error).partition("\n")[0]
+    return f"at {raise_site(error)} ({type(error).__name__}: {said:.80})"
+
+
+def _say_alone(sums: Sums, what: str, error: Exception) -> None:
+    sums.news["alone"] = (
+        f"micro-batches are computed one by one from now on: {what} failed {_told(error)}; {_AGAIN}",
+        "",
+    )
+
+
+def _not_divided(sums: Sums, why: str) -> None:
+    sums.whole, sums.news["whole"] = True, ("micro-batches are not divided among workers", why)
+
+
+def _mixes(sums: Sums, how: str) -> None:
+    sums.why, sums.strict = sums.why or f"the loss is not a sum over rows: {how}", True
+    sums.news["mixes"] = _NOT_A_SUM.format(how), ""

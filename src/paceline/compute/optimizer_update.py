@@ -1,0 +1,116 @@
+"""What optimizers make of a step's sums, and what they keep, by logical names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline.base.batching import Agreed
+from paceline.comm.communicator import Group
+from paceline.comm.gradient_buckets import Landing
+from paceline.compute.cpu_offload import Hosted
+from paceline.compute.full_parameters import WholeCopies
+from paceline.compute.job import Job, Options
+from paceline.compute.sparse_grads import rows_of
+from paceline.compute.state_dict import held, load_optimizer, optimizer_state, refuse_odd_state, same_number
+from paceline.errors import UsageError
+
+
+class Update:
+    """The optimizers of a job, which hold `rows` of its parameters, or copies of these, and find the gradients at
+    `home`.
+    """
+
+    def __init__(self, job: Job, home: Landing) -> None:
+        self.job, self.home = job, home
+        self.rows = list(job.own.values())
+        self.hosted: Hosted | WholeCopies | None = Hosted(self.rows) if job.offload else None
+        if self.hosted is not None:
+            job.own = dict(zip(job.own, self.hosted.copies, strict=True))
+        self.own = list(job.own.values())
+        self._looks = True  # at the optimizers' state, after the first update
+        frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
+        self.names = {id(param): name for name, param in [*frozen, *job.own.items()]}
+
+    def see_whole(self, replica: Group) -> None:
+        """Optimizers are to hold whole copies of what is cut."""
+        job, rows = self.job, dict(zip(self.job.own, self.rows, strict=True))
+        self.hosted = made = WholeCopies(rows, job.own_cuts, job.place, replica, job.offload)
+        job.own, job.whole_copies = made.copies, True
+        self.own = list(made.copies.values())
+        self.names |= {id(copy): name for name, copy in made.copies.items()}
+
+    def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
+        """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
+        held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+        if foreign := sum(id(param) not in self.names for param in held):
+            raise UsageError(
+                f"{foreign} of the optimizer's {len(held)} tensors are not parameters of the model",
+                "make it from the params it is given, and a loss with parameters a part of the model",
+            )
+        self.job.optimizers, self.job.schedulers = optimizers, schedulers
+
+    def apply(self, agreed: Agreed, options: Options, norm: float) -> None:
+        """Changes the weights; `norm` is that of the mean gradient, for clipping. Where the loss counted nothing in the
+        whole global batch there is no mean: the optimizers rest, and the schedule goes on.
+        """
+        if agreed.count <= 0:
+            self.home.applied()
+            self.follow_schedule(agreed)
+            return
+        # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
+        factor = options.expected / agreed.count
+        if self.job.clip_norm is not None:
+            factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
+        grads = [*self.home.sums, *(rows_of(self.job.in_rows) if self.job.sparse else ())]
+        if factor != 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+        for number in agreed.unused:
+            self.rows[number].grad = None
+        with self.hosted.update() if self.hosted is not None else nullcontext():
+            for optimizer in self.job.optimizers:
+                optimizer.step()
+        if self._looks:
+            self._looks = False
+            for optimizer in self.job.optimizers:
+                refuse_odd_state(optimizer, self.names, self.job.kept_cuts)
+        self.home.applied()
+        self.follow_schedule(agreed)
+
+    def follow_schedule(self, agreed: Agreed) -> None:
+        """The rates of the next step. One that follows a value moves when that is reported: see following.py."""
+        for scheduler in self.job.schedulers:
+            if not isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step()
+
+    # -- state --------------------------------------------------------------------------------------------------
+
+    def memory(self) -> int:
+        """Bytes that optimizers keep."""
+        return held(
+            [tensor for one in self.job.optimizers for state in one.state.values() for tensor in state.values()]
+        )
+
+    def state(self) -> dict[str, Any]:
+        cuts, place = self.job.kept_cuts, self.job.place
+        return {
+            "optimizers": [optimizer_state(one, self.names, cuts, place) for one in self.job.optimizers],
+            "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
+            "exact": dict(zip(self.job.named, self.home.largest, strict=False)),
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
+        same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
+        for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
+            load_optimizer(optimizer, saved, self.names, self.job.kept_cuts, self.job.place)
+        for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(dict(saved))
+        if self.job.exact and self.home.largest:
+            largest = state.get("exact") or {}
+            self.home.largest = [float(largest.get(name, 0.0)) for name in self.job.named]

@@ -1,0 +1,167 @@
+"""Gradients of which a backward makes only some rows, as those of embeddings with ``sparse=True``: only these travel.
+
+Each worker brings its own rows together and hands them to the others; what has come is added up in the order of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import takewhile
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from paceline.comm.communicator import Group
+from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.shared_memory import raw_bytes
+
+_WHOLE = -1  # instead of rows: the gradient is a whole one, since the script uses the parameter in another way as well
+
+
+def tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters, by the names of their modules, whose gradients are rows."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            yield name, module.weight
+
+
+def rows_of(params: Iterable[Parameter]) -> list[torch.Tensor]:
+    """Of gradients that are summed the rows that there are, or all."""
+    grads = [param.grad for param in params if param.grad is not None]
+    return [grad._values() if grad.is_sparse else grad for grad in grads]
+
+
+def add_up(params: Iterable[Parameter], group: Group) -> None:
+    """Makes their gradients the sums over all workers. Part of the entered collective."""
+    for param in params:
+        param.grad = _summed(param, group)
+
+
+def _summed(param: Parameter, group: Group) -> torch.Tensor | None:
+    own, values = _own(param)
+    rows = group.gather(own)
+    if any(map(_whole, rows)):
+        return group.sum(torch.zeros_like(param) if param.grad is None else param.grad.to_dense())
+    return combined(param, rows, group.gather(values) if any(map(len, rows)) else [])
+
+
+def _own(param: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which rows of its gradient there are, each once, and what they have, flat."""
+    grad, none = param.grad, param.new_empty(0)
+    if grad is None:
+        return none.long(), none
+    if not grad.is_sparse:
+        return none.new_full((1,), _WHOLE, dtype=torch.int64), grad.flatten()
+    grad = grad.coalesce()
+    return grad.indices()[0], grad.values().flatten()
+
+
+def _whole(rows: torch.Tensor) -> bool:
+    return len(rows) == 1 and int(rows[0]) == _WHOLE
+
+
+def combined(param: Parameter, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The gradient that workers' rows, and what they have, add up to in their order; None where nobody has any."""
+    if not any(map(len, rows)):
+        return None
+    union, places, length = None, rows, len(param)
+    if not any(map(_whole, rows)):
+        union, at = torch.cat([*rows]).unique(return_inverse=True)
+        places, length = at.split([len(one) for one in rows]), len(union)
+    total = param.new_zeros(length, *param.shape[1:])
+    for place, part in zip(places, parts, strict=True):
+        some = part.view(-1, *param.shape[1:])
+        if _whole(place):
+            total.add_(some)
+        else:
+            total.index_add_(0, place, some)
+    if union is None:
+        return total
+    return torch.sparse_coo_tensor(union[None], total, param.shape, is_coalesced=True, check_invariants=False)
+
+
+def pack_gradients(params: Mapping[int, Parameter]) -> bytes:
+    """Gradients of parameters by number, as they travel to a server."""
+    return _packed({number: _own(param) for number, param in params.items()})
+
+
+def pack_weights(params: Mapping[int, tuple[Parameter, torch.Tensor | None]]) -> bytes:
+    """Of parameters by number the values in these rows, or all."""
+    some = {
+        number: (param.new_full((1,), _WHOLE, dtype=torch.int64), param.detach().flatten())
+        if rows is None
+        else (rows, param.detach()[rows].flatten())
+        for number, (param, rows) in params.items()
+    }
+    return _packed(some)
+
+
+def _packed(some: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> bytes:
+    head = json.dumps([[number, len(rows), len(values)] for number, (rows, values) in some.items()])
+    tensors = (tensor.cpu().contiguous() for pair in some.values() for tensor in pair)
+    return b"".join([head.encode(), b"\n", *(raw_bytes(tensor).numpy().tobytes() for tensor in tensors)])
+
+
+def unpack(data: bytearray, params: Sequence[Parameter], who: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of each parameter, and what they have, flat, of `who` has sent them. FormatError: it is not that."""
+    at, found = data.find(b"\n") + 1, {}
+    told = read_told(data[: max(0, at - 1)], "rows", who)
+    if wrong := next((number for number, _, _ in told if number >= len(params)), None):
+        raise damaged("rows", who, f"there is no parameter {wrong}")
+    size = sum(8 * count + params[number].dtype.itemsize * length for number, count, length in told)
+    if size != len(data) - at:
+        raise damaged("rows", who, f"they are {len(data) - at} bytes, and not {size}")
+    rest = torch.frombuffer(data, dtype=torch.uint8)[at:].clone()  # numbers lie where they may
+    for number, count, length in told:
+        dtype = params[number].dtype
+        rows, values, rest = rest.split(
+            [8 * count, dtype.itemsize * length, len(rest) - 8 * count - dtype.itemsize * length]
+        )
+        found[number] = rows.clone().view(torch.int64), values.clone().view(dtype)
+    return found
+
+
+@torch.no_grad()
+def put_weights(data: bytearray, params: Sequence[Parameter]) -> None:
+    """What `pack_weights` has packed."""
+    for number, (rows, values) in unpack(data, params, "a server").items():
+        param = params[number]
+        if _whole(rows):
+            param.copy_(values.view_as(param))
+        else:
+            param[rows.to(param.device)] = values.view(-1, *param.shape[1:]).to(param.device)
+
+
+def steps_rows_alone(optimizer: Optimizer) -> bool:
+    """Whether it changes no other rows than those of a gradient."""
+    plain = all(not group.get("momentum") and not group.get("weight_decay") for group in optimizer.param_groups)
+    return type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD) and plain
+
+
+class Touched:
+    """Which rows of a table of so many each of the last updates has changed, from the `first` on; never more than there
+    are rows.
+    """
+
+    def __init__(self, length: int, first: int) -> None:
+        self._length, self._first, self._total = length, first, 0
+        self._log = deque[tuple[int, torch.Tensor]]()
+
+    def note(self, update: int, rows: torch.Tensor | None, oldest: int) -> None:
+        """What an update has changed, None: any row; of those before the `oldest` nobody will ask."""
+        if rows is None:
+            rows, oldest = torch.empty(0, dtype=torch.int64), update + 1
+        self._log.append((update, rows))
+        self._total += len(rows)
+        while self._log and (self._log[0][0] < oldest or self._total > self._length):
+            number, gone = self._log.popleft()
+            self._first, self._total = number + 1, self._total - len(gone)
+
+    def since(self, update: int) -> torch.Tensor | None:
+        """The rows that the updates from this one on have changed, None: maybe any."""
+        some = [rows for _, rows in takewhile(lambda one: one[0] >= update, reversed(self._log))]
+        return None if update < self._first else torch.cat([torch.empty(0, dtype=torch.int64), *some]).unique()

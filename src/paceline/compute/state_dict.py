@@ -1,0 +1,347 @@
+"""The state of a model and its optimizers by the user's own names, whole or in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.base.sharding import Cut, Held, Shards
+from paceline.compute.job import Job
+from paceline.errors import UsageError
+from paceline.parallel.deferred_init import TOKEN
+
+_SIDE = 8  # elements: of the parameter that an optimizer is tried with
+# What code of others raises that was not made to be tried.
+THEIRS = (RuntimeError, ValueError, TypeError, NameError, LookupError, AttributeError, AssertionError, ArithmeticError)
+
+
+def same_number(what: str, saved: int, now: int) -> None:
+    if saved != now:
+        raise UsageError(
+            f"the checkpoint holds {saved} {what}, the script makes {now}",
+            "make the same ones as in the run that is resumed, or start a new run",
+        )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What is here of one that torch has in pieces."""
+    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return found
+
+
+def marks_of(param: nn.Parameter) -> dict[str, Any]:
+    """The attributes that a script gave a parameter: optimizers' groups are made by such."""
+    bare = vars(nn.Parameter(param.detach(), requires_grad=False))  # some kinds of tensors have attributes themselves
+    return {name: value for name, value in vars(param).items() if name not in bare and name != TOKEN}
+
+
+def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> nn.Parameter:
+    param = nn.Parameter(tensor)
+    vars(param).update(marks)
+    return param
+
+
+def refuse_state(module: nn.Module, whose: str) -> None:
+    """Refuses a script the `state_dict()` of a module with parts of weights. Our own parts read it with `keep_vars`."""
+
+    def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars:
+            what = f"state_dict() of {whose}, would have parts of weights"
+            raise UsageError(what, "export() writes it whole, and every checkpoint has it")
+
+    module.register_state_dict_pre_hook(refuse)
+
+
+def cut_in_rows(
+    params: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], count: int, unit: int = 1
+) -> dict[str, Cut]:
+    """How parameters are cut, if what the `cuts` leave of them in a `unit`, or all, is divided by rows among so
+    many of these.
+    """
+    rows = cache(Cut.in_rows)  # they are large where workers are many, and shapes are few
+    return {name: rows(cuts.get(name) or Cut.whole(param.shape, unit), count) for name, param in params.items()}
+
+
+def own_of(
+    named: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], shards: Shards, unit: int = 1
+) -> tuple[dict[str, nn.Parameter], dict[str, Cut]]:
+    """The own rows of parameters, which are themselves where all are; and how what is here of each is cut then."""
+    if shards.count == 1:
+        return dict(named), {name: cuts[name] for name in named if name in cuts}
+    own = {n: marked(shards.of(param.detach(), shards.me), marks_of(param)) for n, param in named.items()}
+    return own, cut_in_rows(named, cuts, shards.count, unit)
+
+
+def held(values: Iterable[Any]) -> int:
+    """Bytes of the memory behind tensors: what several share counts once, and of a tensor in pieces the piece."""
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    storages = (local(tensor).untyped_storage() for tensor in tensors)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
+    """Bytes that optimizers keep for each byte of their parameters, from what one of the kind keeps for a small one; 2,
+    as Adam's, where none can be made.
+    """
+    kept = total = 0.0
+    for one in optimizers:
+        bytes_, found = sum(p.nbytes for g in one.param_groups for p in g["params"]), _kept(one)
+        each = 2.0 if found is None else sum(value.numel() for value in found.values() if value.dim()) / _SIDE**2
+        kept, total = kept + each * bytes_, total + bytes_
+    return kept / total if total else 0.0
+
+
+def _kept(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
+    """The tensors that another optimizer of the kind keeps for a small parameter; None where it cannot be made."""
+    probe = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=torch.float32))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        with torch.random.fork_rng(devices=[]):  # it may draw
+            made = type(optimizer)([probe], **optimizer.defaults)
+            made.step()
+    except THEIRS:  # it wants something else besides
+        return None
+    return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
+
+
+def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, Cut]) -> None:
+    """Raises UsageError where the state of a parameter of which a piece is here is neither a number nor a tensor of the
+    piece's shape: nobody could tell which part of the whole state it is.
+    """
+    for param, state in optimizer.state.items():
+        name = names.get(id(param), "")
+        for key, value in state.items() if name in cuts else ():
+            if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != param.shape:
+                what = (
+                    f"{type(optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, of which this "
+                    f"worker holds a piece of shape {tuple(param.shape)}: it can be neither saved nor moved"
+                )
+                cure = "take an optimizer whose state has the shape of its parameter, such as AdamW, or a plan of data="
+                raise UsageError(what, f"{cure} alone")
+
+
+def optimizer_state(
+    optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, Cut], place: int
+) -> dict[str, Any]:
+    """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity. What is
+    kept for each element of one that is cut is marked as what is held of that. What is kept under a text is in
+    `besides`.
+    """
+    groups = [
+        {**{k: v for k, v in group.items() if k != "param_names"}, "params": [names[id(p)] for p in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    besides = {key: value for key, value in optimizer.state.items() if isinstance(key, str)}
+    params = [param for param in optimizer.state if not isinstance(param, str)]
+    state = {names[id(param)]: dict(optimizer.state[param]) for param in params}
+    if cuts:
+        refuse_odd_state(optimizer, names, cuts)
+    for param in params if cuts else ():
+        if (name := names[id(param)]) in cuts:
+            _mark(state[name], param, cuts[name], place)
+    return {"groups": groups, "state": state, **({"besides": besides} if besides else {})}
+
+
+def _mark(kept: dict[str, Any], piece: torch.Tensor, cut: Cut, place: int) -> None:
+    """Marks what an optimizer keeps for each element of a parameter's `piece`."""
+    for key, value in kept.items():
+        if isinstance(value, torch.Tensor) and value.shape == piece.shape:
+            kept[key] = Held(value, cut, place)
+
+
+def _own_pieces(
+    packed: Mapping[str, Any], optimizer: Optimizer, cuts: Mapping[str, Cut], place: int
+) -> Mapping[str, Any]:
+    """What was saved with the own pieces of whole tensors."""
+    if not cuts:
+        return packed
+    single = any(not cut.shape for cut in cuts.values())
+    found = _kept(optimizer) if single else None
+    # For a parameter without dimensions a count of steps looks like what is kept for its element.
+    others = {"step"} if found is None else {key for key, value in found.items() if value.dim() == 0}
+
+    def cut(name: str, key: str, value: Any) -> Any:
+        whole = cuts.get(name)
+        is_whole = whole is not None and isinstance(value, torch.Tensor) and tuple(value.shape) == whole.shape
+        if whole is None or not is_whole or (not whole.shape and key in others):
+            return value
+        return whole.at(place).of(value)
+
+    state = {
+        name: {key: cut(name, key, value) for key, value in kept.items()} for name, kept in packed["state"].items()
+    }
+    return {**packed, "state": state}
+
+
+def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -> dict[str, Any]:
+    """A model's tensors by name; of those that are cut what is here, marked as that."""
+    return {n: Held(local(t), cuts[n], place) if n in cuts else t for n, t in tensors.items()}
+
+
+def model_state(job: Job) -> dict[str, Any]:
+    """A model's state dict with its pieces marked as such. Raises UsageError for a parameter that would be saved in
+    another shape than the whole one has.
+    """
+    state = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.place)
+    for name in job.shapes.keys() & state.keys() if job.cuts else ():
+        if (shape := tuple(state[name].shape)) != job.shapes[name]:
+            what = f"{name} would be saved with the shape {shape}, and the model was given with {job.shapes[name]}"
+            raise UsageError(what, "leave the shapes of parameters as they are once the Trainer is made")
+    return state
+
+
+_Path = tuple[Any, ...]
+
+
+def copies_in_pieces(tree: Any, job: Job) -> tuple[Any, list[list[Any]]]:
+    """What a script keeps, with copies of parameters that are cut, as averages of weights are, marked as pieces: those
+    under the name of one, and those in a list of all, in order. And the paths of such copies that are whole.
+    """
+    whole: list[list[Any]] = []
+    params = dict(job.model.named_parameters(remove_duplicate=False)) if job.cuts else {}
+
+    def mark(tensor: torch.Tensor, name: str, path: _Path) -> Any:
+        cut, here = job.cuts[name], local(tensor)
+        is_piece = here.shape == cut.at(job.place).shape
+        if name in params and hasattr(params[name], "_local_tensor") and here.shape == cut.shape:
+            is_piece = hasattr(tensor, "_local_tensor")  # one place may have all rows
+        if is_piece:
+            return Held(here, cut, job.place)
+        if tuple(tensor.shape) == cut.shape:
+            whole.append([*path])
+        return tensor
+
+    return change_copies(tree, job, mark), whole
+
+
+def own_copies(tree: Any, job: Job, whole: Sequence[Sequence[Any]] = ()) -> Any:
+    """The same as it was saved, with the own pieces of tensors, in torch's kind of those where parameters are of one;
+    but for the copies at paths that were `whole`.
+    """
+    params = dict(job.model.named_parameters(remove_duplicate=False))
+    paths = {tuple(path) for path in whole}
+
+    def narrow(tensor: torch.Tensor, name: str, path: _Path) -> Any:
+        cut, like = job.cuts[name], params.get(name)
+        if path in paths or tuple(tensor.shape) not in (cut.shape, cut.at(job.place).shape):
+            return tensor
+        own = cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
+        if like is None or not hasattr(like, "_local_tensor"):
+            return own
+        about: Any = like
+        more = {"run_check": False, "shape": like.shape, "stride": like.stride()}
+        return type(about).from_local(own.to(like.device), about.device_mesh, about.placements, **more)
+
+    return change_copies(tree, job, narrow)
+
+
+def copies_like(saved: Any, given: Callable[[], Any], job: Job) -> Any:
+    """A script's value as it was saved, whose copies of parameters are whole where those of the `given` one are."""
+    return own_copies(saved, job, copies_in_pieces(given(), job)[1]) if job.cuts else saved
+
+
+def change_copies(tree: Any, job: Job, change: Callable[[torch.Tensor, str, _Path], Any], path: _Path = ()) -> Any:
+    """What a script keeps, with copies of parameters that are cut changed: `change` gets such a tensor, the parameter's
+    name, and the path.
+    """
+    if not job.cuts:
+        return tree
+    if isinstance(tree, Mapping):
+        found = {key: change_copies(value, job, change, (*path, key)) for key, value in tree.items()}
+        for key, value in found.items():
+            if isinstance(value, torch.Tensor):
+                name = next((name for name in job.cuts if f".{key}".endswith(f".{name}")), None)
+                found[key] = value if name is None else change(value, name, (*path, key))
+        return found
+    if type(tree) not in (list, tuple):
+        return tree
+    inside = [change_copies(value, job, change, (*path, at)) for at, value in enumerate(tree)]
+    if len(inside) == len(job.named) and all(isinstance(value, torch.Tensor) for value in inside):
+        for at, name in enumerate(job.named):
+            inside[at] = change(inside[at], name, (*path, at)) if name in job.cuts else inside[at]
+    return type(tree)(inside)
+
+
+def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -> None:
+    """Takes over a state dict, of tensors that are cut whole ones or pieces, one after another; torch sees to the rest,
+    and that all are there.
+    """
+    state = dict(saved)
+    for name, tensor in model.state_dict(keep_vars=True).items() if cuts else ():
+        value, piece = state.get(name), cuts[name].at(place) if name in cuts else None
+        if value is None or piece is None or tuple(value.shape) not in (cuts[name].shape, piece.shape):
+            continue
+        if tuple(value.shape) == cuts[name].shape:
+            piece.put(value, local(tensor))
+        else:
+            local(tensor).copy_(value)
+        state[name] = tensor
+    model.load_state_dict(state, strict=True)
+
+
+def load_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], cuts: Mapping[str, Cut], place: int
+) -> None:
+    """Takes over what `optimizer_state` told, of tensors that are cut the whole ones too. Raises UsageError where the
+    groups differ.
+    """
+    saved = _own_pieces(saved, optimizer, cuts, place)
+    same_number("parameter groups", len(saved["groups"]), len(optimizer.param_groups))
+    current = optimizer.state_dict()
+    numbers: dict[str, int] = {}
+    groups = []
+    for group, packed, old in zip(optimizer.param_groups, current["param_groups"], saved["groups"], strict=True):
+        here = [names[id(param)] for param in group["params"]]
+        if set(here) != set(old["params"]):
+            odd = sorted(set(here) ^ set(old["params"]))
+            raise UsageError(
+                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(odd[:5])}",
+                "make the same groups as in the run that is resumed, or start a new run",
+            )
+        numbers.update(zip(here, packed["params"], strict=True))
+        groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
+    state = {numbers[name]: {key: _copy(value) for key, value in kept.items()} for name, kept in saved["state"].items()}
+    besides = saved.get("besides") or {}
+    optimizer.load_state_dict({"state": {**besides, **state}, "param_groups": groups})
+
+
+def _copy(value: Any) -> Any:
+    """Torch's optimizers keep what they are given."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def hidden_in(optimizer: Optimizer) -> str:
+    """For people: tensors that an optimizer keeps and its `state_dict()` does not; empty where there are none."""
+    told = [*_tensors(optimizer.state_dict(), "")]
+    told += [*_tensors(optimizer.param_groups, ""), *_tensors(dict(optimizer.state), "")]
+    known = {id(tensor) for _, tensor in told} | {tensor.data_ptr() for _, tensor in told}
+    own = [(f".{name}", value) for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
+    found = [pair for name, value in own for pair in _tensors(value, name)]
+    hidden = [name for name, tensor in found if not known & {id(tensor), tensor.data_ptr()}]
+    if not hidden:
+        return ""
+    kind, more = type(optimizer).__name__, f" and {len(hidden) - 1} more tensors" if len(hidden) > 1 else ""
+    return f"{kind} keeps {kind}{hidden[0]}{more} outside of its state_dict(): a resume or a worker's return loses them"
+
+
+def _tensors(value: Any, name: str, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those in nestings, and in what optimizers hold of others, each with its name."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif not depth:
+        return
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            label = f"[{key!r}]" if isinstance(key, str | int) else "[...]"
+            yield from _tensors(inner, f"{name}{label}", depth - 1)
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _tensors(inner, f"{name}[{number}]", depth - 1)
+    elif isinstance(value, Optimizer):
+        for key, inner in vars(value).items():
+            yield from _tensors(inner, f"{name}.{key}", depth - 1)

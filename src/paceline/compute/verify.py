@@ -1,0 +1,146 @@
+"""What is computed in parts beside what is computed whole: how far apart they may be, and are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.environment import memory_free
+from paceline.compute.forbidden_calls import allow_backward
+from paceline.compute.grad_hooks import nodes_of
+from paceline.compute.microbatches import tensors_of
+
+_ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
+_COARSE = 5e-2  # of other kinds of numbers
+_OF_ALL = 1e-2  # of the norm of all gradients: what a gradient smaller than that is compared with
+
+
+def allowed(tensor: torch.Tensor) -> float:
+    mixed = torch.is_autocast_enabled(tensor.device.type)  # a float32 may come of coarser numbers
+    return _COARSE if mixed else _ROUNDING.get(tensor.dtype, _COARSE)
+
+
+def apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Norm of the difference as a part of that of `theirs`."""
+    if mine.shape != theirs.shape or not theirs.is_floating_point():
+        return float(not torch.equal(mine, theirs))
+    return float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))
+
+
+def outputs_apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[float, bool]:
+    """How far outputs are apart at most, and whether any are by more than rounding."""
+    distances = [apart(a, b) for a, b in zip(mine, theirs, strict=True)]
+    return max(distances, default=0.0), any(d > allowed(b) for d, b in zip(distances, theirs, strict=True))
+
+
+def farthest(
+    mine: Mapping[str, torch.Tensor],
+    theirs: Mapping[str, torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    most_allowed: float = math.inf,
+) -> tuple[str, float]:
+    """How far gradients are apart at most, of `outputs` or what came of them, and whose if it is more than rounding."""
+    norms = {name: float(one.double().norm()) for name, one in theirs.items()}
+    least, name, most = max(math.hypot(*norms.values()) * _OF_ALL, 1e-300), "", 0.0
+    for whose, one in theirs.items():
+        distance = float((mine[whose].double() - one.double()).norm()) / max(norms[whose], least)
+        if distance > max(most, min(most_allowed, 10 * max(map(allowed, [one, *outputs])))):
+            name = whose
+        most = max(most, distance)
+    return name, most
+
+
+def loss_apart(mine: Any, theirs: Any, rounding: float, least: float) -> tuple[str, str, float]:
+    """Two losses (sum, count and metrics) for people, if they differ by more than `rounding`, else empty texts; and how
+    far the sums are apart, as a part of the second one, or of the `least` size that counts.
+    """
+    coarse = max(rounding, 1e-3) if rounding > 1e-9 else rounding  # of metrics: one that counts has steps
+    figures = [("", mine.total, theirs.total, rounding), ("a count of ", mine.count, theirs.count, rounding)]
+    for name in dict.fromkeys([*mine.metrics, *theirs.metrics]):
+        (one, number), (two, other) = (some.metrics.get(name, (math.nan, 0.0)) for some in (mine, theirs))
+        figures += [(f"{name} = ", one, two, coarse), (f"a count of {name} of ", number, other, coarse)]
+    most = 0.0
+    for what, first, second, allows in figures:
+        a, b = float(first), float(second)
+        if a == b or (math.isnan(a) and math.isnan(b)):
+            continue
+        distance = abs(a - b) / max(abs(b), least)
+        if not distance <= allows:
+            return f"{what}{a:.8g}", f"{what}{b:.8g}", distance
+        most = max(most, distance)
+    return "", "", most
+
+
+def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Those of numbers that are made of outputs, by the same random weights each time. Parameters that the script has
+    frozen since the Trainer was made have none.
+    """
+    named = {name: param for name, param in named.items() if param.requires_grad}
+    made = [x for x in outputs if x.requires_grad]
+    generator = torch.Generator(made[0].device).manual_seed(0) if made else None
+    sums = [(x * torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)).sum() for x in made]
+    found = differentiate(sums, [*named.values()])
+    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+
+
+def differentiate(sums: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
+    """The gradients of sums with respect to `inputs`, None where a sum does not depend on one. The `grad` of tensors
+    stays as it is.
+    """
+    if not sums or not inputs:
+        return [None] * len(inputs)
+    nodes = [node for total in sums for node in nodes_of(total)]
+    if not any(map(is_reentrant, nodes)):
+        return torch.autograd.grad(sums, inputs, allow_unused=True)
+    # checkpoint(use_reentrant=True) runs a backward() of its own inside, and refuses torch.autograd.grad.
+    leaves = [*inputs, *(node.variable for node in nodes if hasattr(node, "variable"))]
+    kept = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
+    hooks = [some for leaf, _ in kept if (some := leaf._post_accumulate_grad_hooks)]  # they would take these gradients
+    before = [some.copy() for some in hooks]
+    try:
+        for some in hooks:
+            some.clear()
+        for leaf, _ in kept:
+            leaf.grad = None
+        with allow_backward():
+            torch.autograd.backward(sums)
+        return [one.grad for one in inputs]
+    finally:
+        for leaf, grad in kept:
+            leaf.grad = grad
+        for some, content in zip(hooks, before, strict=True):
+            some.update(content)
+
+
+def is_reentrant(node: Any) -> bool:
+    """Whether a node of autograd's graph stands for what checkpoint(use_reentrant=True) computes again."""
+    return "CheckpointFunction" in node.name()
+
+
+def room(device: torch.device) -> float:
+    """Bytes that nobody needs."""
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory_free()
+
+
+@contextmanager
+def weighing(model: nn.Module, found: list[int]) -> Iterator[None]:
+    """The bytes of what a model's innermost modules give meanwhile, about a third of what is kept for a backward. Hooks
+    on what autograd saves would take the attributes of tensors.
+    """
+
+    def weigh(module: nn.Module, given: Any, output: Any) -> None:
+        with torch._C.DisableTorchFunction():  # whoever follows calls of the forward sees none of these
+            found.extend(int(tensor.untyped_storage().nbytes()) for tensor in tensors_of(output))
+
+    innermost = [module for module in model.modules() if next(module.children(), None) is None]
+    handles = [module.register_forward_hook(weigh) for module in innermost]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,45 @@
+"""Whether a collate drops or adds rows, as far as that can be seen: a mean over a batch counts as its nominal rows."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from paceline.compute.microbatches import MicroBatch, rows_told, tensors_of
+
+USUAL = 4  # micro-batches, and more than half of them, whose tensors begin with their rows
+
+
+class Collated:
+    """Looks at what a `collate` makes of micro-batches of `micro` rows. Where its tensors usually begin with the rows,
+    one where they begin with another number is told of; packed, time-first and graph batches are not like that.
+    """
+
+    def __init__(self, collate: Callable[..., Any], micro: int) -> None:
+        self._collate, self._micro = collate, micro
+        self._usual = self._others = 0
+        self._odd = ""  # the first that was another
+
+    def look(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Takes one with all of its rows; once it is clear that there was one with others, `odd` says so."""
+        tensors = [tensor for tensor in tensors_of(micro_batch.batch) if tensor.dim()]
+        first, second = {t.shape[0] for t in tensors}, {t.shape[1] for t in tensors if t.dim() > 1}
+        if micro_batch.rows == self._micro and len(first) == 1:
+            usual = first == {self._micro}
+            self._usual += usual
+            if not usual and second != {self._micro}:  # else time comes first
+                self._others += 1
+                self._odd = self._odd or self._told(micro_batch, first.pop())
+            micro_batch.odd = self._odd if self._usual >= max(USUAL, self._others + 1) else ""
+        return micro_batch
+
+    def _told(self, micro_batch: MicroBatch, made: int) -> str:
+        collate = inspect.unwrap(getattr(self._collate, "func", self._collate))  # of a partial
+        code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
+        at = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
+        name, rows = getattr(collate, "__name__", type(collate).__name__), micro_batch.rows
+        which = rows_told([micro_batch.index], micro_batch.numbers) or micro_batch.source
+        what = f"{name}{at} made {made} rows of the {rows} of {which}, and the mean over them counts as {rows}"
+        return f"{what}; let the loss return (sum, count)"

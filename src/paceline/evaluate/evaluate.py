@@ -1,0 +1,194 @@
+"""Evaluation: every row once, sums added in grid order, the same on any number of workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.base.batching import Grid, stream_seed
+from paceline.base.heartbeat import PULSE
+from paceline.comm.communicator import Group
+from paceline.comm.user_collectives import refusing
+from paceline.compute.buffers import unchanging
+from paceline.compute.cached_loss import filled, gathered
+from paceline.compute.job import Job
+from paceline.compute.loss_counts import is_pair
+from paceline.compute.microbatches import Chunk, MicroBatch, to_device
+from paceline.compute.rng import Streams
+from paceline.data.fingerprint import compare_read, compare_rows, first_rows
+from paceline.data.loader import Feed, Place, Source
+from paceline.errors import MetricError, UsageError, add_hint
+from paceline.evaluate.metric_objects import Objects
+from paceline.parallel.tensor_parallel.script_view import in_metric
+from paceline.session.error_hints import Hinting
+from paceline.team.team import Team
+
+_STREAM = 1 << 43  # the streams of evaluation, apart from those of training
+
+
+def in_order(position: int, size: int, seed: int, epoch: int) -> int:
+    return position
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for the time, module by module as it was afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _without_gradients() -> Iterator[None]:
+    """Says what helps where code needs gradients."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "does not require grad" in str(error):
+            add_hint(
+                error,
+                "evaluate() and predict() compute without gradients: put what needs them, and the forward that they go "
+                "through, under `with torch.enable_grad():`",
+            )
+        raise
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A model at rest and all rows of a dataset, each once and in order, in micro-batches of `micro` rows that are
+    dealt as `place` says. Global batches are cut as `grid` says, where metrics are over them.
+    """
+
+    team: Team
+    job: Job
+    model: nn.Module
+    source: Source
+    micro: int
+    place: Callable[[], Place]
+    grid: Grid | None = None
+    of: str = ""  # which Trainer's, in the names of collectives
+
+    def feed(self, micro_batches: int, whole: bool = False) -> Feed:
+        """This worker's part, so many of all workers' micro-batches at a time, or a `whole` global batch."""
+        # The training's loader options serve here too, but a dataset of another kind may not take them.
+        stream = self.source.rows is None
+        source = replace(self.source, options=None) if stream else replace(self.source, order=in_order)
+        grid = self.grid if whole and self.grid else Grid(micro_batches * self.micro, self.micro)
+        span = (0, None if source.rows is None else grid.batches(source.rows), 1)
+        return Feed(source, grid, span, self.place, self.team.world.tell)
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        model, streams = self.model, Streams(self.job.device)
+        alone = refusing("the forward or a metric")
+        with alone, torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
+            yield
+
+    def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:
+        """Calls `use` with number, rows, output and batch of each of these micro-batches, numbered from `base` on."""
+        streams, speaks = Streams(self.job.device), self.place().speaks
+        for micro_batch in micro_batches:
+            number = base + micro_batch.index
+            batch = to_device(micro_batch.batch, self.job.device)
+            streams.seed(stream_seed(self.job.seed, _STREAM, number))
+            with Chunk([micro_batch], batch).noted, self.job.arithmetic(), _without_gradients():
+                output = self.job.whole(self.job.forward(self.model, batch))
+                if speaks and not micro_batch.blank:
+                    with in_metric():
+                        use(number, micro_batch.rows, output, batch)
+            PULSE.beat()
+
+    def at_once(self, number: int, base: int, micro_batches: Sequence[MicroBatch], use: Callable[..., None]) -> None:
+        """Calls `use` with the number of a global batch, its rows, their outputs, and no batch: where its first
+        micro-batch is.
+        """
+        mine: list[tuple[int, int, Any]] = []
+        self.over(base, micro_batches, lambda place, rows, output, _: mine.append((place - base, rows, output)))
+        units = self.job.units
+        if units is not None and self.place().speaks:
+            units.enter("the outputs of a global batch in evaluate()", check=False, kind="outputs")
+            columns, _ = gathered(units, mine, self.job.device)
+            if any(index == 0 for index, _, _ in mine):
+                with in_metric():
+                    use(number, len(columns[0]), filled(mine[0][2], columns), None)
+
+
+def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
+    """What `metric` finds by name over all rows, and the number of rows as ``n``. Where the loss is over the whole
+    global batch, it gets what that gets: the outputs of one global batch after another, and None. Collective.
+
+    Raises MetricError where metrics are not (sum, count) by name, or their names differ between rows or workers; where
+    objects do not say how their states merge, or what of output and batch they take. DatasetError where the dataset is
+    longer on some workers, or has other rows.
+    """
+    group = sweep.team.group
+    group.enter(f"evaluate(){sweep.of}", kind="evaluate()")
+    compare_rows(group, sweep.source, sweep.team.world.tell, "the dataset of evaluate()")
+    rows, base, first, whole = 0, 0, list[list[str]](), sweep.job.over is not None
+    if whole and sweep.grid is None:
+        what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"
+        raise UsageError(what, "give global_batch= to the Trainer")
+    with Objects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
+        for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, whole)):
+            first = first or first_rows(feed)
+            if whole:
+                sweep.at_once(number, base, micro_batches, found.add)
+            else:
+                sweep.over(base, micro_batches, found.add)
+            base += -(-count // sweep.micro)
+            rows += count
+        compare_read(group, rows, feed, first, "the dataset of evaluate()")
+        return {**found.together(group, base), "n": rows}
+
+
+class Means:
+    """A function's ``{name: (sum, count)}`` of each micro-batch."""
+
+    def __init__(self, metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]) -> None:
+        self._metric = Hinting(metric, "metric")
+        self._sums: dict[int, dict[str, tuple[float, float]]] = {}
+
+    def __enter__(self) -> Means:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
+        found = self._metric(output, batch)
+        if not isinstance(found, Mapping) or not all(map(is_pair, found.values())):
+            raise MetricError(f"the metric returned {' '.join(repr(found).split()):.60}", "return {name: (sum, count)}")
+        sums = {str(name): (float(total), float(count)) for name, (total, count) in found.items()}
+        for name, (_, count) in sums.items():
+            if not count >= 0.0:
+                what = f"the metric returned {count:g} as the count of {name!r} for {rows} row{'s' if rows > 1 else ''}"
+                raise MetricError(what, "return {name: (sum, count)} with the number of rows that were summed")
+        self._sums[number] = sums
+
+    def together(self, group: Group, micro_batches: int) -> dict[str, float]:
+        """Every micro-batch's sums to every worker, then added in grid order: equal bits on any number of workers."""
+        mine = sorted({tuple(sorted(found)) for found in self._sums.values()})
+        all_names = [tuple(names) for worker in group.gather_json(mine) for names in worker]
+        if len(set(all_names)) > 1:
+            one, other = sorted(set(all_names))[:2]
+            what = f"the metric returned {list(one)} for some rows and {list(other)} for others"
+            raise MetricError(what, "return the same names everywhere, with count 0 where there is nothing to count")
+        names = all_names[0]
+        table = torch.zeros(micro_batches, 2 * len(names), dtype=torch.float64)
+        for index, found in self._sums.items():
+            table[index] = torch.tensor([part for name in names for part in found[name]], dtype=torch.float64)
+        total = torch.zeros(2 * len(names), dtype=torch.float64)
+        for row in group.sum(table):
+            total += row
+        pairs = zip(total[0::2].tolist(), total[1::2].tolist(), strict=True)
+        return {name: part / count if count else math.nan for name, (part, count) in zip(names, pairs, strict=True)}

@@ -1,0 +1,199 @@
+"""Metrics that are no sums: objects with `update`, `compute` and `reset` whose states say how they merge, in the way of
+torchmetrics (`_defaults` and `_reductions`), of which nothing is imported.
+
+Each micro-batch is an update from the start values. So what merges is the same on any number of workers, and merges in
+the order of the grid.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.tree import pack, unpack
+from paceline.comm.communicator import Group
+from paceline.comm.torch_private import pytree
+from paceline.errors import MetricError
+from paceline.session.error_hints import unfit
+
+_LARGE = 1024  # values of a state whose sums are not kept for each micro-batch
+_WORDS = ("sum", "mean", "max", "min", "cat")
+_METHODS = ("update", "compute", "reset")
+_States = dict[str, Any]
+
+
+def to_main(group: Group, mine: Any) -> list[Any]:
+    """Every worker's tree, by rank, on the main one; elsewhere nothing. Part of the entered collective."""
+    if group.rank:
+        group.send_bytes(pack(mine), 0)
+        return []
+    return [mine, *(unpack(group.receive_bytes(rank)) for rank in range(1, group.size))]
+
+
+class Objects:
+    """Metric objects by name, as a context in which they start no collectives of their own and after which they are as
+    new. `parts` are all that have states, as also a wrapper's inner ones.
+    """
+
+    @staticmethod
+    def of(metric: Any, device: torch.device) -> Objects | None:
+        """From an object, a mapping of them (a MetricCollection), or either with a function that says what of output
+        and batch is given to `update`; None where it is a plain function. Raises MetricError.
+        """
+        given, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, None)
+        named = {type(given).__name__: given} if not hasattr(given, "items") else dict(given.items())
+        objects = all(hasattr(one, name) for one in named.values() for name in _METHODS)
+        good = bool(named) and objects and not any(isinstance(one, type) for one in named.values())
+        if not good and callable(metric) and not isinstance(metric, type):
+            return None
+        if not good:
+            cure = "give a function that returns {name: (sum, count)}, or an object with update, compute and reset"
+            if isinstance(metric, type):
+                cure = f"write {metric.__name__}(), which makes one of the class"
+            elif arguments is not None:
+                cure = "write (metric, lambda output, batch: (output, batch[1])): the object comes first"
+            raise MetricError(f"{metric!r:.60} is no metric", cure)
+        return Objects(named, arguments, device)
+
+    def __init__(
+        self, named: dict[str, Any], arguments: Callable[[Any, Any], Any] | None, device: torch.device
+    ) -> None:
+        self._named, self._arguments, self._device = named, arguments, device
+        self.parts: dict[str, Any] = {}
+        self._fitting = set[str]()  # objects whose `update` can be called with what it gets
+        for name, one in named.items():
+            takes = list(inspect.signature(one.update).parameters)
+            if arguments is None and takes[:2] != ["output", "batch"]:
+                what = f"{name}.update({', '.join(takes)}) does not say what it takes of output and batch"
+                raise MetricError(what, "write evaluate(dataset, (metric, lambda output, batch: (output, batch[1])))")
+            one = one.to(device) if hasattr(one, "to") else one
+            inner = one.named_modules() if hasattr(one, "named_modules") else [("", one)]
+            found = {f"{name} {path}": part for path, part in inner if hasattr(part, "_reductions")}
+            if not any(part._reductions for part in found.values()):
+                what = f"{name} does not say how its states merge"
+                raise MetricError(what, "give it _defaults and _reductions, as torchmetrics.Metric.add_state does")
+            self.parts |= found
+        self._states: dict[int, tuple[int, _States]] = {}  # rows and states of each micro-batch
+        self._sums: _States = {}  # of what is large, or a whole number
+
+    def __enter__(self) -> Objects:
+        flags = [(part, name) for part in self.parts.values() for name in ("sync_on_compute", "_to_sync")]
+        self._flags = [(part, name, getattr(part, name)) for part, name in flags if hasattr(part, name)]
+        for part, name, _ in self._flags:
+            setattr(part, name, False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for part, name, value in self._flags:
+            setattr(part, name, value)
+        self._reset()
+
+    def _reset(self) -> None:
+        for one in self._named.values():
+            one.reset()
+
+    def _fit(self, name: str, one: Any, args: tuple[Any, ...], words: Mapping[str, Any]) -> None:
+        """Refuses arguments that `update` does not take."""
+        self._fitting.add(name)
+        if not (why := unfit(one.update, *args, **words)[0]):
+            return
+        takes = ", ".join(inspect.signature(one.update).parameters)
+        whence = "output and batch" if self._arguments is None else "what the function beside it returns"
+        what = f"{name}.update({takes}) cannot be called with {whence}: {why}"
+        cure = "let the function return a tuple in this order, or a dict with these names"
+        example = f"write (metric, lambda output, batch: (...)) with a function that returns ({takes})"
+        raise MetricError(what, example if self._arguments is None else cure)
+
+    def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
+        self._reset()
+        given = (output, batch) if self._arguments is None else self._arguments(output, batch)
+        for name, one in self._named.items():
+            if isinstance(given, Mapping):
+                args, words = (), one._filter_kwargs(**given) if hasattr(one, "_filter_kwargs") else given
+            else:
+                args, words = given if isinstance(given, tuple) else (given,), {}
+            if name not in self._fitting:
+                self._fit(name, one, args, words)
+            one.update(*args, **words)
+        states: _States = {}
+        for path, part in self.parts.items():
+            for state, how in part._reductions.items():
+                key, value = f"{path}.{state}", _here(getattr(part, state))
+                sums = _word(how) == "sum" and isinstance(value, torch.Tensor)
+                if sums and (not value.is_floating_point() or value.numel() > _LARGE):
+                    value -= _here(part._defaults[state])
+                    self._sums[key] = value + self._sums[key] if key in self._sums else value
+                else:
+                    states[key] = value
+        self._states[number] = rows, states
+
+    def together(self, group: Group, micro_batches: int) -> dict[str, Any]:
+        """The results by name, on all workers: numbers as float, others as tensors."""
+        said = to_main(group, [[[number, *kept] for number, kept in self._states.items()], self._sums])
+        results: dict[str, Any] = {}
+        if said:
+            states = sorted((row for rows, _ in said for row in rows), key=lambda row: row[0])
+            for path, part in self.parts.items():
+                for state, how in part._reductions.items():
+                    key, start = f"{path}.{state}", _here(part._defaults[state])
+                    found = [(0, sums[key] + start) for _, sums in said if key in sums]
+                    found = found or [(rows, held[key]) for _, rows, held in states]
+                    merged = pytree.tree_map_only(
+                        torch.Tensor, lambda t: t.to(self._device), _merged(found, start, how)
+                    )
+                    setattr(part, state, merged)
+                if hasattr(part, "_update_count"):
+                    part._update_count, part._computed = len(states), None
+            for name, one in self._named.items():
+                found = one.compute()
+                results |= found if isinstance(found, Mapping) else {name: found}
+            results = {str(name): _plain(value) for name, value in results.items()}
+        told: dict[str, Any] = unpack(group.broadcast_bytes(pack(results) if said else None, 0))
+        return told
+
+
+def _here(state: Any) -> Any:
+    """A copy on the CPU: of a tensor, or of all in a list."""
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), state)
+
+
+def _word(how: Any) -> str:
+    """A reduction by torchmetrics' name for it, or empty for one of another's."""
+    word = how if isinstance(how, str) else getattr(how, "__name__", "").removeprefix("dim_zero_")
+    return word if word in _WORDS else ""
+
+
+def _merged(found: list[tuple[int, Any]], start: Any, how: Any) -> Any:
+    """One state out of those of all micro-batches, each with its rows, in the order of the grid."""
+    if isinstance(start, list):
+        return [item for _, items in found for item in items]
+    word, states = _word(how), [state for _, state in found]
+    if word == "cat":
+        return torch.cat([torch.atleast_1d(state) for state in states])
+    if word == "sum":
+        total = start.to(states[0], copy=True)
+        for state in states:
+            total += state - start
+        return total
+    if word == "mean":
+        weighted = sum(rows * state.double() for rows, state in found) / sum(rows for rows, _ in found)
+        return weighted.to(states[0])
+    if len(states) == 1 and how is None:
+        return states[0]
+    stacked = torch.stack(states)
+    if word:
+        return stacked.amax(0) if word == "max" else stacked.amin(0)
+    return stacked if how is None else how(stacked)
+
+
+def _plain(found: Any) -> Any:
+    if isinstance(found, Mapping):
+        return {str(name): _plain(value) for name, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [_plain(value) for value in found]
+    if isinstance(found, torch.Tensor):
+        return float(found) if found.numel() == 1 else found.detach().cpu()
+    return float(found)

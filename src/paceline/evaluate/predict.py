@@ -1,0 +1,216 @@
+"""Prediction: what a model gives for every row of a dataset, in its order, on the main worker or in a file.
+
+It goes in windows of a few micro-batches for each worker. One window is one operation of the team: the main worker says
+which, everybody computes its part and sends it there. So a window that a loss interrupts is done again, a worker that
+becomes the main one begins with the first window, as it has none, and memory holds one window.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import numpy
+import torch
+
+from paceline.checkpoint.files import Whole, write_cure
+from paceline.checkpoint.safetensors_file import DTYPES, head, ordered
+from paceline.checkpoint.storage import write_file
+from paceline.checkpoint.tree import raw
+from paceline.data.fingerprint import compare_read, compare_rows, first_rows
+from paceline.data.loader import Feed
+from paceline.errors import CheckpointError, UsageError, a
+from paceline.evaluate.evaluate import Sweep
+from paceline.evaluate.metric_objects import to_main
+from paceline.session.run import Run
+from paceline.team.transactions import settling
+
+_WINDOW = 4  # micro-batches of a worker
+_BLOCK = 1 << 24
+
+
+def predicted(run: Run, sweep: Sweep, path: Path | None = None) -> Iterator[tuple[range, Any]]:
+    """The rows and output of each micro-batch on the main worker; nothing on the others, which do their part. With a
+    `path` they go to that file, and nothing is given to anybody. Raises CheckpointError on all where they cannot.
+    """
+    for step in run.recorded():
+        if step != run.step or run.team.world.newcomer:
+            run.say(f"predict() of step {step} is not done again: the weights are of step {run.step}", once=True)
+            return
+    try:
+        yield from _Outputs(sweep, path).windows()
+    except GeneratorExit:  # the loop over them was left
+        run.record(run.step)
+        raise
+    run.record(run.step)
+
+
+class _Outputs:
+    """One going through, on one worker."""
+
+    def __init__(self, sweep: Sweep, path: Path | None) -> None:
+        self._sweep, self._path, self._file = sweep, path, _File(path) if path is not None else None
+        self._word: list[int] | None = [_WINDOW * sweep.team.size, 0]  # micro-batches of a window, and which is next
+        self._trouble: list[str] | None = None
+        self._got: list[Any] | None = None
+        self._feed: Feed | None = None
+        self._fed = [0, 0]  # the window that it gave last, as in a word
+
+    def windows(self) -> Iterator[tuple[range, Any]]:
+        run = partial(self._sweep.team.operations.run, settling(self._window), "evaluating")
+        try:
+            while run() is not None:
+                got, self._got = self._got, None
+                if got is not None and self._word is not None:
+                    self._word[1] += 1
+                while got:
+                    number, rows, output = got.pop(0)
+                    some = range(number * self._sweep.micro, number * self._sweep.micro + rows)
+                    if self._file is None:
+                        yield some, output
+                    else:
+                        self._tries(partial(self._file.add, some, output))
+        except GeneratorExit:  # the others wait for the next window
+            self._word = None
+            run()
+            raise
+        finally:
+            if self._feed is not None:
+                self._feed.close()
+
+    def _tries(self, work: Callable[[], None]) -> None:
+        """Does what the main worker alone does; its trouble is everybody's."""
+        try:
+            if self._trouble is None:
+                work()
+        except UsageError as error:
+            self._trouble = [error.what, error.cure]
+        except OSError as error:
+            what = f"the outputs could not be written to {self._path}: {error.strerror}"
+            self._trouble = [what, write_cure(error, None, "another file")]
+
+    def _window(self) -> int | None:
+        """The next window, whose outputs are then in `_got` of the main worker; None: there is none."""
+        group, self._got = self._sweep.team.group, None
+        group.enter(f"predict(){self._sweep.of}", kind="predict()")
+        word = self._agreed()
+        if word is None:
+            return None
+        size, at = word
+        if self._feed is None or self._fed[0] != size or self._fed[1] > at:
+            if self._feed is not None:
+                self._feed.close()
+            self._feed = self._sweep.feed(size)
+        self._fed = word
+        if at == 0:
+            compare_rows(group, self._sweep.source, self._sweep.team.world.tell, "the dataset of predict()")
+        more = self._feed.has(at)
+        feed = self._feed
+        compare_read(
+            group, len(feed.read) * more, feed, first_rows(feed) if at == 0 else [], "the dataset of predict()"
+        )
+        if not more:
+            if self._file is not None and group.rank == 0:
+                self._tries(self._file.close)
+            self._agreed()
+            return None
+        mine: list[Any] = []
+        with self._sweep.resting():
+            micro_batches = self._feed.at(at)[2]
+            self._sweep.over(at * size, micro_batches, lambda n, rows, out, _: mine.append([n, rows, _plain(out)]))
+        if found := to_main(group, mine):
+            self._got = sorted((part for parts in found for part in parts), key=lambda part: part[0])
+        return int(at)
+
+    def _agreed(self) -> Any:
+        """What the main worker says; where it is in trouble all are. Part of the entered collective."""
+        word, trouble = self._sweep.team.group.gather_json([self._word, self._trouble])[0]
+        if trouble is not None:
+            raise CheckpointError(*trouble)
+        return word
+
+
+def _plain(output: Any) -> Any:
+    """A copy of an output on the CPU: tensors, numbers and text in tuples, lists and dicts."""
+    if isinstance(output, torch.Tensor):
+        return output.detach().to("cpu", copy=True)
+    if isinstance(output, Mapping):
+        return {str(name): _plain(value) for name, value in output.items()}
+    if isinstance(output, (tuple, list)):
+        return (tuple if isinstance(output, tuple) else list)(map(_plain, output))
+    if output is None or isinstance(output, (bool, int, float, str)):
+        return output
+    cure = "give a forward= that returns tensors, or tuples, lists and mappings of them"
+    raise UsageError(f"the output has {a(type(output).__name__)}, which predict() cannot hand on", cure)
+
+
+class _File:
+    """Outputs as they come, each name's in a file that has no name itself; then all of them in one."""
+
+    def __init__(self, path: Path) -> None:
+        if path.suffix not in (".npy", ".safetensors"):
+            raise UsageError(f"predict() cannot write {path}", "name a file that ends in .npy or .safetensors")
+        self._path, self._array, self._rows = path, path.suffix == ".npy", 0
+        self._kinds: dict[str, Whole] = {}  # of a row
+        self._parts: dict[str, IO[bytes]] = {}
+
+    def add(self, rows: range, output: Any) -> None:
+        named = output if isinstance(output, dict) and not self._array else {"output": output}
+        kinds = {name: self._kind(tensor, len(rows)) for name, tensor in named.items()}
+        self._kinds = self._kinds or {name: kind for name, kind in kinds.items() if kind is not None}
+        if kinds != self._kinds:
+            told = ", ".join(f"{name} {_told(tensor)}" for name, tensor in named.items())
+            what = f"rows {rows.start}-{rows.stop - 1} cannot be written to {self._path}: {told}"
+            cure = "return a tensor, or for .safetensors a mapping, of one entry a row, alike for all rows"
+            raise UsageError(what, cure)
+        for name, tensor in named.items():
+            if name not in self._parts:
+                self._parts[name] = tempfile.TemporaryFile(dir=self._path.absolute().parent)  # noqa: SIM115
+            self._parts[name].write(raw(tensor).numpy().data)
+        self._rows += len(rows)
+
+    def _kind(self, tensor: Any, rows: int) -> Whole | None:
+        """What is in a row; None: the file cannot hold it."""
+        if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (rows,):
+            return None
+        held = _numpy(tensor.dtype) if self._array else tensor.dtype in DTYPES
+        return Whole(tensor.dtype, tuple(tensor.shape[1:])) if held else None
+
+    def close(self) -> None:
+        temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
+        try:
+            write_file(temporary, self._chunks(), 0o666)
+            os.replace(temporary, self._path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _chunks(self) -> Iterator[bytes]:
+        whole = {name: Whole(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
+        if self._array:
+            text, one = io.BytesIO(), whole["output"]
+            about = {"descr": _numpy(one.dtype), "fortran_order": False, "shape": one.shape}
+            numpy.lib.format.write_array_header_1_0(text, about)
+            yield text.getvalue()
+        else:
+            yield head(whole)[0]
+        for name in ordered(whole):
+            self._parts[name].seek(0)
+            yield from iter(partial(self._parts[name].read, _BLOCK), b"")
+
+
+def _numpy(dtype: torch.dtype) -> str:
+    """numpy's word for a dtype; empty where it has none."""
+    try:
+        return numpy.dtype(str(dtype).removeprefix("torch.")).str
+    except TypeError:
+        return ""
+
+
+def _told(value: Any) -> str:
+    tensor = isinstance(value, torch.Tensor)
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if tensor else type(value).__name__

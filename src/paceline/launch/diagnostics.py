@@ -1,0 +1,167 @@
+"""Where workers stand: their stacks and last collectives, taken at any time, in words and as files. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import socket
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.base.flight_recorder import flight_lines
+from paceline.base.heartbeat import SIGNAL, WAITS, WRITES, View
+from paceline.base.stacks import CodeLine, catches, held_up, keep, read_place, read_within
+from paceline.base.text import called
+from paceline.launch.processes import session_members
+from paceline.launch.workers import Worker, Workers
+from paceline.team.coordinator_client import Link
+from paceline.team.stack_requests import packed
+
+IN = "waiting in "  # a collective
+ANSWER = 1.0  # seconds that stacks may take
+_LOADS = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}dataloader.py")  # in the stack of who waits for a child
+
+
+def family_of(worker: Worker) -> list[int]:
+    """Its processes, with its own first."""
+    pid = worker.process.pid
+    return [pid, *(other for other in session_members({pid}) if other != pid)]
+
+
+def take_stacks(asked: Sequence[tuple[View, int]], until: float) -> list[str]:
+    """All stacks of processes, each with a pulse of its own; empty where it has not said that it writes them, or does
+    not before `until`.
+    """
+    waits: dict[int, tuple[int, int]] = {}  # by place: held up before, and how often it was not since
+    for place, (pulse, pid) in enumerate(asked):
+        if SIGNAL is not None and catches(pid, SIGNAL, int(pulse[WRITES])):
+            pulse.clear()
+            waits[place] = held_up(pid, SIGNAL), 0
+            with suppress(ProcessLookupError):
+                os.kill(pid, SIGNAL)
+    told = [*waits]
+    while waits and time.monotonic() < until:
+        time.sleep(0.005)
+        for place, (before, looks) in [*waits.items()]:
+            looks = looks + 1 if held_up(asked[place][1], SIGNAL or 0) <= before else 0
+            waits[place] = before, looks
+            if looks == 2:  # one look may fall between two of its threads
+                del waits[place]
+    return [pulse.stacks if place in told else "" for place, (pulse, _) in enumerate(asked)]
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a worker stands: the stacks of its processes by number, the user's line, or that of the process with which
+    it loads (its number is `loader`), and its last collectives.
+    """
+
+    worker: Worker
+    stacks: dict[int, str]
+    place: CodeLine | None
+    loader: int | None
+    flight: list[dict[str, Any]]
+
+    @property
+    def text(self) -> str:
+        parts = (f"process {pid}:\n{text.strip() or 'no stack'}\n" for pid, text in self.stacks.items())
+        return "\n".join(parts)
+
+    @property
+    def name(self) -> str:
+        """Of its files: each process of a worker has its own."""
+        return called(self.worker.rank) + (f".{self.worker.life}" if self.worker.life else "")
+
+    def about(self) -> dict[str, Any]:
+        """The first line of its collectives."""
+        number, life, pid = self.worker.rank, self.worker.life, self.worker.process.pid
+        return {"worker": number, "life": life, "host": socket.gethostname(), "pid": pid, "at": round(time.time(), 6)}
+
+    @property
+    def files(self) -> tuple[str, str]:
+        """Stacks, and collectives; each empty where there are none."""
+        return self.text if self.stacks else "", flight_lines(self.about(), self.flight) if self.flight else ""
+
+    def keep(self, folder: Path) -> None:
+        keep(folder, self.name, *self.files)
+
+    def says(self) -> dict[str, Any]:
+        """What is told of it on one line: its `state` and `place`; where it waits in a collective `since`, its `group`
+        and `number`; and the `newest` number of each group.
+        """
+        newest = {record["group"]: record["number"] for record in self.flight if record["number"]}
+        waits = next((r for r in self.flight if r["ended"] is None and r["number"]), None)
+        waits = waits or next((r for r in self.flight if r["ended"] is None), None)
+        state, more = self._state(waits), dict[str, Any]()
+        if waits is not None and state.startswith(IN):
+            more = {"since": waits["begun"], "group": waits["group"], "number": waits["number"]}
+        return {"state": state, "place": str(self.place or ""), "newest": newest, **more}
+
+    def _state(self, waits: dict[str, Any] | None) -> str:
+        main = self.stacks.get(self.worker.process.pid, "").rpartition("\n\n")[2]
+        if self.worker.stopped < math.inf:
+            return "stopped (SIGSTOP)"
+        if not main:
+            return "silent: it begins, or ends, or holds back the signal"
+        if waits is not None and re.search(r'paceline/comm/progress_engine\.py", line \d+ in finish', main):
+            return f"{IN}{waits['name']}" + (f" ({waits['group']})" if waits["group"] != "team" else "")
+        if self.loader is not None:
+            return f"waiting for its loader process {self.loader}"
+        if self.worker.pulse[WAITS]:
+            return "waiting for others"
+        within = read_within(main)
+        return f"computing, in {within}" if within else "in user code"
+
+
+def standing(worker: Worker, text: str, until: float) -> Standing:
+    """Of one whose own stacks are these: with those of the processes that load for it, if it waits for them."""
+    pid = worker.process.pid
+    stacks, place, loader = {pid: text}, read_place(text), None
+    if any(word in text.rpartition("\n\n")[2] for word in _LOADS):
+        for child in family_of(worker)[1:]:
+            (stacks[child],) = take_stacks([(worker.pulse, child)], until)
+            found = read_place(stacks[child], child=True)
+            if found is not None and loader is None:
+                place, loader = found, child
+    return Standing(worker, stacks, place, loader, worker.pulse.flight)
+
+
+def look_at(workers: Sequence[Worker]) -> list[Standing]:
+    """Where these stand; of one that has ended, or is stopped, its collectives alone."""
+    until = time.monotonic() + ANSWER
+    alive = [worker for worker in workers if worker.alive and worker.stopped == math.inf]
+    asked = zip(alive, take_stacks([(worker.pulse, worker.process.pid) for worker in alive], until), strict=True)
+    here = {id(worker): standing(worker, text, until) for worker, text in asked}
+    return [here.get(id(w)) or Standing(w, {}, None, None, w.pulse.flight) for w in workers]
+
+
+class Recorder:
+    """Keeps what an agent's workers leave behind, and answers whoever asks the coordinator where they stand."""
+
+    def __init__(self, workers: Workers, folder: Path, link: Link) -> None:
+        self._workers, self._folder, self._link = workers, folder, link
+        self._kept: set[tuple[int, int]] = set()  # number and life of those that have ended
+        self._failed, self._asked = False, 0
+
+    def look(self, end: bool = False) -> None:
+        """Sees what is new. At the `end` no process is left."""
+        orders, workers = self._link.newest, self._workers.all
+        if orders.get("failing") and not self._failed:
+            self._failed = True
+            for one in look_at([worker for worker in workers if worker.alive and not end]):
+                one.keep(self._folder)
+        for worker in workers:
+            if (end or not worker.alive) and (worker.rank, worker.life) not in self._kept:
+                self._kept.add((worker.rank, worker.life))
+                Standing(worker, {}, None, None, worker.pulse.flight).keep(self._folder)
+        asked = orders.get("stacks", 0)
+        if asked != self._asked and not end:
+            self._asked = asked
+            found = look_at([worker for worker in workers if worker.alive and not worker.out]) if asked else []
+            told = [{"name": one.name, "files": packed(*one.files), **one.about(), **one.says()} for one in found]
+            self._link.tell("/stands", [{"asked": asked, **one} for one in (*told, {"last": True})])

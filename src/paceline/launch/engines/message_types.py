@@ -1,0 +1,66 @@
+"""What launchers, drivers and hosts tell each other in lines of JSON, as types. Imported with the first line that is
+read: it needs msgspec. No torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, NotRequired, TypedDict, get_type_hints
+
+from msgspec import Meta
+
+from paceline.launch.options import LaunchOptions
+from paceline.team.message_types import Port, Seconds, Some, each, form
+
+Size = Annotated[int, Meta(ge=0, le=2**53)]
+At = tuple[str, Port, str]  # where a host listens for whoever measures the way to it
+_BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?\Z"
+_HINTS = get_type_hints(LaunchOptions)
+OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "token", "heard", "workers")}
+
+# ---- from a launcher to a host
+
+JOB: Any = (
+    form(
+        {"options": form({}, OPTIONS), "workers": Some | None, "token": str, "files": Size, "call": Size}
+        | {"tunnel": form(each("own goes comes", str)) | None}
+    )
+    | None
+)
+ORDER: Any = form({"name": str, "listen": str | None, "towards": str | None, "join": str | None, "detach": bool}) | None
+
+# ---- from a host, by what it says
+
+SAID: dict[str, Any] = {
+    "ready": form({}),
+    "like": form(each("script python torch paceline", str), {"workers": Some}),
+    "listens": form({"address": tuple[str, Port]}),
+    "value": form({"data": Annotated[str, Meta(pattern=_BASE64)]}),
+}
+
+# ---- from a driver, by the field that it has
+
+DRIVEN: dict[str, Any] = {
+    "waits": form({"waits": str}),
+    "what": form(each("what cure", str)),
+    "placed": form({"door": str, "placed": Annotated[list[str], Meta(min_length=1)]}),
+}
+
+# ---- of `paceline doctor --hosts`
+
+MEASURE: Any = At | None
+RATE = Annotated[float, Meta(ge=0, le=1e15)]
+FACTS = form({"versions": dict[str, str], "found": list[tuple[str, str, str]], "at": At})
+ANSWER = form({}, {"clock": Seconds, "rate": RATE, "latency": Seconds, "refused": str})
+
+# ---- from kubectl
+
+
+class Metadata(TypedDict):
+    name: str
+    uid: NotRequired[str]
+    creationTimestamp: NotRequired[str | None]
+    annotations: NotRequired[dict[str, Any]]
+
+
+_ITEM = form({"metadata": Metadata}, {"involvedObject": form({}, {"name": str}), **each("status spec", dict[str, Any])})
+ITEMS = form({"items": list.__class_getitem__(_ITEM)})

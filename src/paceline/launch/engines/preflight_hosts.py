@@ -1,0 +1,281 @@
+"""`paceline doctor --hosts a,b,c`: what each host has, its clock, and the links between them, before a run. No torch.
+
+One process a host, over ssh, answers with a line of JSON for each line of JSON. Pairs of hosts are tried in rounds in
+which each host is of one pair: all of them, or beyond `ALL` hosts as many rounds as these would take.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.base.console import say
+from paceline.base.environment import reached_at
+from paceline.base.handshake import (
+    HELLO,
+    NONCE,
+    PROOF,
+    NewConnections,
+    introduce,
+    make_nonce,
+    read_caller,
+)
+from paceline.base.schema import read_message
+from paceline.base.text import plural
+from paceline.errors import FormatError
+from paceline.launch.engines.engine import parse_hosts, split_options
+from paceline.launch.engines.remote_agent import MARK
+from paceline.launch.engines.ssh import Ssh
+from paceline.launch.preflight import Finding, checkup, own_address, versions
+from paceline.observe import doctor as observe
+
+ALL = 8
+SENT, PATIENCE = 0.2, 2.0  # seconds of a link's measure, and for a connection to come
+ANSWER = 20.0  # seconds for a host to come, or to answer
+BEGINNING = 0.25  # of a measure, that is left out: a link lets a little through at once
+BUFFER = 1 << 18
+APART = 1.0  # seconds between two clocks, from which on it is told
+
+
+def doctor(folder: Path | None, hosts: str | None, python: str, engine: str | None, here: bool) -> int | str:
+    """What is wrong with a run, if its `folder` is given; else what is found on this host, or on `hosts` and between
+    them, and 1 where a run may fail. UsageError: it is no run folder.
+    """
+    if folder is not None:
+        return observe.doctor(folder)
+    if here:
+        return serve()
+    tell = partial(say, out=sys.stdout)
+    found = [*checkup(Path())] if hosts is None else look_at(hosts, python, engine, tell)
+    for one in found:
+        tell(str(one))
+    bad = sum(bool(one.cure) for one in found)
+    tell(f"{plural(bad, 'thing')} to mend" if bad else "a run can begin")
+    return min(bad, 1)
+
+
+# ---- on a host
+
+
+def serve() -> int:
+    """Answers whoever has started us, until it goes."""
+    address, secret = reached_at() or own_address(), secrets.token_hex(16)
+    listener = socket.create_server((address, 0))
+    threading.Thread(target=_listen, args=(listener, secret), daemon=True).start()
+    at = [address, listener.getsockname()[1], secret]
+    from paceline.launch.engines.message_types import MEASURE  # needs msgspec
+
+    found = [[one.what, one.cure, one.note] for one in checkup(Path())]
+    _say({"versions": versions(), "found": found, "at": at})
+    for line in sys.stdin:
+        asked = read_message(line.encode(), MEASURE, "what was asked")
+        _say({"clock": time.time()} if asked is None else _measure(*asked))
+    return 0
+
+
+def _say(what: Any) -> None:
+    sys.stdout.buffer.write(MARK + json.dumps(what).encode() + b"\n")
+    sys.stdout.flush()
+
+
+def _listen(listener: socket.socket, secret: str) -> None:
+    strangers = NewConnections[socket.socket]()
+    while True:
+        connection, address = listener.accept()
+        if (oldest := strangers.come(connection, address[0], time.monotonic())) is not None:
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+        threading.Thread(target=_take, args=(connection, secret.encode(), strangers), daemon=True).start()
+
+
+def _take(connection: socket.socket, key: bytes, strangers: NewConnections[socket.socket]) -> None:
+    """Answers with the rate at which bytes have come, in bytes a second."""
+    came: list[tuple[float, int]] = []
+    with suppress(OSError), connection:
+        try:
+            proof = _greet(connection, key)
+        finally:
+            strangers.go(connection)
+        if proof is None:
+            return
+        connection.sendall(proof)
+        while data := connection.recv(BUFFER):
+            came.append((time.monotonic(), len(data)))
+        later = came[int(BEGINNING * len(came)) :]
+        seconds = later[-1][0] - later[0][0] if later else 0.0
+        rate = sum(size for _, size in later[1:]) / seconds if seconds > 0 else 0.0
+        connection.sendall(json.dumps(rate).encode())
+
+
+def _greet(connection: socket.socket, key: bytes) -> bytes | None:
+    """The proof for one who has shown that it has the key."""
+    nonce = make_nonce()
+    connection.settimeout(HELLO)
+    connection.sendall(nonce)
+    known = read_caller(key, nonce, connection.recv(NONCE + PROOF, socket.MSG_WAITALL))
+    connection.settimeout(ANSWER)
+    return None if known is None else known[0]
+
+
+def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
+    """The way to another host: bytes a second, and seconds there and back; or why there is none."""
+    if not address:
+        return {"refused": "it has no address in a network"}
+    from paceline.launch.engines.message_types import RATE  # needs msgspec
+
+    try:
+        with socket.create_connection((address, port), PATIENCE) as link:
+            link.settimeout(ANSWER)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+            nonce = link.recv(NONCE, socket.MSG_WAITALL)
+            began = time.monotonic()
+            if not introduce(link, secret.encode(), nonce):
+                return {"refused": "another program listens there"}
+            latency, end = time.monotonic() - began, time.monotonic() + SENT
+            while time.monotonic() < end:
+                link.sendall(bytes(BUFFER >> 2))
+            link.shutdown(socket.SHUT_WR)
+            return {"rate": read_message(link.makefile("rb").read(), RATE, "its answer"), "latency": latency}
+    except FormatError as error:
+        return {"refused": error.what}
+    except (OSError, ValueError) as error:
+        return {"refused": getattr(error, "strerror", None) or str(error) or "no answer"}
+
+
+# ---- where it was asked for
+
+
+class _Far:
+    """A host, and what it has said of itself; `why` it says nothing, if that is so."""
+
+    def __init__(self, name: str, command: Sequence[str], script: str) -> None:
+        self.name, self.why = name, ""
+        self.facts: dict[str, Any] = {}
+        self.clock = 0.0
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
+        self._send(script.encode())
+
+    def _send(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        with suppress(OSError):  # its end is heard of
+            self.process.stdin.write(data)
+            self.process.stdin.flush()
+
+    def end(self) -> None:
+        self.process.kill()
+
+    def hear(self, kind: Any) -> Any:
+        """Its next answer, of a type; None where it has ended, or says something else."""
+        assert self.process.stdout is not None
+        line = next((line for line in self.process.stdout if line.startswith(MARK)), None)
+        if line is not None:
+            try:
+                return read_message(line.removeprefix(MARK), kind, "what it says")
+            except FormatError as error:
+                self.why = str(error)
+                return None
+        assert self.process.stderr is not None
+        last = self.process.stderr.read().decode(errors="replace").strip().splitlines()
+        self.why = last[-1] if last else "it says nothing"
+        return None
+
+    def ask(self, what: Any) -> Any:
+        self._send(json.dumps(what).encode() + b"\n")
+        from paceline.launch.engines.message_types import ANSWER as FORM  # needs msgspec
+
+        return self.hear(FORM) or {"refused": self.why or "it says nothing"}
+
+    def come(self) -> None:
+        """What it has, and how far its clock is from ours: by the quickest of three answers."""
+        from paceline.launch.engines.message_types import FACTS  # needs msgspec
+
+        self.facts = self.hear(FACTS) or {}
+        tries = []
+        for _ in range(3 if self.facts else 0):
+            before = time.time()
+            there = self.ask(None).get("clock", before)
+            after = time.time()
+            tries.append((after - before, there - (before + after) / 2))
+        self.clock = min(tries)[1] if tries else 0.0
+
+
+def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of so many hosts, each host once in a round and each pair in one round (the circle method)."""
+    places = [*range(count + count % 2)]
+    for _ in range(min(len(places) - 1, ALL - 1)):
+        pairs = zip(places[: len(places) // 2], reversed(places[len(places) // 2 :]), strict=True)
+        yield [(min(pair), max(pair)) for pair in pairs if max(pair) < count]
+        places = [places[0], places[-1], *places[1:-1]]
+
+
+def look_at(hosts: str, python: str, engine: str | None, say: Callable[[str], None]) -> list[Finding]:
+    """What is found on hosts, as --hosts has them, and between them; `say` prints a line. UsageError: they are none."""
+    places, given = parse_hosts(hosts), split_options(engine)
+    script = f"exec {shlex.quote(python)} -m paceline doctor --here\n"
+    ssh = Ssh(places, given)
+    far = [_Far(place.name, ssh.command(place), script) for place in places]
+    watch = threading.Timer(ANSWER + ALL * (SENT + PATIENCE), lambda: [*map(_Far.end, far)])
+    watch.start()
+    try:
+        with ThreadPoolExecutor(len(far)) as pool:
+            [*pool.map(_Far.come, far)]
+            alive = [one for one in far if one.facts]
+            links = dict[tuple[str, str], Any]()
+            for pairs in rounds(len(alive)) if len(alive) > 1 else ():
+                some = [(alive[one], alive[other]) for one, other in pairs]
+                said = pool.map(lambda pair: pair[0].ask(pair[1].facts["at"]), some)
+                links |= {(one.name, other.name): told for (one, other), told in zip(some, said, strict=True)}
+    finally:
+        watch.cancel()
+        for one in far:
+            one.end()
+            one.process.wait()
+    return [*_of_hosts(far, say), *_of_links(links, say)]
+
+
+def _of_hosts(far: Sequence[_Far], say: Callable[[str], None]) -> Iterator[Finding]:
+    here = [one for one in far if one.facts]
+    names = max(len(one.name) for one in far)
+    for one in here:
+        told = ", ".join(f"{name} {number}" for name, number in one.facts["versions"].items())
+        say(f"{one.name:{names}}  {one.facts['at'][0]}, {told}, clock {one.clock:+.3f} s")
+    for one in far:
+        if not one.facts:
+            yield Finding(f"{one.name} does not answer", one.why)
+        for what, cure, note in one.facts.get("found", ()):
+            if cure or note:
+                yield Finding(f"{one.name}: {what}", cure, note)
+        if abs(one.clock) > APART:
+            yield Finding(f"the clock of {one.name} is {one.clock:+.1f} s from this one", note="let NTP set it")
+    if len({json.dumps(one.facts["versions"]) for one in here}) > 1:
+        yield Finding("the hosts have other versions", "install the same ones on all, or say --python PATH")
+
+
+def _of_links(links: dict[tuple[str, str], Any], say: Callable[[str], None]) -> Iterator[Finding]:
+    good = {pair: told for pair, told in links.items() if told.keys() >= {"rate", "latency"}}
+    by_rate = sorted(good, key=lambda pair: float(good[pair]["rate"]))
+    for one, other in by_rate[:ALL]:  # the slowest
+        told = good[one, other]
+        say(f"{one} to {other}: {8e-6 * told['rate']:,.0f} Mbit/s, {1000 * told['latency']:.1f} ms there and back")
+    if len(good) > ALL:
+        say(
+            f"{len(good) - ALL} more of {len(good)} are not slower than {8e-6 * good[by_rate[ALL]]['rate']:,.0f} Mbit/s"
+        )
+    for (one, other), told in links.items():
+        if "refused" in told:
+            what = f"{one} does not reach {other} ({told['refused']})"
+            yield Finding(what, "open the ports between the hosts: any, or those of --listen and of the coordinator")

@@ -1,0 +1,268 @@
+"""Starting workers from a process of this host that has imported torch already. What that does is in forked.py.
+
+A worker costs a tenth of a second so, instead of the seconds that torch and its compiler take to be imported. No torch.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from io import FileIO
+from selectors import EVENT_READ, BaseSelector
+from typing import Any
+
+from paceline.base.environment import inherited_warm
+from paceline.launch.forked_worker import GO, PID_BYTES, POOL, PROGRAM, fixed, receive, send
+from paceline.launch.processes import Child, adopt_orphans, die_with_us
+
+PATIENCE = 10.0  # seconds for an answer, which takes some hundredths
+OFTEN = 3  # so many ends of the warm process are too many
+LAST = 2000  # bytes of what it printed, of which the last line may be told
+
+
+class ColdError(Exception):
+    """A worker cannot be forked: it must be started from nothing. Says why."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A worker to be: the `program` that an interpreter is given, its environment and folder, and what it inherits:
+    where it writes, and descriptors by the variable that tells their number.
+    """
+
+    name: str
+    program: Sequence[str]
+    environment: Mapping[str, str]
+    streams: tuple[int, int]
+    numbered: Mapping[str, int]
+    folder: str = "."
+
+
+class Kept:
+    """The warm process that a run leaves to the next one of the same command; it ends with the `with` block."""
+
+    def __init__(self) -> None:
+        self._left: tuple[Child, socket.socket, dict[str, str]] | None = None
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.take({})
+
+    def leave(self, process: Child, agent: socket.socket, environment: dict[str, str]) -> None:
+        self._left = process, agent, environment
+
+    def take(self, environment: dict[str, str]) -> tuple[Child, socket.socket] | None:
+        """The one that was left, if it was started with the same; else it is ended."""
+        left, self._left = self._left, None
+        if left is None:
+            return None
+        process, agent, its = left
+        if its == environment and process.status is None:
+            return process, agent
+        _end(process, agent)
+        return None
+
+
+def _end(process: Child, agent: socket.socket) -> None:
+    agent.close()
+    process.signal(signal.SIGKILL)
+    process.reap()
+
+
+class Warm:
+    """One at a time is kept alive. `words` are for its command line, `environment` is that of the workers. `changed` is
+    called when it can fork, or why it cannot is known; `say` prints a line. One that is in the place `kept` is used,
+    and put there in the end.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        selector: BaseSelector,
+        changed: Callable[[], None],
+        say: Callable[[str], None],
+        kept: Kept | None = None,
+    ) -> None:
+        self._words, self._given, self._selector, self._kept = list(words), environment, selector, kept
+        self.environment = fixed(environment)  # what counts of it
+        self._changed, self._say = changed, say
+        self.ready = False
+        self.trouble: str | None = None  # why it will never fork
+        self.sessions: set[int] = set()  # of all warm processes: what they leave behind we adopt
+        self._ends = 0
+        self._printed = b""  # the end of it
+        self._process: Child | None = None
+        self._output: FileIO | None = None  # what it prints, where we started it
+        adopt_orphans()
+        left = kept.take(self.environment) if kept is not None else None
+        inherited = inherited_warm()
+        if left is not None:
+            self._take(*left, ready=True)
+        elif inherited is not None:
+            self._take(Child(inherited[0]), socket.socket(fileno=inherited[1]))
+        else:
+            self._start()
+
+    def fork(self, wanted: Wanted) -> Child:
+        """The worker, which begins its program now. ColdError: it cannot be done now, and no process of it will run.
+
+        The worker waits at a gate until we know its number, and ends when the gate closes. So whatever happens to the
+        warm process meanwhile, either the worker is known here, or it never runs a line of the program.
+        """
+        if not self.ready or self._process is None:
+            raise ColdError(self.trouble or "there is no warm process at the moment")
+        gate, workers_end = socket.socketpair()
+        with gate:
+            gate.settimeout(PATIENCE)
+            with workers_end:
+                trouble = self._request(self._process, wanted, workers_end)
+            if trouble is not None:
+                raise ColdError(trouble)
+            if (pid := self._await_worker(gate)) is None:
+                raise ColdError("the warm process, or its copy, ended while it forked")
+            child = Child(pid)  # it cannot be another one: whoever has ended stays until we reap it
+            with suppress(OSError):  # it has ended meanwhile, which we hear of as of every worker
+                gate.send(GO)
+            return child
+
+    def _request(self, process: Child, wanted: Wanted, gate: socket.socket) -> str | None:
+        """Asks the warm process to fork a worker. Why it refused; where it did not answer, it has ended afterwards."""
+        said = {
+            "name": wanted.name,
+            "program": list(wanted.program),
+            "environment": dict(wanted.environment),
+            "numbered": list(wanted.numbered),
+            "folder": os.path.abspath(wanted.folder),
+            "agent": os.getpid(),
+        }
+        try:
+            send(self._socket, said, [gate.fileno(), *wanted.streams, *wanted.numbered.values()])
+            answer = receive(self._socket)
+        except OSError:
+            answer = None
+        if answer is None:
+            process.signal(signal.SIGKILL)  # what it may have forked comes to the gate, or the gate closes with it
+            return None
+        trouble: str | None = answer[0]["trouble"]
+        return trouble
+
+    def _await_worker(self, gate: socket.socket) -> int | None:
+        """The number of the process that waits at the gate; None where there is none, or it does not come in time."""
+        try:
+            said = gate.recv(PID_BYTES)
+        except OSError:
+            return None
+        return int(said) if said else None
+
+    def look(self) -> None:
+        """A process that was stopped serves nobody."""
+        if self._process is not None and self._process.look(os.WSTOPPED) is not None:
+            self._process.signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """We need it no more."""
+        if self._process is None:
+            return
+        self._selector.unregister(self._process.pidfd)
+        self._forget(self._socket)
+        if self._kept is not None and self.ready and self._process.status is None:
+            self._kept.leave(self._process, self._socket, self.environment)
+        else:
+            _end(self._process, self._socket)
+        self._process = None
+        if self._output is not None:
+            self._print()
+            self._forget(self._output)
+            self._output.close()
+        self.ready = False
+
+    # ---- its life
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        read, write = os.pipe()
+        self._output = FileIO(read)
+        os.set_blocking(read, False)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *self._words],
+                env={**self._given, POOL: "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=write,
+                stderr=write,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                preexec_fn=die_with_us(),
+            )
+        except OSError as error:
+            ours.close()
+            self._output.close()
+            self.trouble = f"the warm process cannot be started ({error.strerror})"
+            return
+        finally:
+            theirs.close()
+            os.close(write)
+        self._selector.register(self._output, EVENT_READ, self._print)
+        self._take(Child(process.pid, process), ours)
+
+    def _take(self, process: Child, agent: socket.socket, ready: bool = False) -> None:
+        self._process, self._socket, self.ready = process, agent, ready
+        self.sessions.add(process.pid)
+        agent.settimeout(PATIENCE)
+        if not ready:
+            self._selector.register(agent, EVENT_READ, self._hear)
+        self._selector.register(process.pidfd, EVENT_READ, self._ended)
+
+    def _forget(self, file: Any) -> None:
+        with suppress(KeyError):
+            self._selector.unregister(file)
+
+    def _print(self) -> None:
+        assert self._output is not None
+        data = self._output.readall()
+        self._printed = (self._printed + (data or b""))[-LAST:]
+        if data == b"":
+            self._forget(self._output)
+
+    def _hear(self) -> None:
+        """It has imported all that it should, or it ends."""
+        if self._process is None:  # it has, in the same turn of the loop
+            return
+        self._selector.unregister(self._socket)
+        try:
+            said = receive(self._socket)
+        except OSError:
+            return
+        if said is not None and said[0]["environment"] == self.environment:
+            self.ready = True
+            self._changed()
+        elif said is not None:  # it was inherited, and started for other workers
+            self.close()
+            self._start()
+
+    def _ended(self) -> None:
+        assert self._process is not None
+        was_ready, status = self.ready, self._process.status
+        if status is None:
+            return
+        self.close()
+        self._ends += 1
+        how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
+        if was_ready and self._ends < OFTEN:
+            self._say(f"the warm process ended ({how}), and another one is started")
+            self._start()
+            return
+        times = "" if self._ends == 1 else f" {self._ends} times"
+        lines = self._printed.decode("utf-8", "replace").split("\n")
+        last = next((f": {line}" for line in reversed(lines) if line.strip()), "")
+        self.trouble = f"the warm process ended{times} ({how}){last}"
+        self._changed()

@@ -1,0 +1,394 @@
+"""The warm process: it has imported torch and nothing of the script's, and forks itself into workers.
+
+Its program is `PROGRAM`, followed by the descriptor of its socket to the agent and, to be found by, the script with its
+arguments. A worker is forked twice, so that the agent, which adopts orphans, becomes its parent. What it then runs goes
+the way that ``python SCRIPT`` goes, to the end of the interpreter. No torch in what the agent imports of this file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.machinery import BuiltinImporter, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+from paceline.base.console import say
+from paceline.base.environment import World, assume, worker_environment
+from paceline.base.heartbeat import PULSE
+from paceline.launch.processes import die_with, name_process
+
+# Neither what lies where the agent was started nor what lies beside this file is to be found by an import.
+PROGRAM = (
+    "import sys; sys.path[0] or sys.path.pop(0); bare = {*sys.modules}; "
+    "from paceline.launch.forked_worker import main; main(bare)"
+)
+# Variables that libraries read while they are loaded, and never again.
+READ_ONCE = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "ONEDNN_", "DNNL_"),
+    *("TORCH", "PYTORCH_", "ATEN_", "MALLOC_", "THP_"),
+)
+# And those that the interpreter, the C library and its loader read first of all.
+READ_FIRST = ("PYTHON", "GLIBC_TUNABLES", "LD_", "LC_", "LANG")
+POOL = "OPENBLAS_NUM_THREADS"  # unless it is 1, numpy starts threads when it is imported
+_LIMITS = (POOL, "GOTO_NUM_THREADS", "OMP_NUM_THREADS")  # what OpenBLAS takes its threads from, the first that is set
+_IMPORTS = (
+    "paceline.trainer",
+    "paceline.comm.message_types",
+    "torch._dynamo",
+)  # the last one as soon as there is an optimizer
+MODULE = "-m"  # what stands before a module's name
+WARM = "paceline warm", ["paceline: a warm process"]  # its name, its command line
+_MOST = 16  # descriptors with a message
+GO = b"!"  # what a worker waits for at its gate, before it does anything of the script's
+PID_BYTES = 32  # of a message with a process id, at most
+_LOADED: set[str] = set()  # the modules that every worker begins with
+
+
+class _FailedError(BaseException):
+    """The script failed and has said so: the interpreter ends with 1, or by the signal that it took note of."""
+
+
+@dataclass(frozen=True)
+class Began:
+    """What the process had from its start: modules, and the variables that count then."""
+
+    modules: set[str]
+    environment: dict[str, str]
+
+
+# ---- what is said on the socket
+
+
+def send(to: socket.socket, said: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """A message: what is said, of any length, and open descriptors."""
+    body = os.memfd_create("paceline")
+    try:
+        with open(body, "wb", closefd=False) as file:
+            file.write(json.dumps(said).encode())
+        socket.send_fds(to, [b"."], [body, *descriptors])
+    finally:
+        os.close(body)
+
+
+def receive(of: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """The next message, with descriptors that are ours now. None: the other one is gone."""
+    try:
+        mark, descriptors, _, _ = socket.recv_fds(of, 1, _MOST)
+    except ConnectionResetError:
+        return None
+    if not mark:
+        return None
+    body, *others = descriptors
+    with open(body, "rb") as file:
+        file.seek(0)
+        return json.loads(file.read()), others
+
+
+def fixed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that count at the start of a process and not afterwards."""
+    return {n: v for n, v in environment.items() if n.startswith((*READ_ONCE, *READ_FIRST)) and n != POOL}
+
+
+# ---- the warm process
+
+
+def main(bare: set[str]) -> None:
+    """From the imports to the agent's end; in each worker, to the end of its script. `bare`: the modules of every
+    interpreter from its start.
+    """
+    began = Began(bare, fixed(worker_environment()))  # torch adds to both while it is imported
+    loaded: dict[str, int] = {}
+    last = sys.modules["paceline"]._last
+    atexit.unregister(last)  # it came with the import of this file, and would find its modules gone
+    atexit.register(_leave_whole, loaded)  # before all others, so that it comes after them
+    atexit.register(last)
+    load()
+    ours = sys.modules.keys() - bare
+    loaded |= {name: len(vars(sys.modules[name])) for name in ours if isinstance(sys.modules[name], ModuleType)}
+    if _has_nanobind(loaded):
+        atexit.register(lambda: vars(sys).update(paceline_quiet_end=_QuietEnd()))
+    name_process(*WARM)
+    serve(socket.socket(fileno=int(sys.argv[1])), began)
+
+
+def load() -> None:
+    """Imports all that a training script will, which takes the time; what is there then is shared by all workers."""
+    gc.disable()
+    for name in _IMPORTS:
+        import_module(name)
+    _LOADED.update(sys.modules)  # not in each worker, which writes to what it goes through, and so copies it
+    gc.enable()
+    gc.freeze()  # a collection would write to each object, and so copy it
+    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # they take torch's operators back, one by one
+        finalizer.atexit = False
+
+
+def _leave_whole(loaded: Mapping[str, int]) -> None:
+    """Modules that a script left as they were when they were `loaded` here (with so many names) are not taken to pieces
+    at its end: whatever is written to is copied first, and that takes longer than many a script.
+    """
+    for name, names in loaded.items():
+        module = sys.modules.get(name)
+        if module is not None and len(vars(module)) == names:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+            del sys.modules[name]
+
+
+def _has_nanobind(names: Iterable[str]) -> bool:
+    """Whether one of these modules is made with nanobind, as Triton is that comes with torch 2.15."""
+    modules = [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]
+    return any(type(value).__module__ == "nanobind" for module in modules for value in vars(module).values())
+
+
+class _QuietEnd:
+    """Turns stderr off when the interpreter frees it with the contents of `sys`, which it frees last.
+
+    After that nanobind reports every object that is still there as a leak, in 30 lines. Objects of modules that are
+    left whole are there on purpose. Finalizers of a script have run by then, and can write to stderr.
+    """
+
+    def __init__(self) -> None:
+        self._nothing = os.open(os.devnull, os.O_WRONLY)
+
+    def __del__(self, redirect: Callable[[int, int], object] = os.dup2) -> None:  # its module may be gone
+        redirect(self._nothing, 2)
+
+
+def serve(agent: socket.socket, began: Began) -> None:
+    """Forks a worker for each request, until the agent is gone; in each worker, to the end of its script."""
+    os.set_inheritable(agent.fileno(), False)
+    send(agent, {"environment": began.environment})
+    while (request := receive(agent)) is not None:
+        given, descriptors = request
+        trouble = _in_the_way(agent, descriptors) or _of_the_script(given, began)
+        said: dict[str, Any] = {"trouble": trouble}
+        if trouble is None:
+            try:
+                between = _fork()
+            except OSError as error:
+                said = {"trouble": f"it cannot fork ({error.strerror})"}
+            else:
+                if between:
+                    agent.close()
+                    become({**given, "between": between, "descriptors": descriptors})
+                    return
+        for descriptor in descriptors:
+            os.close(descriptor)
+        send(agent, said)
+
+
+def _fork() -> int:
+    """In the worker, the process between us, which ends at once; here 0. OSError: there can be no worker."""
+    between = os.fork()
+    if between == 0:
+        between = os.getpid()
+        try:
+            worker = os.fork()
+        except OSError as error:
+            os._exit(error.errno or 1)
+        if worker == 0:
+            return between
+        os._exit(0)
+    _, status = os.waitpid(between, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        raise OSError(code, os.strerror(code) if code > 0 else "its child was killed")
+    return 0
+
+
+def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
+    """What a worker must not inherit and would, if there is anything: looked for and not guessed, before each fork."""
+    tasks = os.listdir("/proc/self/task")
+    if len(tasks) > 1:
+        names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks if int(task) != os.getpid()]
+        return f"it has threads ({', '.join(names)})"
+    torch = sys.modules["torch"]
+    for accelerator in ("cuda", "xpu", "mtia"):
+        if getattr(torch, accelerator).is_initialized():
+            return f"it has initialised {accelerator}"
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    if tracker is not None and tracker._resource_tracker._fd is not None:
+        return "it has multiprocessing's resource tracker"
+    own = {0, 1, 2, agent.fileno(), *descriptors}
+    for name in os.listdir("/proc/self/fd"):
+        path = Path("/proc/self/fd", name)
+        if int(name) not in own and path.is_symlink():  # else it was that of the listing
+            return f"it has opened {os.readlink(path)}"
+    return None
+
+
+def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
+    """Why a script cannot start in a copy of this process as it does in one of its own, if it can't."""
+    import zipfile  # the agent imports this file, too, and does without
+
+    script = Path(given["folder"], given["program"][0])
+    if zipfile.is_zipfile(script):
+        return f"{script} is an archive"
+    if sys.flags.safe_path:
+        return None
+    folder = _first_path(given["program"], given["folder"])
+    try:
+        beside = {path.name.partition(".")[0]: path for path in Path(folder).iterdir()}
+    except OSError:
+        return None
+    for name in sorted((beside.keys() & sys.modules.keys()) - began.modules):
+        found, there = PathFinder.find_spec(name, [folder]), sys.modules[name].__spec__
+        if found and found.origin and (there is None or found.origin != there.origin):
+            return f"{beside[name]} has the name of a module that is imported already"
+    return None
+
+
+def _first_path(program: Sequence[str], folder: str) -> str:
+    """The first place where a script's imports look."""
+    return folder if program[0] == MODULE else str(Path(folder, program[0]).resolve().parent)
+
+
+# ---- the worker
+
+
+def become(given: Mapping[str, Any]) -> None:
+    """Runs the script as ``python SCRIPT ARGUMENTS`` would; `given` is what `launch.warm` asks for."""
+    gate, stdout, stderr, *numbered = given["descriptors"]
+    os.setsid()
+    while os.getppid() == given["between"]:
+        time.sleep(0)
+    die_with(given["agent"])
+    _pass(socket.socket(fileno=gate))
+    for descriptor, stream in ((stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, stream)
+        os.close(descriptor)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    os.chdir(given["folder"])
+    environment = {**given["environment"], **dict(zip(given["numbered"], map(str, numbered), strict=True))}
+    assume(environment)
+    PULSE.take()
+    _seed_anew()
+    _limit_pool(environment)
+    if "LD_PRELOAD" not in environment:  # it may be there for what it does at the end
+        _end_after_the_script()
+    run(given["program"], given["name"], environment)
+
+
+def _pass(gate: socket.socket) -> None:
+    """Tells the agent which process this is, and waits until it knows; ends where it does not want to know."""
+    go = b""
+    with gate, suppress(OSError):
+        gate.send(str(os.getpid()).encode())
+        go = gate.recv(len(GO))
+    if go != GO:
+        os._exit(1)
+
+
+def run(program: Sequence[str], name: str, environment: dict[str, str]) -> None:
+    """From here on this process is what an interpreter makes of a `program`, as in `Wanted`."""
+    script, *arguments = program
+    module = arguments.pop(0) if script == MODULE else ""
+    sys.argv = [script, *arguments]
+    sys.orig_argv = [sys.executable, *program]
+    name_process(name, sys.orig_argv)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, _first_path(program, os.getcwd()))
+    _watch(environment)
+    main = sys.modules["__main__"] = ModuleType("__main__")  # that of before would never be collected
+    vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"], __loader__=BuiltinImporter)
+    del main
+    _run(script, module)
+
+
+def _run(script: str, module: str) -> None:
+    """To the end of a script, or of a module. The interpreter itself runs it, so that tracebacks, exits and signals are
+    its own.
+    """
+    text = f"import runpy; runpy._run_module_as_main({module!r})".encode()
+    library, run = ctypes.CDLL(None), ctypes.pythonapi.PyRun_AnyFileExFlags
+    library.fopen.restype = library.fmemopen.restype = ctypes.c_void_p
+    run.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_void_p]
+    path = "<frozen runpy>" if module else os.path.abspath(script)
+    file = library.fmemopen(text, len(text), b"rb") if module else library.fopen(os.fsencode(path), b"rb")
+    if not file:
+        say(f"{sys.executable}: can't open file {path!r}")
+        raise SystemExit(2)
+    if run(file, os.fsencode(path), 1, None):
+        sys.excepthook = lambda *_: None
+        raise _FailedError
+
+
+def _seed_anew() -> None:
+    """What was drawn from the system once, when it was imported, and would be the same in all workers. Python's own
+    generator sees to itself.
+    """
+    sys.modules["torch"].default_generator.seed()
+    sys.modules["numpy"].random.seed()
+
+
+def _end_after_the_script() -> None:
+    """The process is gone before the destructors of torch's libraries run, which take most of the time that its end
+    takes. C calls what is to be called at the end from the last one backwards: so what the script loads comes first.
+    """
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)  # it is given the exit code
+    libc.__cxa_atexit(libc.fflush, None, None)
+
+
+def _limit_pool(environment: Mapping[str, str]) -> None:
+    """Gives numpy the threads that it would have taken."""
+    asked = next((environment[name] for name in _LIMITS if environment.get(name, "").isdecimal()), "")
+    threads = int(asked) if asked else len(os.sched_getaffinity(0))
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}
+    for path in paths:
+        library = ctypes.CDLL(path)
+        for name in ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads", "openblas_set_num_threads"):
+            if hasattr(library, name):
+                getattr(library, name)(threads)
+                break
+
+
+def _watch(environment: dict[str, str]) -> None:
+    """A variable that is read while libraries are loaded counts if the script sets it before: then the worker begins
+    anew in its place, without what is imported here.
+    """
+    worker = os.getpid()
+
+    def heard(event: str, values: tuple[Any, ...]) -> None:
+        if event not in ("os.putenv", "os.unsetenv") or os.getpid() != worker:
+            return
+        name = os.fsdecode(values[0])
+        value = os.fsdecode(values[1]) if event == "os.putenv" else None
+        if name.startswith(READ_ONCE) and value != environment.get(name) and not _has_torch():
+            _anew(name, environment)
+
+    sys.addaudithook(heard)
+
+
+def _has_torch() -> bool:
+    """Whether the script, or what it imports, has imported torch: it has the name of something of it."""
+    own = [module for name, module in {**sys.modules}.items() if name == "__main__" or name not in _LOADED]
+    for value in (value for module in own for value in {**vars(module)}.values()):
+        name = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
+        if isinstance(name, str) and (name.partition(".")[0] == "torch" or name.startswith("paceline.")):
+            return True
+    return False
+
+
+def _anew(variable: str, environment: dict[str, str]) -> NoReturn:
+    """The same process and descriptors, started cold."""
+    events = environment.get("PACELINE_EVENTS_FD")
+    why = f"the script sets {variable} before it imports torch"
+    World(events_fd=int(events) if events else None).tell("cold", why=why)
+    PULSE.hand_on()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, sys.orig_argv, environment)

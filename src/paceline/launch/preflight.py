@@ -1,0 +1,243 @@
+"""`paceline doctor` before a run: whether this host has what a run needs, and what the environment would make of it.
+No torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import re
+import resource
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from paceline.base.environment import (
+    address_towards,
+    gloo_interface,
+    gpus,
+    memory_free,
+    reached_at,
+    read_nodes,
+    read_world,
+    slurm_job,
+)
+from paceline.base.text import plural, size_of
+from paceline.errors import PacelineError
+
+SHM = Path("/dev/shm")
+LEAST_SHM = 1 << 30  # bytes from which on nothing is said
+COPIED = 32 << 20  # bytes of the copy that is tried
+FILES = 1024  # descriptors that hundreds of workers and loaders are short of
+SLOW = 0.5  # seconds of a flush, from which on it is told
+TORCH = (2, 13)
+_SIOCGIFADDR = 0x8915  # of netdevice(7)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`fine`, or what is wrong: with a `cure` a run may fail, with a `note` it may be slow. Each a text for people."""
+
+    what: str
+    cure: str = ""
+    note: str = ""
+
+    def __str__(self) -> str:
+        mark = "BAD " if self.cure else "note" if self.note else "ok  "
+        return f"{mark}  {self.what}" + (f": {self.cure or self.note}" if self.cure or self.note else "")
+
+
+def checkup(folder: Path) -> Iterator[Finding]:
+    """What is found here, for a run in this folder; in about a tenth of a second."""
+    for look in (_versions, _cores, _memory, _room, _copy, _graphics, _address, _files):
+        yield from look()
+    yield from _disk(folder)
+    yield from _start()
+
+
+def at_launch() -> Iterator[str]:
+    """What is said when a run begins, of what takes no time to see."""
+    for finding in (*_room(), *_graphics()):
+        if finding.cure or finding.note:
+            yield f"{finding.what}: {finding.cure or finding.note}"
+
+
+def versions() -> dict[str, str]:
+    """Of what all hosts must have alike."""
+    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for name in ("torch", "paceline"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def _versions() -> Iterator[Finding]:
+    found = versions()
+    told = ", ".join(f"{name} {number}" for name, number in found.items())
+    known = re.match(r"(\d+)\.(\d+)", found["torch"])
+    fits = known is not None and (int(known[1]), int(known[2])) >= TORCH
+    yield Finding(told, "" if fits else "pip install 'torch>=2.13'")
+
+
+def _cores() -> Iterator[Finding]:
+    count, flags = len(os.sched_getaffinity(0)), ""
+    with suppress(OSError):
+        flags = Path("/proc/cpuinfo").read_text()
+    kind = next((name for name, flag in (("AVX-512", "avx512f"), ("AVX2", "avx2")) if f" {flag}" in flags), "")
+    with suppress(OSError, ValueError):  # of a container
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        if quota != "max" and int(quota) < count * int(period):
+            what = f"{plural(count, 'core')}, of which a quota gives {int(quota) / int(period):g}"
+            yield Finding(what, note="start no more workers than that")
+            return
+    yield Finding(plural(count, "core") + (f" with {kind}" if kind else ""))
+
+
+def _memory() -> Iterator[Finding]:
+    yield Finding(f"{size_of(memory_free())} of memory free")
+
+
+def _room() -> Iterator[Finding]:
+    """For the rows that loader processes hand over."""
+    if not SHM.is_dir():
+        yield Finding(f"there is no {SHM}", "mount a tmpfs there: loader processes hand rows over in it")
+        return
+    free = shutil.disk_usage(SHM).free
+    what, cure = f"{size_of(free)} free in {SHM}", "docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
+    if free < 2 * COPIED:
+        yield Finding(what, cure)
+    else:
+        yield Finding(what, note="" if free >= LEAST_SHM else f"loader processes hand rows over in it; {cure}")
+
+
+def _copy() -> Iterator[Finding]:
+    """Through shared memory, where there is room; it is compared."""
+    if not SHM.is_dir() or shutil.disk_usage(SHM).free < 2 * COPIED:
+        return
+    pattern = os.urandom(1 << 20) * (COPIED >> 20)
+    with tempfile.TemporaryFile(dir=SHM) as file:
+        file.truncate(COPIED)
+        with mmap.mmap(file.fileno(), COPIED) as there:
+            there[:] = pattern  # its pages are made
+            began = time.perf_counter()
+            there[:] = pattern
+            took = time.perf_counter() - began
+            same = hashlib.blake2b(there).digest() == hashlib.blake2b(pattern).digest()
+    speed = f"{COPIED / took / 1e9:.1f} GB/s"
+    yield Finding(
+        f"a copy through shared memory is right, {speed}" if same else "a copy through shared memory differs",
+        "" if same else "test this machine's memory: nothing that is computed on it can be trusted",
+    )
+
+
+def _graphics() -> Iterator[Finding]:
+    count = gpus()
+    if count and (torch := versions()["torch"]).endswith("+cpu"):
+        yield Finding(f"{plural(count, 'GPU')}, and torch {torch} knows no CUDA", "install torch for CUDA")
+    elif count:
+        yield Finding(plural(count, "GPU"))
+
+
+def own_address() -> str:
+    """At which others reach this host: that of its default route, or without one that of its first network; empty
+    where it has none.
+    """
+    with suppress(OSError):
+        return address_towards("192.0.2.1")  # an address of documentation
+    return next(iter(_network_addresses()), "")
+
+
+def _network_addresses() -> list[str]:
+    """Of this host's interfaces but the loopback, in their order."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in found if not address.startswith("127.")]
+
+
+def _has_default_route() -> bool:
+    try:
+        address_towards("192.0.2.1")
+        return True
+    except OSError:
+        return False
+
+
+def _address() -> Iterator[Finding]:
+    name, address, chosen = socket.gethostname(), reached_at() or own_address(), gloo_interface()
+    names = [interface for _, interface in socket.if_nameindex()]
+    if chosen and not any(one.strip() in names for one in chosen.split(",")):
+        yield Finding(f"GLOO_SOCKET_IFNAME={chosen}", f"there is no such interface, but {', '.join(names)}; unset it")
+    if not address:
+        yield Finding(f"{name} has no address in a network", note="workers of this host alone can meet")
+        return
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+    resolved = ""
+    with suppress(OSError):
+        resolved = socket.gethostbyname(name)
+    loops = resolved.startswith("127.")
+    more = f"the name {name} means {resolved} here; Paceline takes the address, other tools may not" if loops else ""
+    alone = "" if _has_default_route() else ", in its own network: there is no default route"
+    yield Finding(f"{name} is reached at {address}{alone}", note=more)
+
+
+def _files() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < FILES:
+        yield Finding(
+            f"{soft} open files a process", note=f"ulimit -n {min(hard, 65536)}, for many workers and loaders"
+        )
+
+
+def _disk(folder: Path) -> Iterator[Finding]:
+    """Whether a checkpoint can be written near `folder`, and how long a flush takes there."""
+    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(b"\0" * (1 << 20))
+            file.flush()
+            began = time.perf_counter()
+            os.fsync(file.fileno())
+            took = time.perf_counter() - began
+    except OSError as error:
+        yield Finding(f"{there} cannot be written ({error.strerror})", "give --run-dir, or --checkpoints, elsewhere")
+        return
+    what = f"{size_of(shutil.disk_usage(there).free)} free in {there}, a flush takes {1000 * took:.0f} ms"
+    yield Finding(what, note="checkpoints will take long" if took > SLOW else "")
+
+
+def _start() -> Iterator[Finding]:
+    """Who has started us, as `python train.py` and `paceline run --nodes auto` would see it."""
+    try:
+        world = read_world()
+        if world.launcher != "none":
+            yield Finding(f"{world.launcher}'s variables: `python train.py` is worker {world.rank} of {world.size}")
+        elif (job := slurm_job()) is not None:
+            yield Finding(f"Slurm's job {job.number} on {job.nodes}: `paceline launch slurm train.py` uses it")
+        else:
+            yield Finding("nobody has started workers: `python train.py` trains alone")
+    except PacelineError as error:
+        yield Finding(error.what, error.cure)
+    try:
+        number, count, first, _ = read_nodes()
+        of = f" of {count}" if count else ""  # else that may change
+        yield Finding(f"node {number}{of} at {first}: `paceline run --nodes auto train.py` on each makes a team")
+    except PacelineError as error:
+        if "disagree" in error.what:
+            yield Finding(error.what, error.cure)

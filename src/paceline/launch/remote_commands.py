@@ -1,0 +1,166 @@
+"""`paceline stop`, `stacks`, `profile`, `logs`: to come back to a run that others started, on any engine. No torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.base.console import Coloured, coloured, in_one_line, last_painted, printable, say
+from paceline.base.environment import parse_whole
+from paceline.base.journal import read_journal
+from paceline.base.schema import open_file
+from paceline.base.stacks import FOLDER
+from paceline.base.text import plural, ranks
+from paceline.base.tracebacks import named
+from paceline.errors import FormatError, LaunchError, PacelineError, UsageError
+from paceline.launch.coordinator_process import ADDRESS
+from paceline.launch.joining import NO_TOKEN, find
+from paceline.launch.options import LaunchOptions
+from paceline.observe.profiling import FOLDER as PROFILES
+from paceline.observe.profiling import profile_of
+from paceline.team.coordinator_client import RefusedError, UnsignedError, Wire, ask_challenge, ask_once
+from paceline.team.stack_requests import table
+
+LOOK, AGAIN = 0.2, 0.02  # seconds between two looks at a run, or for answers
+PATIENCE = 5.0  # seconds for agents to answer
+
+
+def stop(run: str, token_file: str | None, wait: bool) -> int:
+    """Asks a run, by its folder or HOST:PORT, to stop with a checkpoint, and waits until it has ended. UsageError,
+    LaunchError: it cannot be asked.
+    """
+    address, token, folder = _found(run, token_file)
+    said = _ask(address, token, "/stop", {}, "stopped")
+    say(f"{in_one_line(run)} has done {plural(said['step'], 'step')}: it stops after the one under way, and saves")
+    while wait and _answers(address, token):
+        time.sleep(LOOK)
+    if wait:
+        say(f"{in_one_line(run)} has ended{_how(folder)}")
+    return 0
+
+
+def stacks(run: str, token_file: str | None) -> str:
+    """Where all workers of a run stand, on one screen; their stacks and last collectives are in its folder then.
+    UsageError, LaunchError: it cannot be asked.
+    """
+    address, token, folder = _found(run, token_file)
+    said, end = _ask(address, token, "/stacks", {}, "asked"), time.monotonic() + PATIENCE
+    while said["waits"] and time.monotonic() < end:
+        time.sleep(AGAIN)
+        said = _ask(address, token, "/stacks", {"asked": said["asked"]}, "asked")
+    where = said["folder"] if folder is None else named(folder / FOLDER)
+    lines = [f"{agent} does not answer" for agent in said["waits"]]
+    lines = [f"{plural(len(said['workers']), 'worker')}:", *table(said["workers"]), *lines]
+    return "\n".join([*lines, f"all stacks and last collectives: {where}" + ("" if folder else f" on {address[0]}")])
+
+
+def profile(run: str, steps: int, workers: str | None, token_file: str | None) -> int:
+    """Has the next steps of some workers, or all, profiled, and waits for the files. UsageError, LaunchError: it cannot
+    be asked, or ends before.
+    """
+    address, token, folder = _found(run, token_file)
+    some = [parse_whole("--workers ", number, 0) for number in workers.split(",")] if workers is not None else None
+    said = _ask(address, token, "/profile", {"steps": steps, "workers": some}, "profiled")
+    which = said["workers"]
+    say(f"profiling {plural(steps, 'step')} of {ranks(which)}")
+    there = folder or Path(said["folder"])
+    if folder is None:
+        say(f"it will be in {there / PROFILES / str(said['asked'])} on the hosts of these workers")
+        return 0
+    while missing := [worker for worker in which if not profile_of(there, said["asked"], worker).exists()]:
+        if not _answers(address, token):
+            what = f"{in_one_line(run)} has ended before there was a profile of {ranks(missing)}"
+            raise LaunchError(
+                what, "ask for fewer steps; what workers on other hosts have written is in their run folders"
+            )
+        time.sleep(LOOK)
+    for worker in which:
+        say(named(profile_of(there, said["asked"], worker)), sys.stdout)
+    return 0
+
+
+def _found(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Path | None]:
+    """Where the coordinator of a run that goes on is, its token, and its folder if that is here."""
+    if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
+        what = f"no run was started in {in_one_line(run)}, or it keeps no coordinator"
+        raise UsageError(what, "give the folder of one that goes on")
+    return find(LaunchOptions(script="", join=run, token_file=token_file))
+
+
+def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: str) -> Any:
+    """A coordinator's answer to whoever has the token, for what a run is `to_be`."""
+    where = f"{address[0]}:{address[1]}"
+    try:
+        with Wire(address, token) as wire:
+            return ask_once(wire, path, what, 0)
+    except RefusedError as refused:
+        raise UsageError(f"the run at {where} refuses to be {to_be}: {refused}", "see its console") from None
+    except UnsignedError as error:
+        if error.code == 401:
+            cure = "copy the file token of its folder here again"
+            raise UsageError(f"the run at {where} refuses to be {to_be}: a wrong token", cure) from None
+        raise LaunchError(str(error), NO_TOKEN) from None
+    except FormatError as error:
+        raise LaunchError(error.what, error.cure) from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "no answer"
+        raise LaunchError(f"no run answers at {where} ({why})", "it has ended, or see `paceline report`") from error
+
+
+def _answers(address: tuple[str, int], token: bytes) -> bool:
+    """Whether the run's coordinator does; another program that has its port does not count."""
+    try:
+        with Wire(address, token) as wire:
+            ask_challenge(wire)
+        return True
+    except (OSError, ValueError, RefusedError, FormatError):
+        return False
+
+
+def _how(folder: Path | None) -> str:
+    ends = [] if folder is None else [e for e in read_journal(folder) if e["event"] in ("stopped", "finished")]
+    return f": {ends[-1]['event']} at step {ends[-1].get('step')}" if ends else ""
+
+
+def logs(run: str, follow: bool, lines: int | None) -> int:
+    """Prints what workers have printed, each line with whose it is; with `follow` until the run has ended. UsageError:
+    there is no such folder.
+    """
+    folder = Path(run)
+    if not (folder / "logs").is_dir():
+        raise UsageError(
+            f"there are no logs in {in_one_line(folder)}", "give the folder of a run that was begun, on its host"
+        )
+    read: dict[Path, int] = {}
+    while True:
+        ended = not (follow and _runs(folder))
+        for path in sorted([*folder.glob("logs/*.log"), *folder.glob("hosts/*/logs/*.log")]):
+            host = "" if path.parent.parent == folder else f"{path.parent.parent.name} "
+            _show(path, f"{host}{path.stem.removeprefix('worker-')} | ", read, lines)
+        if ended:
+            return 0
+        time.sleep(LOOK)
+
+
+def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> None:
+    """The whole lines that are new since the last look; at the first one, so many of the last."""
+    with open_file(path) as file:
+        file.seek(read.get(path, 0))
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    new = whole.split(b"\n")[:-1]
+    if path not in read and lines is not None:
+        new = new[len(new) - min(lines, len(new)) :]
+    read[path] = read.get(path, 0) + len(whole)
+    for line in new:
+        say(Coloured(printable(whose) + coloured(last_painted(line))), sys.stdout)
+
+
+def _runs(folder: Path) -> bool:
+    try:
+        address, token, _ = find(LaunchOptions(script="", join=str(folder)))
+    except PacelineError:
+        return False
+    return _answers(address, token)

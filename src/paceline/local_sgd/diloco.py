@@ -1,0 +1,539 @@
+"""Islands: so many trainings of one model, each with an optimizer of its own and a fixed part of every global batch,
+which are merged every so many steps: local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019) and
+DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023).
+
+Islands are no machines: they are dealt to whatever teams of replicas there are, several to one, or one to several
+replicas that train it as one training. What an island's optimizer keeps is its own and goes where the island goes. The
+weights of all are the same between two rounds; what a round makes of them becomes the state when it counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from paceline.base.batching import NOTHING, deal
+from paceline.base.mesh import Mesh
+from paceline.base.sharding import Cut, Held, stacked
+from paceline.base.text import plural
+from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
+from paceline.comm.communicator import Group
+from paceline.comm.compression import Codec
+from paceline.comm.error_feedback import Transactions, wide
+from paceline.comm.torch_private import pytree
+from paceline.compute.state_dict import held, load_optimizer, local, optimizer_state
+from paceline.local_sgd.island_state import Inner, IslandProgress
+from paceline.parallel.data_parallel import in_flats
+from paceline.plan import Plan
+from paceline.train.replica import Replica
+
+OUTER = "nesterov:0.7:0.9"  # DiLoCo's
+
+
+def dealt(islands: int, held: Sequence[Collection[int]]) -> list[list[int]]:
+    """The islands of each team, where `held` are those whose state it has: whoever has one keeps it, as long as none
+    has two more than another.
+    """
+    if not any(held):
+        return [[*some] for some in deal(islands, [1.0] * len(held))]
+    found: list[list[int]] = [[] for _ in held]
+    for island in range(islands):
+        having = [team for team, some in enumerate(held) if island in some] or range(len(held))
+        min((found[team] for team in having), key=len).append(island)
+    while len(most := max(found, key=len)) > len(least := min(found, key=len)) + 1:
+        least.append(most.pop())
+    return [sorted(some) for some in found]
+
+
+def outer_optimizer(word: str, params: list[torch.nn.Parameter]) -> Optimizer:
+    """What a plan's `outer=` says, of torch's: its gradient is how far islands have come from the round's start."""
+    kind, rate, *momentum = word.split(":")
+    return SGD(params, lr=float(rate), momentum=float(momentum[0]) if momentum else 0.0, nesterov=kind == "nesterov")
+
+
+class Islands:
+    """The islands of a plan for a replica's job, of which some are `mine`: those of this worker's team. All workers are
+    of `group`; `manner` tells people how islands are merged.
+    """
+
+    trainer = 0  # its number
+    codec: Codec | None = None
+    differs = True  # as state of one's own
+    manner = ""
+
+    def __init__(self, replica: Replica, group: Group, mesh: Mesh, plan: Plan) -> None:
+        self.replica, self.group, self.mesh, self.count = replica, group, mesh, plan.local or 1
+        self.team, self.twins = replica.team, group.along("data", mesh=mesh)
+        # Of an island: the step of the last checkpoint, that of the trainer in it, what the island kept; or nothing.
+        self.recall: Callable[[int], list[Any]] = lambda island: []
+        self.mine: list[int] = []
+        self.teams: list[tuple[list[int], list[int]]] = []  # the replicas and the islands of each
+        self.work: dict[int, IslandProgress] = {}  # of the round under way
+        self.steps = 0  # done
+        # What islands keep, by the steps done: what a round makes of it is there before it is known whether it counts,
+        # also on a worker that takes the common state over. Of others' islands, too.
+        self._kept: dict[int, dict[int, Inner]] = {}
+        # By island that was too late for a merge: the steps, and rows in them, that it has made of a later one.
+        self.late: dict[int, list[int]] = {}
+        self.lost: dict[int, int] = {}  # rows of those that were lost with whoever had them, in this generation
+        self._next: tuple[int, Any, Any] = -1, {}, {}  # what `work` and `late` are after so many steps
+        self._pooled = -1  # the steps after which everybody had every island's state
+        self._saved: Mapping[str, Any] = {}  # by island, from a checkpoint, and not taken yet
+        self._specs: dict[int, Any] = {}
+        self._live: int | None = None  # whose weights are in the model; None: those of all
+        self._start: list[torch.Tensor] = []
+        # Bytes when islands were merged: of weights beside those in use, and of all that optimizers keep.
+        self.most = 0, 0
+        self._sums: list[torch.Tensor] = []
+        job = replica.job
+        self.rows = replica.updater.rows
+        self._at_end: Sequence[torch.nn.Parameter] = self.rows  # what is merged when the round ends
+        self._cuts = dict(job.own_cuts)
+        self.word = plan.outer or OUTER
+        self.outer = outer_optimizer(self.word, self.rows)
+        self._names = {id(row): name for name, row in zip(job.own, self.rows, strict=True)}
+
+    @property
+    def kept(self) -> dict[int, Inner]:
+        """What islands keep at present."""
+        return self._kept.setdefault(self.steps, {})
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this worker tells what its team has done."""
+        return self.team.rank == 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker's replica is the first of its team, which adds for it."""
+        return self.team.rank < self.mesh.replica
+
+    # -- who has which ----------------------------------------------------------------------------------------------
+
+    def house(self) -> Iterator[str]:
+        """A generation begins: islands are dealt to its teams, and their state goes where they go. What is to be told
+        of it. Collective.
+        """
+        group, mesh, kept = self.group, self.mesh.over(self.group.size), self.kept
+        group.enter("the islands", check=False, kind="islands")
+        said = group.gather_json([[*kept], self.mine, self._under_way])
+        has = [set.intersection(*({*said[rank][0]} for rank in replica)) for replica in mesh.replicas]
+        ranks = mesh.teams(self.count)
+        teams = [[mesh.replica_of(rank) for rank in team[:: mesh.replica]] for team in ranks]
+        had = [{i for n in team for i in has[n] if i in said[mesh.replicas[n][0]][1]} for team in teams]
+        copies = [{i for n in team for i in has[n]}.difference(*had) for team in teams]
+        found = dealt(self.count, [mine | more for mine, more in zip(had, copies, strict=True)])
+        here = next(number for number, team in enumerate(ranks) if group.rank in team)
+        self.mine, self.teams = found[here], [*zip(teams, found, strict=True)]
+        if not any(has):
+            resumed = bool(self._saved)
+            self._begin()
+            if resumed:  # else one that is lost in the first round is as any other
+                self.guard(self.steps, range(self.count))
+        else:
+            to = {island: team for team, some in zip(teams, found, strict=True) for island in some}
+            for island in range(self.count):
+                if told := self._bring(island, to[island], has):
+                    yield told
+            yield from self._bring_late(to, [entry[2] for entry in said])
+        steps = [{**dict(said[rank][2])} for number in teams[here] for rank in mesh.replicas[number]]
+        alike = {i for i in self.mine if i in self.late or len({some.get(i) for some in steps}) == 1}
+        self.work = {island: one for island, one in self.work.items() if island in alike}
+
+    def _begin(self) -> None:
+        """In the beginning all are alike, which everybody knows, or as they were saved."""
+        each, self._saved = self._saved, {}
+        fresh = Inner.live(self.replica, 0.0, self.steps)
+        for island in self.mine if each else range(self.count):
+            tree = each.get(str(island))
+            self.kept[island] = fresh.copied() if tree is None else Inner.of(tree, self.steps)
+
+    def _bring(self, island: int, team: Sequence[int], has: list[set[int]]) -> str:
+        """To those replicas of its `team` who have it not, from one that has it, from the last checkpoint, or from one
+        that has another one's.
+        """
+        group, mesh, told, which = self.group, self.mesh.over(self.group.size), "", island
+        if not any(island in some for some in has):
+            told = f"island {island} was lost with what its optimizer keeps: it goes on with "
+            saved = pack(self.recall(island)) if group.rank == 0 else None
+            if saved := unpack(group.broadcast_bytes(saved, 0)):
+                step, at, tree = saved
+                self.kept.update({island: Inner.of(tree, at)} if island in self.mine else {})
+                return f"{told}that of the checkpoint of step {step}"
+            which = min(i for some in has for i in some)
+            told += f"a copy of what that of island {which} does"
+        having = [number for number, some in enumerate(has) if which in some]
+        for number in team:
+            if number in having and which == island:
+                continue
+            hosts = group.hosts
+            near = [other for other in having if hosts[other * mesh.replica] == hosts[number * mesh.replica]]
+            source = (near or having)[0]
+            self._send(self.kept, which, source, number, into=island)
+        if told and island in self.kept:  # what the other one has not sent yet it sends itself
+            self.kept[island].forget("left")
+        return told
+
+    def _send(self, kept: dict[int, Inner], island: int, source: int, target: int, into: int | None = None) -> None:
+        """An island's state from one replica to another, where it is that of the same one unless said."""
+        into, size = island if into is None else into, self.mesh.replica
+        place = self.group.rank % size
+        if self.group.rank == source * size + place:
+            if source == target:
+                kept[into] = kept[island].copied()
+                return
+            self.group.send_bytes(pack(kept[island].named(self.replica)), target * size + place)
+        elif self.group.rank == target * size + place:
+            kept[into] = Inner.of(unpack(self.group.receive_bytes(source * size + place)), self.steps)
+
+    def _bring_late(self, to: Mapping[int, Sequence[int]], said: Sequence[Any]) -> Iterator[str]:
+        """What islands that were late have made goes to those replicas of their teams that have it not, from one all of
+        whose workers have it. `said`: the steps of what each has under way.
+        """
+        size, place = self.mesh.replica, self.group.rank % self.mesh.replica
+        steps, self.lost = [dict(some) for some in said], {}
+        for island, (made, rows) in [*self.late.items()]:
+            each = [{some.get(island, 0) for some in steps[n : n + size]} for n in range(0, len(steps), size)]
+            has = [min(some) if len(some) == 1 else 0 for some in each]
+            source = has.index(max(has))
+            if max(has) < made:
+                del self.late[island]
+                self.work.pop(island, None)
+                self.lost[island] = rows
+                yield (
+                    f"what island {island} had made since it was late is lost, {plural(rows, 'row')} of "
+                    f"{plural(made, 'step')}: it goes on from the merged weights"
+                )
+                continue
+            for number in (n for n in to[island] if has[n] != has[source]):
+                if self.group.rank == source * size + place:
+                    self.group.send_bytes(pack(self.work[island].named(self.replica)), number * size + place)
+                elif self.group.rank == number * size + place:
+                    tree = unpack(self.group.receive_bytes(source * size + place))
+                    tree |= {"inner": Inner.of(tree["inner"], self.steps), "unused": {*tree["unused"]}}
+                    self.work[island] = IslandProgress(**tree)
+
+    def pool(self, team: Transactions) -> Generator[Any, Any, None]:
+        """An attempt of the team's: everybody has every island's state, before some of them leave. Collective."""
+        replicas = len(self.mesh.over(self.group.size).replicas)
+        self.group.enter("the state of all islands", check=False, kind="islands")
+        said = self.group.gather_json([*self.kept])
+        everywhere = dict.fromkeys(self.late, range(replicas))
+        for _ in self._bring_late(everywhere, self.group.gather_json(self._under_way)):
+            pass  # all is there: it is between two rounds
+        for island in range(self.count) if all(said) else ():
+            has = [island in said[number * self.mesh.replica] for number in range(replicas)]
+            for number in range(replicas) if any(has) else ():
+                if not has[number]:
+                    self._send(self.kept, island, has.index(True), number)
+        yield lambda: None
+        self._pooled = self.steps
+        yield None
+
+    @property
+    def _under_way(self) -> list[list[int]]:
+        return [[island, one.steps] for island, one in self.work.items()]
+
+    def pend(self, steps: int, merged: Collection[int], late: dict[int, list[int]]) -> None:
+        """What the round has made of what optimizers keep is that of so many steps, if it counts: of those islands that
+        are `merged`. What others have begun goes on, and if it is lost, from what they kept before.
+        """
+        made = {}
+        for island in (island for island in self.mine if island in merged):
+            self.work[island].inner.beside = self._beside(island)
+            made[island] = self.work[island].inner
+        self._kept[steps] = {i: inner for i, inner in self.kept.items() if i not in merged} | made
+        left = {island: one for island, one in self.work.items() if island in late and island in self.mine}
+        left = {island: replace(one, at=0, origin=one.origin or self._start) for island, one in left.items()}
+        self._next = steps, left, late
+
+    def _beside(self, island: int) -> dict[str, Any]:
+        """What an island keeps from a round for the next one, besides what its optimizers do."""
+        return {}
+
+    def _counts(self, steps: int) -> None:
+        """The round counts, also where another one's state is taken over."""
+        self.work, self.late = self._next[1:] if self._next[0] == steps else ({}, {})
+        self.steps = steps
+
+    def drop(self) -> None:
+        """What late islands have begun comes to nothing: they begin the next round where all do."""
+        self.work, self.late = {}, {}
+
+    def guard(self, steps: int, merged: Collection[int]) -> None:
+        """Of an island that one replica alone computes another one of its host gets a copy of that, if there is one.
+        Collective.
+        """
+        group, mesh, made = self.group, self.mesh.over(self.group.size), self._kept[steps]
+        replicas, size = len(mesh.replicas), mesh.replica
+        if replicas == 1:
+            return
+        group.enter("copies of what islands keep", check=False, kind="islands")
+        mine, hosts = group.gather_json(self.mine), group.hosts
+        for number in range(replicas):
+            near = [other % replicas for other in range(number + 1, number + replicas)]
+            near = [other for other in near if hosts[other * size] == hosts[number * size]]
+            for island in (island for island in mine[number * size] if island in merged):
+                alone = sum(island in mine[other * size] for other in range(replicas)) == 1
+                if alone and near:
+                    self._send(made, island, number, near[0])
+
+    def shares(self, batches: int) -> list[int]:
+        """How many of so many micro-batches each unit gets, as islands are dealt in the beginning."""
+        mesh, runs = self.mesh.over(self.group.size), deal(batches, [1.0] * self.count)
+        teams = mesh.teams(self.count)
+        found: list[int] = []
+        for team, some in zip(teams, deal(self.count, [1.0] * len(teams)), strict=True):
+            parts = [deal(len(runs[island]), [1.0] * (len(team) // mesh.unit)) for island in some]
+            found += [sum(map(len, mine)) for mine in zip(*parts, strict=True)]
+        return found
+
+    # -- a round ----------------------------------------------------------------------------------------------------
+
+    def _tensors(self) -> list[torch.Tensor]:
+        model = self.replica.job.model
+        return [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
+
+    def _integers(self) -> list[torch.Tensor]:
+        """Buffers that have no mean."""
+        buffers = self.replica.job.model.buffers()
+        return [b for b in buffers if not b.is_floating_point() and not b.is_complex()]
+
+    def begin(self) -> None:
+        """A round begins, or goes on where an earlier generation has left it."""
+        with torch.no_grad():
+            self._start = [tensor.clone() for tensor in self._tensors()]
+        kept = self.kept
+        self._kept = {self.steps: kept}
+        for island in self.mine:
+            if island not in self.work:
+                kept[island].put(self.replica)
+                inner = Inner.live(self.replica, kept[island].expected, kept[island].at, kept[island].beside)
+                self.work[island] = IslandProgress(inner.copied())
+
+    def enter(self, island: int) -> IslandProgress:
+        """The model and its optimizers are this island's."""
+        one = self.work[island]
+        if self._live != island:
+            self.rest()
+            one.inner.put(self.replica)
+            one.inner.keep_up(self.replica, self.steps + one.at)
+            if one.weights is not None:
+                self._fill(one.weights)
+            self._live = island
+            self._gathers()
+        return one
+
+    def rest(self) -> None:
+        """The model is what it was when the round began. What islands have come to is kept."""
+        if self._live is None:
+            return
+        island, self._live = self._live, None
+        one = self.work[island]
+        if one.torn:
+            del self.work[island]
+            self._fill(self._start)
+            return
+        one.inner = Inner.live(self.replica, one.inner.expected, one.inner.at, one.inner.beside)
+        with torch.no_grad():
+            if one.weights is None:
+                one.weights = [tensor.clone() for tensor in self._tensors()]
+            else:
+                for kept, tensor in zip(one.weights, self._tensors(), strict=True):
+                    kept.copy_(tensor)
+        self._fill(self._start)
+
+    def _fill(self, values: Sequence[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), values, strict=True):
+                tensor.copy_(value)
+
+    def _gathers(self) -> None:
+        if self.replica.layout.gathers:
+            self.replica.complete()
+
+    def skip(self, one: IslandProgress, rows: int = 0) -> None:
+        """A step without rows that count: the schedule goes on, the optimizer rests."""
+        lr = float(self.replica.job.optimizers[0].param_groups[0]["lr"])
+        for scheduler in self.replica.job.schedulers:
+            scheduler.step()
+        one.add(NOTHING, 0.0, lr, rows)
+
+    def passed(self, step: int) -> bool:
+        """All islands here have made so many steps of the round; whether somebody breaks it off."""
+        return False
+
+    def ended(self) -> bool:
+        """They have made all of them; whether somebody breaks it off."""
+        return False
+
+    def break_off(self) -> None:
+        """This worker does."""
+
+    def merge(self, name: str, merged: Collection[int]) -> None:
+        """How far the islands that are `merged` have come from where they began, which is the round's start unless they
+        were late, each weighted by its count, is added up. Collective.
+        """
+        self._moving = [*self._at_end, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
+        moving = [local(tensor) for tensor in self._moving]
+        whole = self._integers()
+        start = [tensor.clone() for tensor in moving]
+        self._sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in moving]
+        self._largest = [tensor.clone() for tensor in whole]
+        for island in (island for island in self.mine if island in merged):
+            began = start if (origin := self.work[island].origin) is None else self._moving_of(origin, moving)
+            one = self.enter(island)
+            for total, before, tensor in zip(self._sums, began, moving, strict=True):
+                if self.first:
+                    total.add_(before.to(total.dtype) - tensor.to(total.dtype), alpha=one.count)
+            for most, tensor in zip(self._largest, whole, strict=True):
+                torch.maximum(most, tensor, out=most)
+            if self.first:
+                self._add_left(island, self._names_of(range(len(self._at_end))), self._sums)
+        self.rest()
+        self._gathers()
+        self.twins.enter(name, check=False, kind="merges")
+        in_flats(self._sums, self.twins.sum)
+        for tensor in self._largest:
+            tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
+
+    def _moving_of(self, values: Sequence[torch.Tensor], moving: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is added up, where the model has these values."""
+        self.rest()
+        self._fill(values)
+        self._gathers()
+        return [tensor.clone() for tensor in moving]
+
+    def _names_of(self, numbers: Iterable[int]) -> list[str]:
+        return [self._names[id(self.rows[number])] for number in numbers]
+
+    def _add_left(self, island: int, names: Sequence[str], totals: Sequence[torch.Tensor]) -> None:
+        """What codes had not sent of some parameters is added, uncoded."""
+        left = self.kept[island].beside.get("left", {})
+        for name, total in zip(names, totals, strict=False):
+            if name in left:
+                total.add_(left[name].view_as(total).to(total.device))
+
+    def weigh(self) -> None:
+        """Takes the measure of what is here when islands have been merged, and nothing counts yet."""
+        ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
+        ends += [tensor for one in self.work.values() for tensor in one.origin or ()]
+        inner = [one for kept in self._kept.values() for one in kept.values()]
+        inner += [one.inner for one in self.work.values()]
+        optimizers = [*self.replica.job.optimizers, self.outer]
+        trees = [[one.states, one.tree, one.beside] for one in inner], [dict(one.state) for one in optimizers]
+        kept = [tensor for tensor in pytree.tree_leaves(trees) if isinstance(tensor, torch.Tensor)]
+        self.most = held([*self._start, *ends, *self._sums, *self._merges()]), held(kept)
+
+    def _merges(self) -> list[torch.Tensor]:
+        """What merges have made within the round."""
+        return []
+
+    def apply(self, count: float, steps: int) -> None:
+        """The round counts, with which there are so many steps: the outer optimizer moves the weights."""
+        buffers = self._sums[len(self._at_end) :]
+        with torch.no_grad():
+            for row, total in zip(self._at_end, self._sums, strict=False) if count > 0 else ():
+                row.grad = (total / count).to(row.dtype).view_as(row)
+            if count > 0:  # else no island has moved
+                self.outer.step()
+            for row in self.rows:
+                row.grad = None
+            for tensor, total in zip(self._moving[len(self._at_end) :], buffers, strict=True):
+                tensor.copy_(tensor - total / (count or 1))
+            for tensor, most in zip(self._integers(), self._largest, strict=True):
+                tensor.copy_(most)
+        self._counts(steps)
+        self._start, self._sums = [], []
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    def meet(self, done: int) -> Iterator[str]:
+        """All are about to write a checkpoint. Collective."""
+        self.group.enter("what islands keep", check=False, kind="islands")
+        names = {id(cut): name for name, cut in self.replica.job.own_cuts.items()}
+        specs, everywhere = {}, self._pooled == self.steps
+        for island, inner in self.kept.items():
+            if everywhere or island in self.mine:
+                inner.settle(self.replica)
+            if self.group.rank % self.mesh.replica == 0 if everywhere else (island in self.mine and self.speaks):
+                tensors, skeleton = flatten_pieces(inner.named(self.replica), "")
+                specs[island] = [skeleton, {name: _told(tensor, names) for name, tensor in tensors.items()}]
+        said = self.group.gather_json(specs)
+        self._specs = {int(i): (rank, *spec) for rank, some in [*enumerate(said)][::-1] for i, spec in some.items()}
+        yield from ()
+
+    def state(self, done: int | None) -> dict[str, Any]:
+        """For a checkpoint after so many transactions, where all have met; else what all have alike."""
+        job = self.replica.job
+        outer = optimizer_state(self.outer, self._names, self._cuts, job.place)
+        late = {str(island): told for island, told in self.late.items()}
+        if done is None:
+            return {"outer": outer, "late": late}
+        rank, size, kept = self.group.rank, self.mesh.replica, self.kept
+        each = {}
+        for island, (first, skeleton, told) in self._specs.items():
+            holds = range(first, first + size)
+            rows = [0 if other in holds else None for other in range(self.group.size)]
+            tensors = flatten_pieces(kept[island].named(self.replica), "")[0] if rank in holds else {}
+            made: dict[str, Any] = {}
+            for name, (dtype, shape, param) in told.items():
+                cut = Cut.whole(shape, size) if param is None else job.own_cuts[param]
+                stack, mine = stacked(cut, rows), tensors.get(name)
+                mine = mine.tensor if isinstance(mine, Held) else mine
+                like = stack.at(rank).shape
+                here = torch.zeros(like, dtype=getattr(torch, dtype)) if mine is None else mine.detach().view(like)
+                made[name] = Held(here, stack, rank)
+            each[str(island)] = unflatten(skeleton, made)
+        return {"rule": "first", "count": self.count, "outer": outer, "each": each, "late": late}
+
+    def load(self, saved: Mapping[str, Any], steps: int) -> str:
+        """What `state` was after so many steps, of whole tensors, or none where it is of another plan: what is to be
+        told as changed mathematics.
+        """
+        if steps != self.steps:
+            self._counts(steps)
+        if "each" not in saved:  # it is that of a team which goes on
+            self.late = {int(island): told for island, told in (saved.get("late") or {}).items()}
+        if "outer" in saved:
+            job = self.replica.job
+            load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)
+        each = {island: first_rows(tree) for island, tree in (saved.get("each") or {}).items()}
+        before = saved.get("count", self.count)
+        self._saved = each if before == self.count else dealt_anew(each, self.count)
+        streams = any("weights" in tree.get("fragments", {}) for tree in each.values())
+        if before == self.count and streams and self._at_end:
+            return "islands go on from the weights that were merged last"
+        if before != self.count:
+            return (
+                f"{before} islands are {self.count} from here: each goes on with what the optimizer of island 0 keeps"
+            )
+        return ""
+
+
+def _told(tensor: torch.Tensor | Held, names: Mapping[int, str]) -> list[Any]:
+    """Of a tensor that an island keeps: its dtype and whole shape, and which parameter's it is cut as."""
+    here, name = (tensor.tensor, names[id(tensor.cut)]) if isinstance(tensor, Held) else (tensor, None)
+    return [str(here.dtype).removeprefix("torch."), [*tensor.shape], name]
+
+
+def dealt_anew(each: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """For so many islands what others kept: each gets what the optimizer of the first kept; their weights are the
+    merged ones; and what codes had not sent is the first one's to send.
+    """
+    first = {key: kept for key, kept in each["0"].items() if key != "fragments"}
+    left: dict[str, torch.Tensor] = {}
+    for tree in each.values():
+        for name, tensor in tree.get("fragments", {}).get("left", {}).items():
+            left[name] = left[name] + tensor if name in left else tensor
+    made = dict.fromkeys(map(str, range(count)), first)
+    return {**made, "0": {**first, "fragments": {"left": left}}} if left else made
+
+
+def first_rows(tree: Any) -> Any:
+    """What an island keeps, as it was before it lay in a stack of its own."""
+    return pytree.tree_map_only(torch.Tensor, lambda stack: stack[0], tree)

@@ -1,0 +1,393 @@
+"""One round of islands, whole or not at all: each makes its steps by itself, and then all are merged.
+
+A turn of the user's loop is a round. What a lost team has done in it is done again by whoever gets its islands, from
+the round's start; what others have done stays. A round that is asked to stop is broken off: nothing of it counts, and
+the checkpoint is that of its start.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from paceline.base.batching import NOTHING, Agreed, Grid, add_metrics, deal
+from paceline.base.heartbeat import PULSE
+from paceline.base.mesh import Mesh
+from paceline.data.loader import Place
+from paceline.errors import NonFiniteLossError, UsageError
+from paceline.local_sgd.diloco import OUTER, Islands, first_rows
+from paceline.local_sgd.island_state import IslandProgress
+from paceline.local_sgd.quorum import Quorum, missed, name_dropped, part
+from paceline.local_sgd.streaming_diloco import Fragments
+from paceline.session.worker_batch import Portion
+from paceline.team.transactions import Attempt, ReformedError
+from paceline.train.step import Step, Stepper
+
+
+def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
+    """For a trainer whose plan says `local`; it is `about` what a Stepper is."""
+    run, job, replica, plan = (about[name] for name in ("run", "job", "replica", "plan"))
+    count = plan.local
+    batches = 0 if grid is None else len(grid.cut(grid.global_batch))
+    wrong, cure = "", ""
+    if job.over is not None:
+        wrong, cure = 'loss_over="batch" needs the whole global batch at once', "leave one of the two out"
+    elif grid is not None and batches < count:
+        wrong = f"its global batch of {grid.global_batch} rows is {batches} micro-batches, and each island needs one"
+        micro = max(1, grid.global_batch // count)
+        cure = (
+            f"say micro={micro}, which changes the mathematics"
+            if grid.global_batch >= count
+            else f"say local={batches}"
+        )
+    if wrong:
+        raise UsageError(f"local={count}: {wrong}", cure)
+    streams = plan.fragments or plan.outer_codec
+    islands = (Fragments if streams else Islands)(replica, run.team.group, mesh, plan)
+    parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
+    each = " or ".join(map(str, parts))
+    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
+    run.say(f"{what}, with {each} of the micro-batches of each global batch")
+    why = "the plan says local=: the result is that of so many, whoever computes them"
+    if plan.quorum:
+        what += f"; a merge waits for {plan.quorum} of them and a grace window"
+        why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
+    run.decide(about["trainer"], what, why)
+    quorum = Quorum(run, about["trainer"], count, plan.quorum)
+    return Rounds(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
+
+
+class BrokenOffError(Exception):
+    """Somebody has been asked to stop in the midst of the round."""
+
+    def __init__(self, agreed: Agreed) -> None:
+        super().__init__("a round was broken off")
+        self.agreed = agreed
+
+
+@dataclass
+class Rounds(Stepper):
+    """Makes one trainer's rounds of `every` steps."""
+
+    every: int = 1
+    islands: Islands | None = None
+    quorum: Quorum | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._ahead = 0  # of the round, the step that is under way
+        self._sizes: list[int] = []  # rows of its global batches
+        self._late: dict[str, Any] = {}  # who was late in it, and for what
+        self._trouble: NonFiniteLossError | None = None  # that an island here has come to
+        self.place = self._place
+        if self.islands is not None:
+            self.islands.trainer = self.trainer
+            self.run.own.append(self.islands)
+            self.islands.recall = self._recall
+
+    @property
+    def isles(self) -> Islands:
+        assert self.islands is not None
+        return self.islands
+
+    @property
+    def merging_by(self) -> Quorum:
+        assert self.quorum is not None
+        return self.quorum
+
+    @property
+    def stops(self) -> bool:
+        return self.merging_by.stops
+
+    def _place(self) -> Place:
+        """How the next global batch of the round is dealt: to the islands of this worker's team who have not had it."""
+        isles, team = self.isles, self.isles.team
+        whole = self.run.team.place(isles.mesh)
+        units = isles.mesh.over(team.size)
+        first = isles.mesh.unit_of(self.run.team.rank) - units.unit_of(team.rank)
+        weights, due = whole.weights[first : first + units.units], tuple(self._due())
+        return replace(
+            whole,
+            rank=units.unit_of(team.rank),
+            weights=weights,
+            together=self.plan.together,
+            islands=(isles.count, due),
+        )
+
+    def _due(self) -> list[int]:
+        return [i for i in self.isles.mine if i not in self.isles.work or self.isles.work[i].at <= self._ahead]
+
+    def house(self, name: str) -> None:
+        super().house(name)
+        self.merging_by.write()
+        for told in self.isles.house():
+            self.run.say(told)
+            self.run.decide(self.trainer, *told.split(": ", 1))
+        for island, rows in self.isles.lost.items():
+            self.run.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
+
+    def _recall(self, island: int) -> list[Any]:
+        """What an island kept when the last checkpoint was taken."""
+        if (found := self.run.saving.look(self.run.say)) is None:
+            return []
+        saved = dict(enumerate(found[1]["trainers"])).get(self.trainer, {})
+        kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
+        return [] if kept is None else [found[0], saved["steps"], first_rows(kept)]
+
+    def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
+        """Makes a round; None where it was broken off, since all are to stop."""
+        try:
+            step = super().turn(deal, name)
+            self.merging_by.name(self.done, self._late)
+            return step
+        except BrokenOffError as end:
+            self.run.agreed(end.agreed)
+            return None
+
+    def state(self, done: int | None) -> dict[str, Any]:
+        state = super().state(done)
+        common = {key: state[key] for key in ("model", "owed", "steps", "expected", "scaling")}
+        return {**common, "islands": self.isles.state(done)}
+
+    def load(self, saved: dict[str, Any], newcomer: bool) -> None:
+        self.replica.load(saved)
+        self.done, self.expected = saved["steps"], saved["expected"]
+        kept = saved.get("islands") or {}
+        told = self.isles.load(kept, self.done)
+        if newcomer and "each" in kept:
+            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
+        if newcomer and "optimizers" in saved:
+            told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
+        if told:
+            self.run.say(f"changed mathematics: {told}")
+
+    def memory(self) -> dict[str, int]:
+        found, (weights, kept) = super().memory(), self.isles.most
+        return found | {"parameters": found["parameters"] + weights, "optimizer": max(found["optimizer"], kept)}
+
+    def measured(self, said: Sequence[list[dict[str, Any]]]) -> None:
+        """At the end of a loop; what is left of late islands where it was stopped does not count."""
+        super().measured(said)
+        name_dropped(self.run, self.trainer, self.isles.late, self.done, "training was stopped")
+        self.isles.drop()
+
+    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        return self.isles.shares(batches)
+
+    def _attempt(self, step: Step, deal: Callable[..., Any], name: str) -> Attempt:
+        isles = self.isles
+        with ExitStack() as undo:
+            began = time.perf_counter()
+            undo.callback(self._again)
+            self._open(step, name)
+            isles.begin()
+            undo.callback(isles.rest)
+            undo.callback(self.replica.abort)
+            with self.streams.lent():
+                made = self._run(step, deal)
+            isles.rest()
+            computed = time.perf_counter()
+            if made:
+                self.merging_by.wait()
+            merged, late = self._meet(step, name, computed - began, made)
+            after = step.number + step.steps
+            isles.pend(after, merged, late)
+            isles.merge(name, merged)
+            isles.guard(after, merged)
+            isles.weigh()
+            for member in self.run.members:
+                member.state.step_computed()
+            step.spent["compute"] = computed - began - step.spent["data"]
+            count = yield lambda: step.agreed.count
+            undo.pop_all()
+        reduced = time.perf_counter()
+        self.run.saving.copied()
+        isles.apply(count, after)
+        self.done, self.weights.refused = after, False
+        ended = time.perf_counter()
+        self.updated = ended - reduced
+        step.spent |= {"reduce": reduced - computed, "update": self.updated}
+        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.whole.rows, step.whole.epoch], step.steps, self._late]
+        self.operations.reached("applied")
+        self.replica.complete()
+        step.spent["update"] += time.perf_counter() - ended
+
+    def _taken(self, step: Step, _: Any, result: Any) -> None:
+        super()._taken(step, _, result[:4])
+        step.steps, self._late = result[4:]
+
+    # -- what islands do by themselves ------------------------------------------------------------------------------
+
+    def _run(self, step: Step, deal: Callable[..., Any]) -> bool:
+        """All steps of the islands that are here; whether they have made the round, and nothing has broken it off."""
+        step.whole, step.steps, step.spent = Portion([], 0, 0), 0, {"data": 0.0}
+        isles, quorum, most, last = self.isles, self.merging_by, self.run.team.world.max_steps, False
+        self._sizes, self._trouble, ready = [], None, list[int]()
+        quorum.begin(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
+        for ahead in range(self.every):
+            self._ahead = ahead
+            due, began = self._due(), time.perf_counter()
+            portion = deal(ahead)
+            if portion is None:
+                last = True
+                break
+            self._load(one := Step(self.done + ahead, 0.0), partial(same, portion))
+            step.spent["data"] += time.perf_counter() - began
+            step.whole = replace(portion, micro_batches=[])
+            step.steps, last = step.steps + 1, portion.last
+            self._sizes.append(portion.rows)
+            for island in due:
+                if self.operations.interrupted:
+                    raise ReformedError("another generation forms", "wait")
+                before, ready = ready, [i for i in isles.mine if isles.work[i].steps >= self.every]
+                if isles.speaks and ready != before:
+                    quorum.tell(step.number, (), ready, last=False)
+                try:
+                    stops = self._step_of(island, replace(one, whose=f" of island {island}"))
+                    if stops and (ahead + 1 < self.every or island != due[-1]):
+                        isles.break_off()
+                        return False
+                except NonFiniteLossError as error:
+                    self._trouble = error
+                    quorum.void(step.number)
+                    isles.break_off()
+                    return False
+            if isles.passed(ahead + 1):
+                return False
+        if isles.ended():
+            return False
+        if isles.speaks:
+            quorum.tell(step.number, isles.mine, (), last or (most is not None and self.run.step + step.steps >= most))
+        return True
+
+    def _step_of(self, island: int, step: Step) -> bool:
+        """One step of an island, of all replicas that have it; whether it is to be their last one of this round."""
+        assert self.grid is not None
+        whole, progress = step.whole, self.isles.enter(island)
+        run, rows = part(self.grid, whole.rows, island, self.isles.count)
+        if not rows:
+            self.isles.skip(progress)
+            return False
+        step.whole = replace(whole, micro_batches=[m for m in whole.micro_batches if m.index in run], rows=rows)
+        step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
+        self.expected = progress.inner.expected
+        step.options = self.options(step)
+        began = time.perf_counter()
+        self._compute(step, lambda: step.whole, f"step {step.number + 1} of island {island}", began)
+        seconds = time.perf_counter() - began
+        self._refuse(step)
+        if step.agreed.count <= 0:
+            self.replica.abort(again=True)
+            self.isles.skip(progress, rows)
+            return step.agreed.stop > 0
+        norm = self._norm(step)
+        assert step.sums is not None
+        self.run.saving.copied()
+        progress.torn = True
+        self.replica.update(step.sums, step.agreed, step.options, norm)
+        self.replica.complete()
+        progress.torn = False
+        progress.inner.expected = step.agreed.count
+        progress.add(step.agreed, norm, step.lr, rows)
+        self._merge(step, step.sums, seconds)
+        PULSE.beat()
+        return step.agreed.stop > 0
+
+    # -- what all agree on ------------------------------------------------------------------------------------------
+
+    def _meet(self, step: Step, name: str, seconds: float, made: bool) -> tuple[list[int], dict[int, list[int]]]:
+        """What each team tells of its islands, and each worker of itself; small, and in whole. Which islands are
+        merged; steps and rows of those that are not.
+        """
+        isles, group, run, decided = self.isles, self.run.team.group, self.run, self.merging_by.decided
+        mine = {
+            "islands": [[i, *_told(isles.work[i])] for i in isles.mine if i in isles.work] if isles.speaks else [],
+            "sizes": self._sizes,
+            "epoch": step.whole.epoch,
+            "merged": decided,
+            "broken": decided is None and run.notice is not None and (not made or self.merging_by.waits),
+        }
+        said = meet(self, step, name, mine, seconds, self._trouble)
+        if any(one["broken"] for one in said):
+            raise BrokenOffError(step.agreed)
+        told = {int(one[0]): one[1:] for some in said for one in some["islands"]}
+        merged = next((one["merged"] for one in said if one["merged"] is not None), sorted(told))
+        late = {island: told[island][1:3] for island in sorted({*told}.difference(merged)) if told[island][1]}
+        self._count_rows(step, max(said, key=lambda one: len(one["sizes"])), told, merged)
+        islands = [told[island][3:] for island in merged]
+        metrics: dict[str, tuple[float, float]] = {}
+        unused: set[int] | None = None
+        for _, _, found, left, *_ in islands:
+            add_metrics(metrics, found)
+            if left is not None:
+                unused = {*left} if unused is None else unused & {*left}
+        step.agreed = replace(
+            step.agreed,
+            loss=math.fsum(one[0] for one in islands),
+            count=math.fsum(one[1] for one in islands),
+            metrics=metrics,
+            unused=tuple(sorted(unused or ())),
+        )
+        step.norm, step.lr = islands[0][4:]
+        if step.digest is not None:
+            self.weights.judge(group, step.agreed.digests, heal=False)
+        self._refuse(step)
+        return merged, late
+
+    def _count_rows(self, step: Step, whole: dict[str, Any], told: dict[int, list[Any]], merged: list[int]) -> None:
+        """The rows that this merge counts, and those of the round that nobody has taken. `whole`: what a team says that
+        has seen all of it.
+        """
+        assert self.grid is not None
+        sizes, count = whole["sizes"], self.isles.count
+        at = {island: told[island][0] if island in told else 0 for island in range(count)}
+        gone = {str(island): where for island, where in missed(self.grid, sizes, step.number, at, count)}
+        late = sorted({*at}.difference(merged))
+        took = {str(island): taken for island, taken in at.items()} if late or gone else {}
+        self._late = {"merged": merged, "late": late, "took": took, "missed": gone}
+        step.steps = len(sizes)
+        step.whole = replace(step.whole, rows=sum(told[island][2] for island in merged), epoch=whole["epoch"])
+
+
+def meet(
+    stepper: Stepper, step: Step, name: str, mine: dict[str, Any], seconds: float, trouble: NonFiniteLossError | None
+) -> list[dict[str, Any]]:
+    """The end of a turn of several steps: what each worker says of itself and wants, `mine` besides. All know the same
+    of it then, in `step.agreed` as well; where one has come to `trouble` all raise that.
+    """
+    group, run = stepper.run.team.group, stepper.run
+    wants = {
+        "stop": run.notice is not None,
+        "save": run.wants_save(step.steps),
+        "enter": stepper.operations.newcomers,
+        "look": group.rank == 0 and group.size > 1 and stepper.weights.wish,
+        **run.saving.fields,
+    }
+    told = {"trouble": trouble and [trouble.what, trouble.cure], "news": stepper.untold()}
+    group.enter(name, check=False, kind="turns")
+    said = group.gather_json({**mine, **told, "wants": wants, "seconds": seconds, "digest": step.digest or 0.0})
+    if troubles := [one["trouble"] for one in said if one["trouble"]]:
+        raise NonFiniteLossError(*troubles[0])
+    for one in said:
+        step.news = {kind: (what, why) for kind, (what, why) in one["news"].items()} | step.news
+    sums = {key: sum(one["wants"][key] for one in said) for key in wants} | {
+        "news": sum(bool(one["news"]) for one in said)
+    }
+    seconds_of, digests = (tuple(one[key] for one in said) for key in ("seconds", "digest"))
+    step.agreed = replace(NOTHING, seconds=seconds_of, digests=digests, **sums)
+    return said
+
+
+def same(portion: Portion) -> Portion:
+    return portion
+
+
+def _told(one: IslandProgress) -> list[Any]:
+    """Of an island's steps, for everybody."""
+    unused = None if one.unused is None else sorted(one.unused)
+    return [one.at, one.steps, one.rows, one.loss, one.count, one.metrics, unused, one.norm, one.lr]

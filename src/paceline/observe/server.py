@@ -1,0 +1,89 @@
+"""Serves a run's figures and its live page, as a process of its own beside the coordinator. No torch.
+
+    GET /metrics    with the run's reading key as bearer token, where Prometheus is to scrape
+    and the live page at an address of its own, see `paceline.observe.live`
+    and tells Kubeflow Trainer of it, where it wants to know, see `paceline.observe.trainjob`
+
+It follows the journal and nothing else: whoever ends or floods it costs the run nothing. After the run's end (its
+standard input is closed) the last figures stay until they were scraped once, or for 15 seconds; the page for these.
+What it prints is said on the run's console.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from paceline.base.http_server import LimitedServer
+from paceline.team.reading_key import reading_key, write_targets
+
+LINGER = 15.0  # seconds after the end
+NICE = 10  # the training goes before
+
+
+async def serve(given: Mapping[str, Any]) -> None:
+    """Answers until the run has ended and the last figures were seen. `given` has a `folder` of the run and its name,
+    listening sockets: for `metrics`, and for the `page` that is asked for by `hosts`; the `targets` that stand in the
+    folders `told`; and the `trainjob` server that is told.
+    """
+    folder, loop = Path(given["folder"]), asyncio.get_running_loop()
+    ended, scraped = asyncio.Event(), asyncio.Event()
+    key = reading_key(folder)
+    if given.get("metrics") is not None:
+        from paceline.observe.prometheus import Figures, ScrapeHandler  # needs the client of Prometheus
+
+        about = {"figures": Figures(folder, given["run"]), "key": key, "ended": ended, "scraped": scraped}
+        _answer(given["metrics"], [("/metrics", ScrapeHandler, about)])
+    if given.get("page") is not None:
+        from paceline.observe.live import Views, routes
+
+        _answer(given["page"], routes(Views(folder, key, given["hosts"])))
+    telling = []
+    if given.get("trainjob") is not None:
+        from paceline.observe.trainjob import report
+
+        telling = [asyncio.create_task(report(folder, given["trainjob"], ended))]
+    over = loop.create_future()
+    loop.add_reader(0, lambda: None if os.read(0, 1 << 10) or over.done() else over.set_result(None))
+    await over
+    loop.remove_reader(0)
+    ended.set()
+    await asyncio.gather(*telling)
+    os.close(1)  # there is nothing more to say
+    if given.get("page") is not None:
+        await asyncio.sleep(LINGER)
+    elif given.get("metrics") is not None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(scraped.wait(), LINGER)
+            await asyncio.sleep(0.2)  # the answer is on its way
+    for place in given["told"]:
+        with suppress(OSError):
+            write_targets(Path(place), [], instead_of=given["targets"])
+    os._exit(0)  # readers that stand still are not waited for
+
+
+def _answer(listener: int, routes: list[Any]) -> None:
+    os.set_inheritable(listener, False)
+    server = LimitedServer(
+        routes,
+        max_body_size=1 << 10,
+        max_header_size=1 << 14,
+        max_buffer_size=1 << 15,
+        idle_connection_timeout=60.0,
+        body_timeout=5.0,
+    )
+    found = socket.socket(fileno=listener)
+    found.setblocking(False)
+    server.add_socket(found)
+
+
+if __name__ == "__main__":
+    os.nice(NICE)
+    asyncio.run(serve(json.loads(sys.argv[1])))

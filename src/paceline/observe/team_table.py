@@ -1,0 +1,145 @@
+"""Who is in a run's team and how fast, and what happened to it: rows for the terminal and the page. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from statistics import median
+
+from paceline.base.journal import Event
+from paceline.base.text import duration, plural, shares_of
+from paceline.observe.summary import Rows, Summary
+
+SHOWN, LATEST, MOST = 16, 6, 2  # workers, things that happened, and parts of a worker's time, at most
+HEAD = ("worker", "", "host", "share", "computing", "others waited for it", "where its time went")
+
+
+@dataclass(frozen=True)
+class OneWorker:
+    """A worker of a run: its part of the global batch, and of a step its seconds of computing, those that others waited
+    for it, those of the `step` itself and where the worker's went, as far as that is known.
+    """
+
+    worker: str
+    state: str
+    host: str
+    share: str
+    computed: float | None
+    waited: float
+    step: float
+    spent: dict[str, float]
+
+    @property
+    def lane(self) -> dict[str, float]:
+        """Where its time went, or at least what it computed and the rest."""
+        if self.spent or self.computed is None:
+            return self.spent
+        return {"load and compute": self.computed, "reduce, wait and others": max(0.0, self.step - self.computed)}
+
+    @property
+    def slowness(self) -> float:
+        return self.waited if self.computed is None else self.computed
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Under `HEAD`."""
+        computed = f"{a_step(self.computed)} a step" if self.computed is not None else ""
+        waited = f"{a_step(self.waited)} a step" if self.waited else ""
+        parts = ", ".join(f"{part} {share:.0%}" for part, share in shares_of(self.spent)[:MOST])
+        return (self.worker, self.state, self.host, self.share, computed, waited, parts)
+
+
+def members(summary: Summary) -> list[OneWorker]:
+    """All workers, by number. Their seconds are those of the newest record of steps, and of very many workers those of
+    the newest that tells of each.
+    """
+    last: Event = next((records[-1] for records in summary.steps.values()), {})
+    steps = last.get("steps") or 1
+    newest = last if last.get("computed") else summary.each
+    computed = {w: seconds / (newest.get("steps") or 1) for w, seconds in (newest.get("computed") or {}).items()}
+    waited, lanes, shares = last.get("waited_for") or {}, lanes_of(last), _shares(summary)
+    states = {**dict.fromkeys(summary.hosts, False), **summary.up}
+    hosts = summary.hosts | {worker: event["host"] for event in summary.loaded for worker in event["workers"]}
+
+    return [
+        OneWorker(
+            worker,
+            "up" if states[worker] else "ended" if summary.outcome else "lost",
+            hosts.get(worker, ""),
+            shares.get(worker, ""),
+            computed.get(worker),
+            (waited.get(worker) or 0.0) / steps,
+            (last.get("seconds") or 0.0) / steps,
+            lanes.get(worker, {}),
+        )
+        for worker in sorted(states, key=lambda worker: (len(worker), worker))
+    ]
+
+
+def by_host(team: Sequence[OneWorker]) -> list[tuple[str, list[OneWorker]]]:
+    """The hosts and their workers; who has the slowest comes first."""
+    found: dict[str, list[OneWorker]] = {}
+    for member in team:
+        found.setdefault(member.host, []).append(member)
+    return sorted(found.items(), key=lambda host: -max(member.slowness for member in host[1]))
+
+
+def told(team: Sequence[OneWorker]) -> str:
+    """What all of them, or those of a host, come to."""
+    up = sum(member.state == "up" for member in team)
+    worst = max(team, key=lambda member: member.slowness)
+    computed = [member.computed for member in team if member.computed is not None]
+    parts = [f"{len(team):,} {plural(len(team), 'worker').split()[1]}", *([f"{up} up"] if up < len(team) else [])]
+    if computed and worst.computed is not None:
+        most = f", its slowest {a_step(worst.computed)} (worker {worst.worker})" if len(team) > 1 else ""
+        parts.append(f"computing {a_step(median(computed))} a step{most}")
+    if waited := sum(member.waited for member in team):
+        parts.append(f"others waited {a_step(waited)}")
+    return ", ".join(parts)
+
+
+def slowest(team: Sequence[OneWorker]) -> tuple[list[OneWorker], int]:
+    """Of very many workers those, by number, and how many more there are."""
+    most = sorted(team, key=lambda member: -member.slowness)[:SHOWN]
+    return sorted(most, key=lambda member: (len(member.worker), member.worker)), len(team) - len(most)
+
+
+def lanes_of(record: Event) -> dict[str, dict[str, float]]:
+    """Of each worker the seconds of its steps by part, in the order of parts, by a record of these."""
+    spent: dict[str, dict[str, float]] = {}
+    for name, seconds in (record.get("lanes") or {}).items():
+        worker, part = name.split()
+        spent.setdefault(worker, {})[part] = seconds
+    return spent
+
+
+def a_step(seconds: float) -> str:
+    """Of a step, so that two can be told apart."""
+    return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def _shares(summary: Summary) -> dict[str, str]:
+    """The part of a global batch that each worker has; of those in units, nothing."""
+    if summary.shares:
+        parts, workers = summary.shares[-1].get("parts") or [], summary.shares[-1].get("workers") or []
+    else:
+        grid: Event = summary.grids[-1] if summary.grids else {}
+        parts = grid.get("shares") or [] if grid.get("unit", 1) == 1 else []
+        workers = list(range(len(parts)))
+    whole = sum(parts) if all(isinstance(part, int | float) for part in parts) else 0
+    return {str(w): f"{part / whole:.0%}" for w, part in zip(workers, parts, strict=False)} if whole else {}
+
+
+def happened(summary: Summary) -> Rows:
+    """What happened last to the team and its checkpoints, the newest at the end."""
+    told: list[tuple[float, str]] = []
+    for event in summary.lost:
+        told.append((event["at"], f"lost: {', '.join(map(str, event.get('workers') or []))}, {event.get('why')}"))
+    for event in summary.formed:
+        told.append((event["at"], f"formed anew with {plural(len(event.get('workers') or []), 'worker')}"))
+    for event in summary.failures:
+        told.append((event["at"], f"failed: {event.get('cause')}"))
+    for event in summary.checkpoints[-LATEST:]:
+        told.append((event["at"], f"checkpoint of step {event.get('step')}"))
+    return [(f"{datetime.fromtimestamp(at):%H:%M:%S}", text) for at, text in sorted(told)[-LATEST:]]

@@ -1,0 +1,373 @@
+"""Levels 2 and 3 of ZeRO over torch's fully_shard (Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded
+Data Parallel", VLDB 2023), which takes half a second to import: only plans that say so do.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+from torch.distributed.tensor import DTensor
+
+from paceline.base.sharding import Shards
+from paceline.comm.communicator import Group
+from paceline.comm.exact_sums import ExactBuckets
+from paceline.comm.fsdp_reduce_scatter import Staging
+from paceline.comm.gradient_buckets import Buckets
+from paceline.comm.torch_private import pytree
+from paceline.compute.blocks import blocks_of, by_block, gathered
+from paceline.compute.job import Job
+from paceline.compute.state_dict import cut_in_rows, held, local, marked, marks_of
+from paceline.errors import CollectiveMismatchError, UsageError
+from paceline.parallel.deferred_init import Blueprint, Slot, put, strip
+from paceline.parallel.layout import Layout
+from paceline.parallel.tensor_parallel.script_view import refuse_in_metric
+
+Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
+_Param = tuple[int, nn.Module, str]  # its number, and where it is
+_OUTSIDE = "the forward or the loss uses parameters of the model that are in pieces"
+_SAY_2 = "say zero=2, which gathers all before a forward, if not every micro-batch runs every layer"
+_WITHIN = "use them within model(...), where they are gathered, or say zero=2"
+_TORCHS = {  # what torch says, what it means, and what to do
+    "mixed torch.Tensor and DTensor": (_OUTSIDE, _WITHIN),
+    "setStorage.*storage of size 0": (
+        "a backward needs parameters that were freed: a loss uses what is inside of a layer besides its output, or a "
+        "gradient of a gradient (create_graph)",
+        "say zero=2",
+    ),
+    "RegisterPostBackwardFunction.* modified inplace": (
+        "a layer changes its input in place, which is not possible where its parameters are gathered",
+        "let it make a new tensor (inplace=False), or say zero=1",
+    ),
+}
+
+
+_UNIT = "_paceline_unit"  # of a mesh of ours: the workers on it
+
+
+def read_whole_numbers(mesh: DeviceMesh, unit: Group) -> None:
+    """A number that a script reads of a DTensor on this mesh (`float(p.norm())`) is that of the whole. Torch's
+    `item()` gives, without a word, the part of a sum that this worker has. Collective where it is read.
+    """
+    vars(mesh)[_UNIT] = unit
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+
+
+def _number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+    tensor = args[0]
+    assert isinstance(tensor, DTensor)
+    unit = vars(tensor.device_mesh).get(_UNIT)
+    if unit is None or all(placement.is_replicate() for placement in tensor.placements):
+        return local(tensor).item()
+    refuse_in_metric("each worker has a part under zero=2 and zero=3")
+    with unit.lending("a number that the script reads of weights, of which each worker has a part", "shard"):
+        return tensor.full_tensor().item()
+
+
+class FullyShard(Layout):
+    """Between two steps each place holds its rows of the parameters alone, and of gradients never more than its rows
+    and a few blocks.
+
+    torch's fully_shard gathers the parameters of a block before it is used and frees them after backward, with
+    `reshard` also after forward. Gradients do not go its way, which divides them and knows no exact sums: they leave by
+    `Staging`, which hears of them from autograd.
+
+    Parameters without dimensions, which it does not take, stay whole everywhere. The first place updates them.
+    """
+
+    gathers = True
+
+    def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
+        super().__init__(job, replica.allocate)
+        self.replica = replica
+        self.shards = Shards(replica.size, replica.rank)
+        self.blocks = blocks_of(job.model)
+        self._shapes = [param.shape for param in job.named.values()]
+        groups = by_block(list(job.named), list(self.blocks))
+        job.decisions.append(gathered(job.model, self.blocks, rest=bool(groups[-1])))
+        refuse_ungatherable(job.model, groups)
+        marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
+        cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)
+        job.cuts = {name: cut for name, cut in cuts.items() if cut.shape}
+        job.own_cuts = {name: cuts[name] for name in job.named}
+        self.replica.lend()
+        with self.replica.exposed():
+            self.mesh = self._shard(reshard, share)
+        self._gather_alike(reshard)
+        job.keeping = self._keeping
+        self._forward = job.forward
+        job.forward, job.loss = _explaining(self._gathered_first, reshard), _explaining(job.loss, reshard)
+        job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
+        job.own = {name: marked(self._rows(param), marks[name]) for name, param in job.named.items()}
+        for name, param in job.model.named_parameters():
+            vars(param).update(marks[name])
+        self._scalars = [param for param in job.named.values() if param.dim() == 0]
+        numbers = {name: number for number, name in enumerate(job.named)}
+        self._leaving = [[numbers[n] for n in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
+        self._hooked: dict[int, nn.Parameter] = {}
+        self._owners = [_owner(job.model, name) for name, _ in job.model.named_parameters()]
+        self._gathered = self._weighed = 0  # bytes of whole parameters, at most, and how often that was looked for
+        self._places = [[(numbers[n], *_owner(job.model, n)) for n in names] for names in groups]
+        for module, places in zip([*self.blocks.values(), job.model], self._places, strict=True):
+            module.register_forward_pre_hook(partial(self._look, places), with_kwargs=True)
+            module.register_forward_hook(self._leave)
+        assert isinstance(job.model, FSDPModule)
+        self._torchs = job.model._get_fsdp_state()
+        with self.replica.exposed():
+            self._torchs._lazy_init()  # else it would take what is called first for the whole model
+
+    def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
+        """Leaves each place its rows of every parameter."""
+        job = self.job
+        mesh = init_device_mesh(job.device.type, (self.replica.size,))
+        read_whole_numbers(mesh, self.replica)
+        named = dict(job.model.named_parameters())
+        besides: list[Slot] = []
+        if job.blueprint is not None:
+            besides = job.blueprint.rest(job.model)
+            put(besides, job.device)
+            strip(job.model)
+        # Torch warns of views that are changed in place, which only matters where parameters are freed after forward.
+        own = f"{type(job.model).__name__}) returned a view" if reshard else ""
+        warnings.filterwarnings("ignore", re.escape(f"FSDP2-wrapped module (FSDP{own}"))
+        ties: dict[nn.Parameter, nn.Parameter | None] = {}
+        scalars = {param for param in job.model.parameters() if param.dim() == 0}
+        for block in self.blocks.values():
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=scalars)
+        fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False, ignored_params=scalars)
+        if job.blueprint is not None:
+            bare = [(m, name, param) for m in job.model.modules() for name, param in m._parameters.items()]
+            job.model.to_empty(device=job.device)
+            for module, name, param in bare:
+                if param in scalars:  # each place of a tied one has got memory of its own
+                    module._parameters[name] = ties.setdefault(param, module._parameters[name])
+            put(besides, job.device)
+            self._fill(job.blueprint, named, share)
+        return mesh
+
+    def _gather_alike(self, reshard: bool) -> None:
+        """Workers whose micro-batches run different blocks gather all of them before a forward, or are told.
+
+        What is freed after forward is gathered as it is run: each block's name is compared, and at the end of a forward
+        and of a backward whether all have come as far.
+        """
+        model = self.job.model
+        for name, module in [*self.blocks.items(), ("the rest of the model", model)]:
+            assert isinstance(module, FSDPModule)
+            module.set_custom_all_gather(_Gather(self.replica, f"the gathering of {name}"))
+            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+        self._reshard, self._compares = reshard, reshard and bool(self.blocks)
+        self._keeps = False
+        if self._compares:
+            model.register_forward_hook(lambda *_: self.replica.finish(self._meet("the end of a forward")))
+        if not reshard:
+            model.register_forward_pre_hook(lambda *_: self._gather_all())
+
+    def _gathered_first(self, model: nn.Module, batch: Any) -> Any:
+        if not self._reshard:  # also where it calls parts of the model and not the model itself
+            self._gather_all()
+        return self._forward(model, batch)
+
+    def _gather_all(self) -> None:
+        for module in [*self.blocks.values(), self.job.model]:
+            assert isinstance(module, FSDPModule)
+            module.unshard()
+        for places in self._places:
+            self._hear(places)
+
+    def _meet(self, where: str) -> dist.Work:
+        options = dist.BarrierOptions()
+        options.asyncOp = True
+        with self.replica.lending(where, "all_gather") as group:
+            return group.barrier(options)
+
+    def _ended(self) -> dist.Work | None:
+        return self._meet("the end of a backward") if self._compares else None
+
+    def _fill(self, blueprint: Blueprint, named: Mapping[str, nn.Parameter], share: Share | None) -> None:
+        """One parameter after another is made, and its own rows are kept."""
+        for name, param in self.job.model.named_parameters():
+            whole = blueprint.value(named[name])
+            if share is not None:
+                share([whole])
+            local(param).copy_(self.shards.of(whole, self.shards.me) if param.dim() else whole)
+        if share is not None:
+            share(list(self.job.model.buffers()))
+
+    def _rows(self, param: torch.Tensor) -> torch.Tensor:
+        return local(param) if isinstance(param, DTensor) else self.shards.of(param.detach(), self.shards.me)
+
+    def own(self) -> None:
+        pass  # known since the model is in pieces
+
+    def land(self) -> Staging:
+        home = (ExactBuckets if self.job.exact else Buckets)(list(self.job.own.values()), hooks=False)
+        self.staging = Staging(home, self._shapes, self._leaving, self.replica, self._ended, not self._compares)
+        return self.staging
+
+    def _look(self, places: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
+        """The whole parameters of a module are there, and a backward will go through it."""
+        self._weigh()
+        self._hear(places)
+        if self._compares and places and torch.is_grad_enabled():
+            number = places[0][0]
+            self.staging.call(number)
+            inner = [
+                t for t in pytree.tree_iter((given, named)) if isinstance(t, torch.Tensor) and t.grad_fn is not None
+            ]
+            if inner:  # else the backward cannot be seen to go through it
+                register_multi_grad_hook(inner, lambda _: self.staging.leave(number), mode="any")
+
+    def _leave(self, *_: Any) -> None:
+        """Weights may change after a call of the script's own, which has no backward."""
+        inside = self._keeps or self._torchs._state_ctx.iter_forward_root is not None
+        if not inside and not torch.is_grad_enabled():
+            self.rest()
+
+    def _hear(self, places: Sequence[_Param]) -> None:
+        """Makes sure that gradients of whole parameters are heard of."""
+        for number, owner, name in places:
+            param = owner._parameters[name]
+            if param is not None and param.requires_grad and self._hooked.get(number) is not param:
+                if param.is_inference():
+                    raise UsageError("the model is first called under inference_mode()", "begin with torch.no_grad()")
+                self._hooked[number] = param
+                param.register_post_accumulate_grad_hook(partial(self._land, number))
+
+    def _land(self, number: int, param: torch.Tensor) -> None:
+        self._weigh()
+        self.staging.land(number, param)
+
+    def _weigh(self) -> None:
+        """Parameters are gathered in every forward and backward alike: the first tell how much at most."""
+        if self._weighed < 2 * len(self._owners):
+            self._weighed += 1
+            whole = (owner._parameters[name] for owner, name in self._owners)
+            now = held(param for param in whole if not isinstance(param, DTensor))
+            self._gathered = max(self._gathered, now)
+
+    @contextmanager
+    def running(self, name: str) -> Iterator[None]:
+        model = self.job.model
+        self.replica.enter(name, check=False, kind="gradients")
+        assert isinstance(model, FSDPModule)
+        model.set_reshard_after_backward(self._reshard)  # or a second backward would gather again, here and not there
+        try:
+            with self._keeping(), _explained(self._compares):
+                yield
+        finally:
+            model.set_reshard_after_backward(True)
+
+    @contextmanager
+    def _keeping(self) -> Iterator[None]:
+        self.rest()
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps = False
+            self.rest()
+
+    def rest(self) -> None:
+        """Only the own rows are there."""
+        assert isinstance(self.job.model, FSDPModule)
+        self.job.model.reset_iter_state()
+
+    def complete(self) -> None:
+        if self._scalars:
+            self.replica.enter("the weights after an update", check=False, kind="weights")
+        for scalar in self._scalars:
+            self.replica.broadcast(scalar.detach().view(1))
+
+    def gathered(self) -> int:
+        return self._gathered
+
+
+@contextmanager
+def _explained(compares: bool) -> Iterator[None]:
+    """Says what errors about parameters in pieces mean."""
+    try:
+        yield
+    except CollectiveMismatchError as error:
+        if not compares or error.cure == _SAY_2:
+            raise
+        raise CollectiveMismatchError(error.what, _SAY_2) from error
+    except RuntimeError as error:
+        for said, (what, cure) in _TORCHS.items():
+            if re.search(said, str(error)):
+                raise UsageError(what, cure) from error
+        raise
+
+
+def _explaining(call: Callable[[Any, Any], Any], compares: bool) -> Callable[[Any, Any], Any]:
+    def explaining(one: Any, other: Any) -> Any:
+        with _explained(compares):
+            found = call(one, other)
+        first = found[0] if isinstance(found, tuple) and found else found
+        if isinstance(first, DTensor):
+            raise UsageError(_OUTSIDE, _WITHIN)
+        return found
+
+    return explaining
+
+
+def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
+    """Raises UsageError where gathering a block would lose something of a parameter."""
+    named = dict(model.named_parameters())
+    for name, param in named.items():
+        what = None
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            what = "has a hook, which would not be called"
+        elif not param.is_contiguous():
+            what = f"is not contiguous (strides {param.stride()}), which its rows would be"
+        if what is not None:
+            raise UsageError(f"{name} of the model {what}", "say zero=1")
+    for group in groups:
+        kinds = {str(named[name].dtype).removeprefix("torch."): name for name in group if named[name].dim()}
+        if len(kinds) > 1:
+            (one, first), (other, second) = list(kinds.items())[:2]
+            what = f"{first} is of {one} and {second}, which is gathered with it, of {other}"
+            raise UsageError(what, "say zero=1, or give them one dtype")
+    own = {id(param) for param in named.values()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and any(id(leaf) in own for leaf in pytree.tree_iter(value)):
+                what = f"{name} of {path or 'the model'} holds parameters besides, which would stay as they are now"
+                raise UsageError(what, "say zero=1, or hold them in an nn.ParameterList")
+
+
+class _Gather(AllGather):
+    """Torch's own way, with a name."""
+
+    def __init__(self, replica: Group, name: str) -> None:
+        self.replica, self.name = replica, name
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        with self.replica.lending(self.name, "all_gather"):
+            work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
+            return work
+
+
+def _refuse_copy(module: nn.Module, memo: Any) -> Any:
+    raise UsageError(f"{type(module).__name__.removeprefix('FSDP')} is in pieces, which cannot be copied", "say zero=1")
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf

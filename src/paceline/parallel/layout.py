@@ -1,0 +1,52 @@
+"""What of a model a worker holds. The plain layout: all of it, and each worker runs it by itself."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from paceline.base.sharding import ALONE, Shards
+from paceline.comm.bucket_reducer import Hop
+from paceline.comm.exact_sums import ExactBuckets
+from paceline.comm.gradient_buckets import Allocate, Buckets, Landing
+from paceline.compute.job import Job
+from paceline.compute.state_dict import own_of
+
+
+class Layout:
+    """Gradients land in buckets of memory from `allocate`, to be summed, or stay where they are.
+
+    `shards` share the rows that optimizers hold. A bucket's way to them is `route`, before it is summed over replicas.
+    """
+
+    shards: Shards = ALONE
+    route: tuple[Hop, ...] = ()
+    gathers = False  # whether parameters are gathered from others before they are used
+
+    def __init__(self, job: Job, allocate: Allocate | None = None) -> None:
+        self.job, self.allocate = job, allocate
+
+    def own(self) -> None:
+        """The job's `own` parameters: those that optimizers are to hold here."""
+        self.job.own, self.job.own_cuts = own_of(self.job.named, self.job.cuts, self.shards, self.job.unit)
+
+    def land(self) -> Landing:
+        """Where gradients of the parameters land."""
+        return Landing(self.job.dense) if self.allocate is None else self.buckets()
+
+    def buckets(self) -> Buckets:
+        kind = ExactBuckets if self.job.exact else Buckets
+        return kind(self.job.dense, shards=self.shards, own=[*self.job.own.values()][: len(self.job.dense)])
+
+    def running(self, name: str) -> AbstractContextManager[None]:
+        """Around the forwards and backwards of a step of this name."""
+        return nullcontext()
+
+    def complete(self) -> None:
+        """After an update, and in a new generation: brings what of the weights others have updated. Collective."""
+
+    def rest(self) -> None:
+        """What a forward or backward has left, or where it was cut off, is gone."""
+
+    def gathered(self) -> int:
+        """Bytes of parameters that are here for a while, at most, beside those that always are."""
+        return 0

@@ -1,0 +1,315 @@
+"""Steps whose updates are made by parameter servers: what else they need of the run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.base.batching import NOTHING, Grid, add_metrics
+from paceline.base.heartbeat import PULSE
+from paceline.base.mesh import Mesh
+from paceline.checkpoint.tree import pack, unpack
+from paceline.compute.optimizers import DelayedNesterov
+from paceline.data.loader import Place
+from paceline.errors import NonFiniteLossError, UsageError
+from paceline.local_sgd.round import BrokenOffError, meet, rounds_of, same
+from paceline.param_server.client import Served, Servers, Ticketed
+from paceline.session.worker_batch import Portion
+from paceline.team.auth import greeting_key
+from paceline.team.transactions import Attempt
+from paceline.train.step import Step, Stepper
+
+LOOK = 0.3  # seconds between two looks at whether somebody was asked to stop
+WINDOW = 256  # updates, unless the plan says another number
+
+
+def stepper_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Stepper:
+    """What makes a trainer's turns, as its plan says."""
+    run, plan = about["run"], about["plan"]
+    if run.serving is not None:
+        run.serving.steppers.append(stepper := Stepper(**about, grid=grid))
+        return stepper
+    if plan.local:
+        return rounds_of(mesh, about, grid)
+    if plan.in_windows:
+        return Windows(**about, grid=grid)
+    return ServedStepper(**about, grid=grid) if plan.server else Stepper(**about, grid=grid)
+
+
+class ServedStepper(Stepper):
+    """Makes steps whose updates servers make."""
+
+    replica: Served
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        run, count, copies = self.run, self.plan.server or 0, self.plan.copies or 0
+        if run.servers is None:
+            operations = self.operations
+            operations.ahead = False
+            find, key = (lambda: operations.orders.servers), partial(greeting_key, run.team.world.run_dir)
+            run.servers = Servers(count, copies, operations.worker, find, key, self._look)
+            run.team.world.tell("servers", count=count, copies=copies)
+        elif run.servers.met or (run.servers.count, run.servers.copies) != (count, copies):
+            what = "this Trainer is made after training began, and parameter servers run the script up to there alone"
+            cure = "make all trainers before the first loop over steps(), or the first step()"
+            if (run.servers.count, run.servers.copies) != (count, copies):
+                others = [
+                    f"server={n}{' copies=1' * more}"
+                    for n, more in ((run.servers.count, run.servers.copies), (count, copies))
+                ]
+                what = f"one trainer has {others[0]} and another {others[1]}"
+                cure = "say the same for both"
+            raise UsageError(what, cure)
+        self.replica.servers, self.replica.number = run.servers, self.trainer
+
+    def _look(self) -> None:
+        """Raises where another generation is to be entered first."""
+        channel = self.run.team.group.channel
+        if channel is not None and channel.broken is not None:
+            raise channel.broken
+
+    def _give(self, servers: Servers) -> None:
+        """The state to those that do not have it, with what the others keep."""
+        if empty := servers.empty:
+            state = pack(self.run.hand_over(self.operations.done))
+            for server in empty:
+                servers.give(server, state)
+
+    def house(self, name: str) -> None:
+        super().house(name)
+        self.replica.prepare()
+        self._meet()
+        self.replica.met(self.operations.number)
+
+    def _meet(self) -> None:
+        """All wait until the servers have the state, but for those that are lost while others have what they kept; or
+        until one is asked to stop: then nothing was done yet.
+        """
+        run, group, servers = self.run, self.run.team.group, self.replica.servers
+        everybody = range(servers.count)
+        while True:
+            servers.meet(LOOK, gives=group.rank == 0)
+            if group.rank == 0:
+                self._give(servers)
+            here, found = servers.here, servers.find()
+            mine = [
+                servers.met,
+                run.notice is not None,
+                *(n in here for n in everybody),
+                *(n in found for n in everybody),
+            ]
+            met, stops, *said = group.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
+            used = {n for n in everybody if said[n] == group.size}
+            if all(n in used or (met and not said[servers.count + n]) for n in everybody):
+                servers.use(used, self.operations.number)
+                if servers.whole:
+                    return
+            if stops and not met:
+                run.end_here()
+
+    def state(self, done: int | None) -> dict[str, Any]:
+        """With what the servers keep, for a checkpoint."""
+        found, servers = super().state(done), self.run.servers
+        if done is None or servers is None or not servers.met:
+            return found
+        for text in self.replica.kept():
+            parts = unpack(torch.frombuffer(text, dtype=torch.uint8))
+            for optimizer, part in zip(found["optimizers"], parts, strict=True):
+                # Optimizers also change numbers in their groups, as the step size that Prodigy estimates.
+                optimizer |= {**part, "state": optimizer["state"] | part["state"]}
+        return found
+
+
+@dataclass
+class Windows(ServedStepper):
+    """Makes windows of updates that are not in step: a turn of the user's loop is one. In it workers meet the servers
+    alone, which deal them global batches; at its end all have the same weights.
+    """
+
+    replica: Ticketed
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.balance = None
+        self.place = self._place
+        self._compared = -1  # the generation in which all know that they read the same rows
+        self._trouble: NonFiniteLossError | None = None  # that a ticket here has come to
+        self._log: list[dict[str, Any]] = []
+        self._dropped = 0
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._share = 0, 1  # of a global batch: which, and of how many
+        plan = self.plan
+        if plan.delayed:
+            DelayedNesterov.refuse_others(self.job.optimizers, plan.delayed)
+        bound = "as far ahead as they are" if plan.staleness == math.inf else f"at most {plan.staleness or 0:g} ahead"
+        what = f"updates are not in step: workers read weights {bound}"
+        if plan.backup:
+            what = f"steps wait for all workers but {plan.backup}: rows of who is later are dropped"
+        what += f", and {'all ' if plan.backup else ''}meet every {self.window} updates"
+        self.run.say(what)
+        word = plan.several.partition("=")[0]
+        self.run.decide(self.trainer, what, f"the plan says {word}=: the result depends on who is how fast")
+
+    @property
+    def window(self) -> int:
+        return self.plan.window or WINDOW
+
+    def _place(self) -> Place:
+        """Each global batch is one worker's, or a share of it."""
+        rank, count = self._share
+        return replace(self.run.team.place(self.replica.mesh), rank=rank, weights=(1.0,) * count, scattered=True)
+
+    def _look(self) -> None:
+        """A loss of others is met at the end of the window."""
+
+    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        return [batches]
+
+    def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
+        """Makes a window; None where there was nothing in it, since all are to stop."""
+        try:
+            return super().turn(deal, name)
+        except BrokenOffError as end:
+            self.run.agreed(end.agreed)
+            return None
+
+    def _attempt(self, step: Step, deal: Callable[..., Any], name: str) -> Attempt:
+        with ExitStack() as undo:
+            began = time.perf_counter()
+            undo.callback(self._again)
+            self._open(step, name)
+            self._share = 0, 1
+            if self._compared != self.operations.number:
+                deal(0)
+                self._compared = self.operations.number
+            undo.callback(self.replica.abort)
+            alike = False
+            while not alike:
+                with self.streams.lent():
+                    self._make(step, deal)
+                computed = time.perf_counter()
+                alike = self._meet_others(step, name, computed - began)
+            self._agree_on(step)
+            for member in self.run.members:
+                member.state.step_computed()
+            step.spent["compute"] = computed - began - step.spent["data"]
+            yield lambda: step.agreed.count
+            undo.pop_all()
+        reduced = time.perf_counter()
+        self.run.saving.copied()
+        self._apply(step)
+        ended = time.perf_counter()
+        self.updated = ended - reduced
+        step.spent |= {"reduce": reduced - computed, "update": self.updated}
+        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.whole.rows, step.whole.epoch], step.steps]
+        self.operations.reached("applied")
+
+    def _taken(self, step: Step, _: Any, result: Any) -> None:
+        super()._taken(step, _, result[:4])
+        (step.steps,) = result[4:]
+
+    # -- what a worker does by itself -------------------------------------------------------------------------------
+
+    def _make(self, step: Step, deal: Callable[..., Any]) -> None:
+        """Tickets, as they are dealt, until the window ends."""
+        step.spent, self._trouble, most = {"data": 0.0}, None, self.run.team.world.max_steps
+        updates = self.window if most is None else max(1, min(self.window, most - self.run.step))
+        said, dealt = dict[str, Any](), False
+        self.replica.begin(self.done)
+        while True:
+            leaves = dealt and self.operations.newcomers and not self.operations.interrupted
+            said |= {"updates": updates, "stop": self.stops or leaves}
+            answer, said = self.replica.deal(self.done, said), {}
+            if "log" in answer:
+                self._log, self._dropped = answer["log"], answer["dropped"]
+                break
+            dealt, began = True, time.perf_counter()
+            self.replica.ask_weights(answer["update"])
+            self._share = answer.get("share", (0, 1))
+            portion = deal(answer["ticket"] - self.done)
+            if portion is None:
+                said["cut"] = answer["ticket"]
+                continue
+            step.spent["data"] += time.perf_counter() - began
+            self.replica.await_weights()
+            try:
+                self._ticket(answer, portion)
+            except NonFiniteLossError as error:
+                self._trouble, said["broken"] = error, True
+        step.steps = len(self._log)
+        if self._trouble is None:
+            self.replica.ask_weights(self.done + step.steps)
+            self.replica.await_weights()
+            self._buffers = unpack(torch.frombuffer(self.replica.buffers(), dtype=torch.uint8))
+
+    def _ticket(self, dealt: dict[str, Any], portion: Portion) -> None:
+        """The gradients of one global batch, or of a share of it, for the servers."""
+        ticket, self.expected = dealt["ticket"], 0.0
+        self._load(one := Step(ticket, 0.0), partial(same, portion))
+        one.options = replace(self.options(one), collect=True)
+        self.replica.key = ticket, dealt["dealing"], 0
+        began = time.perf_counter()
+        self._compute(one, lambda: one.whole, f"ticket {ticket}", began)
+        norm, agreed, sums, share = 0.0, one.agreed, one.sums, portion.share
+        if agreed.count or not self.plan.backup or not math.isfinite(agreed.loss):
+            self._refuse(one)
+            norm = self._norm(one)
+        assert sums is not None
+        told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "norm": norm}
+        more = {"rows": sum(part.rows for part in share), "epoch": portion.epoch, "metrics": agreed.metrics}
+        about = {"expected": one.options.expected, "micro_batches": portion.count, "log": told | more}
+        self.replica.push(sums, told | about)
+        if share:
+            self._merge(one, sums, time.perf_counter() - began)
+        self.replica.abort()
+        PULSE.beat()
+
+    # -- what all agree on ------------------------------------------------------------------------------------------
+
+    def _meet_others(self, step: Step, name: str, seconds: float) -> bool:
+        """The end of the window. Whether it is the same for all: the first server may have been lost when it had told
+        some that nothing is to be made.
+        """
+        said = meet(self, step, name, {"made": len(self._log)}, seconds, self._trouble)
+        return len({one["made"] for one in said}) == 1
+
+    def _agree_on(self, step: Step) -> None:
+        """Whether all go on, and what the window has come to: of it all know the same, from the first server."""
+        if not self._log:
+            raise BrokenOffError(step.agreed)
+        metrics: dict[str, tuple[float, float]] = {}
+        for one in self._log:
+            add_metrics(metrics, one["metrics"])
+        unused = set.intersection(*({*one["unused"]} for one in self._log))
+        loss, count = (math.fsum(one[key] for one in self._log) for key in ("loss", "count"))
+        step.agreed = replace(step.agreed, loss=loss, count=count, metrics=metrics, unused=tuple(sorted(unused)))
+        last = max(self._log, key=lambda one: one["ticket"])
+        step.whole = Portion([], 0, sum(one["rows"] for one in self._log), last["epoch"])
+        step.norm = self._log[-1]["norm"]
+
+    @torch.no_grad()
+    def _apply(self, step: Step) -> None:
+        """What else the servers have made of the window is this worker's."""
+        buffers = dict(self.job.model.named_buffers())
+        for name, value in self._buffers.items():
+            buffers[name].copy_(value)
+        for one in self._log:
+            step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
+            self.replica.follow_schedule(replace(NOTHING, loss=one["loss"], count=one["count"]))
+        self.done, self.weights.refused = step.number + step.steps, False
+        if self.run.team.group.rank == 0:
+            by = Counter(worker for one in self._log for worker in one.get("workers") or [one["worker"]])
+            missed = Counter(one["missed"] for one in self._log)
+            told = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": self._dropped}
+            if self.plan.backup:
+                told["late"] = [[one["ticket"] + 1, *late] for one in self._log for late in one["late"]]
+            self.run.journal.write("window", trainer=self.trainer, step=self.done, updates=step.steps, **told)

@@ -1,0 +1,87 @@
+"""The best checkpoint: which value is followed, and the checkpoint of the weights that had it."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import UsageError
+from paceline.session.reported_values import Followed
+
+if TYPE_CHECKING:
+    from paceline.session.run import Run
+
+_MODES = {"max": 1, "min": -1}
+
+
+class Best(Followed):
+    """What `Trainer.keep_best` follows: a value by `name`, the best one so far, and the `step` of the run that had it.
+    A better one is `due` until its checkpoint is there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__("keep_best()", "no best is kept")
+        self.mode = ""
+        self.value: float | None = None
+        self.step: int | None = None
+        self.due: tuple[float, int] | None = None
+        self._saved: list[Any] | None = None
+
+    def follow(self, name: str, mode: str) -> None:
+        if not isinstance(name, str) or not name:
+            what = f"keep_best() is given {name!r:.60}, and the name of a value is wanted"
+            raise UsageError(what, 'write keep_best("accuracy"), as evaluate() or log() names it')
+        if mode not in _MODES:
+            raise UsageError(f"keep_best() has no mode {mode!r}", "say mode='max' or mode='min'")
+        if self.name and (self.name, self.mode) != (name, mode):
+            raise UsageError(f"keep_best() follows {self.name!r} already", "follow one value of each trainer")
+        self.name, self.mode = name, mode
+        self.restore(self._saved)
+
+    def saved(self) -> list[Any] | None:
+        return self._saved if self.value is None else [self.name, self.mode, self.value, self.step]
+
+    def restore(self, saved: list[Any] | None) -> None:
+        """What a checkpoint holds counts where the script follows the same."""
+        self._saved = saved
+        if saved and saved[:2] == [self.name, self.mode]:
+            self.value, self.step = saved[2:]
+
+    def take(self, value: float, step: int) -> None:
+        """A better one is due."""
+        best = self.value if self.due is None else self.due[0]
+        if math.isfinite(value) and (best is None or (value - best) * _MODES[self.mode] > 0):
+            self.due = value, step
+
+
+def keep_best(run: Run) -> None:
+    """Between two steps: the checkpoint of a value that is better than all before. Collective, if at all.
+
+    It is waited for, since these weights are gone with the next step; should a worker be lost meanwhile, it is written
+    again. Where it cannot be written, what was the best before still is.
+    """
+    due = [member.best for member in run.members if member.best.due is not None]
+    if not due:
+        return
+    step = run.step
+    before = [(best.value, best.step) for best in due]
+    for best in due:
+        if best.due is not None and best.due[1] == step:
+            best.value, best.step = best.due
+        else:
+            run.say(f"{best.name} was best in a loop inside of another, whose weights are gone: not kept")
+        best.due = None
+    if run.saving.storage is None or not any(best.step == step for best in due):
+        return
+    there, number = False, -1
+    while number != run.team.operations.number:
+        number, run.saving.asked = run.team.operations.number, True
+        there = run.save(wait=True)
+    for best, (value, at) in zip(due if not there else (), before, strict=False):
+        best.value, best.step = value, at
+
+
+def best_now(run: Run) -> list[dict[str, Any]]:
+    """For the manifest of a checkpoint of now: what makes it the best."""
+    now = [(number, m.best) for number, m in enumerate(run.members) if m.best.step == run.step]
+    return [{"trainer": number, "name": best.name, "mode": best.mode, "value": best.value} for number, best in now]

@@ -1,0 +1,523 @@
+"""When checkpoints are made, who writes what of them, and when one counts.
+
+All begin one together, between two steps; each writes its part meanwhile training goes on (`checkpoint/saver.py`). Each
+step's vector says how many are still writing. When nobody is, they tell each other of their files between two steps,
+and the first of the writers writes the manifest, without which there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.base.batching import Agreed
+from paceline.base.environment import parse_save_every
+from paceline.base.heartbeat import PULSE
+from paceline.base.sharding import Held
+from paceline.checkpoint.files import (
+    Checkpoint,
+    Files,
+    Whole,
+    bytes_of,
+    commit,
+    ended_in,
+    find_checkpoint,
+    give_up,
+    layout,
+    new_attempt,
+    trainers_in,
+    whole_shapes,
+    with_ended,
+    write_error,
+)
+from paceline.checkpoint.storage import Folder, Storage
+from paceline.checkpoint.tree import flatten_pieces, pack, reading, unflatten, unpack
+from paceline.checkpoint.writer import Background, Part
+from paceline.errors import CheckpointError
+from paceline.team.team import Team
+from paceline.team.transactions import settling
+
+_OVERHEAD = 0.03  # of the time, at most, with `--save-every auto`
+_SHORTEST, _LONGEST, _FIRST = 1.0, 1800.0, 60.0  # seconds between two of these, and to the first one
+_BEFORE = 4 * 3600.0  # seconds after which a loss is expected before there was any
+_LOOK = 0.01  # seconds between two looks at what is still being written
+_SHARE = 1 << 20  # bytes that are worth another writer
+_MOST = 32  # writers: more of them are more files, and fill no network or disk any better
+_OPTIMIZERS = re.compile(r"trainers\.\d+\.optimizers\.")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """For a time in which much is made and kept: the collector of circles would look through all of it again and again.
+    With many small tensors that took a third of the time for which training stood still.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def some(writers: list[int], size: int) -> list[int]:
+    """Those that write so many bytes, which all of them have."""
+    return writers[: min(_MOST, max(1, size // _SHARE))]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is saved: optimizer steps done; the whole state as a tree, whose tensors are not copies; all parameters in
+    it; what else the manifest tells; and a part of the collective, in which all workers' states are compared. Where
+    workers have state of their own, `pool` makes it everybody's.
+    """
+
+    step: int
+    tree: Callable[[], Any]
+    params: Callable[[], Iterable[torch.Tensor]]
+    about: Callable[[], dict[str, Any]]
+    agree: Callable[[], None] = lambda: None
+    pool: Callable[[], None] | None = None
+
+
+@dataclass
+class _Draft:
+    """What the first writer keeps until all files are there."""
+
+    step: int
+    writers: list[int]
+    plan: list[Files]
+    shapes: dict[str, Whole]
+    manifest: dict[str, Any]
+    began: float = field(default_factory=time.monotonic)
+    blocked: float = 0.0
+
+
+class Saving:
+    """The checkpoints of a run, as one worker has them. `begun` is the step of the last one that was begun, `open`
+    whether its end is not known to all: both are the same everywhere. `committed` is the last one that this worker
+    knows to be whole. `news` are outcomes to be told, on the worker that wrote a manifest: the fields of the journal's
+    event, what went wrong, or a line. What goes wrong again and again for one reason is told once.
+
+    With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which lives
+    nowhere else, is kept there besides, in the same way.
+    """
+
+    def __init__(
+        self, team: Team, storage: Storage | None, every: str, keep: int, mirror: tuple[int, Storage] | None = None
+    ) -> None:
+        self.team, self.storage, self.keep = team, storage, keep
+        self._mirror, self._mirrored = mirror, 0
+        self._into = storage  # where the last one that was begun goes
+        self.from_mirror = False
+        self.begun, self.open, self.asked = 0, False, False
+        self.committed: int | None = None
+        self.news: list[dict[str, Any] | list[str] | str] = []
+        self._reasons: dict[str, str] = {}  # by place: why nothing can be written there, as it was told
+        self.losses = 0
+        self._seconds, self._steps = parse_save_every(every)  # neither: by what they cost
+        self._born = self._saved_at = time.monotonic()
+        self._cost: float | None = None  # seconds of the last one that training did not get
+        self._again = False  # the last one was lost with a worker
+        self._collect = False
+        self._attempt, self._number, self._table = "", -1, ""
+        self._streams: list[Any] = []  # the users' own, by rank; one where all have the same
+        self._outcome: list[str] | None = None  # what went wrong with the last one, as far as this worker knows
+        self._part: Part | None = None
+        self._draft: _Draft | None = None
+        self._commit: Background | None = None
+        self._writers: tuple[int, list[int]] | None = None  # the generation, and who of it can write
+
+    # -- when -------------------------------------------------------------------------------------------------------
+
+    def wants(self, step: int) -> int:
+        """The first worker's wish after `step`, which the step's vector makes everybody's: a checkpoint (1), a copy in
+        the mirror (2), or nothing (0).
+        """
+        if self._part is not None or self._commit is not None:
+            return 0
+        if self._again or self._due(step):
+            return 1
+        if self._mirror is None or not self._alone:
+            return 0
+        return 2 * (step - max(self.begun, self._mirrored) >= self._mirror[0])
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the state lives in one replica, all of it on this host."""
+        group = self.team.group
+        return group.size <= group.mesh.replica and len(set(group.hosts)) == 1
+
+    def _due(self, step: int) -> bool:
+        if self._steps is not None:
+            return step - self.begun >= self._steps
+        return time.monotonic() - self._saved_at >= (self._interval() if self._seconds is None else self._seconds)
+
+    def _interval(self) -> float:
+        """Young, A first order approximation to the optimum checkpoint interval, CACM 1974; and no more than a part of
+        the time.
+        """
+        if self._cost is None:
+            return _FIRST
+        between = (time.monotonic() - self._born + _BEFORE) / (self.losses + 1)
+        return min(_LONGEST, max(_SHORTEST, self._cost / _OVERHEAD, math.sqrt(2 * self._cost * between)))
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """For the step's vector."""
+        part = self._part
+        return {"writing": part is not None and not part.over, "written": part is not None and part.over}
+
+    def agreed(self, agreed: Agreed) -> None:
+        self._collect = agreed.written > 0 and agreed.writing == 0
+
+    # -- the way of one ---------------------------------------------------------------------------------------------
+
+    def begin(self, subject: Subject, still: bool = False, mirror: bool = False) -> None:
+        """Begins one; collective. What went wrong is in the news."""
+        self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
+        # Whoever has state of its own writes it; if not all can, there must be none.
+        if subject.pool is not None and 0 < len(self.team.operations.run(settling(self._writing))) < self.team.size:
+            subject.pool()
+        attempt = settling(partial(self._prepare, subject), partial(self._start, subject, still))
+        self.team.operations.run(attempt, "saving")
+        self.open = True
+        if mirror:
+            self._mirrored = subject.step
+        else:
+            self.asked = self._again = False
+            self.begun, self._saved_at = subject.step, time.monotonic()
+
+    def put_aside(self, subject: Subject, storage: Storage) -> list[str] | None:
+        """Writes what is kept beside the checkpoints, in a `storage` of its own, and waits for it; what went wrong, the
+        same on all workers. Collective.
+        """
+        if self.open:
+            self.finish()
+        self._into = storage
+        self.team.operations.run(
+            settling(partial(self._prepare, subject), partial(self._start, subject, True)), "saving"
+        )
+        self.open = True
+        return self.finish()
+
+    def _prepare(self, subject: Subject) -> Any:
+        group = self.team.group
+        group.enter("a checkpoint")
+        self.team.operations.reached("saving")
+        subject.agree()
+        writers, trouble = self._who_writes()
+        self._gather_streams(writers)
+        attempt = group.gather_json(new_attempt())[0]  # whoever has it knows that the streams have arrived
+        return {"by": [attempt, writers], "trouble": trouble}
+
+    def _gather_streams(self, writers: Sequence[int]) -> None:
+        """To the first writer, unless all are the same: of a thousand workers they are 25 MB."""
+        group, mine, members = self.team.group, user_streams(), self.team.operations.members
+        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
+        self._streams = [mine]
+        if len({*group.gather_json(digest)}) == 1 or not writers:
+            return
+        writer = members.index(writers[0])
+        if group.rank != writer:
+            group.send_bytes(pack(mine), writer)
+            self._streams = [mine] * group.size  # theirs take as many bytes
+        else:
+            others = {rank: unpack(group.receive_bytes(rank)) for rank in range(group.size) if rank != writer}
+            self._streams = [others.get(rank, mine) for rank in range(group.size)]
+
+    def _writing(self) -> list[int]:
+        self.team.group.enter("who can write a checkpoint")
+        return self._who_writes()[0]
+
+    def _who_writes(self) -> tuple[list[int], Any]:
+        """The workers that reach the place: those who find in it what the first one puts there."""
+        operations, group, storage = self.team.operations, self.team.group, self._into
+        if not isinstance(storage, Folder) or (self._mirror is not None and storage is self._mirror[1]):
+            return list(operations.members), None
+        if self._writers is None or self._writers[0] != operations.number:
+            probe, trouble = f".probe-{new_attempt()}", None
+            if group.rank == 0:
+                try:
+                    storage.put("", probe, b"")
+                except OSError as error:
+                    failure = write_error(storage, self.begun, error)
+                    trouble = [f"no checkpoint can be written to {storage}: {error.strerror}", failure.cure]
+            probe, trouble = group.gather_json([probe, trouble])[0]
+            sees = group.gather_json((storage.path / probe).exists())
+            if group.rank == 0 and trouble is None:
+                with suppress(OSError):  # an empty file, in a place that has stopped to take any
+                    storage.remove("", [probe])
+            if trouble is not None:
+                return [], trouble
+            found = [worker for worker, there in zip(operations.members, sees, strict=True) if there]
+            self._writers = (operations.number, found)
+        return self._writers[1], None
+
+    @_no_collection()
+    def _start(self, subject: Subject, still: bool, settled: Any) -> Any:
+        began = time.monotonic()
+        self._part = self._draft = self._outcome = None
+        self._attempt, writers = settled["by"]
+        me = self.team.operations.worker
+        if settled["trouble"] is not None:
+            if self.team.rank == 0:
+                self._done(None, settled["trouble"])
+        elif me in writers and self._into is not None:
+            tensors, skeleton = flatten_pieces(subject.tree(), "")
+            params = {param.data_ptr() for param in subject.params()}
+            cut = {name: held for name, held in tensors.items() if isinstance(held, Held)}
+            whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+            common = {n: t for n, t in whole.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
+            own = {name: tensor for name, tensor in whole.items() if name not in common}
+            if not cut:
+                writers = some(writers, sum(tensor.nbytes for tensor in common.values()))
+            ranks = [self.team.operations.members.index(writer) for writer in writers]
+            plan = layout(own, common, cut, ranks, self._attempt)
+            shapes = whole_shapes(tensors)
+            table = [(name, *shapes[name]) for some in (common, cut) for name in some]
+            self._table = hashlib.sha256(repr(table).encode()).hexdigest()
+            manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
+            if me in writers:
+                self._number = writers.index(me)
+                files, reached = plan[self._number], self.team.operations.reached
+                need = partial(bytes_of, subject.step, plan, shapes, manifest)
+                self._part = Part(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
+            if me == writers[0]:
+                self._draft = _Draft(subject.step, writers, plan, shapes, manifest, began)
+                self._draft.blocked = time.monotonic() - began
+        return settled
+
+    def copied(self) -> None:
+        """Before an update: waits until the state may change."""
+        if self._part is not None:
+            with self.team.operations.account.of("saving"):
+                blocked = self._part.copied()
+            if self._draft is not None:
+                self._draft.blocked += blocked
+
+    def turn(self) -> None:
+        """Between two steps: what was written is made a checkpoint, once all have written. Collective, if at all."""
+        if self._collect:
+            self._collect = False
+            self.team.operations.run(settling(self._tell, self._end), "saving")
+        if self._commit is not None and self._commit.over:
+            self._done(self._commit.result, self._commit.trouble)
+            self._commit = None
+
+    def _tell(self) -> Any:
+        self.team.group.enter("the end of a checkpoint")
+        return self._gather()
+
+    def _gather(self) -> list[Any]:
+        part, mine = self._part, None
+        if part is not None:
+            mine = [self._attempt, self._number, self._table, part.result, part.trouble]
+        said = self.team.group.gather_json(mine)
+        return [[worker, *parts] for worker, parts in zip(self.team.operations.members, said, strict=True) if parts]
+
+    def _end(self, said: Any) -> Any:
+        draft, work = self._draft, self._work(said)
+        if work is not None:
+            self._commit = Background(work, "paceline-commit")
+        elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in said):
+            self._again = True  # the first of the writers was lost, and with it the manifest
+        self._part = self._draft = None
+        return said
+
+    def _work(self, said: Any) -> Callable[[], dict[str, Any]] | None:
+        """What the first writer has left to do."""
+        draft, part, storage = self._draft, self._part, self._into
+        if draft is None or part is None or storage is None:
+            return None
+        mine = [row for row in said if row[1] == self._attempt]
+        cost = part.seconds
+
+        def work() -> dict[str, Any]:
+            try:
+                self._refuse(draft, mine)
+            except CheckpointError:
+                give_up(storage, draft.step)
+                raise
+            told = {file: (size, digest) for row in mine for file, (size, digest) in row[4].items()}
+            mirrored = storage is not self.storage
+            keep = 1 if mirrored else self.keep
+            manifest = draft.manifest if not mirrored else {**draft.manifest, "best": []}  # a copy is none to be kept
+            found = commit(storage, draft.step, draft.plan, told, draft.shapes, manifest, keep)
+            if mirrored:
+                return {}
+            took, size = time.monotonic() - draft.began, sum(size for size, _ in told.values())
+            told_of = {"step": draft.step, "path": f"checkpoints/{found.folder}" if not storage.shared else str(found)}
+            return {**told_of, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
+
+        return work
+
+    def _refuse(self, draft: _Draft, mine: list[Any]) -> None:
+        for worker, _, _, table, result, trouble in mine:
+            if trouble is not None:
+                whose = f"worker {worker}: " if len(draft.writers) > 1 else ""
+                raise CheckpointError(f"{whose}{trouble[0]}", trouble[1])
+            if result is None or table != self._table:
+                what = f"worker {worker} has other tensors than worker {draft.writers[0]}"
+                raise CheckpointError(what, "make the same model and optimizers on every worker")
+        if len(mine) < len(draft.writers):
+            lost = sorted({*draft.writers} - {row[0] for row in mine})
+            self._again = True
+            what = f"checkpoint of step {draft.step} was given up with what worker {lost[0]} was writing of it"
+            raise CheckpointError(what, "the next one begins at once")
+
+    def _done(self, told: dict[str, Any] | None, trouble: list[str] | None) -> None:
+        if told:
+            self._cost = told.pop("cost")
+            self.committed = told["step"]
+        self._outcome = trouble
+        place = str(self._into)
+        if trouble is None:
+            if self._reasons.pop(place, None) is not None:
+                self.news.append(f"checkpoints are written to {place} again")
+            if told:
+                self.news.append(told)
+            return
+        reason = re.sub("[0-9]+", "", trouble[0])  # which step's it was makes no other one
+        if self._reasons.get(place) != reason:
+            self.news.append(trouble)
+        self._reasons[place] = reason
+
+    def finish(self) -> list[str] | None:
+        """Waits for the end of the last one that was begun; what went wrong. All know the same then. Collective."""
+        trouble: list[str] | None = self.team.operations.run(settling(self._wait, self._close), "saving")
+        return trouble
+
+    @PULSE.waiting()  # for a disk, or a store
+    def _wait(self) -> Any:
+        group = self.team.group
+        group.enter("the end of a checkpoint")
+        while any(work is not None and not work.over for work in (self._part, self._commit)):
+            if self.team.operations.interrupted:
+                break  # the next collective says so
+            time.sleep(_LOOK)
+        work = self._work(self._gather())
+        if work is not None:
+            try:
+                self._done(work(), None)
+            except CheckpointError as error:
+                self._done(None, [error.what, error.cure])
+        elif self._commit is not None:
+            self._done(self._commit.result, self._commit.trouble)
+        self._commit = None
+        return group.gather_json([self.committed, self._outcome])
+
+    def _close(self, said: Any) -> Any:
+        self._part = self._draft = None
+        self.open = self._collect = False
+        self.committed = max((step for step, _ in said if step is not None), default=None)
+        return next((trouble for _, trouble in said if trouble is not None), None)
+
+    # -- a run that goes on -----------------------------------------------------------------------------------------
+
+    def last_of(self, number: int, saved: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+        """What checkpoints say of a trainer that has ended, with its last weights. CheckpointError: they are not seen
+        here.
+        """
+        if self.storage is None or saved.get("closed") is None or "model" in saved:
+            return saved
+        line: dict[str, Any] = {
+            "step": saved["closed"],
+            "tree": {"trainers": [{}] * number + [{"closed": saved["closed"]}]},
+        }
+        last = ended_in(line, self.storage, say)[number]
+        return {**unflatten(trainers_in(last.manifest)[number], last.tensors(mapped=True)), **saved}
+
+    @PULSE.waiting()
+    def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
+        """Step and tree of the newest good checkpoint, as this worker sees it."""
+        try:
+            found = find_checkpoint(self.storage, say) if self.storage is not None else None
+            if found is None or not trainers_in(found.manifest):
+                return None
+            return found.step, unflatten(found.manifest["tree"], found.tensors())
+        except CheckpointError as error:
+            say(str(error))
+            return None
+
+    @PULSE.waiting()
+    def find(self, say: Callable[[str], None]) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:
+        """Step, manifest and tensors of the newest good checkpoint, the same on every worker. Collective. Who does not
+        see it gets it from one who does.
+        """
+        storage, group = self.storage, self.team.group
+        mine: Checkpoint | None = None
+        if storage is not None and (group.rank == 0 or not storage.shared):
+            mine = find_checkpoint(storage, say)
+        copy = find_checkpoint(self._mirror[1], say) if self._mirror is not None else None
+        if copy is not None and (mine is None or copy.step > mine.step):
+            mine, self.from_mirror = copy, True
+        group.enter("the start of the run")
+        steps = group.gather_json(mine.step if mine is not None else None)
+        known = [step for step in steps if step is not None]
+        if not known:
+            return None
+        step, source = max(known), steps.index(max(known))
+        blind = [rank for rank, other in enumerate(steps) if other != step]
+        manifest: dict[str, Any] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        if mine is not None and mine.step == step:
+            ended = {} if storage is None else ended_in(mine.manifest, storage, say)
+            manifest = with_ended(mine.manifest, ended)
+            manifest = {name: value for name, value in manifest.items() if name not in ("files", "tensors")}
+            for one in (mine, *ended.values()):
+                tensors |= one.tensors(mapped=not blind)  # whoever takes a value copies it
+        if blind:
+            if storage is not None and not storage.shared:
+                names = ", ".join(str(rank) for rank in blind)
+                what = f"worker{'s' if len(blind) > 1 else ''} {names} cannot see the checkpoint of step {step}"
+                say(f"{what} in {storage}, and get{'' if len(blind) > 1 else 's'} it from worker {source}")
+            packed = pack([manifest, tensors]) if group.rank == source else None
+            sent = group.broadcast_bytes(packed, source)
+            if group.rank in blind:
+                manifest, tensors = unpack(sent)
+        self.begun = step
+        self.committed = None if self.from_mirror else step
+        return step, manifest, tensors
+
+
+# -- the user's own random streams -----------------------------------------------------------------------------------
+
+
+def user_streams() -> dict[str, Any]:
+    """The state of the generators that belong to the script."""
+    streams: dict[str, Any] = {
+        "torch": bytes(torch.get_rng_state().tolist()).hex(),
+        "random": json.loads(json.dumps(random.getstate())),
+    }
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state(legacy=True)
+        streams["numpy"] = [name, keys.tolist(), *rest]
+    if torch.cuda.is_available():
+        streams["cuda"] = bytes(torch.cuda.get_rng_state().tolist()).hex()
+    return streams
+
+
+def load_user_streams(saved: dict[str, Any]) -> None:
+    """Brings back what `user_streams` returned."""
+    with reading():
+        torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
+        if "cuda" in saved and torch.cuda.is_available():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["cuda"]), dtype=torch.uint8))
+        form, keys, gauss = saved["random"]
+        random.setstate((form, tuple(keys), gauss))
+        if "numpy" in saved and "numpy" in sys.modules:
+            sys.modules["numpy"].random.set_state(tuple(saved["numpy"]))

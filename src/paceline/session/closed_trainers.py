@@ -1,0 +1,175 @@
+"""Trainers that have ended: closed by the script, or without a reference left in it.
+
+A run keeps weak references to its trainers. When one ends, its parts (model, optimizers, gradients in shared memory) go
+to a Trainer object of the run's own, which stands in for it in checkpoints and hand-overs. Python collects garbage at
+different moments on different workers, so nothing is decided when it does: all workers call `release` at the same
+places of the script (`trainer.close()`, the next Trainer, the next checkpoint), and it releases what has ended on all.
+
+The code that a resumed run passes over runs again up to the place where training goes on, and may use the weights of a
+trainer that has ended, as in ``distances.append(distance(model))`` after its loop. So the last weights and the
+`trainer.state` are written once, beside the checkpoints (``checkpoints/trainer-0``, in the same format). Checkpoints
+then hold a line about the trainer instead of its tensors: how far it came, and the step at which it was `closed`. The
+trainer that a resumed script makes again takes these weights, and passes over its loops. The optimizer's state is gone:
+such a trainer can be evaluated and exported, not trained.
+
+Parameter servers keep their part of the state until the run ends, and so do checkpoints under ``server=``.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.files import last_weights
+from paceline.comm.shared_memory import give_back
+from paceline.errors import UsageError
+from paceline.parallel.tensor_parallel.redistribute import Moves
+from paceline.session.best_checkpoint import Best
+from paceline.session.checkpoint_manager import Subject
+from paceline.session.trainer_consistency import Description
+from paceline.session.training_loop import Member, Phase, State
+from paceline.team.transactions import settling
+
+if TYPE_CHECKING:
+    from paceline.session.run import Run
+
+_TENSORS = ("model", "state")
+_KEPT = (*_TENSORS, "whole", "steps", "expected", "grid", "phases", "stopped", "best", "said")
+
+
+@dataclass
+class Ended:
+    """What a run keeps of a trainer that was released: its line in checkpoints, which holds the tensors only where they
+    could not be written, and what it counts for. A model that the script holds besides, which other trainers'
+    losses may run, is `viewed`.
+    """
+
+    line: dict[str, Any]
+    best: Best
+    steps_done: int
+    complete: bool
+    described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
+    unmoved: str  # what people are told at the end of the run about its schedule, if anything
+    untouched: list[Phase]  # loops that were made and not gone through
+    viewed: nn.Module | None = None
+    state: State = field(default_factory=State)
+    parts: list[Moves | None] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, member: Member, line: dict[str, Any], viewed: nn.Module | None = None) -> Ended:
+        """What is kept of a `member` that ends with this `line` in checkpoints."""
+        about = member.described, member.unmoved, member.untouched
+        return cls(line, member.best, member.steps_done, member.complete, *about, viewed)
+
+    def snapshot(self, done: int | None = None) -> dict[str, Any]:
+        return {**self.line, "viewed": self.viewed is not None}
+
+    def needs(self) -> list[tuple[str, tuple[int, ...]]]:
+        return []
+
+    def held(self) -> int:
+        return 0
+
+    def measure(self, besides: int) -> list[dict[str, Any]] | None:
+        return None
+
+    def dismantle(self) -> list[Any]:
+        return []
+
+    # Nothing of it changes any more.
+    def measured(self, said: list[Any]) -> None: ...
+    def flush(self) -> None: ...
+    def look_around(self) -> None: ...
+    def restore(self, newcomer: bool) -> None: ...
+    def follow(self) -> None: ...
+    def prepare(self, saved: dict[str, Any]) -> None: ...
+    def complete_step(self) -> None: ...
+    def hear(self, said: list[Any]) -> None: ...
+    def mark_copies(self) -> None: ...
+
+
+def line_of(whole: Mapping[str, Any]) -> dict[str, Any]:
+    """The line about a trainer that ends, with its model and `trainer.state`, out of its `whole` snapshot."""
+    phases = [{**phase, "complete": True} for phase in whole["phases"]]  # nobody goes back to its loops
+    return {**{name: whole[name] for name in _KEPT if name in whole}, "phases": phases, "closed": None, "viewed": False}
+
+
+def release(run: Run) -> None:
+    """Releases the trainers that have ended on all workers. Collective."""
+    operations = run.team.operations
+    stays = run.servers is not None or run.serving is not None  # see above
+    if not run.classes or stays or operations.waiting or (run.passing and not run.took_step):
+        return
+    numbers = _common(run, sorted(run.ended))
+    if not numbers:
+        return
+    weak: dict[int, list[Any]] = {}
+    for number in numbers:
+        weak[number] = _release(run, number)
+    for number, member in enumerate(run.members):
+        if isinstance(member, Ended) and member.viewed is not None:
+            weak[number], member.viewed = [weakref.ref(member.viewed)], None
+    run.view_models()
+    if any(one() is not None for some in weak.values() for one in some):
+        gc.collect()  # a scheduler and its optimizer, or a user's own objects, hold each other
+    for number in _common(run, sorted(number for number, (model, *_) in weak.items() if model() is not None)):
+        member = run.members[number]
+        assert isinstance(member, Ended)
+        member.viewed = weak[number][0]()
+    run.view_models()
+    give_back()
+
+
+def _common(run: Run, numbers: list[int]) -> list[int]:
+    """The numbers that all workers have. Collective."""
+
+    def gather() -> list[int]:
+        run.team.group.enter("which trainers have ended", kind="figures")
+        return sorted(set.intersection(*map(set, run.team.group.gather_json(numbers))))
+
+    return numbers if run.team.group.size == 1 else list(run.team.operations.run(settling(gather)))
+
+
+def _release(run: Run, number: int) -> list[Any]:
+    """Writes the last weights of a trainer and gives its memory back; weak references to its model and optimizers."""
+    member: Any = run.members[number]
+    member.flush()
+    run.saving.copied()  # of a checkpoint that is being written
+    line = _written(run, number, line_of(member.snapshot()), member.model)
+    run.forget(number, Ended.of(member, line))
+    return list(member.dismantle())
+
+
+def _written(run: Run, number: int, line: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The line without tensors, once these are in a file. Collective."""
+    saving = run.saving
+    if saving.storage is None:  # nobody resumes, or joins
+        return {name: value for name, value in line.items() if name not in _TENSORS}
+    tree: dict[str, Any] = {"trainers": [{}] * number + [{name: line[name] for name in _TENSORS}], "results": []}
+    subject = Subject(run.step, lambda: tree, model.parameters, run.about)
+    trouble = saving.put_aside(subject, last_weights(saving.storage, number))
+    run.tell_saved()
+    if trouble is not None:
+        return {**line, "model": {name: _copied(value) for name, value in line["model"].items()}}
+    return {name: value for name, value in line.items() if name not in _TENSORS} | {"closed": run.step}
+
+
+def _copied(value: Any) -> Any:
+    """Of a tensor that the script may change."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def refuse_calls(model: nn.Module) -> None:
+    """Refuses calls of a model whose parts stay on several workers when its trainer has ended."""
+
+    def refuse(*_: Any) -> None:
+        what = f"this {type(model).__name__} is divided among workers, and its trainer has ended"
+        raise UsageError(what, "call it before trainer.close(), or export it and load the file into a new model")
+
+    model.register_forward_pre_hook(refuse, prepend=True)

@@ -1,0 +1,275 @@
+"""Whether all workers have the same weights, and the same of what optimizers keep: digests travel with some of the
+steps' vectors, and are told at checkpoints and at the end. So what a script changes on one worker alone is found, and
+what a fault of its memory does; with ``--heal`` those that differ take what a strict majority of three or more has.
+
+Workers of one kind must have the same bits. Other processors round otherwise: there the distance is measured, and at a
+checkpoint the first worker's state is given to all.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.backends.cpu import get_cpu_capability
+
+from paceline.base.batching import parted
+from paceline.base.journal import Journal
+from paceline.base.mesh import Mesh
+from paceline.base.text import ranks
+from paceline.comm.communicator import Group
+from paceline.comm.gradient_buckets import BYTES
+from paceline.comm.torch_private import BatchNormBase
+from paceline.compute.job import Job
+from paceline.compute.state_dict import local
+from paceline.errors import WorkersDifferError
+from paceline.parallel.data_parallel import kinds, share
+from paceline.team.team import Team
+from paceline.team.transactions import settling
+
+SPENT = 0.005  # of the time, at most, after the first steps
+FAR = 1e-5  # of the weights' norm: more than rounding makes
+_CHUNK = 1 << 18  # elements
+_HALF = 26  # bits of a digest that is told: the upper ones are of the weights, the lower ones of the optimizers' state
+Heals = Callable[[list[int], list[str], str], None]
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CURE = (
+    "let every worker do what changes weights or buffers, with the same numbers: "
+    "leave `if trainer.main:`, ranks and random numbers of its own out of it"
+)
+
+
+def digest(tensors: Iterable[torch.Tensor]) -> int:
+    """Of the bits and where they are: 52 bits, the same on every device."""
+    found = 0
+    for alike in kinds(tensors, BYTES):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+        bits = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(
+            _INTEGERS[flat.element_size()]
+        )
+        places = torch.arange(1, min(_CHUNK, len(bits)) + 1, dtype=torch.int64, device=bits.device)
+        by = (places * -7046029254386353131 >> 13 | 1).to(bits.dtype)  # odd, and as good as random
+        for chunk in bits.split(_CHUNK):
+            # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
+            mixed = (chunk >> 4 * chunk.element_size()).bitwise_xor_(chunk).mul_(by[: len(chunk)])
+            found = (found * 1_000_003 + int(mixed.sum(dtype=mixed.dtype))) % ((1 << 52) - 1)
+    return found
+
+
+class Weights:
+    """Those of one trainer. `kinds` are the present workers', by rank. With `due` they are compared in the next step,
+    as in the first one of a generation. `distance` is the largest that was measured.
+    """
+
+    def __init__(self, job: Job, mesh: Mesh, alike: bool = True, heals: Heals | None = None) -> None:
+        self.job, self.mesh, self._alike_optimizers, self._heals = job, mesh, alike, heals
+        name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else job.device.type
+        self.kind, self.kinds = f"{name} {get_cpu_capability()}", list[str]()
+        self.due, self.checks, self.seconds = True, 0, 0.0
+        self.trainer = 0  # its number
+        self.distance: float | None = None
+        self.refused = False  # the last step was
+        self.done, self._alike = 0, -1  # steps; after how many of them all were alike last
+        self._rests = 0.0  # until when there is no time
+
+    def looks(self, done: int) -> bool:
+        """Whether they are compared before the step after so many; the same on all workers."""
+        self.done = done
+        return self.due or done & (done + 1) == 0
+
+    @property
+    def wish(self) -> bool:
+        """Of the first worker: that the next step compares them."""
+        return time.monotonic() >= self._rests
+
+    def _spend(self, began: float) -> None:
+        now = time.monotonic()
+        self.seconds += now - began
+        self._rests = max(self._rests, now) + (now - began) / SPENT
+
+    def _named(self) -> dict[str, torch.Tensor]:
+        """Parameters, of those in pieces the piece, and BatchNorm's statistics."""
+        found: dict[str, torch.Tensor] = dict(self.job.model.named_parameters())
+        for path, module in self.job.model.named_modules():
+            if isinstance(module, BatchNormBase):
+                found |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
+        return {name: local(tensor) for name, tensor in found.items()}
+
+    def _kept(self) -> dict[str, torch.Tensor]:
+        """What the optimizers keep, where that is the same on all: not on islands, nor beside parameter servers."""
+        found = dict[str, torch.Tensor]()
+        for name, param in self.job.own.items() if self._alike_optimizers else ():
+            for optimizer in self.job.optimizers:
+                state = optimizer.state.get(param, {})
+                tensors = ((key, state[key]) for key in sorted(state) if isinstance(state[key], torch.Tensor))
+                found |= {f"{key} of {name}": local(tensor) for key, tensor in tensors}
+        return found
+
+    def told(self) -> float:
+        began, most = time.monotonic(), 1 << _HALF
+        found = digest(self._named().values()) % most * most + digest(self._kept().values()) % most
+        self._spend(began)
+        return float(found)
+
+    def judge(
+        self,
+        group: Group,
+        told: Sequence[float],
+        give: bool | None = False,
+        undo: Callable[[], None] = lambda: None,
+        heal: bool = True,
+    ) -> bool:
+        """Raises WorkersDifferError on all workers where one has others than the rest; `undo` brings statistics back.
+        Where workers differ in kind the distance is measured, unless `give` is None; with it the first one's state
+        becomes everybody's. Whether they were healed instead, if they may be. Collective.
+        """
+        self.checks += 1
+        healed, weights, kept = False, [int(one) >> _HALF for one in told], [int(one) % (1 << _HALF) for one in told]
+        if self._apart(weights) or self._apart(kept, kept=True):
+            undo()
+            self._differ(group, heal and give is not None)
+            healed = True
+        if len(set(self.kinds)) > 1 and give is not None:
+            began = time.monotonic()
+            self._measure(group, give)
+            self._spend(began)
+        self._alike = self.done
+        return healed
+
+    def _sets(self, kept: bool) -> list[list[int]]:
+        """The workers that must have the same weights, or that must keep the same, by rank."""
+        pieces = self.job.kept_cuts if kept else self.job.cuts
+        keys = [(kind, self.mesh.place(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
+        return [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
+
+    def _apart(self, values: Sequence[Any], kept: bool = False) -> tuple[list[int], list[int]] | None:
+        """Of workers that must have the same those that have and have not, by rank."""
+        return next(filter(None, (parted(some, values) for some in self._sets(kept))), None)
+
+    def _differ(self, group: Group, heal: bool) -> None:
+        """Tensor by tensor: who has which. Heals, or raises."""
+        both = [self._named(), self._kept()]
+        each = group.gather_json([[[name, digest([t])] for name, t in named.items()] for named in both])
+        takes, why, first = list[tuple[int, int, list[str]]](), "", ""
+        for kept, named in enumerate(both):
+            said = [dict(one[kept]) for one in each]
+            for some in self._sets(bool(kept)):
+                apart = parted(some, [tuple(one.items()) for one in said])
+                if apart is None:
+                    continue
+                usual, odd = apart
+                names = [name for name in named if len({said[rank].get(name) for rank in some}) > 1]
+                told = ranks(group.names[rank] for rank in odd), ranks(group.names[rank] for rank in usual)
+                first = first or "{} is another one on {} than on {}".format(*(names[:1] or ["a weight"]), *told)
+                if len(some) < 3:
+                    why = why or f"; --heal needs three replicas that have it, and there are {len(some)}"
+                elif 2 * len(usual) <= len(some):
+                    why = why or f"; --heal needs a strict majority, which {len(usual)} of {len(some)} are not"
+                elif any(said[rank].keys() != said[usual[0]].keys() for rank in odd):
+                    why = why or "; --heal cannot make what is not there"
+                takes += [(usual[0], rank, names) for rank in odd]
+        if self._heals is None or not heal or why or not takes:
+            first = first or "a weight is another one on some workers than on others"
+            raise WorkersDifferError(f"{first}, {self._when}{why if self._heals and heal else ''}", _CURE)
+        self._take(group, takes, both[0] | both[1])
+        changed = dict.fromkeys(name for *_, names in takes for name in names)
+        self._heals(sorted({group.names[rank] for _, rank, _ in takes}), list(changed), self._when)
+
+    def _take(self, group: Group, takes: Sequence[tuple[int, int, list[str]]], named: dict[str, torch.Tensor]) -> None:
+        """From one worker to another, each tensor."""
+        group.enter("what is healed", check=False, kind="weights healed")
+        for source, taker, names in takes:
+            for name in names if group.rank in (source, taker) else ():
+                here = named[name].detach().cpu().contiguous().clone()
+                if group.rank == source:
+                    group.send(here.reshape(-1), taker)
+                else:
+                    group.receive(flat := here.reshape(-1), source)
+                    named[name].copy_(flat.view(here.shape))
+
+    @property
+    def _when(self) -> str:
+        seen, before = (f"after step {step}" if step else "before the first step" for step in (self.done, self._alike))
+        return f"seen {seen}" + (f" and not yet {before}" if 0 <= self._alike < self.done else "")
+
+    def _measure(self, group: Group, give: bool) -> None:
+        """How far from the first worker's, or from those of the first one that holds the same piece."""
+        apart, size, across = 0.0, 0.0, group.along("data", mesh=self.mesh)
+        some, named = across if self.job.cuts else group, self._named()
+        some.enter("the weights of several kinds of workers", check=False, kind="weights compared")
+        floats = (p for p in self.job.model.parameters() if p.is_floating_point())
+        for alike in kinds(map(local, floats), BYTES):
+            mine = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+            first = some.broadcast(mine.clone()).double()
+            apart += float((mine.double() - first).square().sum())
+            size += float(first.square().sum())
+        distances = group.gather_json(math.sqrt(apart / size) if size else 0.0)
+        far = max(distances, key=lambda distance: (math.isnan(distance), distance))
+        if not far <= FAR:
+            one, other = (f"worker {group.names[of]} ({self.kinds[of]})" for of in (distances.index(far), 0))
+            what = f"the weights of {one} are {far:.1e} of their norm away from those of {other}"
+            raise WorkersDifferError(f"{what}, {self._when}", _CURE)
+        self.distance = max(self.distance or 0.0, far)
+        if give:
+            share(named.values(), some)
+            states = [value for one in self.job.optimizers for state in one.state.values() for value in state.values()]
+            share((t for t in (*self.job.own.values(), *states) if isinstance(t, torch.Tensor)), across)
+
+
+class Agreement:
+    """All trainers' weights, where all workers meet between two steps. `copied` waits for a checkpoint under way."""
+
+    def __init__(self, team: Team, copied: Callable[[], None]) -> None:
+        self.team, self._copied = team, copied
+        self.weights: list[Weights] = []
+        self._noted: tuple[int, list[float | None] | None] = (-1, None)
+        self._ended = 0
+
+    def note(self, step: int) -> None:
+        """A loop is left: what the script does with the weights from here on is no part of the training."""
+        if self.team.size > 1 and not sys.is_finalizing():
+            self._noted = step, self._all_told()
+
+    def end(self, step: int) -> None:
+        """The end of training, where no checkpoint is written. Collective."""
+        if step != self._ended:
+            noted = self._noted[1] if self._noted[0] == step else None
+            self.team.operations.run(settling(partial(self.meet, noted, "the end of the training")))
+        self._ended = step
+
+    def meet(self, noted: list[float | None] | None = None, name: str = "") -> None:
+        """Collective; without a `name` part of one that all have entered. Raises WorkersDifferError."""
+        group = self.team.group
+        if group.size == 1:
+            return
+        if name:
+            group.enter(name)
+        self._copied()
+        told = noted or self._all_told()
+        everyone = group.gather_json([[one.kind, found] for one, found in zip(self.weights, told, strict=False)])
+        for one, *said in zip(self.weights, *everyone, strict=False):  # a newcomer may make some later
+            one.kinds = [kind for kind, _ in said]
+            if None not in (found := [found for _, found in said]):
+                one.judge(group, found, True if noted is None else None)
+
+    def _all_told(self) -> list[float | None]:
+        """Nothing of those whose last step was refused: its forwards may have written to weights."""
+        return [None if one.refused else one.told() for one in self.weights]
+
+    def release(self, weights: Weights, journal: Journal) -> None:
+        """Compares those of a trainer that has ended no more."""
+        if weights in self.weights:
+            self.write(journal, [weights])
+            self.weights.remove(weights)
+            self._noted = (-1, None)  # what was noted is in the order of the weights
+
+    def write(self, journal: Journal, some: Sequence[Weights] | None = None) -> None:
+        for one in self.weights if some is None else some:
+            if one.checks:
+                told = {"checks": one.checks, "seconds": one.seconds, "distance": one.distance}
+                journal.write("agreement", trainer=one.trainer, **told)

@@ -1,0 +1,125 @@
+"""What a script tells of its run: figures and texts, what it was begun with, and who else is to hear of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from paceline.base.mesh import Mesh
+from paceline.base.text import ranks
+from paceline.comm.communicator import Group
+from paceline.compute.job import Job
+from paceline.errors import UsageError, a
+from paceline.plan import Plan
+from paceline.session.best_checkpoint import Best
+from paceline.session.consistency import Weights
+from paceline.session.reported_values import Followed, agree
+from paceline.session.run import Run
+from paceline.team.transactions import Attempt, settling
+
+
+def _medium(name: str, value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return None
+    from paceline.observe.media import medium  # few scripts log such
+
+    return medium(name, value)
+
+
+def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: str) -> None:
+    told, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
+    step = run.members[trainer].steps_done
+    run.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
+    run.say(f"healed: {ranks(workers)} had another {told}{more}, {when}, and took what the majority has")
+
+
+class Telling:
+    """A part of the Trainer."""
+
+    _run: Run
+    _group: Group
+    _number: int
+    best: Best
+    followed: list[Followed]  # values by name, the best among them
+    plan: Plan
+    steps_done: Any  # a property there
+
+    def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
+        for one in self.followed:
+            one.offer(values, self._run.step)
+        return values
+
+    def _weights(self, job: Job, mesh: Mesh) -> Weights:
+        """Which are compared, and with --heal made the same again."""
+        apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
+        heals = self._run.team.world.heal
+        if heals and apart:
+            self._run.say(f"--heal does nothing under {apart}=: workers do not have the same there", once=True)
+        made = Weights(job, mesh, not apart, partial(_healed, self._run, self._number) if heals and not apart else None)
+        made.trainer = self._number
+        return made
+
+    def log(self, *unnamed: Any, **values: Any) -> None:
+        """Keeps the user's own figures (or a text) in the run's journal, at the current step. What has more than one
+        number is a histogram or a picture: see `paceline.Histogram` and `paceline.Image`. Collective for the one that
+        `keep_best` or `paceline.plateau` follows. Raises UsageError.
+        """
+        followed = self.followed
+        if unnamed:
+            raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
+        if media := {name: one for name, value in values.items() if (one := _medium(name, value)) is not None}:
+            values = {name: value for name, value in values.items() if name not in media}
+            self._keep(media)
+        if values or not media:
+            self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
+        found, whose = dict[str, float](), ""
+        for one in followed:
+            value = one.heard(values, "log()", self._run.say)
+            if value is not None and one.seen != (self._run.step, value):  # evaluate() has not just reported it
+                found[one.name], whose = value, whose or one.whose
+        if found:
+            self._report(settling(partial(agree, self._group, found, whose), self._offer))
+
+    def _report(self, make: Callable[[], Attempt], spends: str = "script") -> dict[str, Any]:
+        """Values that all workers find together, and what follows from them: in a resumed run, those that it found."""
+        recorded = self._run.replays
+        found = dict(self._run.outside(make, spends, self._take_over))
+        for one in self.followed if recorded else ():
+            one.replay(found, self._run.step)
+        return found
+
+    def _take_over(self, values: dict[str, Any], _: Any) -> dict[str, Any]:
+        """Values that the others have found, whose state this worker has by now, and learning rates with it."""
+        for one in self.followed:
+            (one.replay if one is not self.best else one.offer)(values, self._run.step)
+        return values
+
+    def _keep(self, media: dict[str, Any]) -> None:
+        run, folder = self._run, self._run.folder
+        for name, one in media.items() if run.main and folder is not None else ():
+            try:
+                told = one.event(folder, name, self.steps_done)
+            except OSError as error:
+                run.say(f"{name} is not kept: {folder} cannot be written ({error.strerror})", once=True)
+            else:
+                run.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **told)
+
+    def log_to(self, logger: Any) -> None:
+        """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.
+        Called by all workers. Raises UsageError.
+        """
+        self._run.loggers.add(logger, self._run.say)
+
+    def config(self, *unnamed: Any, **values: Any) -> None:
+        """Keeps what the run is made with, as ``trainer.config(lr=3e-4, width=512, **vars(arguments))``: numbers, texts
+        and bools, shown in the report and by `paceline compare`, and handed to loggers. Called by all workers, before
+        the loop. Raises UsageError.
+        """
+        if unnamed:
+            raise UsageError("config() takes values by name", f"write trainer.config(**{unnamed[0]!r:.60})")
+        for name, value in values.items():
+            if value is not None and not isinstance(value, (bool, int, float, str)):
+                what = f"config() is given {a(type(value).__name__)} as {name}"
+                raise UsageError(what, "give numbers, texts and bools: str() of it, or its parts by names")
+        self._run.journal.write("config", trainer=self._number, values=values)

@@ -1,0 +1,102 @@
+"""Values that a script reports by name, in `evaluate` or `log`, and what follows one of them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from paceline.compute.lr_schedules import Plateau
+from paceline.errors import UsageError
+
+if TYPE_CHECKING:
+    from paceline.comm.communicator import Group
+
+
+class Followed:
+    """A value that is followed by its `name`; empty where none is. `whose` is the call that follows it, and `without`
+    what does not happen until there is a value.
+    """
+
+    def __init__(self, whose: str, without: str) -> None:
+        self.whose, self.without = whose, without
+        self.name = ""
+        self.seen: tuple[int, float] | None = None  # the step of the run and the value that were reported last
+        self._noticed = False  # a value by that name, or people have been told that there was none
+
+    def heard(self, values: Mapping[str, Any], source: str, say: Callable[..., None]) -> float | None:
+        """The value that is followed, from this `source`. Where the first values have other names, people are told; of
+        what is logged only if a name is much alike, as others may be logged beside it.
+        """
+        others = [name for name in values if name != "n"]
+        near = difflib.get_close_matches(self.name, others, n=1, cutoff=0.5)
+        self._noticed |= self.name in values
+        if self.name and not self._noticed and (near or (others and source == "evaluate()")):
+            self._noticed = True
+            gave = " and ".join(map(repr, near or others[:5]))
+            say(f"{self.whose} follows {self.name!r}, and {source} gave {gave}: until there is one, {self.without}")
+        return self.of(values)
+
+    def of(self, values: Mapping[str, Any]) -> float | None:
+        """The value that is followed, if it is there. Raises UsageError where it is no number."""
+        try:
+            return float(values[self.name]) if self.name in values else None
+        except (TypeError, ValueError, RuntimeError):
+            what = f"{self.whose} follows {self.name!r}, which is {values[self.name]!r:.60} and no number"
+            raise UsageError(what, "evaluate or log a number by that name") from None
+
+    def offer(self, values: Mapping[str, Any], step: int) -> None:
+        """Values that were found with the weights of `step` of the run, the same on all workers."""
+        if (value := self.of(values)) is not None:
+            self.seen = step, value
+            self.take(value, step)
+
+    def replay(self, values: Mapping[str, Any], step: int) -> None:
+        """Values that a resumed run has from its checkpoint, which holds what followed from them."""
+        if (value := self.of(values)) is not None:
+            self.seen, self._noticed = (step, value), True
+
+    def take(self, value: float, step: int) -> None:
+        """What follows from a value."""
+        raise NotImplementedError
+
+
+class PlateauFollower(Followed):
+    """Moves the learning rates of `schedule=paceline.plateau(...)` at each report of its value, once."""
+
+    def __init__(self, schedule: Any, schedulers: Sequence[LRScheduler], say: Callable[..., None]) -> None:
+        name = schedule.name if isinstance(schedule, Plateau) else ""
+        super().__init__(f"schedule=paceline.plateau({name!r})", "the learning rate stays")
+        self.name, self._say = name, say
+        self._schedulers = [one for one in schedulers if isinstance(one, ReduceLROnPlateau)]
+
+    def take(self, value: float, step: int) -> None:
+        before = self._rates()
+        for scheduler in self._schedulers:
+            scheduler.step(value)
+        for old, new in zip(before, self._rates(), strict=True):
+            if old != new:
+                self._say(f"learning rate {old:.6g} becomes {new:.6g} after step {step}, by {self.name} = {value:.6g}")
+                break
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for one in self._schedulers for group in one.optimizer.param_groups]
+
+    @property
+    def unmoved(self) -> str:
+        """For people, at the end: that no value was ever reported; empty where one was."""
+        if not self._schedulers or any(scheduler.last_epoch for scheduler in self._schedulers):
+            return ""
+        return (
+            f"{self.whose} never moved: no evaluate() or log() reported {self.name!r}; "
+            f'write trainer.evaluate(dataset, metric) with a metric that returns {{"{self.name}": (sum, count)}}'
+        )
+
+
+def agree(group: Group, values: dict[str, float], whose: str) -> dict[str, Any]:
+    """Worker 0's values, which were logged, on all. Collective."""
+    names = ", ".join(f"{name}=" for name in values)
+    group.enter(f"log({names}), which {whose} follows")
+    return dict(group.gather_json(values)[0])

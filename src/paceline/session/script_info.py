@@ -1,0 +1,128 @@
+"""The script that runs: its text, its name as a module, and what it runs with."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from paceline.base.journal import replace_file
+from paceline.errors import UsageError
+
+MOST_DIFF = 1_000_000  # bytes that are kept
+_GIT = 5.0  # seconds for each of its answers
+_LIMIT = 200_000  # characters that are kept
+VERSIONS = {"python": sys.version.split()[0], "torch": torch.__version__, "paceline": version("paceline")}
+
+
+def script_text() -> str:
+    """The text of the script that runs, as far as it is a file."""
+    path = Path(sys.argv[0])
+    return path.read_text(errors="replace")[:_LIMIT] if path.is_file() else ""
+
+
+def script_name() -> str:
+    """The file name of the script that runs; empty where it is no file."""
+    path = Path(sys.argv[0])
+    return path.name if path.is_file() else ""
+
+
+def refuse_other_script(before: str, text: str, place: Any) -> None:
+    """Refuses to go on with the run of a script by another name, unless it is the same text, moved or renamed."""
+    now = script_name()
+    if before and now and before != now and text != script_text():
+        what = f"{place} holds the run of {before}, and this is {now}, another script"
+        cure = f"give another --run-dir to start a new run, or the script its old name {before} to go on with this one"
+        raise UsageError(what, cure)
+
+
+def changed_since(before: str) -> str:
+    """For people, what is another one in the script now; empty where nothing is."""
+    now, names = script_text(), ("script of the checkpoint", "script now")
+    lines = list(difflib.unified_diff(before.splitlines(), now.splitlines(), *names, lineterm="", n=1))
+    if len(lines) > 30:
+        lines[30:] = [f"... and {len(lines) - 30} lines more"]
+    what = "the script has changed since the checkpoint; continuing with the new one:"
+    return "\n".join([what, *lines]) if before != now else ""
+
+
+def module_name() -> str | None:
+    """The script's name where ``python -m`` runs it."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name.removesuffix(".__main__") if spec is not None and spec.origin == sys.argv[0] else None
+
+
+def packages() -> dict[str, str]:
+    """The versions of what is installed, by the names of the folders that say so: to open all takes long."""
+    found: dict[str, str] = {}
+    for place in filter(os.path.isdir, sys.path):
+        for name in sorted(os.listdir(place)):
+            if match := re.fullmatch(r"(.+)-([^-]+)\.(?:dist|egg)-info", name):
+                found.setdefault(match[1], match[2])
+    return found
+
+
+def without_secrets(remote: str) -> str:
+    """Where a git remote is: of an URL scheme, host and path, else what stands behind an @."""
+    if "://" not in remote:
+        return remote.rpartition("@")[2]
+    parts = urlsplit(remote)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def code(folder: Path) -> dict[str, Any]:
+    """Of the script in git: `commit`, `remote`, and whether files that it knows are `dirty`; what is changed in them
+    goes to the file `diff` of the run folder, mode 0600. Nothing where it is in none.
+    """
+    script = Path(sys.argv[0])
+    place = script.resolve().parent if script.is_file() else Path.cwd()
+    diffs = "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD"
+    asked = ("rev-parse", "HEAD"), ("config", "--get", "remote.origin.url"), diffs
+    with ThreadPoolExecutor(len(asked)) as at_once:
+        commit, remote, diff = at_once.map(lambda words: _git(place, *words), asked)
+    if not commit:
+        return {}
+    told: dict[str, Any] = {
+        "commit": commit.decode(),
+        "remote": without_secrets((remote or b"").decode(errors="replace")) or None,
+    }
+    told |= {"dirty": None if diff is None else bool(diff), "diff": None}
+    if diff:
+        told["diff"] = f"changes-{hashlib.sha256(diff).hexdigest()[:12]}.diff"
+        replace_file(folder / told["diff"], diff.decode(errors="replace"))
+    return told
+
+
+def _git(place: Path, *words: str) -> bytes | None:
+    """What it answers, as far as that is kept; None where it fails, or takes too long."""
+    try:
+        with subprocess.Popen(
+            ["git", "--no-optional-locks", "-C", place, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        ) as git:
+            timer = threading.Timer(_GIT, git.kill)
+            timer.start()
+            try:
+                assert git.stdout is not None
+                said = git.stdout.read(MOST_DIFF)
+                if len(said) == MOST_DIFF:  # the rest is left out
+                    git.kill()
+                    return said
+            finally:
+                timer.cancel()
+        return said.strip(b"\n") if git.returncode == 0 else None
+    except OSError:
+        return None

@@ -1,0 +1,77 @@
+"""What a worker has of a global batch: its part of what a loop deals, or the rows that workers bring themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.base.batching import Grid
+from paceline.base.mesh import run_of
+from paceline.checkpoint.tree import pack, unpack
+from paceline.comm.communicator import Group
+from paceline.compute.microbatches import MicroBatch, cut, digest_of, rows_of
+from paceline.errors import UsageError
+from paceline.session.validation import refuse_twins
+
+
+@dataclass
+class Portion:
+    """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
+    batch has; `fine`: micro-batches were divided among workers; `last`: the loop has no global batch after it.
+    `single`, with the first of a loop, is the first micro-batch of a later one that has a single row.
+    """
+
+    micro_batches: list[MicroBatch]
+    count: int
+    rows: int
+    epoch: int = 0
+    cure: str = "bring one row more, or choose a micro= that leaves no single row, which changes the mathematics"
+    full: bool = False
+    fine: bool = False
+    last: bool = False
+    read: int = 0  # rows of the global batch that were read of an iterable dataset, which all workers read whole
+    single: str = ""
+
+    @property
+    def share(self) -> list[MicroBatch]:
+        """Those that count."""
+        return [micro_batch for micro_batch in self.micro_batches if not micro_batch.blank]
+
+
+def bring(
+    group: Group, unit: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, looks: str
+) -> Portion:
+    """The rows that the workers of this `unit` bring to the entered collective, numbered among everybody's. Where it
+    `looks`, none may come twice. One that has fewer micro-batches than others of the `together` workers of a replica
+    runs its first or the `spare` one besides.
+    """
+
+    def cuts(theirs: Any) -> list[range]:
+        rows = 0 if theirs is None else rows_of(theirs)
+        return Grid(max(rows, 1), micro or max(rows, 1)).cut(rows)
+
+    mine, rank = cuts(batch), group.rank
+    brought = group.gather_json([len(mine), sum(map(len, mine)), digest_of(batch) if looks and mine else ""])
+    refuse_twins([entry[2] for entry in brought], looks)
+    mates = [batch]
+    if unit.size > 1:
+        unit.enter("the rows of a unit", check=False, kind="step()")
+        mates = [unpack(said)[0] for said in unit.gather(pack([batch]))]
+    micro_batches: list[MicroBatch] = []
+    for mate, theirs in enumerate(mates, start=rank - unit.rank):
+        offset, first = (sum(entry[place] for entry in brought[:mate]) for place in (0, 1))
+        whose = "this worker's" if mate == rank else f"worker {group.names[mate]}'s"
+        for number, part in enumerate(cuts(theirs), start=offset):
+            said = f"rows {part.start}-{part.stop - 1} of {whose} batch"
+            micro_batches.append(MicroBatch(number, len(part), cut(theirs, part), said, start=first + part.start))
+    whole = Portion(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
+    if whole.rows == 0:
+        raise UsageError("no worker brought a row to step()", "bring at least one row")
+    spare = micro_batches[0] if micro_batches else spare
+    for _ in range(max(brought[other][0] for other in run_of(rank, together)) - len(mine)):
+        if spare is None:
+            what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
+            raise UsageError(what, "bring at least one row on every worker, or say zero=1")
+        whole.micro_batches.insert(0, dataclasses.replace(spare, blank=True))
+    return whole

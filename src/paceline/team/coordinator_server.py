@@ -1,0 +1,504 @@
+"""The coordinator as a process: HTTP for agents, who sign what they send, and a status for everybody. No torch.
+
+    GET  /status      as JSON, for this host: curl http://127.0.0.1:PORT/status; for others with the reading key
+    GET  /challenge   what a join must be signed with; signed itself it tells who has the token here
+    POST /join        an agent comes, with its workers, and gets a session
+    POST /report      the state of its workers, or that it is the same; again and again, so that silence is noticed
+    POST /fence       a coordinator of a higher epoch has taken over
+    POST /stop        somebody with the token wants the run to stop, with a checkpoint
+    POST /stacks      somebody with the token wants to know where all workers stand, or what was answered to that
+    POST /profile     somebody with the token wants the next steps of workers profiled
+    POST /stands      an agent answers, for one worker after another
+    GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
+
+Whatever is not signed with the token, was sent before, or is of another time is refused, and logged. The answer to a
+signed request is signed as well, so that nobody else can give it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+import math
+import os
+import secrets
+import socket
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from ipaddress import ip_address
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from tornado.web import RequestHandler
+
+from paceline.base.http_server import LimitedServer, know
+from paceline.base.journal import NAME, Journal, event_of, lines_from_end
+from paceline.base.schema import SAME_VERSION, check, read_file, read_json
+from paceline.base.text import ranks
+from paceline.errors import FormatError, PacelineError
+from paceline.team.auth import ANSWER, is_signature, make_token, read_authorization, sign, sign_answer
+from paceline.team.coordinator import HELD, RETURN, Coordinator
+from paceline.team.coordinator_client import RefusedError, fence
+from paceline.team.membership import Roster
+from paceline.team.message_types import REPORT, REQUESTS, STAND
+from paceline.team.reading_key import KEY, reading_key
+from paceline.team.stack_requests import Stands
+from paceline.team.worker_slots import Said, read_said
+
+SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
+GONE = 0.5  # seconds after its connection broke
+BODY = 1 << 18  # bytes of a request
+EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
+CHALLENGES = 1000
+TOKEN = 1024  # bytes of a token at most
+UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
+FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
+LOOK = 0.1  # seconds between two looks at who is silent
+LOADED, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two records of loading
+STRANGERS = ("fence", "join", "stop", "stacks", "profile")  # who asks for these has no session
+_REQUEST = "a request /{}"
+SIGNED = {*(("POST", what) for what in (*STRANGERS, "report", "stands")), ("GET", "orders")}
+
+
+class RefusalError(Exception):
+    """A request that has no effect."""
+
+    def __init__(self, code: int, why: str, **more: Any) -> None:
+        super().__init__(why)
+        self.code, self.why, self.more = code, why, more
+
+
+class ReplayError(RefusalError):
+    """A signed request that was sent before: whoever sends it again gets no signed answer to it."""
+
+
+@dataclass
+class Session:
+    """An agent's: the number of its last request by path, when it was heard, the gaps between its reports."""
+
+    agent: str
+    host: str
+    numbers: dict[str, int] = field(default_factory=dict)
+    seen: float = 0.0
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=40))
+    broken: float = math.inf  # when its connection for orders broke
+    lost: bool = False
+    clock: tuple[float, float] | None = None  # its offset and error, as the journal has them
+    told: float = -math.inf  # when the journal was told of its loading
+    said: tuple[Mapping[str, Any], dict[int, Said]] | None = None  # its last report, and what that says of workers
+
+    @property
+    def deadline(self) -> float:
+        """When it is taken for lost: the slower it reports in general, the later."""
+        patience = min(PATIENCE, max(SILENT, 4 * max(self.gaps, default=0.0)))
+        return min(self.seen + patience, self.broken + GONE)
+
+
+class Service:
+    """Answers requests with the coordinator's decisions, and brings it news and time."""
+
+    def __init__(self, coordinator: Coordinator, token: bytes, run: Mapping[str, Any], record: Any) -> None:
+        self._coordinator, self._token, self._run, self._record = coordinator, token, run, record
+        self._sessions: dict[str, Session] = {}  # by their keys
+        self._challenges: deque[str] = deque(maxlen=CHALLENGES)
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._news = asyncio.Event()
+        self._told, self._began = 0, time.monotonic()
+        self._refused: Counter[str] = Counter()
+        self._refusals: deque[float] = deque(maxlen=EASY)
+        self._stands = Stands(Path(run["folder"]))
+        self.key = reading_key(Path(run["folder"]))
+        self._profile: dict[str, Any] = {}
+
+    # ---- requests
+
+    def challenge(self) -> Any:
+        self._challenges.append(secrets.token_hex(16))
+        return {"challenge": self._challenges[-1], "epoch": self._coordinator.epoch}
+
+    def status(self) -> Any:
+        hosts = {session.agent: session.host for session in self._sessions.values() if not session.lost}
+        return {"run": self._run["folder"], "agents": hosts, **self._coordinator.status()}
+
+    def answer(self, what: str, session: Session | None, body: bytes) -> Any:
+        """The answer to a request. FormatError: its body is not of the type that belongs to it; RefusalError."""
+        said = read_json(body, REQUESTS[what], _REQUEST.format(what), SAME_VERSION)
+        return getattr(self, what)(said) if session is None else getattr(self, what)(session, said)
+
+    def join(self, said: Mapping[str, Any]) -> Any:
+        agent = said["agent"]
+        if self._coordinator.moved is not None:
+            raise RefusalError(409, "this coordinator was taken over from")
+        here, there = self._run["run"]["same"], said["same"]
+        differs = [[name, mine, there.get(name)] for name, mine in here.items() if there.get(name) not in (mine, None)]
+        if differs:
+            script = ""
+            with suppress(OSError):  # it may be gone
+                script = read_file(self._run["run"]["script"]).decode(errors="replace")[:BODY]
+            why = f"{agent} differs in {', '.join(name for name, *_ in differs)}"
+            raise RefusalError(412, why, differs=differs, script=script)
+        (host, port), (number, members) = said["standby"], said["generation"]
+        self._coordinator.heard_of(number, members)
+        numbers = self._coordinator.join(agent, said["logs"], (host, port), said["numbers"], said["count"])
+        self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
+        key = secrets.token_hex(16)
+        self._sessions[key] = Session(agent, said["host"], seen=time.monotonic())
+        self._publish()
+        return {"session": key, "numbers": numbers, "epoch": self._coordinator.epoch, "run": self._run["run"]}
+
+    def fence(self, said: Mapping[str, Any]) -> Any:
+        (host, port), epoch = said["address"], said["epoch"]
+        if epoch <= self._coordinator.epoch:
+            raise RefusalError(409, f"a fence of epoch {epoch}, this is {self._coordinator.epoch}")
+        if self._coordinator.moved is None:
+            self._record("fenced", epoch=epoch, by=f"{host}:{port}")
+        self._coordinator.moved = (host, port)
+        self._coordinator.version += 1
+        self._publish()
+        return {}
+
+    def stop(self, _: Mapping[str, Any]) -> Any:
+        if self._coordinator.moved is not None:
+            raise RefusalError(409, "this coordinator was taken over from")
+        self._record("stopping")
+        self._coordinator.stop_all()
+        self._publish()
+        return {"step": self._coordinator.step}
+
+    def _take_figures(self, session: Session, said: Mapping[str, Any], now: float, last: bool) -> None:
+        """How long workers waited for rows, and what they sent: into the journal, more seldom the longer it goes on,
+        and at the end.
+        """
+        told = said.get("loaded") or {}
+        if not told or (now - session.told < max(LOADED, RARER * (now - self._began)) and not last):
+            return
+        session.told = now
+        more = {"sent": said["sent"], "here": said.get("here", []), "agent": session.agent} if said.get("sent") else {}
+        loaded = {worker: [seconds, int(steps)] for worker, (seconds, steps) in told.items()}
+        self._record("loaded", host=session.host, workers=loaded, **more)
+
+    def stacks(self, said: Mapping[str, Any]) -> Any:
+        if not said.get("asked"):
+            self._stands.ask(session.agent for session in self._sessions.values() if not session.lost)
+            self._coordinator.version += 1
+            self._publish()
+        return self._stands.answer()
+
+    def profile(self, said: Mapping[str, Any]) -> Any:
+        workers = [*self._coordinator.roster.members]
+        steps, which = said["steps"], said["workers"] or workers
+        if others := sorted({*which} - {*workers}):
+            raise RefusalError(409, f"it has no {ranks(others)}, but {ranks(workers)}")
+        asked = max(self._profile.get("asked", 0) + 1, time.time_ns() // 1_000_000)  # that of no coordinator before
+        self._profile = {"asked": asked, "steps": steps, "workers": which}
+        self._record("profiling", steps=steps, workers=which)
+        self._coordinator.version += 1
+        self._publish()
+        return {**self._profile, "folder": str(Path(self._run["folder"]).absolute())}
+
+    def stands(self, session: Session, said: Mapping[str, Any]) -> Any:
+        if not said.get("last"):
+            check(said, STAND, _REQUEST.format("stands"), SAME_VERSION)
+        self._stands.take(session.agent, said)
+        return {}
+
+    def report(self, session: Session, said: Mapping[str, Any]) -> Any:
+        came = time.time()
+        if said["epoch"] != self._coordinator.epoch:
+            raise RefusalError(409, f"a report of epoch {said['epoch']}, this is {self._coordinator.epoch}")
+        if not said.get("same"):
+            check(said, REPORT, _REQUEST.format("report"), SAME_VERSION)
+            session.said = said, {int(number): read_said(worker) for number, worker in said["workers"].items()}
+        if session.said is None:
+            raise RefusalError(409, "a report that is the same as none")
+        said, workers = {**session.said[0], **said}, session.said[1]
+        now = time.monotonic()
+        session.gaps.append(now - session.seen)
+        session.seen, session.lost = now, False
+        if said.get("leaving"):
+            self._coordinator.leaving.add(session.agent)
+        self._coordinator.report(session.agent, workers, said["step"], now)
+        if len(self._coordinator.roster.entered) >= self._coordinator.min_workers:  # so many as it was to begin with
+            self._coordinator.min_workers = self._run["run"]["min_workers"]
+        if said.get("over") and not self._coordinator.ended:
+            self._coordinator.ended = True
+            self._coordinator.version += 1
+        if said.get("stop"):
+            self._coordinator.stop_all()
+        if said.get("bye"):
+            session.lost = True
+            self._coordinator.bye(session.agent)
+        self._publish()
+        coordinator = self._coordinator
+        self._set_clock(session, said.get("clock"), [*workers])
+        self._take_figures(session, said, now, bool(said.get("bye")))
+        return {"version": coordinator.version, "open": coordinator.undecided, "clock": [came, time.time()]}
+
+    def _set_clock(self, session: Session, told: Any, workers: list[int]) -> None:
+        """What the clock of another host says: into the journal when it is known better, or another one."""
+        if told is None or session.host == socket.gethostname() or not workers:
+            return
+        offset, error = told
+        before = session.clock
+        if before is None or error < before[1] / 2 or abs(offset - before[0]) > error + before[1]:
+            session.clock = offset, error
+            self._record("clock", host=session.host, offset=offset, error=error, workers=workers)
+
+    async def orders(self, session: Session, known: int) -> Any:
+        deadline = time.monotonic() + HELD
+        session.broken = math.inf
+        while known == self._coordinator.version and (left := deadline - time.monotonic()) > 0:
+            news: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.add(news)
+            try:
+                await asyncio.wait_for(news, left)
+            except TimeoutError:
+                break
+            finally:
+                self._waiting.discard(news)
+        return {**self._coordinator.orders(session.agent), "stacks": self._stands.asked, "profile": self._profile}
+
+    def verify(self, method: str, path: str, header: str, body: bytes) -> tuple[str, int, str]:
+        """Key, number and signature of a request. RefusalError: it is not signed with the token."""
+        given = read_authorization(header)
+        if given is None:
+            raise RefusalError(401, "no token")
+        key, number, signature = given
+        if not is_signature(signature, sign(self._token, method, path, key, number, body)):
+            raise RefusalError(401, "a wrong token")
+        return given
+
+    def sign(self, request: str, status: int, body: bytes) -> str:
+        """The signature of an answer to the request with this signature."""
+        return sign_answer(self._token, request, status, body)
+
+    def session(self, path: str, key: str, number: int) -> Session | None:
+        """Whose request this is; None for one that joins. RefusalError: it was sent before."""
+        session = self._sessions.get(key)
+        if session is None and path.lstrip("/") in STRANGERS:
+            if key not in self._challenges:
+                raise RefusalError(409, "a join that was sent before, or answers an old challenge")
+            self._challenges.remove(key)
+            return None
+        if session is None:
+            raise RefusalError(UNKNOWN, "a session that is not known here")
+        kind = path.partition("?")[0]
+        if number <= session.numbers.get(kind, 0):
+            raise ReplayError(409, "a request that was sent before")
+        session.numbers[kind] = number
+        return session
+
+    def broke(self, session: Session) -> None:
+        session.broken = min(session.broken, time.monotonic())
+
+    def refuse(self, address: str, what: str) -> float:
+        """Takes note of a request without effect; the seconds to let its sender wait."""
+        self._refused[f"{what}, from {address}" if address else what] += 1
+        now = time.monotonic()
+        self._refusals.append(now)
+        many = len(self._refusals) == EASY and now - self._refusals[0] < 1.0
+        return SLOW if many else 0.0
+
+    # ---- time
+
+    async def watch(self) -> None:
+        """Brings the coordinator time, and word of silent agents, for ever."""
+        logged = time.monotonic()
+        before = time.monotonic()
+        while True:
+            due = min(self._coordinator.due - time.monotonic(), LOOK)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), max(due, 0.0))
+            self._news.clear()
+            now = time.monotonic()
+            if now - before > SILENT / 2:  # it was we who were not there
+                for session in self._sessions.values():
+                    session.seen = max(session.seen, now)
+            before = now
+            self._coordinator.tick(now)
+            self._look(now)
+            self._publish()
+            if self._refused and now - logged > 1.0:
+                logged = now
+                for what, times in self._refused.items():
+                    self._record("refused", what=what, times=times)
+                self._refused.clear()
+
+    async def take_over(self) -> None:
+        """Tells the coordinator before us that it is not any more, as soon as it can be reached."""
+        before, own = self._run.get("before"), self._run["address"]
+        while before is not None:
+            with suppress(OSError, HTTPException, RefusedError, ValueError, FormatError):
+                await asyncio.to_thread(fence, tuple(before), self._token, self._coordinator.epoch, own)
+                return
+            await asyncio.sleep(FENCE)
+
+    def _look(self, now: float) -> None:
+        for session in self._sessions.values():
+            gone = session.broken + GONE < now
+            if now > session.deadline and (not session.lost or (gone and session.agent in self._coordinator.awaited)):
+                session.lost = True
+                why = "has gone" if gone else f"has been silent for {now - session.seen:.1f} s"
+                silence = now - min(session.seen, session.broken)
+                self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}", silence, ended=gone)
+
+    def _publish(self) -> None:
+        if self._coordinator.version != self._told:
+            self._told = self._coordinator.version
+            self._news.set()
+            for news in self._waiting:
+                if not news.done():
+                    news.set_result(None)
+
+
+class Handler(RequestHandler):
+    """One request."""
+
+    _session: Session | None = None
+    _signature = ""  # of the request, once it is verified
+
+    def initialize(self, service: Service) -> None:
+        self._service = service
+
+    def set_default_headers(self) -> None:
+        self.clear_header("Server")
+
+    async def _answer(self) -> None:
+        request, service = self.request, self._service
+        what, body = request.path.lstrip("/"), bytes(request.body)
+        address = str(request.remote_ip)
+        try:
+            if (request.method, what) == ("GET", "status"):
+                self._may_read(address)
+                said = service.status()
+            elif (request.method, what) == ("GET", "challenge"):
+                if "Authorization" in request.headers:
+                    self._verify(body)
+                said = service.challenge()
+            elif (request.method, what) in SIGNED:
+                key, number = self._verify(body)
+                self._session = service.session(str(request.uri), key, number)
+                know(self)
+                if self._session is not None and what == "orders":
+                    known = self.get_query_argument("version", "")
+                    if not (known.isdecimal() and len(known) <= 18):
+                        raise RefusalError(400, "a request /orders needs version=, a whole number")
+                    said = await service.orders(self._session, int(known))
+                else:
+                    said = service.answer(what, self._session, body)
+            else:
+                raise RefusalError(404, "there is no such thing here")
+        except RefusalError as refused:
+            if isinstance(refused, ReplayError):
+                self._signature = ""
+            if refused.code != UNKNOWN:
+                await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {refused.why}"))
+            self.set_status(refused.code)
+            said = {"refused": refused.why, **refused.more}
+        except PacelineError as error:
+            await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {error.what}"))
+            self.set_status(400)
+            said = {"refused": str(error)}
+        self.set_header("Content-Type", "application/json")
+        answer = (json.dumps(said) + "\n").encode()
+        if self._signature:
+            self.set_header(ANSWER, service.sign(self._signature, self.get_status(), answer))
+        self.finish(answer)
+
+    def _verify(self, body: bytes) -> tuple[str, int]:
+        """Key and number of a request that is signed. RefusalError: it is not."""
+        request = self.request
+        header = request.headers.get("Authorization", "")
+        key, number, self._signature = self._service.verify(str(request.method), str(request.uri), header, body)
+        return key, number
+
+    def _may_read(self, address: str) -> None:
+        """From another host with the reading key alone."""
+        stream: Any = self.request.connection.stream  # type: ignore[union-attr]
+        if ip_address(address).is_loopback or address == stream.socket.getsockname()[0]:
+            return
+        given, wanted = self.request.headers.get("Authorization", ""), f"Bearer {self._service.key}"
+        if not hmac.compare_digest(given.encode(), wanted.encode()):
+            raise RefusalError(401, f"from another host /status wants the key in the file {KEY} of the run folder")
+
+    get = post = _answer
+
+    def on_connection_close(self) -> None:
+        if self._session is not None and self.request.path == "/orders":
+            self._service.broke(self._session)
+
+
+class _Log(logging.Handler):
+    """Takes what tornado says of malformed, oversized and slow requests for refusals."""
+
+    def __init__(self, service: Service) -> None:
+        super().__init__(logging.INFO)
+        self._service = service
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            logging.lastResort.handle(record)  # type: ignore[union-attr]
+        self._service.refuse("", record.getMessage()[:200])
+
+
+async def serve(listener: socket.socket, service: Service) -> None:
+    """Answers on a listening socket, for ever."""
+    for name in ("tornado.general", "tornado.application"):
+        logger = logging.getLogger(name)
+        logger.addHandler(_Log(service))
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    limits = {"max_body_size": BODY, "max_header_size": 1 << 14, "max_buffer_size": 2 * BODY}
+    handlers = [(".*", Handler, {"service": service})]
+    server = LimitedServer(handlers, idle_connection_timeout=10.0, body_timeout=5.0, **limits)
+    listener.setblocking(False)
+    server.add_socket(listener)
+    await asyncio.gather(service.watch(), service.take_over())
+
+
+def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> Roster:
+    """Who the team was when the journal's last generation was written, after byte `since`, and before that: `first`."""
+    lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"generation"' in line)
+    events = (event for event in lines if event.get("event") == "generation" and {"number", "workers"} <= event.keys())
+    found = (
+        (event["number"], event["workers"], event["at_once" if "at_once" in event else "number"]) for event in events
+    )
+    (number, members, at_once), *before = [*islice(found, 2), (first[0], first[1], first[0])][:2]
+    return Roster(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
+
+
+def last_merge(folder: Path, since: int) -> dict[str, Any] | None:
+    """What the coordinator before decided last on islands: it stands."""
+    lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"merge"' in line)
+    found = next((event for event in lines if event.get("event") == "merge"), None)
+    return found and {name: value for name, value in found.items() if name not in ("at", "event")}
+
+
+def main(listener: int, given: Mapping[str, Any]) -> None:
+    """A coordinator on an inherited listening socket. `given` is what its agent says of the run."""
+    folder = Path(given["folder"])
+    journal = Journal(folder)
+    run = given["run"]
+    roster = last_generation(folder, given["since"], given["generation"])
+    least = max(run["min_workers"], 0 if given["again"] else run["begin"])
+    coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
+    coordinator.version = time.time_ns() // 1_000_000  # beyond all of a coordinator before this one
+    if given["again"]:
+        coordinator.merges.last = last_merge(folder, given["since"])
+        coordinator.recovering = time.monotonic() + RETURN
+    token = os.read(0, TOKEN) or make_token(folder)  # on standard input, from the agent that keeps us
+    service = Service(coordinator, token, given, journal.write)
+    asyncio.run(serve(socket.socket(fileno=listener), service))
+
+
+if __name__ == "__main__":
+    os.set_inheritable(int(sys.argv[1]), False)
+    main(int(sys.argv[1]), json.loads(sys.argv[2]))

@@ -1,0 +1,147 @@
+"""Who keeps the coordinator of a run, where an etcd decides: whoever holds a lease there, and nobody without it.
+
+A key of the run's name lasts as long as the lease that it was written with; another one counts the epochs, and both are
+written in one transaction. The lease is taken for over here before it is over there, so there are never two holders.
+Through etcd's JSON gateway (etcd.io/docs, "Why gRPC gateway"), which needs no client. No torch.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from paceline.base.schema import read_message
+from paceline.errors import FormatError, LaunchError, UsageError
+
+SCHEME = "etcd://"
+LASTS, MARGIN = 5, 1.0  # seconds that a lease lasts without word, and by which we think that it is over sooner
+RENEW, ANSWER = 1.0, 1.0  # seconds between two renewals; to wait for an answer
+
+
+def parse_store(text: str) -> tuple[list[str], str]:
+    """The addresses and the run's name in ``etcd://HOST:PORT[,HOST:PORT...]/NAME``. UsageError: it is not that."""
+    where, _, name = text.removeprefix(SCHEME).partition("/")
+    hosts = where.split(",")
+    if not text.startswith(SCHEME) or not name or not all(re.fullmatch(r".+:[0-9]{1,5}", host) for host in hosts):
+        raise UsageError(f"--store {text!r} is no etcd", "give etcd://HOST:PORT/NAME, with a name for this run")
+    return hosts, name
+
+
+class Lease:
+    """The lease of one agent, whose coordinator would listen at `own`. `epoch` is that of its coordinator while the
+    lease is its own, and `holder` where another one listens. Once started, it is taken when it is `wanted` and free.
+    """
+
+    def __init__(self, store: str, own: tuple[str, int]) -> None:
+        self._hosts, self._name = parse_store(store)
+        self._own = own
+        self._id = ""
+        self._until = 0.0
+        self.epoch: int | None = None
+        self.holder: tuple[str, int] | None = None
+        self.wanted = False
+        self._closed = threading.Event()
+
+    @property
+    def held(self) -> bool:
+        return self.epoch is not None and time.monotonic() < self._until
+
+    def begin(self) -> int:
+        """The first epoch of a run. LaunchError: no etcd answers, or the name is in use."""
+        try:
+            self._take()
+        except (OSError, ValueError) as error:
+            why = getattr(error, "reason", None) or error
+            cure = "see that etcd runs, and that this host can reach it"
+            raise LaunchError(f"no etcd answers at {', '.join(self._hosts)} ({why})", cure) from error
+        if self.epoch is None:
+            assert self.holder is not None
+            host, port = self.holder
+            cure = f"join that one, stop it, or wait {LASTS} s if its host is lost; or give another name"
+            raise LaunchError(f"a run of the name {self._name} has its coordinator at {host}:{port}", cure)
+        return self.epoch
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="paceline-lease", daemon=True).start()
+
+    def close(self) -> None:
+        """Gives it back."""
+        self._closed.set()
+        if self.epoch is not None:
+            self.epoch = None
+            with suppress(OSError, ValueError):
+                self._ask("lease/revoke", {"ID": self._id})
+
+    def _run(self) -> None:
+        while not self._closed.wait(RENEW):
+            with suppress(OSError, ValueError):
+                if self.epoch is not None:
+                    self._renew()
+                elif self.wanted:
+                    self._take()
+
+    def _renew(self) -> None:
+        asked = time.monotonic()
+        answer = self._ask("lease/keepalive", {"ID": self._id})
+        if int(answer.get("result", {}).get("TTL", 0)) > 0:
+            self._until = asked + LASTS - MARGIN
+        else:
+            self.epoch = None
+
+    def _take(self) -> None:
+        """Takes it if nobody has it, else learns who does."""
+        asked = time.monotonic()
+        holder, (before, revision) = self._read("holder"), self._read("epoch") or ("0", "0")
+        if holder is None:
+            granted, epoch = str(self._ask("lease/grant", {"TTL": LASTS})["ID"]), int(before) + 1
+            holds, counts = {"key": _text(f"{self._name}/holder")}, {"key": _text(f"{self._name}/epoch")}
+            free = {**holds, "target": "CREATE", "createRevision": "0"}
+            same = {**counts, "target": "MOD", "modRevision": revision}
+            mine = {**holds, "value": _text(json.dumps(self._own)), "lease": granted}
+            puts = [{"requestPut": mine}, {"requestPut": {**counts, "value": _text(str(epoch))}}]
+            if self._ask("kv/txn", {"compare": [free, same], "success": puts}).get("succeeded"):
+                self._id, self._until, self.epoch = granted, asked + LASTS - MARGIN, epoch
+                return
+            holder = self._read("holder")
+        if holder is not None:
+            from paceline.team.message_types import Address  # needs msgspec
+
+            try:
+                self.holder = read_message(holder[0].encode(), Address, f"what holds the name {self._name}")
+            except FormatError as error:
+                raise OSError(error.what) from error
+
+    def _read(self, what: str) -> tuple[str, str] | None:
+        """A key's value, and the revision at which it was written."""
+        found = self._ask("kv/range", {"key": _text(f"{self._name}/{what}")}).get("kvs")
+        if not found:
+            return None
+        return base64.b64decode(found[0]["value"]).decode(), found[0]["mod_revision"]
+
+    def _ask(self, what: str, said: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer of the first that gives one. OSError: there is none, or it is none of etcd's."""
+        from urllib.request import Request, urlopen  # takes its time, and few runs have a store
+
+        from paceline.team.message_types import ETCD  # needs msgspec
+
+        failed = OSError("no address")
+        for host in self._hosts:
+            request = Request(f"http://{host}/v3/{what}", json.dumps(said).encode())
+            try:
+                with urlopen(request, timeout=ANSWER) as answer:
+                    return dict(read_message(answer.read(), ETCD[what], "the answer"))
+            except OSError as error:
+                failed = error
+            except FormatError as error:
+                failed = OSError(error.what)
+        raise failed
+
+
+def _text(value: str) -> str:
+    return base64.b64encode(value.encode()).decode()

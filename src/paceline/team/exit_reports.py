@@ -1,0 +1,86 @@
+"""How a script ends: by an exception, or by an exit with a code of its own, which must not pass for its good end.
+
+An exit handler cannot ask for the code that the interpreter ends with. So the functions that scripts exit by take note
+of it; whether the script has really ended there, its own frame tells: it has not where somebody caught the exit. (A
+bare ``raise SystemExit(3)`` leaves nothing that could be read.) No torch.
+"""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import dis
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType
+from typing import Any
+
+from paceline.base.tracebacks import TRACEBACK, read_trace
+from paceline.errors import hint_of, notes_of
+
+# What a text of the user's own may raise: fields that are not there, mostly.
+_FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+TOLD = 500  # characters of an exception that the agent is told
+
+
+class Exits:
+    """Takes note of exits from now on. `code` is that of the last one, `at` the user's line that it came from."""
+
+    def __init__(self) -> None:
+        self.code, self.at = 0, ""
+        self._script = _frame_of_the_script()
+        for owner, name in ((sys, "exit"), (_sitebuiltins.Quitter, "__call__")):
+            setattr(owner, name, self._noting(getattr(owner, name)))
+
+    def _noting(self, leave: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(leave)
+        def noting(*given: Any, **named: Any) -> Any:
+            codes = [code for code in (*given, *named.values()) if not isinstance(code, _sitebuiltins.Quitter)]
+            self._note(codes[0] if codes else None, sys._getframe(1))
+            return leave(*given, **named)
+
+        return noting
+
+    def _note(self, code: Any, frame: FrameType) -> None:
+        self.code = code & 0xFF if isinstance(code, int) else int(code is not None)  # anything else is printed
+        stack = "".join(traceback.format_stack(frame)).splitlines()
+        self.at = read_trace([TRACEBACK, *stack, "SystemExit"])[1] or ""
+
+    @property
+    def failed(self) -> bool:
+        """At the end of the interpreter: whether the script ended by an exit that says that it failed."""
+        frame = self._script
+        return self.code > 0 and frame is not None and not _returned(frame)
+
+
+def _frame_of_the_script() -> FrameType | None:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    names = vars(sys.modules["__main__"])
+    while frame is not None and not (frame.f_globals is names and frame.f_code.co_name == "<module>"):
+        frame = frame.f_back
+    return frame
+
+
+def _returned(frame: FrameType) -> bool:
+    """Whether a frame that is over came to its end."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def _text(error: BaseException) -> str:
+    """What an exception says, where it can."""
+    try:
+        return str(error)
+    except _FAILURES as failed:
+        return f"its text cannot be had ({type(failed).__name__})"
+
+
+def exception_told(error: BaseException) -> dict[str, str]:
+    """What the agent is told of an exception: its class and text; its line in a traceback, the user's innermost frame,
+    what it was raised in, and a hint.
+    """
+    what, at = read_trace("".join(traceback.format_exception(error)).splitlines())
+    told = {"text": _text(error), "what": what, "at": at or "", "within": ", ".join(notes_of(error))}
+    told["hint"] = hint_of(error)
+    return {"kind": type(error).__name__, **{name: text[:TOLD] for name, text in told.items()}}

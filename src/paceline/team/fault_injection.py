@@ -1,0 +1,160 @@
+"""Faults on purpose, at a given worker, step and moment: the rehearsal of `paceline chaos`, and of our own tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.base.schema import read_json
+from paceline.errors import UsageError
+
+KINDS = {
+    "kill": "SIGKILL",
+    "stop": "SIGSTOP, and SIGCONT two seconds later, if it is still there",
+    "raise": "an exception",
+    "exit": "ends with exit code 0, without a word",
+    "leave": "SIGTERM: it is told to leave",
+    "slow": "sleeps for a second",
+    "wait": "waits until there is a file RUN/chaos-go: for what only somebody outside can do meanwhile",
+    "memory": "takes memory until the kernel ends it: to be tried in a memory cgroup only",
+}
+MOMENTS = (
+    "loading",
+    "outputs",
+    "gathered",
+    "forward",
+    "backward",
+    "summed",
+    "reduced",
+    "applied",
+    "saving",
+    "writing",
+    "forming",
+    "hand-over",
+)
+APART = "apart:"  # in front of faults
+PAUSE = 0.05  # seconds of a step in which one waits for others
+ASLEEP = 2.0  # seconds that a stopped worker stays so
+LOG, GO = "chaos.jsonl", "chaos-go"
+_FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12})\.(?P<moment>[a-z-]+)")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a worker when it reaches a moment for the first time after `step` steps are done.
+
+    The moments: before its rows are loaded, when it has the outputs of its rows for a loss over the whole global batch,
+    when it has those of all, after its first forward, when its first bucket is complete, when the sums
+    of its own gradients have arrived, when all have and nothing has changed, when its weights have been updated, when a
+    checkpoint begins, when a thread begins to write it, in a new generation before anybody knows who stands where, and
+    while a state is handed over.
+    """
+
+    kind: str
+    worker: int
+    step: int
+    moment: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.worker}@{self.step}.{self.moment}"
+
+
+def parse_faults(text: str) -> list[Fault]:
+    """``kill:3@12.forward,stop:1@20.reduced``: kill worker 3 in the forward after step 12, and so on."""
+    faults = []
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        found = _FORM.fullmatch(part)
+        if not found or found["kind"] not in KINDS or found["moment"] not in MOMENTS:
+            what = f"{part!r} is no fault"
+            kinds, moments = ", ".join(KINDS), ", ".join(MOMENTS)
+            raise UsageError(what, f"write KIND:WORKER@STEP.MOMENT with a kind of {kinds} and a moment of {moments}")
+        faults.append(Fault(found["kind"], int(found["worker"]), int(found["step"]), found["moment"]))
+    return faults
+
+
+class Chaos:
+    """The faults of one worker. What fires is written to the run folder first, and fires once per run.
+
+    The text of the faults may begin with `APART`: then they fire one after another, each when the team has formed anew
+    without whom the one before has hit, and has others who go on. Until they have come each step takes a little longer,
+    so that steps are left for them.
+    """
+
+    def __init__(self, text: str, worker: int, folder: Path) -> None:
+        self._folder, self._apart = folder, text.startswith(APART)
+        faults = parse_faults(text.removeprefix(APART))
+        self._all = [str(fault) for fault in faults]
+        fired = [entry["fault"] for entry in read_log(folder)]
+        self._due = [fault for fault in faults if fault.worker == worker and str(fault) not in fired]
+        self._formed = time.time()  # when the present team was
+
+    def formed(self) -> None:
+        """A team has formed anew."""
+        self._formed = time.time()
+
+    def reached(self, moment: str, step: int, members: int) -> None:
+        """This worker is at a moment, after `step` steps, in a team of so many."""
+        for fault in self._due:
+            if step < fault.step:
+                continue
+            if self._apart and not self._may_fire(fault, members):
+                if moment == "loading":
+                    time.sleep(PAUSE)
+            elif fault.moment == moment:
+                self._due.remove(fault)
+                self._fire(fault, step)
+                return
+
+    def _may_fire(self, fault: Fault, members: int) -> bool:
+        fired = read_log(self._folder)
+        before = self._all[: self._all.index(str(fault))]
+        over = {entry["fault"] for entry in fired if float(entry["at"]) < self._formed}
+        return members > 1 and over >= {*before}
+
+    def _fire(self, fault: Fault, step: int) -> None:
+        line = json.dumps({"at": time.time(), "fault": str(fault), "reached": step, **asdict(fault)}) + "\n"
+        log = os.open(self._folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.write(log, line.encode())
+        os.close(log)
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                us = os.pidfd_open(os.getpid())  # this number may be another's by then
+                call = f"signal.pidfd_send_signal({us}, signal.SIGCONT)"
+                wake = (
+                    f"import contextlib, signal, time; time.sleep({ASLEEP})\nwith contextlib.suppress(OSError): {call}"
+                )
+                subprocess.Popen([sys.executable, "-c", wake], start_new_session=True, pass_fds=[us])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise RuntimeError(f"chaos: {fault}")
+            case "exit":
+                os._exit(0)
+            case "leave":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "slow":
+                time.sleep(1.0)
+            case "wait":
+                while not (self._folder / GO).exists():
+                    time.sleep(0.01)
+            case "memory":
+                taken = []
+                while True:
+                    taken.append(bytearray(os.urandom(1 << 20) * 16))
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """What has fired in a run, in order."""
+    from paceline.base.file_types import Fired  # needs msgspec
+
+    log = folder / LOG
+    return [dict(read_json(line, Fired, str(log))) for line in log.read_bytes().splitlines()] if log.exists() else []

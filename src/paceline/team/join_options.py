@@ -1,0 +1,125 @@
+"""What a run gives whoever joins it: a fixed list of fields, each of a type and a form. No torch.
+
+Whoever joins runs its own script with its own arguments. No field names a module, a script or a command to run: the
+`script` of a run is only shown.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paceline.base.environment import MOST, parse_save_every, parse_shares
+from paceline.errors import PacelineError
+from paceline.plan import Plan
+from paceline.team.etcd_lease import parse_store
+
+LONGEST = 4096  # characters of a text
+_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_ADDRESS = re.compile("[!-~]+:[0-9]{1,5}")
+_KEY = re.compile("[0-9a-f]{32}")
+Check = Callable[[Any], bool]
+
+
+class TermsError(ValueError):
+    """What a coordinator gives is not what whoever joins takes."""
+
+
+def whole(least: int) -> Check:
+    return lambda value: type(value) is int and least <= value <= MOST
+
+
+def text(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST and not _CONTROL.search(value)
+
+
+def path(value: Any) -> bool:
+    return isinstance(value, str) and 0 < len(value) <= LONGEST and "\0" not in value
+
+
+def parsed(parse: Callable[[str], Any]) -> Check:
+    """Whether a text can be read as an option's."""
+
+    def check(value: Any) -> bool:
+        if not isinstance(value, str) or len(value) > LONGEST or _CONTROL.search(value):
+            return False
+        try:
+            parse(value)
+        except PacelineError:
+            return False
+        return True
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    return lambda value: value is None or check(value)
+
+
+def switch(value: Any) -> bool:
+    return value is True or value is False or value == "1"
+
+
+def _served(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 3:
+        return False
+    *addresses, folder = value
+    return path(folder) and all(one is None or (text(one) and bool(_ADDRESS.fullmatch(one))) for one in addresses)
+
+
+def _names(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+OPTIONS: dict[str, Check] = {
+    "plan": parsed(Plan.parse),
+    "shares": parsed(lambda value: parse_shares(value, value.count(",") + 1)),
+    "save_every": parsed(parse_save_every),
+    "keep": whole(1),
+    "checkpoints": path,
+    "max_steps": whole(1),
+    "tensorboard": switch,
+    "heal": switch,
+}
+FIELDS: dict[str, Check] = {
+    "script": path,
+    "workers": whole(1),
+    "max_restarts": whole(0),
+    "min_workers": whole(0),
+    "begin": whole(0),
+    "store": optional(parsed(parse_store)),
+    "same": _names,
+    "given": _names,
+    "served": _served,
+}
+JOINED: dict[str, Check] = {
+    "session": lambda value: isinstance(value, str) and bool(_KEY.fullmatch(value)),
+    "numbers": lambda value: isinstance(value, list) and all(map(whole(0), value)),
+    "epoch": whole(0),
+    "run": _names,
+}
+
+
+def check_terms(joined: Any) -> None:
+    """TermsError: a coordinator's answer to a join has other fields, or one of them is not what it must be."""
+    _check(joined, JOINED)
+    run = joined["run"]
+    _check(run, FIELDS)
+    _check(run["given"], {name: optional(check) for name, check in OPTIONS.items()})
+
+
+def _check(said: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
+    if not isinstance(said, dict):
+        raise TermsError("its answer is no list of fields")
+    if other := sorted(said.keys() - fields.keys()):
+        raise TermsError(f"it gives {_shown(other[0])}, which nobody who joins takes")
+    for name, check in fields.items():
+        if name not in said:
+            raise TermsError(f"it does not give {name}")
+        if not check(said[name]):
+            raise TermsError(f"it gives {name}={_shown(said[name])}, which cannot be used")
+
+
+def _shown(value: Any) -> str:
+    return ascii(value)[:80]
