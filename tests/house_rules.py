@@ -420,8 +420,6 @@ RULES: list[Rule] = [
 ]
 # Rules that are younger than some of the code. A rule leaves this list when nothing violates it any more.
 INDEBTED = {
-    "imports_against_the_order",
-    "modules_outside_of_folders",
     "many_public_methods",
     "denied_names",
     "missing_docstrings",

@@ -17,9 +17,9 @@ from launching import SCRIPTS, TRANSFORMERS, paceline, train_basics
 from torch import nn
 
 from paceline.base.memory import advice
-from paceline.build import cost
 from paceline.compute.state_dict import kept_for_each
 from paceline.parallel.cost_model import Facts
+from paceline.parallel.plan_cost import cost
 from paceline.plan import Plan
 
 STEPS = 4  # in the first one, which is not counted, the loss is looked at, which takes forwards besides
@@ -27,7 +27,7 @@ NAMES = ("gradients", "weights", "all_gather", "pipeline", "context", "tensor", 
 BODY = f"""
 import json
 from pathlib import Path
-from paceline.build import cost, facts_of
+from paceline.parallel.plan_cost import cost, facts_of
 from staging import gpt2, ids, words
 def layers():
     blocks = [nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)) for _ in range(4)]

@@ -23,11 +23,11 @@ from prometheus_client.registry import Collector
 from warm import Process, environment
 
 from paceline.base.console import coloured, command_line, in_one_line, markup, printable
+from paceline.base.terminal import Terminal
 from paceline.cli.main import main
 from paceline.launch.engines.slurm import directive
 from paceline.observe.prometheus import families
 from paceline.observe.summary import Summary
-from paceline.observe.terminal import Terminal
 
 # What is in a name, and what people see of it in one line.
 HOSTILE = {

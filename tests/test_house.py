@@ -7,6 +7,7 @@ import ast
 import pytest
 from house_rules import (
     INDEBTED,
+    ORDER,
     RULES,
     Rule,
     broad_excepts,
@@ -32,6 +33,7 @@ from house_rules import (
     violations,
     waits_with_select,
 )
+from tree_page import PAGE, budgets, page, sizes
 
 
 def test_the_package_keeps_the_rules() -> None:
@@ -211,3 +213,15 @@ def test_the_rule_finds_what_breaks_it(rule: Rule, snippets: str | dict[str, str
 
 def test_every_rule_is_shown_to_find_something() -> None:
     assert {rule for rule, _, found in BREACHES if found} == set(RULES)
+
+
+def test_folders_and_root_modules_keep_their_budgets() -> None:
+    allowed = budgets()
+    assert {name: lines for name, lines in sizes().items() if lines > allowed.get(name, 0)} == {}
+    assert {*allowed} == {*sizes()}, "docs/tree.md has rows of folders that are gone"
+
+
+def test_the_page_shows_the_tree_as_it_is() -> None:
+    text = PAGE.read_text()
+    assert page(text, ORDER) == text, "run python tests/tree_page.py"
+    assert "cli/  " in text

@@ -30,9 +30,9 @@ from warm import Process, environment
 
 from paceline import sample_index, stream_seed
 from paceline.base.batching import deal
-from paceline.build import cost
 from paceline.observe.summary import Summary, facts
 from paceline.parallel.cost_model import Facts
+from paceline.parallel.plan_cost import cost
 from paceline.plan import Plan
 from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log

@@ -13,8 +13,8 @@ import pytest
 from launching import paceline
 from warm import environment
 
+from paceline.base.console import shown
 from paceline.base.environment import THREADS, doubt_threads
-from paceline.errors import shown
 from paceline.launch.tuning import doubts, surround
 
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.base.console import shown
 from paceline.base.environment import World, began, inherited_warm, read_world
-from paceline.errors import UsageError, shown
+from paceline.errors import UsageError
 
 PLACE = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 OMPI = {

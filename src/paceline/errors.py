@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.base.console import quoted
-
-_LINE = 80
 _NOTE = "raised in "
 _HINT = "hint: "
 
@@ -85,11 +82,6 @@ class OutOfMemoryError(PacelineError):
 
 class LaunchError(PacelineError):
     """The workers could not be started, or the script did not train."""
-
-
-def shown(text: str) -> str:
-    """What a user gave, quoted as a shell would need it; of what is longer than a line its beginning."""
-    return quoted(text if len(text) <= _LINE else f"{text[:_LINE]}...")
 
 
 class Noting:

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 
 from paceline.base.batching import Grid, stream_seed
 from paceline.base.mesh import AXES, Mesh
-from paceline.build import cost, facts_of, nest
+from paceline.build import build_stepper, current_run, load_stepper, nest
 from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
 from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import led
-from paceline.compute.job import Job, default_forward
+from paceline.compute.job import default_forward
 from paceline.compute.merge_policy import Merging
 from paceline.compute.microbatches import MicroBatch, rows_of
 from paceline.compute.rng import Streams
@@ -37,6 +37,8 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.evaluate.evaluate import Sweep, evaluate
 from paceline.evaluate.predict import predicted
 from paceline.observe.step_totals import Ledger
+from paceline.parallel.parallel_job import ParallelJob
+from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.redistribute import Moves
 from paceline.parallel.tensor_parallel.script_view import (
     by_pieces,
@@ -46,14 +48,12 @@ from paceline.parallel.tensor_parallel.script_view import (
     see_whole_weights,
     with_bodies,
 )
-from paceline.param_server.worker_steps import stepper_of
 from paceline.plan import Plan
 from paceline.session.best_checkpoint import Best, keep_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
 from paceline.session.error_hints import Hinting
 from paceline.session.logging import Telling
 from paceline.session.reported_values import PlateauFollower
-from paceline.session.run import Run
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
 from paceline.session.training_loop import Phase, SavedFields, State, grid_told, idle_text, resumed_grid
 from paceline.session.validation import (
@@ -132,7 +132,7 @@ class Trainer(Telling):
         fit(clip_norm=clip_norm, plan=plan, tensor=tensor, pipeline_blocks=pipeline_blocks, loss_over=loss_over)
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
-        self._run = run = Run.current()
+        self._run = run = current_run()
         release(run)
         run.weigh(model)
         self._group = run.team.group
@@ -148,7 +148,8 @@ class Trainer(Telling):
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
         kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, **said_so, **told}
-        job = self._job = Job(self.model, form, led if loss_over else judge, self._device, seed, clip_norm, **kept)
+        objective = led if loss_over else judge
+        job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
             run.need_team()
@@ -175,7 +176,7 @@ class Trainer(Telling):
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
         about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
-        self._stepper = stepper_of(mesh, about, self._grid)
+        self._stepper = build_stepper(mesh, about, self._grid)
         self._ledger = Ledger()
         self._phases, self.untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
@@ -249,7 +250,7 @@ class Trainer(Telling):
 
     @property
     def parts(self) -> list[Moves | None]:
-        return self._job.parts if self._line is None else []
+        return self._job.redistributors if self._line is None else []
 
     @property
     def unmoved(self) -> str:
@@ -800,7 +801,7 @@ class Trainer(Telling):
             if newcomer and self._run.resumed is not None:
                 refuse_another_model(self.model, mine["model"], self._number, checkpoint, self._job.cuts)
             if "closed" not in mine:
-                self._stepper.load(mine, newcomer)
+                load_stepper(self._stepper, mine, newcomer)
             elif newcomer:
                 self._go_on_ended(mine)
             if not newcomer:

@@ -21,6 +21,7 @@ _HIDDEN = re.compile(f"(?![\n\t])[{_NAMED}]")
 _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")  # the one kind of escape sequence that only changes how text looks
 _RESET = "\x1b[0m"
 _LONGEST = 1 << 16  # bytes of a line without an end
+_LONGEST_EXCERPT = 80  # characters of what a user gave, in an error
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -80,6 +81,11 @@ def quoted(word: str) -> str:
         return shlex.quote(word)
     escaped = word.replace("\\", r"\\").replace("'", r"\'")
     return f"$'{in_one_line(escaped)}'"
+
+
+def shown(text: str) -> str:
+    """What a user gave, quoted as a shell would need it; of what is longer than a line its beginning."""
+    return quoted(text if len(text) <= _LONGEST_EXCERPT else f"{text[:_LONGEST_EXCERPT]}...")
 
 
 def last_painted(line: bytes) -> str:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UsageError, shown
+from paceline.base.console import shown
+from paceline.errors import UsageError
 
 MOST = 999_999_999_999  # more of anything than anybody has
 SERVERS = 1_000_000  # parameter servers are numbered from here on, beside the workers

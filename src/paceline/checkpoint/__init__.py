@@ -1,1 +1,1 @@
-"""What survives: safetensors and a JSON manifest, atomic and verified; export."""
+"""What survives a run: safetensors files and a JSON manifest, written atomically and verified."""

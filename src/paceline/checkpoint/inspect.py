@@ -15,6 +15,7 @@ from rich.text import Text
 
 from paceline.base.console import in_one_line, say
 from paceline.base.schema import parse
+from paceline.base.terminal import Terminal, TextPage
 from paceline.checkpoint.export import no_checkpoint
 from paceline.checkpoint.files import (
     MANIFEST,
@@ -32,7 +33,6 @@ from paceline.checkpoint.safetensors_file import DTYPES, size_text
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.tree import reading, unflatten
 from paceline.errors import CheckpointError, FormatError
-from paceline.observe.terminal import Terminal, TextPage
 
 _KINDS = {name: dtype for dtype, name in DTYPES.items()}
 _OPEN = "not finished"

@@ -14,11 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.base.console import command_line, in_one_line, say
+from paceline.base.console import command_line, in_one_line, say, shown
 from paceline.base.environment import parse_whole
 from paceline.base.schema import read_file
 from paceline.cli.run_commands import late, returning, showing
-from paceline.errors import LaunchError, PacelineError, UsageError, shown
+from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 from paceline.observe.drawing import save

@@ -1,1 +1,1 @@
-"""How tensors travel: the group, named collectives, gradient buckets."""
+"""How tensors travel: transports, collectives, gradient buckets and compression."""

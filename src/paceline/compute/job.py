@@ -17,9 +17,6 @@ from paceline.base.sharding import Cut
 
 if TYPE_CHECKING:
     from paceline.comm.communicator import Group
-    from paceline.parallel.deferred_init import Blueprint
-    from paceline.parallel.pipeline.partition import Stages
-    from paceline.parallel.tensor_parallel.redistribute import Moves
 
 
 ELSEWHERE = object()  # what a forward gives where its output is on another worker
@@ -52,7 +49,7 @@ class Job:
     `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
     with `offload` copies of these in the memory of the host. Gradients of the last ones, the `sparse`, are rows. Of
     which tensors of the model, and of what the optimizers hold, a worker has but a piece, `cuts` and `own_cuts` tell by
-    name: that at its `place` in its `replica`. In a pipeline, `stages` say who has which blocks.
+    name: that at its `place` in its `replica`.
     """
 
     model: nn.Module
@@ -76,8 +73,6 @@ class Job:
     own_cuts: dict[str, Cut] = field(default_factory=dict)
     whole_copies: bool = False  # whether `own` are whole copies of the parameters that the cuts are of
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters, under all of their names
-    stages: Stages | None = None
-    said: tuple[Mapping[str, str] | None, str | None] = None, None  # by the user: which layers and blocks are cut
     assembled: bool = False  # of a model in stages all is here for the moment, to compare with
     passing: bool = False  # a forward is under way through a stage of a model in stages
     place: int = 0
@@ -87,15 +82,12 @@ class Job:
     replica: Group | None = None
     units: Group | None = None  # the workers who have the same place in theirs
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
-    blueprint: Blueprint | None = None  # of a model whose large tensors have no memory yet
     whole: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts
     once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight  # one that all of a unit use alike
     # Completes gradients of a micro-batch, by name, of which the workers of a unit have parts. Collective.
     add_up: Callable[[dict[str, torch.Tensor], Mapping[str, nn.Parameter]], None] = lambda gradients, named: None
     # Where weights do not change meanwhile: what is gathered may be kept until the end.
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
-    # Where layers are cut inside how parts of them travel, and None in it where the model is in stages.
-    parts: list[Moves | None] = field(default_factory=list)
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `Sums`
 

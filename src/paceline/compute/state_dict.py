@@ -13,11 +13,12 @@ from torch.optim import Optimizer
 from paceline.base.sharding import Cut, Held, Shards
 from paceline.compute.job import Job
 from paceline.errors import UsageError
-from paceline.parallel.deferred_init import TOKEN
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
 # What code of others raises that was not made to be tried.
 THEIRS = (RuntimeError, ValueError, TypeError, NameError, LookupError, AttributeError, AssertionError, ArithmeticError)
+
+DEFERRED = "_paceline_deferred"  # the attribute of a parameter whose memory is allocated later
 
 
 def same_number(what: str, saved: int, now: int) -> None:
@@ -37,7 +38,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def marks_of(param: nn.Parameter) -> dict[str, Any]:
     """The attributes that a script gave a parameter: optimizers' groups are made by such."""
     bare = vars(nn.Parameter(param.detach(), requires_grad=False))  # some kinds of tensors have attributes themselves
-    return {name: value for name, value in vars(param).items() if name not in bare and name != TOKEN}
+    return {name: value for name, value in vars(param).items() if name not in bare and name != DEFERRED}
 
 
 def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> nn.Parameter:

@@ -1,4 +1,4 @@
-"""Which samples, in which order, by whom: sample order, grid, loader; and files as datasets."""
+"""Which samples in which order, and who loads them."""
 
 from __future__ import annotations
 

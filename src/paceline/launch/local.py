@@ -30,6 +30,7 @@ from paceline.base.environment import (
     variable,
 )
 from paceline.base.journal import Journal
+from paceline.base.terminal import Terminal
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
@@ -43,7 +44,6 @@ from paceline.launch.serving import Serving, check_serving
 from paceline.observe.loggers import TensorBoard
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
-from paceline.observe.terminal import Terminal
 from paceline.plan import Plan
 from paceline.team.auth import keep_token, make_token, read_token
 from paceline.team.coordinator_client import Link

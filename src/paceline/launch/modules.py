@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from paceline.errors import UsageError, shown
+from paceline.base.console import shown
+from paceline.errors import UsageError
 
 
 def find_module(name: str) -> str:

@@ -7,9 +7,9 @@ import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from paceline.base.console import shown
 from paceline.base.environment import threads_asked
 from paceline.base.text import plural
-from paceline.errors import shown
 
 KEEP = str(1 << 36)  # bytes: more than any tensor, so that freed memory is used again instead of being given back
 _GLIBC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")

@@ -1,0 +1,1 @@
+"""Local SGD: DiLoCo, streaming DiLoCo and merges by quorum."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,7 @@ from paceline.base.mesh import Mesh
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.local_sgd.diloco import OUTER, Islands, first_rows
-from paceline.local_sgd.island_state import IslandProgress
+from paceline.local_sgd.island_state import Inner, IslandProgress
 from paceline.local_sgd.quorum import Quorum, missed, name_dropped, part
 from paceline.local_sgd.streaming_diloco import Fragments
 from paceline.session.worker_batch import Portion
@@ -391,3 +391,16 @@ def _told(one: IslandProgress) -> list[Any]:
     """Of an island's steps, for everybody."""
     unused = None if one.unused is None else sorted(one.unused)
     return [one.at, one.steps, one.rows, one.loss, one.count, one.metrics, unused, one.norm, one.lr]
+
+
+def leave_islands(stepper: Stepper, saved: Mapping[str, Any]) -> None:
+    """Goes on without islands, with the optimizer state of island 0 in `saved`, which a checkpoint has of islands."""
+    inner = first_rows(saved["each"]["0"])
+    stepper.replica.updater.load(inner)
+    stepper.expected = inner["expected"]
+    Inner.of(inner, stepper.done).keep_up(stepper.replica, stepper.done)  # it may have been late
+    stepper.run.say(
+        "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
+        "that of the others and of the merges is dropped"
+    )
+    name_dropped(stepper.run, stepper.trainer, saved.get("late") or {}, stepper.done, "the checkpoint was taken")

@@ -1,1 +1,1 @@
-"""What is happening: journal, progress, report."""
+"""What is happening: report, live page, doctor, Prometheus metrics, traces and loggers."""

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from paceline.base.console import Coloured, printable, say
 from paceline.base.journal import Event
+from paceline.base.terminal import Terminal
 from paceline.base.text import clock, number, shares_of, total, totals, trainer_names
-from paceline.observe.terminal import Terminal
 
 BAR = 12  # cells
 WINDOW = 10.0  # seconds of events that the rates are averaged over

@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.base.console import Coloured, in_one_line
+from paceline.base.terminal import TextPage
 from paceline.observe.page import render
 from paceline.observe.summary import Summary, brief, facts
-from paceline.observe.terminal import TextPage
 
 NAME = "report.html"
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.base.console import in_one_line
+from paceline.base.console import in_one_line, shown
 from paceline.base.journal import NAME, Event, read_journal, thinned
 from paceline.base.schema import read_file, read_json
 from paceline.base.stacks import FOLDER
 from paceline.base.text import plural, ranks
-from paceline.errors import UsageError, shown
+from paceline.errors import UsageError
 from paceline.observe.team_table import lanes_of
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker

@@ -19,12 +19,12 @@ from rich.text import Text
 from paceline.base.console import in_one_line
 from paceline.base.journal import NAME
 from paceline.base.schema import read_file
+from paceline.base.terminal import Terminal
 from paceline.base.text import duration, number, plural, rate_of, rounded, shares_of, size_of
 from paceline.errors import LaunchError, UsageError
 from paceline.observe.charts import thin
 from paceline.observe.summary import Newest, Rows, Summary, facts
 from paceline.observe.team_table import HEAD, a_step, happened, members, slowest
-from paceline.observe.terminal import Terminal
 from paceline.team.coordinator_client import NUMBERS, UnsignedError, Wire
 
 EVERY = 0.5  # seconds between two looks

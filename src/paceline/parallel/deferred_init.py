@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.comm.torch_private import pytree
+from paceline.compute.state_dict import DEFERRED
 
 SMALL = 1 << 14  # elements of a tensor that is made at once: scripts look into small ones
 # What a model's function may meet where a large tensor has no values, besides errors of its own.
@@ -61,9 +62,6 @@ class _Token:
     """Lives as long as a tensor, which has no weak reference of its own: as double() of a module wants it."""
 
 
-TOKEN = "_paceline_token"  # the attribute that has it
-
-
 class Blueprint(TorchDispatchMode):
     """Records, while it is entered, what is done to large tensors; `value` is one of those for real."""
 
@@ -91,7 +89,7 @@ class Blueprint(TorchDispatchMode):
         self._fake.fake_tensor_converter.tensor_memo.clear()  # which has weak references
         for leaf in pytree.tree_iter(found):
             if isinstance(leaf, torch.Tensor):
-                vars(leaf)[TOKEN] = token = _Token()
+                vars(leaf)[DEFERRED] = token = _Token()
                 self._made.append(weakref.ref(token))
         self._record(func, args, options, found)
         return found
@@ -168,7 +166,7 @@ class Blueprint(TorchDispatchMode):
     def outside(self, model: nn.Module) -> bool:
         """Whether tensors without values are kept where `rest` does not find them."""
         held = [*map(vars, model.modules()), *(module._buffers for module in model.modules())]
-        inside = {id(getattr(leaf, TOKEN, None)) for leaf in pytree.tree_iter(held)}
+        inside = {id(getattr(leaf, DEFERRED, None)) for leaf in pytree.tree_iter(held)}
         return any(token is not None and id(token) not in inside for token in (made() for made in self._made))
 
     def rest(self, model: nn.Module) -> list[Slot]:

@@ -14,24 +14,24 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from paceline.build import cost, facts_of
 from paceline.compute.blocks import blocks_of, told
 from paceline.compute.forward_backward import Loss
-from paceline.compute.job import Job
 from paceline.compute.microbatches import Chunk, MicroBatch
+from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.partition import Stages, divide
 from paceline.parallel.pipeline.schedule import KINDS, kept, table
+from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.sharded_mode import tensors_in
 from paceline.plan import Plan
 
 
-def blocks_told(job: Job) -> list[str]:
+def blocks_told(job: ParallelJob) -> list[str]:
     """The blocks of each stage, or of a model that is whole."""
     stages = job.stages
     return [told(blocks_of(job.model))] if stages is None else [stages.told(n) for n in range(stages.count)]
 
 
-def forecast(job: Job, micro_batch: MicroBatch, count: int, text: str, workers: int) -> dict[str, Any]:
+def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, workers: int) -> dict[str, Any]:
     """From the first of `count` micro-batches of a global batch, for a plan: the `blocks` of each stage, its seconds of
     `forward` and `backward`, the bytes that it `passes` on; and the figures of each worker of a replica. Where several
     compute a micro-batch together, each is said to have an equal part of its seconds and activations. The model may be
@@ -41,7 +41,7 @@ def forecast(job: Job, micro_batch: MicroBatch, count: int, text: str, workers: 
     mesh, stages = plan.mesh(workers), Stages(tuple(blocks_of(job.model)), (0,))
     if mesh.pipeline > 1:
         count_of = mesh.pipeline * (plan.virtual or 1)
-        job.stages = stages = divide(job.model, count_of, mesh.pipeline, job.said[1])
+        job.stages = stages = divide(job.model, count_of, mesh.pipeline, job.requested_split[1])
     blocks, homes = blocks_told(job), stages.homes(job.model)
     homes_of = {name: {*homes[id(param)]} for name, param in job.named.items()}
     runs = [_tried(job, micro_batch, stages) for _ in range(3)]  # the first one is slow, another one may be disturbed
@@ -49,7 +49,7 @@ def forecast(job: Job, micro_batch: MicroBatch, count: int, text: str, workers: 
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
-        TensorCut(job, cast(Any, SimpleNamespace(rank=0, size=mesh.tensor)), job.said[0])
+        TensorCut(job, cast(Any, SimpleNamespace(rank=0, size=mesh.tensor)), job.requested_split[0])
     forwards, inner, predicted = -(-count // mesh.units), mesh.context * mesh.tensor, []
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     for place in range(mesh.pipeline):
@@ -65,7 +65,7 @@ def forecast(job: Job, micro_batch: MicroBatch, count: int, text: str, workers: 
     return {"plan": str(plan), "workers": workers, **about, "stages": named, "predicted": by_worker}
 
 
-def _tried(job: Job, micro_batch: MicroBatch, stages: Stages) -> list[dict[str, Any]]:
+def _tried(job: ParallelJob, micro_batch: MicroBatch, stages: Stages) -> list[dict[str, Any]]:
     """By stage, seconds of one forward and backward, bytes `saved` for the latter, and those passed on. A stage goes on
     until the first block of the next one is called; back, until the gradient of what went into it is there.
     """

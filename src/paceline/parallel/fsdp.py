@@ -27,11 +27,11 @@ from paceline.comm.fsdp_reduce_scatter import Staging
 from paceline.comm.gradient_buckets import Buckets
 from paceline.comm.torch_private import pytree
 from paceline.compute.blocks import blocks_of, by_block, gathered
-from paceline.compute.job import Job
 from paceline.compute.state_dict import cut_in_rows, held, local, marked, marks_of
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.parallel.deferred_init import Blueprint, Slot, put, strip
 from paceline.parallel.layout import Layout
+from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.tensor_parallel.script_view import refuse_in_metric
 
 Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
@@ -88,7 +88,7 @@ class FullyShard(Layout):
 
     gathers = True
 
-    def __init__(self, job: Job, replica: Group, reshard: bool, share: Share | None = None) -> None:
+    def __init__(self, job: ParallelJob, replica: Group, reshard: bool, share: Share | None = None) -> None:
         super().__init__(job, replica.allocate)
         self.replica = replica
         self.shards = Shards(replica.size, replica.rank)

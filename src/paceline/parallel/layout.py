@@ -8,8 +8,8 @@ from paceline.base.sharding import ALONE, Shards
 from paceline.comm.bucket_reducer import Hop
 from paceline.comm.exact_sums import ExactBuckets
 from paceline.comm.gradient_buckets import Allocate, Buckets, Landing
-from paceline.compute.job import Job
 from paceline.compute.state_dict import own_of
+from paceline.parallel.parallel_job import ParallelJob
 
 
 class Layout:
@@ -22,7 +22,7 @@ class Layout:
     route: tuple[Hop, ...] = ()
     gathers = False  # whether parameters are gathered from others before they are used
 
-    def __init__(self, job: Job, allocate: Allocate | None = None) -> None:
+    def __init__(self, job: ParallelJob, allocate: Allocate | None = None) -> None:
         self.job, self.allocate = job, allocate
 
     def own(self) -> None:

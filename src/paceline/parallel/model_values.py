@@ -11,9 +11,9 @@ from paceline.base.mesh import AXES, Mesh
 from paceline.base.sharding import Cut
 from paceline.comm.communicator import Group
 from paceline.comm.torch_private import pytree
-from paceline.compute.job import Job
 from paceline.compute.state_dict import marks_of
 from paceline.parallel.data_parallel import share
+from paceline.parallel.parallel_job import ParallelJob
 
 _LIKELY = 0.02  # what stands for all values meanwhile: blocks are run to see what they call
 
@@ -21,7 +21,7 @@ _LIKELY = 0.02  # what stands for all values meanwhile: blocks are run to see wh
 class Values:
     """Those of the parameters of a `job`, which take no memory until they are `put`."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ParallelJob) -> None:
         self.job = job
         self._wholes = dict[str, torch.Tensor](job.model.named_parameters())
         if job.blueprint is None:

@@ -9,9 +9,9 @@ from paceline.comm.bucket_reducer import Hop
 from paceline.comm.communicator import Group
 from paceline.comm.fsdp_reduce_scatter import Staging
 from paceline.comm.gradient_buckets import Buckets
-from paceline.compute.job import Job
 from paceline.parallel.cost_model import Cost, Facts
 from paceline.parallel.layout import Layout
+from paceline.parallel.parallel_job import ParallelJob
 
 
 def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, offload: bool = False) -> Cost:
@@ -43,7 +43,7 @@ class Shard(Layout):
     everybody gathers the rows of the others.
     """
 
-    def __init__(self, job: Job, replica: Group) -> None:
+    def __init__(self, job: ParallelJob, replica: Group) -> None:
         super().__init__(job, replica.allocate)
         self.replica, self.shards = replica, Shards(replica.size, replica.rank)
         self.route = (Hop("scatter", replica),)

@@ -1,0 +1,1 @@
+"""Parameter servers: synchronous, bounded-stale and asynchronous, with backup workers."""

@@ -28,11 +28,12 @@ from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, add_codes, manner, pack_codes
 from paceline.comm.gradient_buckets import Bucket, levels_of, zeros
 from paceline.comm.message_reader import damaged, read_told
-from paceline.compute.job import Job, Options, Sums
+from paceline.compute.job import Options, Sums
 from paceline.compute.microbatches import MicroBatch
 from paceline.compute.sparse_grads import pack_gradients, put_weights
 from paceline.errors import UsageError
 from paceline.parallel.layout import Layout
+from paceline.parallel.parallel_job import ParallelJob
 from paceline.param_server.protocol import Connection, Frame, Key, Kind, exchange
 from paceline.train.replica import Replica, mean_norm
 
@@ -308,7 +309,7 @@ class Served(Replica):
     number: int
 
     def __init__(
-        self, job: Job, group: Group, mesh: Mesh, count: int, codec: Codec | None, team: Group | None = None
+        self, job: ParallelJob, group: Group, mesh: Mesh, count: int, codec: Codec | None, team: Group | None = None
     ) -> None:
         outer = (team or group).along("data", "context", mesh=mesh)
         super().__init__(job, Layout(job, zeros), group, outer, mesh, team=team)
@@ -389,7 +390,7 @@ def squares_of(told: Mapping[str, list[float]], part: int, who: str) -> list[flo
 class InStep(Served):
     """All workers push to the same step. A contribution is known by the step, the generation, and the attempt in it."""
 
-    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int, codec: Codec | None) -> None:
+    def __init__(self, job: ParallelJob, group: Group, mesh: Mesh, count: int, codec: Codec | None) -> None:
         super().__init__(job, group, mesh, count, codec)
         self._round = 0, 0  # the generation, and the attempt in it
         self._owed: tuple[Key, Agreed] | None = None  # of an update whose weights have not all come
@@ -473,7 +474,7 @@ class Ticketed(Served):
     by its ticket, and how often that was dealt.
     """
 
-    def __init__(self, job: Job, group: Group, mesh: Mesh, count: int, codec: Codec | None) -> None:
+    def __init__(self, job: ParallelJob, group: Group, mesh: Mesh, count: int, codec: Codec | None) -> None:
         alone = Group(World(rank=group.names[group.rank]))
         alone.ledger = group.ledger
         super().__init__(job, group, mesh, count, codec, alone)

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from paceline.base.batching import NOTHING, Grid, add_metrics
+from paceline.base.batching import NOTHING, add_metrics
 from paceline.base.heartbeat import PULSE
-from paceline.base.mesh import Mesh
 from paceline.checkpoint.tree import pack, unpack
 from paceline.compute.optimizers import DelayedNesterov
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
-from paceline.local_sgd.round import BrokenOffError, meet, rounds_of, same
+from paceline.local_sgd.round import BrokenOffError, meet, same
 from paceline.param_server.client import Served, Servers, Ticketed
 from paceline.session.worker_batch import Portion
 from paceline.team.auth import greeting_key
@@ -29,19 +28,6 @@ from paceline.train.step import Step, Stepper
 
 LOOK = 0.3  # seconds between two looks at whether somebody was asked to stop
 WINDOW = 256  # updates, unless the plan says another number
-
-
-def stepper_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Stepper:
-    """What makes a trainer's turns, as its plan says."""
-    run, plan = about["run"], about["plan"]
-    if run.serving is not None:
-        run.serving.steppers.append(stepper := Stepper(**about, grid=grid))
-        return stepper
-    if plan.local:
-        return rounds_of(mesh, about, grid)
-    if plan.in_windows:
-        return Windows(**about, grid=grid)
-    return ServedStepper(**about, grid=grid) if plan.server else Stepper(**about, grid=grid)
 
 
 class ServedStepper(Stepper):

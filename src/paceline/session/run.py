@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Never, Protocol
 
 import torch
 from torch.backends.cpu import get_cpu_capability
 
 from paceline.base.batching import Agreed
 from paceline.base.console import say
-from paceline.base.environment import doubt_threads
+from paceline.base.environment import World, doubt_threads
 from paceline.base.journal import Journal, plain
 from paceline.base.memory import advice, whole_memory
+from paceline.base.terminal import Terminal
 from paceline.base.text import duration, plural, ranks, size_of
 from paceline.base.time_accounting import process_began
 from paceline.checkpoint.export import write_together
@@ -40,10 +41,7 @@ from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.observe.step_totals import BytesSent
-from paceline.observe.terminal import Terminal
 from paceline.parallel.tensor_parallel.script_view import by_pieces
-from paceline.param_server.client import Servers
-from paceline.param_server.server import ParameterServer
 from paceline.session.best_checkpoint import best_now, keep_best
 from paceline.session.checkpoint_manager import Saving, Subject, load_user_streams, user_streams
 from paceline.session.closed_trainers import Ended, release
@@ -67,18 +65,30 @@ from paceline.team.team import Team, join
 from paceline.team.transactions import Attempt, LeftError, Taken, settling
 
 
+class ServerProcess(Protocol):
+    """What a run needs of the parameter server that its process is."""
+
+    def take(self) -> dict[str, Any]:
+        """Waits for a worker's state and returns it."""
+        ...
+
+    def serve(self, reached: Callable[[str], None]) -> None:
+        """Serves until training ends; `reached` is called at moments at which faults may be injected."""
+
+
 class Run:
     """One per process. `folder` is None without a run folder: then nothing is written and nothing resumed."""
 
     _current: Run | None = None
 
     @classmethod
-    def current(cls) -> Run:
+    def current(cls, make_server: Callable[[World], ServerProcess]) -> Run:
+        """The run of this process, made at the first call; `make_server` is called where it is a parameter server."""
         if cls._current is None:
-            cls._current = Run(join())
+            cls._current = Run(join(), make_server)
         return cls._current
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: Team, make_server: Callable[[World], ServerProcess]) -> None:
         self.team = team
         world = team.world
         world.tell("join", trainer=True)
@@ -104,8 +114,8 @@ class Run:
         mirror = (world.mirror[0], storage_at(Path(world.mirror[1]), NO_MIRROR)) if world.mirror else None
         another = CHECKPOINTS if world.checkpoints else RUN_DIR
         storage = storage_at(place, another) if place is not None and not world.serves else None
-        self.serving = ParameterServer(world) if world.serves else None  # this process is a parameter server
-        self.servers: Servers | None = None  # whom this worker pushes gradients to
+        self.serving = make_server(world) if world.serves else None  # this process is a parameter server
+        self.servers: Any = None  # the `param_server.client.Servers` to which this worker pushes gradients
         self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
         self.agreement = Agreement(team, self.saving.copied)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}

@@ -1,1 +1,1 @@
-"""Who is here: the team that a worker joins."""
+"""Who is here: the coordinator, membership, and transactions of the whole team."""

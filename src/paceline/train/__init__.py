@@ -1,0 +1,1 @@
+"""The replica of a model and the data-parallel step."""

@@ -26,13 +26,14 @@ from paceline.comm.user_collectives import refusing
 from paceline.compute.cached_loss import OverBatch
 from paceline.compute.forward_backward import Runner
 from paceline.compute.grad_noise import squares
-from paceline.compute.job import Job, Options, Sums
+from paceline.compute.job import Options, Sums
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import MicroBatch
 from paceline.compute.optimizer_update import Update
 from paceline.compute.sparse_grads import add_up, rows_of
 from paceline.compute.state_dict import held, load_model, model_state
 from paceline.parallel.layout import Layout
+from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.runner import StagedRunner
 from paceline.parallel.pipeline.stage import Pipeline
 
@@ -50,7 +51,7 @@ class Replica:
 
     def __init__(
         self,
-        job: Job,
+        job: ParallelJob,
         layout: Layout,
         group: Group,
         outer: Group,

@@ -16,25 +16,22 @@ import torch
 from paceline.base.batching import NOTHING, Agreed, Grid, VectorLayout, deal
 from paceline.base.heartbeat import PULSE
 from paceline.base.text import links_of
-from paceline.build import cost, facts_of, share_of_sums
 from paceline.comm.user_collectives import refusing
 from paceline.compute.grad_noise import Noise, looked_at
-from paceline.compute.job import Job, Options, Sums
+from paceline.compute.job import Options, Sums
 from paceline.compute.loss_scale import LossScale
 from paceline.compute.lr_schedules import follow_batch
 from paceline.compute.merge_policy import Merging
 from paceline.compute.microbatches import MicroBatch, cut, in_rows, to_device
-from paceline.compute.nonfinite import Refusal
 from paceline.compute.rng import Streams
 from paceline.data.balance import Balance, Change
 from paceline.data.change_detection import Counters
 from paceline.data.fingerprint import refuse_lengths
 from paceline.data.loader import Place
 from paceline.errors import MetricError, UsageError
-from paceline.local_sgd.diloco import first_rows
-from paceline.local_sgd.island_state import Inner
-from paceline.local_sgd.quorum import name_dropped
 from paceline.parallel.estimate import blocks_told, forecast
+from paceline.parallel.parallel_job import ParallelJob
+from paceline.parallel.plan_cost import cost, facts_of, share_of_sums
 from paceline.plan import Plan
 from paceline.session.consistency import Weights
 from paceline.session.run import Run
@@ -42,6 +39,7 @@ from paceline.session.validation import memory_now, peak_memory
 from paceline.session.worker_batch import Portion
 from paceline.team.live_migration import Migration
 from paceline.team.transactions import Attempt
+from paceline.train.nonfinite import Refusal
 from paceline.train.replica import Replica
 
 
@@ -105,7 +103,7 @@ class Stepper:
 
     run: Run
     trainer: int
-    job: Job
+    job: ParallelJob
     replica: Replica
     plan: Plan
     streams: Streams
@@ -380,16 +378,6 @@ class Stepper:
         self.done, self.expected = saved["steps"], saved["expected"]
         if self.scaling is not None and saved.get("scaling"):
             self.scaling = LossScale(*saved["scaling"])
-        if (kept := saved.get("islands")) and newcomer and "each" in kept:
-            inner = first_rows(kept["each"]["0"])
-            self.replica.updater.load(inner)
-            self.expected = inner["expected"]
-            Inner.of(inner, self.done).keep_up(self.replica, self.done)  # it may have been late
-            self.run.say(
-                "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
-                "that of the others and of the merges is dropped"
-            )
-            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
 
     def regrid(self, grid: Grid, before: int) -> None:
         """Global batches are cut as they were, whatever the script says, if they have as many rows as `before`."""

@@ -1,1 +1,1 @@
-"""What starts a run on other hosts: one module for each kind of cluster, and what they share."""
+"""What starts a run on other hosts: SSH, Slurm, Kubernetes, Ray, Spark and MPI."""

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.base.console import in_one_line
+from paceline.base.console import in_one_line, shown
 from paceline.base.schema import read_file
-from paceline.errors import UsageError, shown
+from paceline.errors import UsageError
 
 
 @dataclass(frozen=True)

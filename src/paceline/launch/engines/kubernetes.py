@@ -20,12 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from paceline.base.console import Passing, command_line, say
+from paceline.base.console import Passing, command_line, say, shown
 from paceline.base.polling import can_read
 from paceline.base.schema import read_json
 from paceline.base.text import spans
 from paceline.checkpoint.storage import is_url
-from paceline.errors import LaunchError, UsageError, shown
+from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import split_options
 from paceline.launch.engines.manifests import (
     CONTAINER,

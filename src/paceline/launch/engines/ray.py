@@ -10,9 +10,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from paceline.base.console import shown
 from paceline.base.environment import variable
 from paceline.base.text import plural
-from paceline.errors import UsageError, shown
+from paceline.errors import UsageError
 from paceline.launch.engines.driver_engine import Driven, driver
 from paceline.launch.engines.engine import Host
 

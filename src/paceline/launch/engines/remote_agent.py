@@ -23,10 +23,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from paceline.base.console import shown
 from paceline.base.environment import address_towards, gpus, reached_at
 from paceline.base.polling import can_read, wait_for
 from paceline.base.schema import SAME_VERSION, read_json
-from paceline.errors import FormatError, UsageError, shown
+from paceline.errors import FormatError, UsageError
 from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module

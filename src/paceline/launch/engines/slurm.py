@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.base.console import Passing, in_one_line, say
+from paceline.base.console import Passing, in_one_line, say, shown
 from paceline.base.environment import slurm_job, worker_environment
-from paceline.errors import LaunchError, UsageError, shown
+from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import End, Engine, Host, split_options
 from paceline.launch.engines.launcher import HostJob
 from paceline.launch.engines.remote_agent import STOPPED

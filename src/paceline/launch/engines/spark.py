@@ -13,8 +13,9 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.base.console import shown
 from paceline.base.environment import variable, worker_environment
-from paceline.errors import UsageError, shown
+from paceline.errors import UsageError
 from paceline.launch.engines.driver_engine import Driven, driver
 from paceline.launch.engines.engine import split_options
 

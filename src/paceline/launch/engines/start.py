@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.base.console import command_line, quoted, say
+from paceline.base.console import command_line, quoted, say, shown
 from paceline.base.environment import variable
 from paceline.base.text import plural
-from paceline.errors import LaunchError, UsageError, shown
+from paceline.errors import LaunchError, UsageError
 from paceline.launch.engines.engine import Engine, Host, parse_hosts, read_hosts, split_options
 from paceline.launch.engines.kubernetes import launch_pods
 from paceline.launch.engines.launcher import HostJob, Launcher

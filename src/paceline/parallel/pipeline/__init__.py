@@ -1,0 +1,1 @@
+"""A model in stages, with the user's own forward."""

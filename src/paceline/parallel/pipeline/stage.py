@@ -24,11 +24,12 @@ from paceline.base.sharding import Cut, Piece
 from paceline.comm.communicator import Group
 from paceline.comm.message_reader import damaged, read_told
 from paceline.compute.batchnorm import without_a_trace
-from paceline.compute.job import ELSEWHERE, Job, Judge
+from paceline.compute.job import ELSEWHERE, Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
 from paceline.compute.rng import Streams
 from paceline.compute.state_dict import refuse_state
 from paceline.errors import UsageError
+from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.partition import Stages
 from paceline.parallel.pipeline.schedule import Action, table
 from paceline.parallel.pipeline.stage_forward import (
@@ -90,7 +91,7 @@ class Pipeline:
     the same place in their lines.
     """
 
-    def __init__(self, job: Job, line: Group, stages: Stages, kind: str, inner: int) -> None:
+    def __init__(self, job: ParallelJob, line: Group, stages: Stages, kind: str, inner: int) -> None:
         self.job, self.line, self.stages, self.kind, self._inner = job, line, stages, kind, inner
         self.own = range(line.rank, stages.count, line.size)
         self.last = stages.count - 1
@@ -167,7 +168,7 @@ class Pipeline:
         names = {id(param): name for name, param in reversed([*model.named_parameters(remove_duplicate=False)])}
         for param, cut in theirs.values():
             vars(param)[ABSENT] = names[id(param)], cut.shape
-        job.parts.append(None)
+        job.redistributors.append(None)
         job.named = {name: param for name, param in model.named_parameters() if param.requires_grad}
         modules = dict(model.named_modules())
         for number, name in enumerate(self.stages.blocks):

@@ -1,0 +1,1 @@
+"""Layers sharded inside, with the user's own forward."""

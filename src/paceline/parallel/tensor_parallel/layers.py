@@ -25,12 +25,13 @@ from paceline.base.sharding import Cut
 from paceline.comm.communicator import Group
 from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
-from paceline.compute.job import Job, Judge
+from paceline.compute.job import Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
 from paceline.compute.rng import Streams
 from paceline.compute.state_dict import refuse_state
 from paceline.compute.verify import allowed, apart, farthest, gradients_of, outputs_apart, room
 from paceline.errors import UsageError
+from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.stage_forward import one_call
 from paceline.parallel.tensor_parallel.attention import attention
 from paceline.parallel.tensor_parallel.op_rules import RULES
@@ -102,7 +103,7 @@ class TensorCut:
     the cut model computes something else than the whole one.
     """
 
-    def __init__(self, job: Job, unit: Group, placements: Mapping[str, str] | None) -> None:
+    def __init__(self, job: ParallelJob, unit: Group, placements: Mapping[str, str] | None) -> None:
         self.job, self.unit, self.moves = job, unit, Moves(unit)
         self._made: dict[int, tuple[nn.Parameter, Cut]] = {}  # what is here of a parameter, and how it is cut
         self._streams, self._name = Streams(job.device), type(job.model).__name__
@@ -134,7 +135,7 @@ class TensorCut:
         job.forward = self._forward
         job.model.register_forward_pre_hook(self._called, with_kwargs=True)
         self._surround(named)
-        job.parts.append(self.moves)
+        job.redistributors.append(self.moves)
 
     def __deepcopy__(self, memo: Any) -> TensorCut:
         what = f"{self._name} is cut by tensor=, and a copy would be of this worker's parts"

@@ -80,7 +80,7 @@ class _Mirror:
 
 
 class HasParts(Protocol):
-    """A trainer, as far as this matters here: see `Job.parts` and `mark_copies`."""
+    """A trainer, as far as this matters here: see `ParallelJob.redistributors` and `mark_copies`."""
 
     @property
     def parts(self) -> list[Moves | None]: ...

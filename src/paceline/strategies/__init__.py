@@ -1,1 +1,0 @@
-"""How a global batch becomes an update: one readable file per strategy."""
