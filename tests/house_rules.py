@@ -344,6 +344,14 @@ def missing_docstrings(modules: Modules) -> Iterator[str]:
                 yield f"{name}:{node.lineno}: the docstring of {node.name} does not begin with a sentence"
 
 
+def missing_captions(modules: Modules) -> Iterator[str]:
+    """The first line of a module's docstring is a whole sentence: docs/tree.md is made of these lines."""
+    for name, tree in modules.items():
+        first = (ast.get_docstring(tree) or "").partition("\n")[0]
+        if not re.match(r"[A-Z`].* .*\.$", first) and not re.match(r"`?[a-z]\w*[.\w]*`?.* .*\.$", first):
+            yield f"{name}:1: the docstring does not begin with a line that is a sentence"
+
+
 def definitions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, bool]]:
     """(class or public function, whether it may do without a docstring)."""
     classes = {node.name: node for node in walk(tree) if isinstance(node, ast.ClassDef)}
@@ -416,6 +424,7 @@ RULES: list[Rule] = [
     classes_of_one_name,
     waits_with_select,
     denied_names,
+    missing_captions,
     missing_docstrings,
 ]
 # Rules that are younger than some of the code. A rule leaves this list when nothing violates it any more.

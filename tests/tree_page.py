@@ -1,4 +1,4 @@
-"""Writes docs/tree.md: every folder and module with the first sentence of its docstring, and the budgets of folders.
+"""Writes docs/tree.md: every folder and module with the first line of its docstring, and the budgets of folders.
 
     python tests/tree_page.py          # write the tree into docs/tree.md
     python tests/tree_page.py --sizes  # print the lines of each folder and root module
@@ -20,15 +20,13 @@ PACKAGE = ROOT / "src" / "paceline"
 PAGE = ROOT / "docs" / "tree.md"
 _TREE = re.compile(r"(?<=```\n).*?(?=```)", re.DOTALL)
 _BUDGET = re.compile(r"^\| `(\w+)/?` \| ([\d,]+) \|", re.MULTILINE)  # a row of the table
-_SENTENCE = re.compile(r"(?s)^(.*?[.:?!])(?:\s|$)")
 _WIDTH = 28
 
 
 def caption(path: Path) -> str:
-    """The first sentence of a module's docstring, without its full stop."""
+    """The first line of a module's docstring, without its full stop."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    found = _SENTENCE.match(text)
-    return " ".join((found[1] if found else text).split()).rstrip(".:")
+    return text.partition("\n")[0].removesuffix(".")
 
 
 def lines_of_tree(folder: Path, from_the_top: list[str], depth: int = 0) -> Iterator[str]:

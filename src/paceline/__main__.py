@@ -1,4 +1,7 @@
-"""The command `paceline`. A signal ends it with one line from its first moment on: the imports alone take a while."""
+"""The `paceline` command; a signal ends it with one line, even while imports are running.
+
+A signal ends it with one line from its first moment on: the imports alone take a while.
+"""
 
 from __future__ import annotations
 

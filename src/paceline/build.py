@@ -1,4 +1,7 @@
-"""Builds what a plan says: layouts, replica, and what makes a turn. The only module that knows all strategies."""
+"""Builds layouts, replica and stepper from a plan; the only module that knows all strategies.
+
+The only module that knows all strategies.
+"""
 
 from __future__ import annotations
 

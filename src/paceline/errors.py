@@ -1,4 +1,7 @@
-"""Every exception of Paceline. A message says what happened and where, and ends with what to do next."""
+"""Every exception of Paceline; each message ends with what to do next.
+
+A message says what happened and where, and ends with what to do next.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Plan: one line of text that says how the global batch becomes an update. Parse, print, validate. No torch.
+"""The plan: one line of text that says how training is spread over workers; parsed, validated and printed.
+
+Parse, print, validate. No torch.
 
 The fields of `Plan` are the table that drives all of it: to build a word, add ``built=True`` to its line.
 """

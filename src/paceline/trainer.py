@@ -1,4 +1,4 @@
-"""The user's face: what is trained is said here, how is the plan's business."""
+"""The Trainer: the class that users train with."""
 
 from __future__ import annotations
 

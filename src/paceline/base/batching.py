@@ -1,4 +1,4 @@
-"""The step as arithmetic and as a state machine: grid, shares, streams, agreed vector, transaction. No torch."""
+"""Divides a global batch into micro-batches and shares; also the step vector and the step transaction."""
 
 from __future__ import annotations
 

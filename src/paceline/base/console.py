@@ -1,4 +1,4 @@
-"""Text on its way to a terminal: control characters of names and messages become visible, none is obeyed. No torch.
+"""Prints text to terminals with control characters made visible.
 
 Every text that a process of Paceline prints goes through `say`, or through `observe.terminal.Terminal` where it is laid
 out. Journals and logs keep what came.

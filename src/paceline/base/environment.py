@@ -1,4 +1,4 @@
-"""Who and where am I: the only reader of environment variables. No torch."""
+"""Reads environment variables: rank, addresses and settings of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What the small files of a run folder and of a folder of tokens must be. Imported with the first one that is read: it
+"""Types of the small JSON files in run folders and token folders.
+
+Imported with the first one that is read: it
 needs msgspec. No torch.
 """
 

@@ -1,5 +1,4 @@
-"""The flight recorder: a worker's last collectives, in a ring that its agent reads while the worker is in compiled
-code, hung or dead. No torch.
+"""Records a worker's last collectives in memory that its agent can read, even if the worker hangs.
 
 Records have a fixed size and lie in the file that both share, see `paceline.base.heartbeat`. Each begins with its turn,
 which says where it belongs: the reader leaves out what is older than a whole ring.

@@ -1,6 +1,4 @@
-"""What an agent sees of its worker at any time, without asking it: a page that both have, the flight recorder's ring,
-and the signal upon which all stacks are written, in compiled code and without the interpreter's lock. No torch.
-"""
+"""Shared page through which an agent sees its worker's progress and requests its stacks."""
 
 from __future__ import annotations
 

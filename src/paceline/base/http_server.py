@@ -1,4 +1,4 @@
-"""An HTTP server on which connections that nobody knows are few: the coordinator's, the page's, that of figures."""
+"""An HTTP server with limits on unknown connections."""
 
 from __future__ import annotations
 

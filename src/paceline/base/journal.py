@@ -1,4 +1,4 @@
-"""The journal: what happened in a run, one JSON object a line, in ``RUN/journal.jsonl``. No torch.
+"""The journal: what happened in a run, one JSON object per line.
 
 Every line is appended by one ``write`` system call to a file opened with O_APPEND, so the agent and worker 0
 may both write, and what was written survives the death of its process. A line has ``at`` (Unix seconds) and

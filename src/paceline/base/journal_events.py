@@ -1,4 +1,6 @@
-"""What the journal's events must be, by kind. Imported with the first event that is read: it needs msgspec. No torch.
+"""Types of the journal's events.
+
+Imported with the first event that is read: it needs msgspec. No torch.
 
 A field that is not required may be missing, as in journals of earlier versions, or null. Fields and kinds that are not
 named here are those of later versions, and pass.

@@ -1,4 +1,4 @@
-"""What to do where a worker ran out of memory. No torch."""
+"""Advice for a worker that ran out of memory."""
 
 from __future__ import annotations
 

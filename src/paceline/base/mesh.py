@@ -1,4 +1,4 @@
-"""Who is where: the axes along which workers divide a training, as pure functions of a rank. No torch."""
+"""The mesh: maps ranks to coordinates along the data, shard, pipeline, context and tensor axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for file descriptors with poll: `select` takes none from 1024 on, and a script may have many files open."""
+"""Waits for file descriptors with poll, which has no limit at 1024."""
 
 from __future__ import annotations
 

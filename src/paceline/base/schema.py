@@ -1,4 +1,6 @@
-"""Reads the JSON of files and messages as what it must be. A type says that once: TypedDicts, lists, dicts and plain
+"""Reads JSON as typed values and names the field that is wrong.
+
+A type says that once: TypedDicts, lists, dicts and plain
 values, with msgspec's limits to numbers. No torch, and msgspec is imported with the first value that is checked.
 
 A checked value stays as JSON made it: it has the type, and the fields that a later version added besides.

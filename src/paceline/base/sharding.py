@@ -1,4 +1,4 @@
-"""What a worker holds of a tensor that is divided: blocks of the whole, and where they lie in its own tensor.
+"""Sharding specs: which block of a tensor a worker holds.
 
 A tensor may be cut along any dimension, in one or several sections, and what that leaves by rows once more. Whatever
 saves, hands over, compares or counts it speaks of pieces and blocks, and knows no axis. Torch is not needed: tensors

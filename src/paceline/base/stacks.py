@@ -1,4 +1,4 @@
-"""Where a process stands: its stacks, as faulthandler writes them upon a signal, and whether it computes. No torch."""
+"""Collects the stacks of a process and tells whether it is computing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rich's console, for names and messages of others: their control characters are shown and not obeyed. No torch."""
+"""Rich's console with control characters of foreign text made visible."""
 
 from __future__ import annotations
 

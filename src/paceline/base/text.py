@@ -1,4 +1,4 @@
-"""Figures as people read them: with a unit and no more digits than they mean. No torch."""
+"""Formats numbers, durations, sizes and rank lists for people."""
 
 from __future__ import annotations
 

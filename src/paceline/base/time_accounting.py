@@ -1,4 +1,4 @@
-"""Where the wall clock of a run goes: every second belongs to one of a few accounts. No torch."""
+"""Assigns every second of a run to one account (steps, data, checkpoints, recovery, ...)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a traceback says: the exception, and the line of the user's that it came from. No torch."""
+"""Extracts the exception and the user's line from a traceback."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A model's weights with the user's own keys, without the model's code: one safetensors file, or a folder of them as
-Hugging Face's libraries read it, or one in the format of torch.distributed.checkpoint."""
+"""Exports weights as safetensors, a Hugging Face folder or a torch.distributed.checkpoint folder."""
 
 from __future__ import annotations
 

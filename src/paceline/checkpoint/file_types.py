@@ -1,4 +1,6 @@
-"""What a manifest and the index of a safetensors folder must be. Imported with the first one that is read: it needs
+"""Types of manifests and of safetensors indexes.
+
+Imported with the first one that is read: it needs
 msgspec. No torch.
 
 Manifests of version 1 have no tree. Fields that are not named here are the user's, or of later versions, and pass.

@@ -1,4 +1,4 @@
-"""Checkpoints, format version 2: a folder per step with safetensors files and a JSON manifest, which is written last.
+"""The checkpoint format: a folder per step, verified by a manifest that is written last.
 
 A folder without a manifest is no checkpoint. The manifest holds size and SHA-256 of every file and ends with the
 SHA-256 of its own text before it, so that damage anywhere is found before a value is used. Several workers may write

@@ -1,4 +1,4 @@
-"""Weights from elsewhere: a safetensors file or a Hugging Face folder becomes the checkpoint of step 0 of a new run."""
+"""Imports weights from a safetensors file or a Hugging Face folder as the checkpoint of step 0."""
 
 from __future__ import annotations
 

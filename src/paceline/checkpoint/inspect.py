@@ -1,4 +1,4 @@
-"""What a checkpoint holds, told from its manifest alone: for people as tables, for programs as JSON."""
+"""Shows what a checkpoint holds, from its manifest alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors that are read when they are used, so that a state of any size passes through little memory."""
+"""Tensors that are read from disk when they are used."""
 
 from __future__ import annotations
 

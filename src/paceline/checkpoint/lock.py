@@ -1,4 +1,4 @@
-"""One run in one folder: a lock that its holder's death releases. No torch."""
+"""Locks a run folder for one run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One safetensors file, written tensor by tensor and hashed on the way.
+"""Writes and hashes one safetensors file in one pass.
 
 The format (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length, a JSON
 header of dtype, shape and byte range by name, then the tensors' bytes, little-endian, without gaps. Writing

@@ -1,4 +1,6 @@
-"""Where checkpoints are kept: a folder, or whatever fsspec reaches by a URL. Both hold folders of files, by name.
+"""Stores checkpoints in a folder or at an fsspec URL.
+
+Both hold folders of files, by name.
 
 What is written has its name at once, and counts only when a manifest names it. So neither needs a rename, which object
 stores do not have. No torch.

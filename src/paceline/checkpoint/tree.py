@@ -1,4 +1,4 @@
-"""Any nesting of plain values as a flat dict of named tensors and a JSON skeleton, and back, without pickle.
+"""Flattens nested values into named tensors and JSON, and back, without pickle.
 
 In the skeleton a value stands as itself where JSON has it exactly; any other as an object whose first key
 begins with ``$``: ``$tensor`` and ``$array`` name an entry of the flat dict; ``$tuple``, ``$dict`` (keys that

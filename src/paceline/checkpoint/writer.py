@@ -1,4 +1,4 @@
-"""One worker's part of a checkpoint: copied and written by a thread, while training goes on."""
+"""Copies and writes one worker's part of a checkpoint in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: run, launch and all that is done with runs."""
+"""The command line: parses `paceline run`, `launch`, `check` and the other commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line for runs that there are: to come back to one, to read one, and whether one can begin."""
+"""Commands for existing runs: stop, stacks, profile, logs, watch, doctor, trace, report and others."""
 
 from __future__ import annotations
 

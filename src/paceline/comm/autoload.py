@@ -1,4 +1,4 @@
-"""Makes ``paceline`` known to torch.distributed.
+"""Registers the `paceline` backend with torch.distributed.
 
 Torch calls `register` at the end of its own import, by the entry point in pyproject.toml; so this stays cheap, and the
 backend is imported with the first group. `import paceline` calls it too if torch is there already: the package may lie

@@ -1,4 +1,4 @@
-"""Buckets of gradients on their way: hop after hop along a route, while the backward goes on."""
+"""Reduces gradient buckets hop by hop while backward is still running."""
 
 from __future__ import annotations
 

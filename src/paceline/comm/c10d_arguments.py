@@ -1,5 +1,4 @@
-"""What becomes of a tensor that torch hands over: flat numbers that can be copied and combined; or a UnsupportedError,
-before anything is sent.
+"""Converts tensors of torch.distributed calls to flat buffers, or refuses them.
 
 What only moves is carried as whole numbers of its width, so that any dtype can. Unsigned numbers are combined as signed
 ones of their width: sums, products and bits are the same.

@@ -1,4 +1,4 @@
-"""`paceline`, a backend of torch.distributed: ``init_process_group("paceline")`` and all of torch's parts run over it.
+"""The `paceline` backend of torch.distributed.
 
 CPU tensors travel over our own channel, CUDA tensors over NCCL. Here c10d's calls are only taken apart: into flat
 tensors, and what to copy where at the end. What cannot be done is refused before anything is sent (tensors.py).

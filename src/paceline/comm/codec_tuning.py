@@ -1,4 +1,4 @@
-"""Which codec is the cheapest for a bucket: what each takes here, measured, and what it sends at the link's rate."""
+"""Measures which compression codec is cheapest for each bucket."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of a team and the collectives among them, as Paceline's own parts use them: named, one after another."""
+"""The collectives of a group of workers, as the rest of the package uses them."""
 
 from __future__ import annotations
 

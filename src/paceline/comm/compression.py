@@ -1,4 +1,4 @@
-"""Sums between hosts as codes: fewer bytes over a slow link, and a sum that is not quite that of the gradients.
+"""Gradient compression between hosts: rounding codecs and top-k with error feedback.
 
 Inside of a host sums are whole; the first workers of the hosts exchange codes of these. All decode the same codes in
 the same order, so the sum has the same bits on every worker. There are two classes:

@@ -1,4 +1,4 @@
-"""State of one's own: what a codec has not sent yet differs from worker to worker, and nobody else's takes its place.
+"""Error-feedback residuals: per-worker state in checkpoints and when the team changes.
 
 In a checkpoint such tensors lie one upon another, as rows of one with a dimension more; each is written by the worker
 that has it. Beside them is the rule for another team or plan, which is `add`: their sum goes into the next gradient.

@@ -1,4 +1,4 @@
-"""Sums whose bits do not depend on the order: gradients on a fixed grid of whole multiples, carried in float64.
+"""Gradient sums whose bits do not depend on the order of addition.
 
 Each micro-batch's gradient is rounded once to multiples of a power of two, which depends on its tensor alone. Sums of
 such multiples are exact in float64 up to 2**53 of them, hence the same in any order, on any number of workers and

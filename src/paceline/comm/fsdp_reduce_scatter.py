@@ -1,4 +1,4 @@
-"""Gradients on their way to the workers that own their rows, block by block, while their backward goes on.
+"""Reduce-scatters gradients block by block during backward (ZeRO 2 and 3).
 
 What a block's parameters got in one micro-batch is scattered as soon as it is whole and added up where it belongs; the
 memory that it travelled in is the next block's. So no more whole gradients exist at a time than are under way.

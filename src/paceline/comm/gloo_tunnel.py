@@ -1,4 +1,4 @@
-"""gloo in a tunnel (`launch ssh --tunnel`): the way to a peer opens when gloo learns of the peer's address."""
+"""Connects gloo through the tunnel of `launch ssh --tunnel`."""
 
 from __future__ import annotations
 

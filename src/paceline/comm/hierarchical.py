@@ -1,4 +1,4 @@
-"""Collectives among workers of several hosts: inside a host through shared memory, between hosts by one leader each.
+"""Collectives across hosts: shared memory inside a host, gloo between one leader per host.
 
 A host whose workers cannot share memory counts as many hosts of one worker: the same code, over the network alone.
 """

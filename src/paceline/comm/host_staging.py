@@ -1,6 +1,4 @@
-"""CUDA tensors by way of their hosts' memory: for codecs, which add up there, and among workers that share a GPU, of
-which NCCL takes one alone.
-"""
+"""Moves CUDA tensors through host memory, for codecs and for workers that share a GPU."""
 
 from __future__ import annotations
 

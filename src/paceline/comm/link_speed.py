@@ -1,4 +1,4 @@
-"""How fast hosts reach each other: measured in pairs before there is anything to send, and followed in what is sent."""
+"""Measures and tracks the bandwidth between hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads what workers, parameter servers and hosts tell each other as JSON, in frames and in the store. No torch."""
+"""Reads the JSON messages between workers, parameter servers and hosts."""
 
 from __future__ import annotations
 

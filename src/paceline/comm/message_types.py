@@ -1,4 +1,6 @@
-"""What workers, parameter servers and hosts tell each other, as types. Imported with the first message that is read: it
+"""Types of the messages between workers, parameter servers and hosts.
+
+Imported with the first message that is read: it
 needs msgspec. No torch.
 """
 

@@ -1,6 +1,4 @@
-"""What moves CUDA tensors among the workers of one group, each with a GPU of its own: torch's own group of the same
-workers over NCCL.
-"""
+"""Collectives on CUDA tensors over torch's NCCL groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The side channel: where every worker is, told over the store, which works when the data channel is stuck.
+"""Side channel over the store that finds mismatched, finished or failed workers while collectives wait.
 
 A worker that waits long says what for, and looks what the others wait for; so a mismatch, an end or a failure becomes
 an error with call sites and not a hang.

@@ -1,4 +1,4 @@
-"""Messages between two workers: through a lane of shared memory, or over gloo where the group spans hosts.
+"""Send and receive between two workers.
 
 Tags are matched as they come: a message that nobody has asked for yet is put aside.
 """

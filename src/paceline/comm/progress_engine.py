@@ -1,4 +1,4 @@
-"""What moves collectives on, and the one place that waits for them.
+"""Advances pending collectives and waits for them.
 
 A collective is a generator: it yields the condition that it waits for, and goes on when that is true. So whoever has
 time may move all of them on, none blocks in compiled code, and any can be given up at any moment.

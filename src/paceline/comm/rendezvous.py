@@ -1,4 +1,7 @@
-"""Where the workers of a team find each other: a store that worker 0 serves. Who does not get there is told why."""
+"""Workers of a team meet at a store that worker 0 serves.
+
+Who does not get there is told why.
+"""
 
 from __future__ import annotations
 

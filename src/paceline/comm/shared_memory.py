@@ -1,5 +1,4 @@
-"""Memory that processes of one host share: workers' arrivals, staging blocks, lanes between pairs, and arenas for
-gradients; and what one of them lends to another.
+"""Memory that the processes of one host share.
 
 The memory is a file without a name (memfd), which the others open through the maker's /proc entry. So nothing is left
 behind by any kind of end, the size of /dev/shm does not matter, and only processes of the same user can open it.

@@ -1,4 +1,4 @@
-"""The collectives among the workers of one host, over shared memory: generators that yield what they wait for.
+"""Collectives over shared memory within a host.
 
 All are rounds of one exchange: everybody fills a staging block, arrives, waits for all, and reads the others' blocks.
 Sums are taken in the order of the workers, so that all get the same bits. Tensors are flat and contiguous; `fp` is the

@@ -1,4 +1,4 @@
-"""What moves flat tensors among the workers of one group: over its hosts' memory and network, as messages, over NCCL.
+"""Moves flat tensors among the workers of a group and turns failures into errors.
 
 Paceline's own steps call it through group.py; torch's calls come through backend.py, which translates them. A
 collective that a peer enters differently, or never because it died, ends with an error that says so; `interrupt` ends

@@ -1,6 +1,4 @@
-"""Refuses collectives of the script's own while its loss, forward or dataset runs: workers run these at other times and
-other numbers of times, so a collective in them would mix what does not belong together.
-"""
+"""Refuses collectives that the script calls in its loss, forward or dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a forward does besides returning its output: buffers it changes, statistics it collects."""
+"""BatchNorm statistics and the other buffer changes of a forward."""
 
 from __future__ import annotations
 

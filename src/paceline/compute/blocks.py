@@ -1,4 +1,4 @@
-"""The blocks of a model: what repeats in it, as a transformer's layers do."""
+"""Finds a model's repeated blocks, and recomputes or compiles them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Buffers that change in a training forward and yet are the same on all workers, by rules that do not depend on these:
-`buffer` declares one; BatchNorm's and those of torch's spectral_norm need no word.
-"""
+"""Merges buffers that change in a training forward by declared rules."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A loss over the whole global batch in the memory of one micro-batch: gradients are cached (Gao et al., "Scaling Deep
-Contrastive Learning Batch Size under Memory Limited Setup", RepL4NLP 2021).
+"""A loss over the whole global batch, with cached gradients of the outputs (GradCache).
 
 A step has two runs. The first one, without gradients, gives the outputs of all micro-batches, which are gathered over
 the units; the loss is computed once on them, and its gradient there. In the second run each micro-batch is computed

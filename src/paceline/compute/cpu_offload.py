@@ -1,6 +1,4 @@
-"""Rows of parameters that wait, with the optimizer's state, in the memory of the host (Ren et al., "ZeRO-Offload:
-Democratizing Billion-Scale Model Training", USENIX ATC 2021): gradients come there, and updated rows go back.
-"""
+"""Keeps optimizer state and parameters in host memory (ZeRO-Offload)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses calls in a loss or forward that belong to a training loop written by hand: the trainer makes them itself."""
+"""Refuses backward(), step() and similar calls inside a loss or forward."""
 
 from __future__ import annotations
 

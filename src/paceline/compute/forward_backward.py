@@ -1,4 +1,4 @@
-"""Forward and backward of one worker's micro-batches: what they add up to, and what they show of the model."""
+"""Forward and backward of one worker's micro-batches."""
 
 from __future__ import annotations
 

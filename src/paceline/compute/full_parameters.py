@@ -1,5 +1,6 @@
-"""Whole copies of parameters that are cut, for optimizers whose update of an element depends on others: on the whole
-parameter, as LARS, Muon and Adafactor, or on all parameters, as Prodigy. Every worker of the replica makes the same
+"""Full copies of sharded parameters, for optimizers that need whole parameters.
+
+Every worker of the replica makes the same
 update of the copies.
 """
 

@@ -1,4 +1,4 @@
-"""Gradient hooks of the user's: where they are, and a backward in which they see what one micro-batch's mean gives.
+"""Runs the user's gradient hooks on the mean gradient of each micro-batch.
 
 A hook may do to a gradient what is not linear, as clipping is: then it matters what it is shown, and neither a sum
 over several micro-batches nor another scale will do.

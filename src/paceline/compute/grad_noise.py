@@ -1,4 +1,4 @@
-"""The gradient noise scale: about how many rows a global batch may have before more of them stop helping.
+"""Estimates the gradient noise scale.
 
 McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1: gradients of fewer rows are longer
 than that of all, by their noise. So it is told from sums that are made anyway: each worker's own, before they are added

@@ -1,4 +1,4 @@
-"""What is trained, what a step is told, and what it adds up to."""
+"""A training job, the options of a step, and the sums that a step produces."""
 
 from __future__ import annotations
 

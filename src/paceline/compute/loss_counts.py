@@ -1,4 +1,4 @@
-"""Checks what a loss or a metric returns beside a sum: a count says how many rows or tokens were summed."""
+"""Checks that a loss or metric returns a count beside its sum."""
 
 from __future__ import annotations
 

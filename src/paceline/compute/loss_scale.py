@@ -1,5 +1,4 @@
-"""The loss scale of `precision=fp16`, whose smallest number is 6e-8: gradients are carried times a power of two
-(Micikevicius et al., "Mixed Precision Training", ICLR 2018).
+"""Dynamic loss scaling for fp16.
 
 It moves as that of torch.amp.GradScaler, with one difference: a step whose gradients overflow is computed again with
 half the scale instead of being left out, so no row is lost. All workers see the same overflow, in the squares of the

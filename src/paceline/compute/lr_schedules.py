@@ -1,4 +1,4 @@
-"""Learning rates that have a name: factors by the optimizer step of the whole training, counted from 0.
+"""Learning-rate schedules: cosine, linear, WSD, plateau, and scaling with the global batch.
 
 For `schedule=` of the Trainer. Each warms up linearly over `warmup` steps, from 1 / (warmup + 1) on, so that no step is
 made with a rate of zero; after `steps` steps the last factor stays. The same as torch's SequentialLR of a LinearLR and

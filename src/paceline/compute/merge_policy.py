@@ -1,4 +1,4 @@
-"""Whether micro-batches may be merged in execution, and how many: observed, agreed, and measured.
+"""Decides how many micro-batches are executed together.
 
 It changes only how a worker executes its share, never what the share is.
 """

@@ -1,4 +1,4 @@
-"""What the first micro-batches show: may they be merged or divided, and is the loss a sum over rows?"""
+"""Tests on the first micro-batches whether micro-batches may be merged or split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches and the chunks in which they are executed: cutting, merging, moving batches of any nesting."""
+"""Cuts batches into micro-batches and into the chunks that are executed together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What optimizers make of a step's sums, and what they keep, by logical names."""
+"""The optimizer update: clipping, steps, schedulers and optimizer state by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Optimizers that torch does not have. `LARS` and `LAMB` are for large global batches: each tensor's step follows the
+"""Optimizers that torch lacks: LARS, LAMB and delayed Nesterov momentum.
+
+`LARS` and `LAMB` are for large global batches: each tensor's step follows the
 norm of its weights.
 
 Both take parameters, or groups of such, as torch's do. Tensors of one dimension (biases, gains of norms) step without

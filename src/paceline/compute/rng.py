@@ -1,4 +1,4 @@
-"""Random streams: the generators that user code draws from, and how to lend them a seed and give them back."""
+"""Saves, seeds and restores the random generators that user code draws from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of which a backward makes only some rows, as those of embeddings with ``sparse=True``: only these travel.
+"""Sparse gradients of embeddings: only touched rows travel.
 
 Each worker brings its own rows together and hands them to the others; what has come is added up in the order of ranks.
 """

@@ -1,4 +1,4 @@
-"""The state of a model and its optimizers by the user's own names, whole or in pieces."""
+"""Model and optimizer state by the user's parameter names, whole or sharded."""
 
 from __future__ import annotations
 

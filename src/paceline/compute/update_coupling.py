@@ -1,4 +1,4 @@
-"""Finds what an optimizer's update of an element depends on: that element alone, its parameter, or all parameters.
+"""Finds whether an optimizer updates elements, parameters or all parameters independently.
 
 The user's optimizers are made once more for small float64 parameters and tried over several steps: all parameters
 together, each parameter without the others, and the halves of parameters in optimizers of their own.

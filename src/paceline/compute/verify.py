@@ -1,4 +1,4 @@
-"""What is computed in parts beside what is computed whole: how far apart they may be, and are."""
+"""Compares a sharded computation with the unsharded one before the first step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of each global batch a worker computes: measured, so that all are done at the same time. No torch.
+"""Assigns micro-batches to workers in proportion to their measured speed.
 
 Everybody decides from the seconds in the steps' vectors, which are the same everywhere, by the same arithmetic: so all
 change the shares at the same step, and nobody has to be asked.

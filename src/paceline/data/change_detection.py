@@ -1,4 +1,4 @@
-"""Whether the state of the script's objects has changed: of a dataset, its collate and its order; of a loss or a model.
+"""Detects changes of the script's dataset, collate function, order, loss or model.
 
 A loader process has a copy of the dataset from the moment it was forked. A snapshot taken at that moment tells later
 whether the script has changed the dataset since, so that rows of a stale copy are never trained on. Counters tell what

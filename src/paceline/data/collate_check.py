@@ -1,4 +1,4 @@
-"""Whether a collate drops or adds rows, as far as that can be seen: a mean over a batch counts as its nominal rows."""
+"""Detects a collate function that drops or adds rows."""
 
 from __future__ import annotations
 

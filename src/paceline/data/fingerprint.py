@@ -1,4 +1,4 @@
-"""Whether all workers have the same dataset: a few rows are loaded once more and compared, before any is trained on."""
+"""Checks that all workers have the same dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a dataset to this worker's micro-batches: each worker loads only its own rows, with torch's DataLoader.
+"""Loads this worker's rows ahead of need.
 
 The order is a function and the position a number, so a feed can start anywhere at once. Whatever a dataset or collate
 draws at random comes from streams keyed by row and by micro-batch: the same rows look the same on any worker.

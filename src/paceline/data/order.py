@@ -1,4 +1,4 @@
-"""The order of the samples: a keyed permutation, computed for each position alone and stored nowhere."""
+"""The sample order: a keyed permutation computed in O(1) per position."""
 
 from __future__ import annotations
 

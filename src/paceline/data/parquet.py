@@ -1,4 +1,4 @@
-"""Rows of Parquet files, as Spark, Ray and pandas write tables: a dataset that reads a row group when it needs it."""
+"""A dataset of rows in Parquet files."""
 
 from __future__ import annotations
 

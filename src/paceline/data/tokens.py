@@ -1,4 +1,4 @@
-"""Token files as rows of a training: a row is a range of bytes, read from a mapped file or by a ranged request.
+"""A dataset of token files, memory-mapped or read by byte range.
 
 The format (docs/data.md): a folder with raw little-endian shards and ``tokens.json``, which is written last. A single
 ``.npy`` or raw file will do as well. Nothing is read but the index and the rows that are asked for.

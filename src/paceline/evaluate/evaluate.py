@@ -1,4 +1,4 @@
-"""Evaluation: every row once, sums added in grid order, the same on any number of workers."""
+"""Evaluation: every row once, with the same result on any number of workers."""
 
 from __future__ import annotations
 

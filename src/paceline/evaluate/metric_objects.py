@@ -1,5 +1,4 @@
-"""Metrics that are no sums: objects with `update`, `compute` and `reset` whose states say how they merge, in the way of
-torchmetrics (`_defaults` and `_reductions`), of which nothing is imported.
+"""Metric objects in the style of torchmetrics, whose states are merged across workers.
 
 Each micro-batch is an update from the start values. So what merges is the same on any number of workers, and merges in
 the order of the grid.

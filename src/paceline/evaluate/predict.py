@@ -1,4 +1,4 @@
-"""Prediction: what a model gives for every row of a dataset, in its order, on the main worker or in a file.
+"""Prediction: model outputs in dataset order, returned or written to a file.
 
 It goes in windows of a few micro-batches for each worker. One window is one operation of the team: the main worker says
 which, everybody computes its part and sends it there. So a window that a loss interrupts is done again, a worker that

@@ -1,7 +1,4 @@
-"""The agent: starts the workers of this host, tells the coordinator of them, does what it says, and ends with them.
-
-No torch.
-"""
+"""The agent: starts and watches the workers of one host and obeys the coordinator."""
 
 from __future__ import annotations
 

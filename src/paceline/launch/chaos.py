@@ -1,4 +1,7 @@
-"""`paceline chaos`: a rehearsal. Workers are lost on purpose; then it shows what was lost with them, and the cost."""
+"""`paceline chaos`: kills workers on purpose and shows that nothing was lost.
+
+Workers are lost on purpose; then it shows what was lost with them, and the cost.
+"""
 
 from __future__ import annotations
 

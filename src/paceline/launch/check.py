@@ -1,4 +1,4 @@
-"""`paceline check`: does a script train the same on N workers as on one?"""
+"""`paceline check`: compares training on N workers with training on one."""
 
 from __future__ import annotations
 

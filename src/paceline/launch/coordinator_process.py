@@ -1,4 +1,4 @@
-"""Keeps the coordinator alive: a process of its own, replaced on the same port if it dies or stands still. No torch."""
+"""Starts the coordinator process and replaces it when it fails."""
 
 from __future__ import annotations
 

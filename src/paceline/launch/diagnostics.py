@@ -1,4 +1,4 @@
-"""Where workers stand: their stacks and last collectives, taken at any time, in words and as files. No torch."""
+"""Takes stacks and last collectives of workers and describes them."""
 
 from __future__ import annotations
 

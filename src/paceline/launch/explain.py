@@ -1,4 +1,4 @@
-"""`paceline explain PLAN [SCRIPT]`: what a plan comes to, before anybody has its workers."""
+"""`paceline explain`: describes a plan before the workers exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a run ended, in one block: which worker, at which line of the user's, and what to do. No torch."""
+"""Explains why a run failed: worker, line of the script, and what to do."""
 
 from __future__ import annotations
 

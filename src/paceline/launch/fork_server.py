@@ -1,4 +1,6 @@
-"""Starting workers from a process of this host that has imported torch already. What that does is in forked.py.
+"""Starts workers by forking a process that has already imported torch.
+
+What that does is in forked.py.
 
 A worker costs a tenth of a second so, instead of the seconds that torch and its compiler take to be imported. No torch.
 """

@@ -1,4 +1,4 @@
-"""The warm process: it has imported torch and nothing of the script's, and forks itself into workers.
+"""The program of the fork server and of the workers that it forks.
 
 Its program is `PROGRAM`, followed by the descriptor of its socket to the agent and, to be found by, the script with its
 arguments. A worker is forked twice, so that the agent, which adopts orphans, becomes its parent. What it then runs goes

@@ -1,4 +1,4 @@
-"""`paceline.launch(function, workers=4)`: a function on several workers, from a program or a notebook.
+"""`paceline.launch(function)`: runs a Python function on several workers.
 
 The function travels by cloudpickle to an agent's standard input, here or over an engine, and what it returns comes back
 from its standard output. This is the one place where anything is unpickled, and it is nobody's but the caller's own. No

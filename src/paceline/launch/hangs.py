@@ -1,4 +1,4 @@
-"""Workers that do nothing and wait for nobody: hung code of the user's, at which line, and its end. No torch."""
+"""Finds workers that make no progress and wait for nobody, and ends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How an agent comes to a run: what it says of itself, where it finds the coordinator, why it is refused. No torch."""
+"""How an agent joins a run: address, token, and reasons for refusal."""
 
 from __future__ import annotations
 

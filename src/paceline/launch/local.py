@@ -1,4 +1,4 @@
-"""`paceline run` on this machine: refuses what cannot work, makes the run folder, and lets the agent run. No torch."""
+"""`paceline run` on this machine: checks, run folder, agent."""
 
 from __future__ import annotations
 

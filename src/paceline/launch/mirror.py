@@ -1,4 +1,4 @@
-"""A place in memory for the state of a lone worker or replica, which outlives it: the agent's. No torch."""
+"""Keeps checkpoints in memory for `--mirror`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the module lies that `paceline run -m` names: found without importing the packages around it. No torch."""
+"""Finds the file of `paceline run -m MODULE` without importing its package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline run --notify`: a command of the user's hears of a failure, a hang and the end. No torch."""
+"""Runs the `--notify` command at failures, hangs and the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `paceline run` was asked for. No torch."""
+"""The options of `paceline run`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ended: the verdict over its workers, said in one block or line. No torch."""
+"""The outcome of a run: its exit code and last lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the workers print: all of it in their logs, once on the console. No torch."""
+"""Writes workers' output to logs and once to the console."""
 
 from __future__ import annotations
 

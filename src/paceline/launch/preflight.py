@@ -1,6 +1,4 @@
-"""`paceline doctor` before a run: whether this host has what a run needs, and what the environment would make of it.
-No torch.
-"""
+"""`paceline doctor` before a run: checks what this host has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Child processes: that die with us, that we adopt, what is left of them, and why they were killed. No torch."""
+"""Child processes: end with the parent, adopted orphans, causes of death."""
 
 from __future__ import annotations
 

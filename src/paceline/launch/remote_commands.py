@@ -1,4 +1,4 @@
-"""`paceline stop`, `stacks`, `profile`, `logs`: to come back to a run that others started, on any engine. No torch."""
+"""`paceline stop`, `stacks`, `profile` and `logs` for runs started elsewhere."""
 
 from __future__ import annotations
 

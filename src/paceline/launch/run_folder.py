@@ -1,4 +1,4 @@
-"""Notices that a run folder, or a file of it that is read again, is gone in mid-run, and puts it back. No torch."""
+"""Notices a run folder that disappears during a run, and recreates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts the process that serves a run's figures, beside the coordinator, wherever that is kept. No torch."""
+"""Starts the process that serves metrics and the live page."""
 
 from __future__ import annotations
 

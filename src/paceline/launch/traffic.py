@@ -1,4 +1,4 @@
-"""What processes of this host sent to other hosts, as the kernel counts it of each of their TCP connections. No torch.
+"""Reads the bytes sent to other hosts from the kernel's TCP statistics.
 
 Asked over netlink (man 7 sock_diag), which needs no privilege: nothing in the workers has to count, and whatever they
 send is counted, whoever sends it.

@@ -1,4 +1,4 @@
-"""What surrounds the workers of a host: threads, cores and the allocator, set before they start. No torch."""
+"""Sets threads, cores and memory allocator of the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker processes of this machine: how they are started, what comes from them, and how they are told. No torch."""
+"""Starts, watches and commands the worker processes of this host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Islands: so many trainings of one model, each with an optimizer of its own and a fixed part of every global batch,
-which are merged every so many steps: local SGD (Stich, "Local SGD Converges Fast and Communicates Little", 2019) and
-DiLoCo (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023).
+"""DiLoCo: islands train independently and are merged every few steps.
 
 Islands are no machines: they are dealt to whatever teams of replicas there are, several to one, or one to several
 replicas that train it as one training. What an island's optimizer keeps is its own and goes where the island goes. The

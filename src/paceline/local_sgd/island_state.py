@@ -1,4 +1,4 @@
-"""What an island keeps of its own, and how far it has come in a round."""
+"""The state of an island: inner optimizer and progress within a round."""
 
 from __future__ import annotations
 

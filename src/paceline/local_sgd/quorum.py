@@ -1,6 +1,4 @@
-"""Islands that are too late for a merge (`quorum=`): how a team tells that it has made a round, and hears from the
-coordinator who is in the merge; and how what late islands have not taken is named.
-"""
+"""Merges by quorum: late islands are reported, excluded and named."""
 
 from __future__ import annotations
 

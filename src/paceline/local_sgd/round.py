@@ -1,4 +1,4 @@
-"""One round of islands, whole or not at all: each makes its steps by itself, and then all are merged.
+"""One local-SGD round: the steps of all islands and their merge, as one transaction.
 
 A turn of the user's loop is a round. What a lost team has done in it is done again by whoever gets its islands, from
 the round's start; what others have done stays. A round that is asked to stop is broken off: nothing of it counts, and

@@ -1,5 +1,4 @@
-"""Islands that are merged a fragment of the model at a time, while they go on: Streaming DiLoCo (Douillard et al.,
-"Streaming DiLoCo with overlapping communication: Towards a Distributed Free Lunch", 2025).
+"""Streaming DiLoCo: merges fragments of the model while islands keep training.
 
 Of a round of H steps and F fragments, the sum of fragment f = 0, 1, ... begins `delay` steps before the end of step
 (f + 1) * H // F, and travels while islands go on. Then the outer optimizer moves the fragment's weights, and all

@@ -1,4 +1,4 @@
-"""Rules for Prometheus and a dashboard for Grafana, made from the table of metrics. No torch."""
+"""Generates Prometheus alert rules and a Grafana dashboard."""
 
 from __future__ import annotations
 

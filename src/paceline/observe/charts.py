@@ -1,4 +1,4 @@
-"""Charts as inline SVG without scripts; their colours come from the page's style sheet. No torch."""
+"""Draws charts as inline SVG."""
 
 from __future__ import annotations
 

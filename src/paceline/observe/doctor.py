@@ -1,4 +1,4 @@
-"""`paceline doctor`: the first verdict on why a run is slow or failed, with its figures, by replay of the journal.
+"""`paceline doctor RUN`: says why a run is slow or failed.
 
 The model of a step, for what-ifs. Worker w needs F seconds for its update, and would need T seconds of its own for all
 rows of a global batch, its pace: D of it for waiting for rows, the rest for forward and backward. All wait for the

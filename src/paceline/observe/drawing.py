@@ -1,4 +1,4 @@
-"""A plan as a picture: workers along the axes, what travels among them, the schedule of a step; as SVG. No torch."""
+"""Draws a plan as an SVG picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The live page: what the report shows, while the run goes on. Served from the journal alone, and only read. No torch.
+"""Serves the live page of a run.
+
+Served from the journal alone, and only read. No torch.
 
     GET /           the page, which holds nothing of the run
     GET /session    with the reading key as bearer token: a cookie for what follows

@@ -1,4 +1,4 @@
-"""Loggers of other makers, and TensorBoard's event files: they are told what the journal holds. No torch.
+"""Writes TensorBoard files and feeds the user's loggers from the journal.
 
 Whoever writes the journal also reads it again and hands it on; how far, it writes down. So one who takes over, or
 resumes, begins where the last one was, and what that one had not handed on yet is in the journal.

@@ -1,4 +1,4 @@
-"""Pictures and histograms that a script logs: as files of the run folder and as events of its journal. No torch.
+"""Logs images and histograms.
 
 A picture may be an array, an image of PIL's or a figure of matplotlib's; none of these packages is needed to keep it.
 """

@@ -1,4 +1,4 @@
-"""What a run is measured by: one table, of which TensorBoard, /metrics, its dashboard and the docs are made. No torch.
+"""The table of a run's metrics, for TensorBoard, Prometheus, the dashboard and the docs.
 
 Each figure is made of a `Summary`, which is the journal up to the event of a number: whoever has read as far has the
 same ones. Those of steps are of the newest record of steps, and a logger gets them of every record.

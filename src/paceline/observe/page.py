@@ -1,4 +1,4 @@
-"""The report as one HTML page that needs nothing from outside: no script, no font, no network. No torch."""
+"""Renders the report as one self-contained HTML page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan in words: who holds what, what travels when, who waits for whom; as predicted and as measured. No torch."""
+"""Explains a plan in words, as predicted and as measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch's profiler on request, over the next steps of a run that goes on: `paceline profile`. No torch before."""
+"""`paceline profile`: runs torch's profiler over the next steps of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of a run: one live line on a terminal, without one a plain line now and then. No torch."""
+"""Prints the progress line."""
 
 from __future__ import annotations
 

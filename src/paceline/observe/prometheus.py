@@ -1,4 +1,4 @@
-"""What Prometheus scrapes, by its own client. No torch."""
+"""Serves metrics to Prometheus."""
 
 from __future__ import annotations
 

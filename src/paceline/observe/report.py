@@ -1,4 +1,4 @@
-"""The report of a run: a page in its folder and a few lines for the terminal. No torch."""
+"""Builds the report of a run for the terminal and as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline runs` and `paceline compare`: runs side by side, each from its journal. No torch."""
+"""`paceline runs` and `paceline compare`: lists and compares runs."""
 
 from __future__ import annotations
 

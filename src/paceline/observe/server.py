@@ -1,6 +1,6 @@
-"""Serves a run's figures and its live page, as a process of its own beside the coordinator. No torch.
+"""The process that serves metrics and the live page.
 
-    GET /metrics    with the run's reading key as bearer token, where Prometheus is to scrape
+GET /metrics    with the run's reading key as bearer token, where Prometheus is to scrape
     and the live page at an address of its own, see `paceline.observe.live`
     and tells Kubeflow Trainer of it, where it wants to know, see `paceline.observe.trainjob`
 

@@ -1,4 +1,4 @@
-"""Where a run's time and bytes go: figures of steps added up between two records of the journal. No torch."""
+"""Adds up time and bytes of steps between two journal records."""
 
 from __future__ import annotations
 

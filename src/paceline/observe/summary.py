@@ -1,4 +1,4 @@
-"""What a run's journal amounts to: the one source of report, explanation and comparison. No torch."""
+"""Summarises a journal for report, explanation and comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is in a run's team and how fast, and what happened to it: rows for the terminal and the page. No torch."""
+"""Lists the team's workers, their speed and what happened to them."""
 
 from __future__ import annotations
 

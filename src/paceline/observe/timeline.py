@@ -1,4 +1,4 @@
-"""`paceline trace`: a run's workers on one clock, in the format that Perfetto and Chrome read. No torch.
+"""`paceline trace`: exports all workers' timelines for Perfetto.
 
 The format is the JSON of Chrome's Trace Event Format: complete events ("X") with microseconds, instants ("i"), names
 of processes and threads ("M"), flows ("s", "t", "f"), which tie the same collective on several workers. The clock is

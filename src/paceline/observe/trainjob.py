@@ -1,4 +1,4 @@
-"""Tells Kubeflow Trainer how far a run is, for the `trainerStatus` of its TrainJob. No torch.
+"""Reports progress to Kubeflow Trainer.
 
 As https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress has it.
 """

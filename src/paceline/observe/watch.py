@@ -1,4 +1,4 @@
-"""`paceline watch`: a run in the terminal, followed from its folder, or as it ended. No torch."""
+"""`paceline watch`: follows a run in the terminal."""
 
 from __future__ import annotations
 

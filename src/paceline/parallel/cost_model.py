@@ -1,4 +1,4 @@
-"""What a plan costs a worker, before anybody has tried it: bytes that it holds, and bytes that it sends. No torch.
+"""Types of a plan's cost: bytes held and sent per worker.
 
 Each algorithm says its own, in its own file; `nest.cost` asks those that a plan names.
 """

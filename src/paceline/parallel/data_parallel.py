@@ -1,4 +1,4 @@
-"""Data parallelism: every replica computes its share of the micro-batches, gradients are summed over all of them."""
+"""Data parallelism: shares weights at the start and gives its cost."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A model that is built without memory for its large tensors, which can be had later, one at a time, with the bits that
-they would have had.
+"""Builds a model without memory for large tensors and materialises them one by one.
 
 What is done to large tensors while the function builds the model is recorded, with the state of the random generator
 where it draws; for one tensor, what led to it is done again for real. The idea is that of deferred initialisation in

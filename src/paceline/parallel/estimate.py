@@ -1,6 +1,4 @@
-"""What a plan would make its workers hold and do, told by one worker that has the whole model: the blocks and the bytes
-of each, and how long a micro-batch takes in each stage here.
-"""
+"""Estimates memory, traffic and stage times of a plan on one worker."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Levels 2 and 3 of ZeRO over torch's fully_shard (Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded
-Data Parallel", VLDB 2023), which takes half a second to import: only plans that say so do.
-"""
+"""ZeRO 2 and 3 over torch's fully_shard."""
 
 from __future__ import annotations
 

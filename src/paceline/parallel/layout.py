@@ -1,4 +1,7 @@
-"""What of a model a worker holds. The plain layout: all of it, and each worker runs it by itself."""
+"""Base class of layouts: which part of a model a worker holds (here all of it).
+
+The plain layout: all of it, and each worker runs it by itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The values of a model of which workers have parts. They are taken out before it is cut, and put into what is left of
+"""Moves the values of a model into its sharded form, one parameter at a time.
+
+They are taken out before it is cut, and put into what is left of
 it one parameter after another: a worker has memory for its own part and for one whole parameter.
 """
 

@@ -1,4 +1,4 @@
-"""What a plan costs each worker in bytes held and sent: the sum of what its algorithms cost."""
+"""Computes what a plan costs each worker in bytes held and sent."""
 
 from __future__ import annotations
 

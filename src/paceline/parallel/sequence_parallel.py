@@ -1,5 +1,4 @@
-"""A sequence divided among workers, who compute a micro-batch together: each has its stretch of what blocks take and
-give, and whole weights.
+"""Sequence parallelism (context=): sequences divided among workers, with Ulysses attention.
 
 Attention needs all of a sequence: there heads are exchanged for stretches, and back (Jacobs et al., "DeepSpeed Ulysses:
 System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models", 2023). All else is what `parts`

@@ -1,6 +1,4 @@
-"""Sharding as in ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-SC 2020): the workers of a replica hold rows of what each of them would hold whole.
-"""
+"""ZeRO 1: optimizer state sharded over the workers of a replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that wait for all workers but some, on a parameter server: see `Shares`.
+"""Synchronous parameter server with backup workers: the slowest pushes are dropped.
 
 The first server decides who makes an update, among those whose pushes are whole at every server, and has all servers
 sum these; of the squares that they tell it makes the norm, and tells them to apply the update. A server that deals

@@ -1,5 +1,4 @@
-"""Parameter servers, as a worker sees them: gradients go to processes that hold the optimizer, weights come back
-(Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014).
+"""The worker's side of parameter servers: pushes gradients and pulls weights.
 
 Whole parameters are spread over the servers. In a step each worker pushes the sums of its own micro-batches; a server
 adds them up in the order of ranks and tells everybody their squares, of which the norm is made. That all servers have

@@ -1,4 +1,4 @@
-"""What a parameter server has of a trainer: its part of the parameters, in the same objects as a worker."""
+"""The shard of a trainer's parameters that a parameter server holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Frames over sockets between workers and parameter servers: a head, numbers of tensors, and then these or a text.
+"""Messages and tensors between workers and parameter servers.
+
 Head, numbers and text carry seals; tensors do not, which would make a step slower.
 
 What arrives lands in memory that is there before; nothing is unpickled. On one host tensors do not travel: who sends

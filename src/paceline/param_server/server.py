@@ -1,4 +1,4 @@
-"""A parameter server: it runs the user's script up to its first loop, which builds the optimizers, and then serves.
+"""The parameter server process.
 
 It holds whole models, of which a part is its own, in the same objects as a worker: so groups, schedules and clipping
 are the user's. It comes to the team as a newcomer does, takes the state as it is then, and is never admitted.

@@ -1,4 +1,4 @@
-"""Steps whose updates are made by parameter servers: what else they need of the run."""
+"""Steps and asynchronous windows of workers that train with parameter servers."""
 
 from __future__ import annotations
 

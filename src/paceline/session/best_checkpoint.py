@@ -1,4 +1,4 @@
-"""The best checkpoint: which value is followed, and the checkpoint of the weights that had it."""
+"""Tracks the best checkpoint by a reported value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When checkpoints are made, who writes what of them, and when one counts.
+"""Decides when checkpoints are made, who writes what, and when one counts.
 
 All begin one together, between two steps; each writes its part meanwhile training goes on (`checkpoint/saver.py`). Each
 step's vector says how many are still writing. When nobody is, they tell each other of their files between two steps,

@@ -1,4 +1,4 @@
-"""Trainers that have ended: closed by the script, or without a reference left in it.
+"""Releases trainers that the script has closed or dropped.
 
 A run keeps weak references to its trainers. When one ends, its parts (model, optimizers, gradients in shared memory) go
 to a Trainer object of the run's own, which stands in for it in checkpoints and hand-overs. Python collects garbage at

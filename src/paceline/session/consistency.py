@@ -1,5 +1,6 @@
-"""Whether all workers have the same weights, and the same of what optimizers keep: digests travel with some of the
-steps' vectors, and are told at checkpoints and at the end. So what a script changes on one worker alone is found, and
+"""Checks that all workers have equal weights and optimizer states, and heals differences.
+
+So what a script changes on one worker alone is found, and
 what a fault of its memory does; with ``--heal`` those that differ take what a strict majority of three or more has.
 
 Workers of one kind must have the same bits. Other processors round otherwise: there the distance is measured, and at a

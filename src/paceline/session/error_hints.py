@@ -1,4 +1,4 @@
-"""What to say where a user's own code fails on what it was given: added to its exception, which stays what it is."""
+"""Adds hints to exceptions of the user's functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script tells of its run: figures and texts, what it was begun with, and who else is to hear of it."""
+"""Values, texts and settings that the script logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that a script reports by name, in `evaluate` or `log`, and what follows one of them."""
+"""Values reported by name, and what follows them (best checkpoint, plateau schedule)."""
 
 from __future__ import annotations
 

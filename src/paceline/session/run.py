@@ -1,4 +1,4 @@
-"""The run of this process: its folder, journal, checkpoints, notices and end, shared by all trainers of the script."""
+"""The run of this process: folder, journal, checkpoints, signals and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The script that runs: its text, its name as a module, and what it runs with."""
+"""The running script: its text, name, arguments and packages."""
 
 from __future__ import annotations
 

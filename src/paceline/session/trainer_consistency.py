@@ -1,4 +1,4 @@
-"""What every worker must make alike when it makes a Trainer: arguments, parameters, buffers, modules, optimizers.
+"""Checks that all workers construct the same Trainer.
 
 Weights, gradients and digests of weights are matched between workers by their order. So names are compared in that
 order, once, and the first difference is named.

@@ -1,4 +1,4 @@
-"""What a resumed script passes over and what it goes on with: its numbered loops, and the user's own state."""
+"""State of training loops: what a resumed script skips, and trainer.state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script gives a Trainer: checked before anything is trained, and made ready."""
+"""Validates and prepares the arguments of Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker has of a global batch: its part of what a loop deals, or the rows that workers bring themselves."""
+"""A worker's part of a global batch, assigned to it or brought by it."""
 
 from __future__ import annotations
 

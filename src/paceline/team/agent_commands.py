@@ -1,4 +1,4 @@
-"""What the agent tells its worker: the generations of the team, as a thread hears them."""
+"""What an agent tells its worker: new generations, pauses and stops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The run's token: whoever has it may join and report. It never travels; requests and answers are signed with it.
+"""The run's token and the signatures of requests and answers.
+
+It never travels; requests and answers are signed with it.
 
 No torch.
 """

@@ -1,4 +1,6 @@
-"""Who is of the team, and what becomes of whoever fails: the decisions. No torch, no sockets; time is an argument.
+"""The coordinator's decisions: membership, failures, generations.
+
+No torch, no sockets; time is an argument.
 
 Agents report the state of their workers, whole and as often as they like; the coordinator answers with the state that
 it wants. So a report may be lost, and a coordinator that is started again learns all it must know from the next ones.

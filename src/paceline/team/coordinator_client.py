@@ -1,4 +1,4 @@
-"""An agent's line to the coordinator: two threads, one that reports, one that hears orders. No torch."""
+"""The agent's connection to the coordinator."""
 
 from __future__ import annotations
 

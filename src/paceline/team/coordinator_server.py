@@ -1,6 +1,6 @@
-"""The coordinator as a process: HTTP for agents, who sign what they send, and a status for everybody. No torch.
+"""The coordinator process: HTTP server, tokens, silent hosts.
 
-    GET  /status      as JSON, for this host: curl http://127.0.0.1:PORT/status; for others with the reading key
+GET  /status      as JSON, for this host: curl http://127.0.0.1:PORT/status; for others with the reading key
     GET  /challenge   what a join must be signed with; signed itself it tells who has the token here
     POST /join        an agent comes, with its workers, and gets a session
     POST /report      the state of its workers, or that it is the same; again and again, so that silence is noticed

@@ -1,4 +1,4 @@
-"""Who keeps the coordinator of a run, where an etcd decides: whoever holds a lease there, and nobody without it.
+"""A lease in etcd decides who runs the coordinator.
 
 A key of the run's name lasts as long as the lease that it was written with; another one counts the epochs, and both are
 written in one transaction. The lease is taken for over here before it is over there, so there are never two holders.

@@ -1,4 +1,4 @@
-"""How a script ends: by an exception, or by an exit with a code of its own, which must not pass for its good end.
+"""Reports how a script ended: exception or exit code.
 
 An exit handler cannot ask for the code that the interpreter ends with. So the functions that scripts exit by take note
 of it; whether the script has really ended there, its own frame tells: it has not where somebody caught the exit. (A

@@ -1,4 +1,4 @@
-"""Faults on purpose, at a given worker, step and moment: the rehearsal of `paceline chaos`, and of our own tests."""
+"""Injects faults at a given worker, step and moment."""
 
 from __future__ import annotations
 

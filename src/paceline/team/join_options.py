@@ -1,4 +1,4 @@
-"""What a run gives whoever joins it: a fixed list of fields, each of a type and a form. No torch.
+"""The options that a joining host takes from a run.
 
 Whoever joins runs its own script with its own arguments. No field names a module, a script or a command to run: the
 `script` of a run is only shown.

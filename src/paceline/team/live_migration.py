@@ -1,5 +1,4 @@
-"""Handing the state over beside training: a copy goes ahead to a newcomer on another host, and after it the sums of
-each step that the team makes meanwhile, which the newcomer applies as everybody does.
+"""Sends the state to a newcomer while the team trains.
 
 So only what differs then is left to be handed over when it is admitted, and nobody waits for a transfer. It is as in
 the live migration of virtual machines (Clark et al., NSDI 2005), but that a step's sums are a third of what it changes.

@@ -1,4 +1,7 @@
-"""Who is in the team: membership as the coordinator decides it. No torch, no clock, no sockets."""
+"""Membership rules as pure functions.
+
+No torch, no clock, no sockets.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Which islands are in a merge, decided once for everybody: those that have made the round when enough have, and a
-grace window has passed. No torch, no clock, no sockets.
+"""Decides which islands take part in a merge.
+
+No torch, no clock, no sockets.
 """
 
 from __future__ import annotations

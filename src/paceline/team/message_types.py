@@ -1,4 +1,6 @@
-"""What messages between workers, agents, commands and the coordinator must be. Imported with the first one that is
+"""Types of messages between workers, agents, commands and the coordinator.
+
+Imported with the first one that is
 read: it needs msgspec. No torch.
 
 Limits are far beyond what any run has, and keep whoever takes a message from making millions of something. Fields that

@@ -1,4 +1,4 @@
-"""Who may read a run's figures, and where they are: two files of its folder. No torch."""
+"""The key for reading a run's metrics, and where they are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter servers among the seats: their numbers are beyond those of workers, and no roster has them. No torch."""
+"""Places parameter servers on hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where all workers stand: whoever has the token asks the coordinator, which asks all agents. No torch."""
+"""Collects the stacks of all workers through their agents."""
 
 from __future__ import annotations
 

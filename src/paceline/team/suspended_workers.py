@@ -1,4 +1,4 @@
-"""Workers that are stopped (SIGSTOP), where the others cannot go on without them. No torch."""
+"""Handles workers that are suspended (SIGSTOP)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The team that a worker joins, and the few collectives that a script of one's own may need."""
+"""The team that a worker joins, and collectives for the user's own loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What agents say of their workers, and what the coordinator keeps of each. No torch."""
+"""What agents report of their workers and what the coordinator keeps of each."""
 
 from __future__ import annotations
 

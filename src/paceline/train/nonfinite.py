@@ -1,5 +1,6 @@
-"""Why a loss or gradient is not finite: a micro-batch is run again, from the same seeds and buffers, and looked at
-module by module; backwards, node by node of autograd's graph. Nothing of that counts.
+"""Finds the module, parameter or rows behind a loss or gradient that is not finite.
+
+Nothing of that counts.
 """
 
 from __future__ import annotations

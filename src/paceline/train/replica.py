@@ -1,4 +1,4 @@
-"""One copy of a model, as one worker has it: gradients, their sums over the team, the update, and the state."""
+"""One copy of the model on this worker: gradients, their reduction, update and state."""
 
 from __future__ import annotations
 

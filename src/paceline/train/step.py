@@ -1,4 +1,4 @@
-"""One optimizer step of the team, whole or not at all: rows, gradients, the agreed vector, the update."""
+"""One data-parallel optimizer step of the team."""
 
 from __future__ import annotations
 

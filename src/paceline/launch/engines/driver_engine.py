@@ -1,4 +1,4 @@
-"""Engines that need a process or thread of their own, their *driver*, which holds the hosts. No torch.
+"""Base of engines that need a driver process (Ray, Spark).
 
 A driver says lines of JSON: what it ``waits`` for, and either where all is ``placed`` or ``what`` went wrong; it ends
 with its input. The command that becomes `sh` on a host is this module: it hands its standard streams over at the

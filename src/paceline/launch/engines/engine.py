@@ -1,4 +1,4 @@
-"""The seam to whatever starts processes on other hosts: four questions, and all else is `launcher`'s. No torch."""
+"""The interface of all engines: how processes start on other hosts."""
 
 from __future__ import annotations
 

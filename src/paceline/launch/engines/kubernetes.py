@@ -1,4 +1,4 @@
-"""`paceline launch kubernetes`: a Job with one pod a host, each of which starts by itself and finds the first one.
+"""`paceline launch kubernetes`: runs a Job with one pod per host.
 
 Kubernetes brings back what it loses; kubectl is the way to it. What is asked for is in `manifests`. No torch.
 """

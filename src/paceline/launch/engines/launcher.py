@@ -1,4 +1,4 @@
-"""A run on the hosts of an engine: one agent each, followed from here to the end. No torch.
+"""Starts one agent per host through an engine and follows them to the end.
 
 Hosts are checked before any of them begins; the first one keeps the coordinator, and the others join it. One that does
 not answer, or whose connection breaks, is started again until it comes.

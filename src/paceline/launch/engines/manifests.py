@@ -1,4 +1,4 @@
-"""What `paceline launch kubernetes` asks a cluster for, as data: a Job with one pod a host, and what its pods need.
+"""The Kubernetes manifests of a run.
 
 Its fields are those of Kubernetes 1.31 (https://kubernetes.io/docs/reference/kubernetes-api/), of JobSet's v1alpha2
 (https://jobset.sigs.k8s.io/docs/reference/) and of Kubeflow Trainer's v1alpha1 (https://github.com/kubeflow/trainer).

@@ -1,4 +1,6 @@
-"""What launchers, drivers and hosts tell each other in lines of JSON, as types. Imported with the first line that is
+"""Types of the JSON lines between launcher, drivers and hosts.
+
+Imported with the first line that is
 read: it needs msgspec. No torch.
 """
 

@@ -1,4 +1,4 @@
-"""`paceline launch mpi`: hosts that Open MPI's mpirun reaches, by ssh or as the queue in which it runs lets it.
+"""`paceline launch mpi`: starts agents with mpirun.
 
 Each agent is a job of its own of one process: one that is lost takes no other with it. No script needs mpi4py.
 """

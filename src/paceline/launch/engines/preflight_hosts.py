@@ -1,4 +1,4 @@
-"""`paceline doctor --hosts a,b,c`: what each host has, its clock, and the links between them, before a run. No torch.
+"""`paceline doctor --hosts`: checks hosts, their clocks and links before a run.
 
 One process a host, over ssh, answers with a line of JSON for each line of JSON. Pairs of hosts are tried in rounds in
 which each host is of one pair: all of them, or beyond `ALL` hosts as many rounds as these would take.

@@ -1,4 +1,4 @@
-"""`paceline launch ray`: one agent on each of several nodes of a Ray cluster. No torch.
+"""`paceline launch ray`: one agent on each of several Ray nodes.
 
 Ray itself is in a process of its own, `ray_driver`, which keeps a placement group and in each of its bundles an actor
 that runs `sh`.

@@ -1,4 +1,4 @@
-"""The process that speaks with Ray: keeps a placement group, and an actor for each host that was asked for. No torch.
+"""The process that talks to Ray: a placement group with one actor per host.
 
 It prints lines of JSON: what it ``waits`` for, and either where all is ``placed`` or ``what`` went wrong. It ends with
 its standard input; then Ray ends what is left, as it does where this process is killed. To be run as ``__main__``: only

@@ -1,4 +1,4 @@
-"""What `paceline launch` starts on a host: hears on standard input what to do, and then is the agent there. No torch.
+"""The agent's program on another host, controlled through standard input.
 
 It says four things on standard output, each a line that begins with `MARK`: ``ready``, ``like`` (what all hosts must
 have in common), ``listens`` and the ``value`` of a function, in pieces. It hears a job, then an order (which host is

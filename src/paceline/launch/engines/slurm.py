@@ -1,4 +1,4 @@
-"""`paceline launch slurm`: submits itself as one batch script; inside an allocation, srun is its way to each node.
+"""`paceline launch slurm`: submits a batch job and starts agents with srun.
 
 Slurm's notice (USR1, USR2 or TERM, to the script or to the steps) stops the run with a checkpoint; the job is then
 requeued, and goes on in the same run folder. No torch.

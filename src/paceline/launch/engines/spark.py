@@ -1,4 +1,4 @@
-"""`paceline launch spark`: one agent on each of several executors of a Spark application. No torch.
+"""`paceline launch spark`: one agent on each of several Spark executors.
 
 Spark itself is in a process of its own, `spark_driver`, which keeps a barrier task for each host that runs `sh`.
 """

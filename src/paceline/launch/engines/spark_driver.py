@@ -1,4 +1,4 @@
-"""What speaks with Spark: keeps a barrier task for each host, which runs `sh` there. No torch.
+"""The process that talks to Spark: a barrier task per host.
 
 Each task comes to us with two connections, which then are the standard streams of its `sh`; both ends prove that they
 know a secret of this driver's, which travels with the task's code alone. It is a process of its own, or a thread of one

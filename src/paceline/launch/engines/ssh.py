@@ -1,4 +1,4 @@
-"""`paceline launch ssh`: hosts behind OpenSSH, with the user's own configuration, keys and agent. No torch."""
+"""`paceline launch ssh`: starts agents over OpenSSH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline launch`: what it was asked for, made into hosts of an engine and a job for them. No torch."""
+"""`paceline launch`: turns options into an engine, hosts and a job."""
 
 from __future__ import annotations
 

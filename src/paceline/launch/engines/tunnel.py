@@ -1,4 +1,4 @@
-"""Hosts of a run that reach each other through ssh alone, which reaches all of them from here. No torch.
+"""Connects hosts that can only be reached over ssh.
 
 Each host has an address of the loopback that no other host of the run has, and what it serves listens there. Whoever
 connects to another host's asks for the way before (`paceline.base.environment.way_to`): the agent of its own host then

@@ -1,4 +1,4 @@
-"""Which stage of a pipeline has which part of a model: by the names of its blocks and the order of its parameters."""
+"""Assigns a model's blocks and parameters to pipeline stages."""
 
 from __future__ import annotations
 

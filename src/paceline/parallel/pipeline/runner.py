@@ -1,4 +1,4 @@
-"""Forwards and backwards of micro-batches through the stages of a pipeline, as this worker has them."""
+"""Runs micro-batches forward and backward through the pipeline stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In which order the workers of a pipeline compute forwards and backwards of micro-batches: tables, one row a worker.
+"""Pipeline schedules: the order of forwards and backwards on each stage.
 
 *gpipe* makes all forwards first (Huang et al., "GPipe", 2019); *1f1b* begins a backward as soon as it can, so that a
 worker keeps no more micro-batches than there are stages after it (Narayanan et al., "PipeDream", 2019); with several

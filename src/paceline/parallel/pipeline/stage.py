@@ -1,5 +1,4 @@
-"""A model in stages (Huang et al., "GPipe", 2019): each worker of a line has some of its blocks, and micro-batches pass
-through all of them.
+"""A pipeline stage: its blocks, and what it sends and receives.
 
 The user's own forward runs on each stage; how is in `passage`. Along with the values that later stages need goes a
 head: their shapes, what blocks gave but for values, and how far the random generators have come. Gradients of these

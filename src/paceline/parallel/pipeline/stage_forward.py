@@ -1,4 +1,4 @@
-"""The user's own forward, run on a stage that has some of the model's blocks.
+"""Runs the user's forward on a stage, with placeholders for missing activations.
 
 What comes before the stage's first block runs on stand-ins: tensors of the right shape, dtype and device that are NaN
 everywhere and take no memory. They are followed, with the number of the call that each comes from, counted anew from

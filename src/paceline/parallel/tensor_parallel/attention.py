@@ -1,4 +1,4 @@
-"""An nn.MultiheadAttention of which this worker has some of the heads."""
+"""nn.MultiheadAttention with the heads divided among workers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Layers that are cut inside (Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using
-Model Parallelism", 2019): a unit's workers hold parts of a layer and compute the same micro-batch together.
+"""Tensor-parallel layers: column, row and vocabulary splits.
 
 A *column* cut divides what a layer gives (*gathered*: and puts it together again; ``column:3``: each third of it, as
 query, key and value of one weight), a *row* cut what it takes, a *vocabulary* cut the entries of an embedding; *heads*

@@ -1,4 +1,6 @@
-"""What torch's functions make of parts, by their names: the table of `parts`. A rule returns UNKNOWN in a case that it
+"""Rules for torch operations on sharded tensors.
+
+A rule returns UNKNOWN in a case that it
 does not know, and then the whole is gathered.
 """
 

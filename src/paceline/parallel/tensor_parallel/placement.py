@@ -1,4 +1,4 @@
-"""Which layers of a model are cut inside, and how: a table, taken from the structure of the model.
+"""Finds which layers to split, by tracing each kind of block once.
 
 Each block is run once on random numbers, in a process that has all of it, while `parts` follows what would be parts. A
 layer whose input is whole is tried as a *column* cut; one whose input is a part then is a *row* cut. Where a function

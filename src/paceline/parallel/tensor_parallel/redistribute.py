@@ -1,4 +1,4 @@
-"""How parts of activations travel within a unit: to all that need the whole, and gradients the other way.
+"""Moves shards of activations between the workers of a unit.
 
 Each autograd function's backward is made of the others, so that a gradient may have a gradient (Shoeybi et al.,
 "Megatron-LM", 2019, calls the first two f and g).

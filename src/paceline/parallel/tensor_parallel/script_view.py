@@ -1,4 +1,4 @@
-"""The script sees whole weights, of which `tensor=` leaves each worker a part.
+"""Shows the script whole weights while workers hold shards.
 
 In the script's own code, from the first Trainer on, a mode of torch's is on: in the body of a loop that of this turn,
 elsewhere one for all. Code of ours takes it off (`by_pieces`), and puts it back for metrics (`in_metric`).

@@ -1,4 +1,4 @@
-"""Code that takes tensors for whole runs on parts of them.
+"""A torch function mode that runs the user's code on sharded tensors.
 
 While `Parts` is on, a tensor that is a part says the shape of the whole, and torch's functions are carried out on parts
 where that gives the part of the result: shapes are translated, what all have is narrowed to the same part, sums over
