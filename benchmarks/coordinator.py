@@ -31,8 +31,8 @@ from turns import record
 
 from paceline.base.journal import NAME
 from paceline.team.auth import make_token
-from paceline.team.coordinator import Said
-from paceline.team.coordinator_client import Link, Wire
+from paceline.team.coordinator import WorkerReport
+from paceline.team.coordinator_client import CoordinatorClient, Wire
 from paceline.team.coordinator_server import read_said
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -93,11 +93,13 @@ class Served:
             command = [sys.executable, "-c", PATIENT, str(listener.fileno()), json.dumps(given)]
             self.process = subprocess.Popen(command, pass_fds=[listener.fileno()])
             token = make_token(folder)
-        self.said = [{host * each + local: Said(store=STORE) for local in range(each)} for host in range(hosts)]
-        self.links, self.wires = list[Link](), [Wire(address, 60.0) for _ in range(hosts)]
+        self.said = [{host * each + local: WorkerReport(store=STORE) for local in range(each)} for host in range(hosts)]
+        self.links, self.wires = list[CoordinatorClient](), [Wire(address, 60.0) for _ in range(hosts)]
         for number, workers in enumerate(self.said):
             about = {"agent": f"agent {number}", "host": f"host-{number}", "logs": "logs", "standby": STORE}
-            self.links.append(Link(address, token, {**about, "numbers": [*workers], "count": each, "same": {}}))
+            self.links.append(
+                CoordinatorClient(address, token, {**about, "numbers": [*workers], "count": each, "same": {}})
+            )
 
     @property
     def spent(self) -> float:

@@ -75,10 +75,10 @@ def ours(at: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     import torch
 
     from paceline.checkpoint.tree import pack
-    from paceline.param_server.client import RANKED, Servers
+    from paceline.param_server.client import RANKED, ServerClient
     from paceline.param_server.protocol import Kind
 
-    servers = Servers(1, 0, 0, lambda: {0: tuple(at)}, lambda: None)
+    servers = ServerClient(1, 0, 0, lambda: {0: tuple(at)}, lambda: None)
     while not servers.here:
         servers.meet(0.1, True)
         for empty in servers.empty:

@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 from turns import record
 
 import paceline
-from paceline.param_server.ssp_clock import Tickets
+from paceline.param_server.ssp_clock import SspScheduler
 
 WORKERS, DRAWS, MEASURED = 4, 200, "measured"
 LAWS = {"random": (0.05, 8.0, 1.0), "quarter": (0.0, 1.0, 4.0)}  # chance, times as long; the first worker's factor
@@ -47,7 +47,7 @@ def tick(law: str, worker: int, draw: random.Random) -> float:
 def simulated(law: str, bound: float, tickets: int, seed: str) -> float:
     """Ticks in the time of a usual one, where nothing costs time but ticks."""
     draws = [random.Random(f"{seed}/{worker}") for worker in range(WORKERS)]
-    dealt = Tickets(bound, end=tickets)
+    dealt = SspScheduler(bound, end=tickets)
     now, under_way, idle = 0.0, list[tuple[float, int, int]](), set(range(WORKERS))
     for worker in range(WORKERS):
         dealt.join(worker)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from paceline.team.coordinator import Coordinator, Said
-from paceline.team.membership import Roster
+from paceline.team.coordinator import Coordinator, WorkerReport
+from paceline.team.membership import Membership
 
 STORE = ("127.0.0.1", 1)
 
@@ -18,10 +18,10 @@ class Replay:
     def __init__(self, hosts: int, each: int, number: Callable[[int], int] = int) -> None:
         self.now = 0.0
         self.hosts = [[number(host * each + local) for local in range(each)] for host in range(hosts)]
-        self.said = [{worker: Said(store=STORE) for worker in numbers} for numbers in self.hosts]
+        self.said = [{worker: WorkerReport(store=STORE) for worker in numbers} for numbers in self.hosts]
         self.journal: list[str] = []
         everybody = tuple(worker for numbers in self.hosts for worker in numbers)
-        self.coordinator = Coordinator(3, 1, lambda event, **_: self.journal.append(event), Roster(everybody))
+        self.coordinator = Coordinator(3, 1, lambda event, **_: self.journal.append(event), Membership(everybody))
         for host, numbers in enumerate(self.hosts):
             self.coordinator.join(f"agent {host}", "logs", STORE, numbers, len(numbers))
 
@@ -79,7 +79,7 @@ class Replay:
         """The worker that was killed has been started again, and is admitted."""
         worker = self.hosts[0][-1]
         life = self.coordinator.seats[worker].life
-        self.said[0][worker] = Said(life, STORE, newcomer=True, waiting=True)
+        self.said[0][worker] = WorkerReport(life, STORE, newcomer=True, waiting=True)
         self.tell(0)
         self.enter()
         assert worker in self.coordinator.roster.members

@@ -20,10 +20,10 @@ from torch.nn import Parameter
 
 from paceline.base.batching import NOTHING
 from paceline.checkpoint.tree import pack
-from paceline.comm.hierarchical import Hosts, _places_of
+from paceline.comm.hierarchical import HierarchicalTransport, _places_of
 from paceline.comm.message_reader import read_told
-from paceline.comm.peer_status import Side
-from paceline.compute.job import Options
+from paceline.comm.peer_status import PeerStatus
+from paceline.compute.job import StepOptions
 from paceline.compute.sparse_grads import pack_gradients, pack_weights
 from paceline.launch.engines import preflight_hosts as checkup_hosts
 from paceline.launch.engines import ray_driver
@@ -35,20 +35,20 @@ from paceline.launch.engines.message_types import ANSWER, FACTS
 from paceline.launch.engines.remote_agent import MARK
 from paceline.launch.preflight import Finding
 from paceline.parallel.pipeline.stage import HEAD, Pipeline
-from paceline.param_server.async_server import Dealing, Pushed, Window
-from paceline.param_server.backup_workers import Backed
-from paceline.param_server.client import RANKED, InStep, Servers, Ticketed
+from paceline.param_server.async_server import AsyncShard, PushedGradients, Window
+from paceline.param_server.backup_workers import BackupWorkerShard
+from paceline.param_server.client import RANKED, AsyncReplica, ServerClient, SyncReplica
 from paceline.param_server.parameter_shard import Client
 from paceline.param_server.protocol import Kind
 from paceline.param_server.server import ParameterServer
-from paceline.param_server.ssp_clock import Shares, Tickets
-from paceline.param_server.worker_steps import Windows
+from paceline.param_server.ssp_clock import BackupScheduler, SspScheduler
+from paceline.param_server.worker_steps import AsyncWindowRunner
 from paceline.team.etcd_lease import Lease
 
 AT = ("127.0.0.1", 29501, "salt")
 AGREED = replace(NOTHING, count=12.0, loss=3.5, unused=(1,), metrics={"accuracy": (9.0, 12.0)})
-OPTIONS = Options(3, 12.0, 8)
-Told = tuple[str, bytes]
+OPTIONS = StepOptions(3, 12.0, 8)
+RoundReport = tuple[str, bytes]
 
 
 def fake(**fields: Any) -> Any:
@@ -80,7 +80,7 @@ def heard(call: Callable[[Any], Any]) -> bytes:
 
 
 def servers_used(ear: Ear) -> None:
-    Servers._tell_used(fake(used={0: AT, 1: AT}, links={0: ear}, _generation=1), 0)
+    ServerClient._tell_used(fake(used={0: AT, 1: AT}, links={0: ear}, _generation=1), 0)
 
 
 def in_step(ear: Ear) -> Any:
@@ -92,7 +92,7 @@ def in_step(ear: Ear) -> Any:
 
 
 def since(worker: Any = None) -> bytes:
-    return Ticketed._since(fake(_have=defaultdict(lambda: -1)), 0, 1)
+    return AsyncReplica._since(fake(_have=defaultdict(lambda: -1)), 0, 1)
 
 
 def wish(ear: Ear, answer: bytes, said: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def wish(ear: Ear, answer: bytes, said: dict[str, Any]) -> dict[str, Any]:
         return answer
 
     servers = fake(of_first=of_first, begin=lambda _: None)
-    return Ticketed.deal(cast(Any, fake(servers=servers, number=0, _asked=0)), 0, said)
+    return AsyncReplica.deal(cast(Any, fake(servers=servers, number=0, _asked=0)), 0, said)
 
 
 def pushed(ear: Ear) -> None:
@@ -114,12 +114,12 @@ def pushed(ear: Ear) -> None:
 
     servers = fake(count=2, copies=0, used={0: AT}, put=ear.tell, advance=lambda: None)
     of = fake(servers=servers, push_rows=lambda: None, number=0, key=(3, 7, 0))
-    replica = fake(push=lambda *about: Ticketed.push(of, *about), abort=lambda: None)
+    replica = fake(push=lambda *about: AsyncReplica.push(of, *about), abort=lambda: None)
     done: Callable[..., Any] = lambda *_: None
     stepper = fake(replica=replica, plan=fake(backup=None), options=lambda _: OPTIONS, _load=done, _compute=compute)
     vars(stepper).update(_refuse=done, _norm=lambda _: 0.5, _merge=done)
     part = fake(rows=12)
-    Windows._ticket(stepper, {"ticket": 3, "dealing": 7}, cast(Any, fake(share=[part], count=8, epoch=0)))
+    AsyncWindowRunner._ticket(stepper, {"ticket": 3, "dealing": 7}, cast(Any, fake(share=[part], count=8, epoch=0)))
 
 
 def stage(ear: Ear) -> None:
@@ -135,17 +135,19 @@ def stage(ear: Ear) -> None:
 # -- of servers ------------------------------------------------------------------------------------------------------
 
 
-def server(kind: type[Dealing] = Dealing, **fields: Any) -> Any:
+def server(kind: type[AsyncShard] = AsyncShard, **fields: Any) -> Any:
     """A server, with an update in its log and a push that is not applied."""
     one = kind.__new__(kind)
     told = {"count": 12.0, "loss": 3.5, "unused": [1], "metrics": {"accuracy": [9.0, 12.0]}, "rows": 12, "epoch": 0}
     made = {"ticket": 3, "worker": 0, "missed": 1, "clock": 2, **told, "norm": 0.5}
     some = {"ticket": 3, "workers": [0, 1], "missed": 0, "late": [[2, 4, 8]], **told, "norm": 0.5}
-    tickets = Tickets if not issubclass(kind, Backed) else partial(Shares, backup=1)
-    window = Window(tickets(0.0, 3, 8, 4, {0: 2, 1: 1}, done={3}), [some if issubclass(kind, Backed) else made])
-    push = Pushed(4, 2**59, {"log": told, "micro_batches": 8, "expected": 12.0, **told}, {}, None, bytearray())
+    tickets = SspScheduler if not issubclass(kind, BackupWorkerShard) else partial(BackupScheduler, backup=1)
+    window = Window(
+        tickets(0.0, 3, 8, 4, {0: 2, 1: 1}, done={3}), [some if issubclass(kind, BackupWorkerShard) else made]
+    )
+    push = PushedGradients(4, 2**59, {"log": told, "micro_batches": 8, "expected": 12.0, **told}, {}, None, bytearray())
     about = {"server": 0, "used": {0, 1}, "peers": {}, "copies": True, "_reading": [], "_stands": {}, "_early": []}
-    shares = {"_chosen": [], "_squares": {}, "_summed": None} if issubclass(kind, Backed) else {}
+    shares = {"_chosen": [], "_squares": {}, "_summed": None} if issubclass(kind, BackupWorkerShard) else {}
     vars(one).update(about, trainer=0, leads=False, window=window, pushed={0: push, 1: push}, applied_by={}, **shares)
     vars(one).update(
         stepper=fake(done=4, plan=fake(backup=1)), _reached=str, _base=2**59, _workers=lambda: {0, 1}, **fields
@@ -170,8 +172,8 @@ def dealt(ended: bool) -> bytes:
 def chosen(ear: Ear) -> None:
     """Whose shares make an update."""
     shares = fake(chosen=[0, 1])
-    one = server(Backed, squares={0: [0.5]}, peers={1: ear}, _sum=lambda _: None)
-    Backed._decide(fake(**vars(one), _shares=shares, applied=4))
+    one = server(BackupWorkerShard, squares={0: [0.5]}, peers={1: ear}, _sum=lambda _: None)
+    BackupWorkerShard._decide(fake(**vars(one), _shares=shares, applied=4))
 
 
 # -- of all ----------------------------------------------------------------------------------------------------------
@@ -184,16 +186,16 @@ class Store(dict[str, bytes]):
 
 def places() -> Iterator[bytes]:
     store = Store()
-    side = Side(cast(Any, store), 0, 2)
+    side = PeerStatus(cast(Any, store), 0, 2)
     yield store["at/0"]
     side.say("in", ("all_reduce", "tr\udcffain.py:3"))
     side.publish()
     yield store["at/0"]
 
 
-def hosts() -> Iterator[Told]:
+def hosts() -> Iterator[RoundReport]:
     store = dist.HashStore()
-    Hosts(store, 0, 1, "127.0.0.1", lambda: False)
+    HierarchicalTransport(store, 0, 1, "127.0.0.1", lambda: False)
     yield "host", (mine := store.get("host/0"))
     yield "hosts", store.get("host/all")
     yield "hosts", _places_of([mine.replace(b'""', key).decode() for key in (b'"a"', b'"a"', b'"b"')]).encode()
@@ -214,20 +216,23 @@ def trees() -> Iterator[bytes]:
         yield bytes(pack(tree).tolist())
 
 
-def told() -> Iterator[Told]:
+def told() -> Iterator[RoundReport]:
     """What is told, and about what."""
     yield "servers", heard(servers_used)
-    yield "largest gradients", heard(lambda ear: InStep.norm(in_step(ear), AGREED, OPTIONS))[RANKED.size :]
+    yield "largest gradients", heard(lambda ear: SyncReplica.norm(in_step(ear), AGREED, OPTIONS))[RANKED.size :]
     yield "largest gradients", b"null"
     yield "squares", heard(squares)
-    yield "step", heard(lambda ear: InStep.update(in_step(ear), cast(Any, fake(records=None)), AGREED, OPTIONS, 0.5))
+    yield (
+        "step",
+        heard(lambda ear: SyncReplica.update(in_step(ear), cast(Any, fake(records=None)), AGREED, OPTIONS, 0.5)),
+    )
     yield "updates", since()
     yield "ticket", dealt(False)
     yield "window", dealt(True)
     for said in ({"updates": 8, "stop": False}, {"updates": 8, "stop": True, "cut": 5, "broken": True}):
         yield "wish", heard(lambda ear, said=said: wish(ear, dealt(True), said))
     yield "push", heard(pushed).partition(b"\n")[0]
-    for kind in (Dealing, Backed):
+    for kind in (AsyncShard, BackupWorkerShard):
         yield kind.TELLS[0], heard(lambda ear, kind=kind: server(kind).stand(ear))
         one = server(kind)
         yield kind.TELLS[1], heard(lambda ear, one=one: one._tell(ear, 3, one.window.log[0]))
@@ -254,10 +259,14 @@ def hear(about: str, data: bytes) -> None:
 
 
 KINDS = {"wish": Kind.DEAL, "workers": Kind.SUM}
-KINDS |= {name: kind for of in (Dealing, Backed) for name, kind in zip(of.TELLS, (Kind.STAND, Kind.APPLY), strict=True)}
+KINDS |= {
+    name: kind
+    for of in (AsyncShard, BackupWorkerShard)
+    for name, kind in zip(of.TELLS, (Kind.STAND, Kind.APPLY), strict=True)
+}
 
 
-class Follower(Dealing):
+class Follower(AsyncShard):
     """A server that only notes what it is to apply."""
 
     applied = 4  # type: ignore[assignment]
@@ -265,7 +274,7 @@ class Follower(Dealing):
     def _apply(self, worker: int, missed: int) -> None: ...
 
 
-class FollowerByShares(Backed):
+class FollowerByShares(BackupWorkerShard):
     applied = 4  # type: ignore[assignment]
 
     def _sum(self, workers: list[int]) -> None:

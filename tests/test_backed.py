@@ -18,7 +18,7 @@ from test_windows import BATCH, ROWS, counted, stopped, weights_of, windows_of
 from torch.utils.data import TensorDataset
 
 from paceline.observe.summary import Summary, facts
-from paceline.param_server.ssp_clock import Shares
+from paceline.param_server.ssp_clock import BackupScheduler
 from paceline.team.fault_injection import read_log
 
 SLOW = {"SLOW": "1:4"}
@@ -138,7 +138,7 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
     """At random: some are lost, come again, or have nothing to do."""
     chance = random.Random(seed)
     workers, backup, made = [*range(chance.randint(1, 5))], chance.randint(0, 2), 0
-    shares = Shares(0.0, backup=backup)
+    shares = BackupScheduler(0.0, backup=backup)
     for worker in workers:
         shares.join(worker)
     shares.turn(20)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_checkpoint import equal, flip
 from test_checkpoint_tree import refusal
 
-from paceline.base.sharding import Cut, Held, Shards
+from paceline.base.sharding import RowShards, ShardedTensor, ShardingSpec
 from paceline.checkpoint import files
 from paceline.checkpoint.export import write_model
 from paceline.checkpoint.files import checkpoints_of
@@ -55,13 +55,15 @@ def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
     writers = sorted(data.draw(st.sets(st.integers(0, count * replicas - 1), min_size=1)))
 
-    def rows(place: int) -> dict[str, Held]:
+    def rows(place: int) -> dict[str, ShardedTensor]:
         wholes = {str(number): torch.arange(3 * length).view(length, 3) for number, length in enumerate(lengths)}
-        cuts = {name: Cut.whole(whole.shape).in_rows(count) for name, whole in wholes.items()}
-        return {name: Held(cuts[name].pieces[place].of(whole), cuts[name], place) for name, whole in wholes.items()}
+        cuts = {name: ShardingSpec.whole(whole.shape).in_rows(count) for name, whole in wholes.items()}
+        return {
+            name: ShardedTensor(cuts[name].pieces[place].of(whole), cuts[name], place) for name, whole in wholes.items()
+        }
 
     places = {rank % count for rank in writers}
-    missing = [Shards(count).rows(length, p) for length in lengths for p in range(count) if p not in places]
+    missing = [RowShards(count).rows(length, p) for length in lengths for p in range(count) if p not in places]
     if any(missing):
         said = refusal(CheckpointError, files.layout, {}, {}, rows(0), writers, "aaaaaaaa")
         assert said.startswith("nobody who has rows ")
@@ -82,18 +84,18 @@ def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
 def test_blocks_of_any_cut_are_one_checkpoint(shard: int, tmp_path: Path) -> None:
     """Fused heads, columns, few heads that are held twice, what is whole everywhere: by two replicas."""
     cuts = {
-        "qkv": Cut.split((12, 5), 0, 2, sections=(4, 4, 4)),
-        "columns": Cut.split((5, 7), 1, 2),
-        "both": Cut.whole((4, 3), 2),
-        "keys": Cut.split((3, 4), 0, 1, each=2),
-        "single": Cut.whole((), 2),
+        "qkv": ShardingSpec.split((12, 5), 0, 2, sections=(4, 4, 4)),
+        "columns": ShardingSpec.split((5, 7), 1, 2),
+        "both": ShardingSpec.whole((4, 3), 2),
+        "keys": ShardingSpec.split((3, 4), 0, 1, each=2),
+        "single": ShardingSpec.whole((), 2),
     }
     cuts = {name: cut.in_rows(shard) for name, cut in cuts.items()}
     wholes = {name: torch.randn(cut.shape) for name, cut in cuts.items()}
     places, storage = 2 * shard, checkpoints_of(tmp_path)
 
-    def held(place: int) -> dict[str, Held]:
-        return {name: Held(cut.pieces[place].of(wholes[name]), cut, place) for name, cut in cuts.items()}
+    def held(place: int) -> dict[str, ShardedTensor]:
+        return {name: ShardedTensor(cut.pieces[place].of(wholes[name]), cut, place) for name, cut in cuts.items()}
 
     writers = range(2 * places)
     plan = files.layout({}, {}, held(0), writers, "cccccccc")

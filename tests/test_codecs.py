@@ -354,11 +354,16 @@ def test_a_sample_is_the_beginning_of_a_bucket() -> None:
 
 
 def test_what_should_cost_about_as_much_is_tried_in_the_run() -> None:
-    tried = {word: choice.Trial(seconds, 1e6, 0) for word, seconds in zip(choice.ROUNDING, (2, 1, 4, 0.9), strict=True)}
+    tried = {
+        word: choice.CodecTrial(seconds, 1e6, 0) for word, seconds in zip(choice.ROUNDING, (2, 1, 4, 0.9), strict=True)
+    }
     first = {"weight": "int8", "bias": "bf16"}
     candidates = choice.close({"weight": tried, "bias": tried}, choice.ROUNDING, 1e9, 0.0, first)
     assert [[*one.values()] for one in candidates] == [["int8", "bf16"], ["int8"] * 2, ["bf16"] * 2, ["none"] * 2]
-    runoff, steps = choice.Runoff(candidates), iter([5.0, 1.2, 1.1, 1.3, 5, 1, 1.2, 1.1, 5, 2, 2, 1.9, 1, 1.02, 1.1, 3])
+    runoff, steps = (
+        choice.LiveComparison(candidates),
+        iter([5.0, 1.2, 1.1, 1.3, 5, 1, 1.2, 1.1, 5, 2, 2, 1.9, 1, 1.02, 1.1, 3]),
+    )
     for number in range(4):
         assert runoff.present is candidates[number]
         for _ in range(choice.RUNS):
@@ -375,10 +380,10 @@ def test_what_should_cost_about_as_much_is_tried_in_the_run() -> None:
 
 def test_the_cheapest_is_chosen_and_kept_unless_it_is_clearly_dearer() -> None:
     tried = {
-        "none": choice.Trial(0.0, 25e6, 3),
-        "bf16": choice.Trial(0.02, 12.5e6, 3),
-        "int8": choice.Trial(0.1, 6.4e6, 3),
-        "powersgd:4": choice.Trial(0.05, 0.4e6, 6),
+        "none": choice.CodecTrial(0.0, 25e6, 3),
+        "bf16": choice.CodecTrial(0.02, 12.5e6, 3),
+        "int8": choice.CodecTrial(0.1, 6.4e6, 3),
+        "powersgd:4": choice.CodecTrial(0.05, 0.4e6, 6),
     }
     said = [{"weight": {word: [*trial] for word, trial in tried.items()}}, {}]
     found = choice.slowest([*said, {"weight": {"int8": [0.15, 6.4e6, 3]}}])

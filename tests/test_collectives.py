@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from paceline.comm import shared_memory as shared
 from paceline.comm import shm_collectives as collectives
 from paceline.comm.point_to_point import Mailbox
-from paceline.comm.shared_memory import Arena, Condition, MismatchError, Shared
+from paceline.comm.shared_memory import Condition, MismatchError, Shared, SymmetricBuffer
 
 BLOCK, LANE = 1 << 12, 1 << 8  # small ones, so that a few thousand numbers need many rounds
 
@@ -63,7 +63,7 @@ def numbers(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     return found.to(dtype)
 
 
-def measured(arenas: Sequence[Arena], total: torch.Tensor) -> None:
+def measured(arenas: Sequence[SymmetricBuffer], total: torch.Tensor) -> None:
     """What the workers summed the squares of makes the whole; integers have no norm."""
     if total.dtype.is_floating_point:
         assert sum(a.squares or 0.0 for a in arenas) == pytest.approx(float(total.double().square().sum()), rel=1e-5)
@@ -140,7 +140,7 @@ def one(
         checks.append(same(mine, [total] * count))
         return [collectives.all_reduce(w, mine[w.me], torch.add, fp) for w in workers]
     if kind == 1:
-        arenas = [Arena(mine, measure=True) for _ in workers]
+        arenas = [SymmetricBuffer(mine, measure=True) for _ in workers]
         checks.append(same(mine, [total] * count))
         checks.append(lambda: measured(arenas, total))
         return [

@@ -14,7 +14,7 @@ from replay import Replay
 from paceline.base.environment import World
 from paceline.comm.communicator import Group
 from paceline.errors import PeerLostError
-from paceline.team.agent_commands import Generation, Orders
+from paceline.team.agent_commands import AgentCommands, Generation
 
 
 class Agent:
@@ -24,7 +24,9 @@ class Agent:
         self._ours, self._theirs = socket.socketpair()
         self.heard: list[int] = []
         self.news = threading.Event()
-        self.orders = Orders(self._theirs.fileno(), lambda order: self.heard.append(order.number), lambda _: None)
+        self.orders = AgentCommands(
+            self._theirs.fileno(), lambda order: self.heard.append(order.number), lambda _: None
+        )
 
     def tell(self, number: int, members: tuple[int, ...], at_once: int, port: int = 1) -> Generation:
         said = {"number": number, "members": members, "store": ("127.0.0.1", port), "at_once": at_once}

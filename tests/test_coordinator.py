@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from replay import Replay
 
 from paceline.team.coordinator import ALONE, RETURN, Coordinator
-from paceline.team.membership import Announcement, Roster
-from paceline.team.worker_slots import LONGEST, Said
+from paceline.team.membership import Announcement, Membership
+from paceline.team.worker_slots import LONGEST, WorkerReport
 
 HOSTS = {  # by the workers of a replica; those of "a" begin the run
     1: {"a": [0, 1], "b": [2, 3], "c": [4]},
@@ -32,7 +32,7 @@ class Play:
 
     places: int = 1
     now: float = 0.0
-    workers: dict[str, dict[int, Said]] = field(default_factory=dict)
+    workers: dict[str, dict[int, WorkerReport]] = field(default_factory=dict)
     silent: set[str] = field(default_factory=set)
     journal: list[dict[str, Any]] = field(default_factory=list)
     heard: dict[int, int] = field(default_factory=dict)  # by worker: the last generation that it was told
@@ -42,7 +42,7 @@ class Play:
     def __post_init__(self) -> None:
         self.coordinator = self.start()
         for agent, numbers in self.hosts.items():
-            self.workers[agent] = {n: Said(store=STORE, newcomer=agent != "a") for n in numbers}
+            self.workers[agent] = {n: WorkerReport(store=STORE, newcomer=agent != "a") for n in numbers}
             self.join(agent)
         self.settle()
         for number in self.hosts["a"]:
@@ -57,7 +57,7 @@ class Play:
         generations = [entry for entry in self.journal if entry["event"] == "generation"]
         *before, known = [{"workers": self.hosts["a"], "number": 0, "at_once": 0}, *generations]
         past = tuple(before[-1]["workers"]) if before else ()
-        roster = Roster(tuple(known["workers"]), known["number"], known["at_once"], before=past)
+        roster = Membership(tuple(known["workers"]), known["number"], known["at_once"], before=past)
         made = Coordinator(100, 1, self.record, roster)
         made.version = 1_000_000 * (1 + len(self.journal))
         return made
@@ -105,7 +105,7 @@ class Play:
         for number, wanted in orders["workers"].items():
             said = self.workers[agent][number]
             if wanted["life"] > said.life:
-                self.workers[agent][number] = Said(life=wanted["life"], store=STORE, newcomer=True)
+                self.workers[agent][number] = WorkerReport(life=wanted["life"], store=STORE, newcomer=True)
             elif wanted["out"] and said.life == wanted["life"] and said.status is None:
                 self.workers[agent][number] = replace(said, status=-9, why="was ended")
         for number in orders["coming"]:

@@ -16,7 +16,7 @@ from launching import SCRIPTS, paceline, train_basics
 from paceline.base.journal import Journal
 from paceline.cli.main import main
 from paceline.observe.drawing import draw, save
-from paceline.observe.plan_explanation import Explained
+from paceline.observe.plan_explanation import PlanExplanation
 from paceline.observe.summary import explain
 from paceline.plan import Plan
 
@@ -278,10 +278,10 @@ def test_a_script_that_does_not_come_to_a_step(script: Path) -> None:
     )
 
 
-def of(plan: str, **more: Any) -> Explained:
+def of(plan: str, **more: Any) -> PlanExplanation:
     parsed = Plan.parse(plan)
     workers = parsed.mesh(1).replica * (parsed.data or 1)
-    return Explained(parsed.validate(workers), workers, more)
+    return PlanExplanation(parsed.validate(workers), workers, more)
 
 
 @pytest.mark.parametrize("workers", [2, 3, 5])
@@ -336,7 +336,7 @@ def test_every_plan_is_drawn(plan: str, some: set[str], tmp_path: Path) -> None:
 
 
 def test_a_team_that_has_become_smaller_is_drawn_as_it_is() -> None:
-    assert str(Explained.of({"plan": "data=3 micro=2", "workers": 2}).plan) == "data=2 micro=2"
+    assert str(PlanExplanation.of({"plan": "data=3 micro=2", "workers": 2}).plan) == "data=2 micro=2"
 
 
 def test_names_are_escaped() -> None:

@@ -27,8 +27,8 @@ from paceline.base.environment import World
 from paceline.comm.communicator import Group
 from paceline.comm.compression import manner
 from paceline.errors import PlanError
-from paceline.local_sgd.island_state import Inner
-from paceline.local_sgd.streaming_diloco import Coded, Flight
+from paceline.local_sgd.island_state import InnerOptimizerState
+from paceline.local_sgd.streaming_diloco import InFlightFragment, QuantizedOuterSync
 from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log
 
@@ -301,11 +301,11 @@ def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
     """Of three islands on one worker: sent + left = deltas, and int8 is closer than int4."""
     draw, shapes = torch.Generator().manual_seed(1), [(30, 30), (7,), ()]
     names = [str(number) for number in range(len(shapes))]
-    work = {island: SimpleNamespace(inner=Inner()) for island in range(3)}
+    work = {island: SimpleNamespace(inner=InnerOptimizerState()) for island in range(3)}
     isles = SimpleNamespace(
         count=3, mine=[0, 1, 2], teams=[([0], [0, 1, 2])], work=work, twins=Group(World()), _names_of=lambda part: names
     )
-    coded = Coded(manner(word).code, isles)  # type: ignore[arg-type]
+    coded = QuantizedOuterSync(manner(word).code, isles)  # type: ignore[arg-type]
     sent, deltas, apart = 0.0, 0.0, []
     for _ in range(5):
         each = {i: [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes] for i in range(3)}
@@ -313,7 +313,7 @@ def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
         for island, one in work.items():
             for name, delta in zip(names, given[island], strict=True):
                 delta += one.inner.beside.get("left", {}).get(name, 0.0)
-        flight = Flight(
+        flight = InFlightFragment(
             [torch.zeros(shape, dtype=torch.float64) for shape in shapes], torch.ones(2, dtype=torch.float64)
         )
         coded.start(flight, [0, 1, 2], given)

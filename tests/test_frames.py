@@ -14,7 +14,7 @@ import torch
 
 from paceline.base.handshake import make_nonce, prove_caller
 from paceline.param_server.parameter_shard import Client
-from paceline.param_server.protocol import Connection, Frame, Kind
+from paceline.param_server.protocol import Connection, Kind, Message
 
 
 def linked(place: Any, greets: bool = True, key: bytes = b"a key") -> tuple[Connection, Connection]:
@@ -44,7 +44,7 @@ def test_frames_land_in_memory_that_is_there() -> None:
     moved(sender, taker)
     push, state = taker.inbox
     assert taker.greeting.startswith(b"7 ")
-    assert push == Frame(Kind.PUSH, 1, (5, 2, 1), (1, 2, 0), bytearray())
+    assert push == Message(Kind.PUSH, 1, (5, 2, 1), (1, 2, 0), bytearray())
     assert state.text == b"all of it"
     assert all(torch.equal(landing[number], sent[number]) for number in sent)
 
@@ -149,7 +149,7 @@ def test_what_a_lender_goes_on_from_is_not_counted() -> None:
     assert torch.equal(client.buffers[1, 0], torch.ones(3))
 
 
-def nobody(frame: Frame) -> list[torch.Tensor]:
+def nobody(frame: Message) -> list[torch.Tensor]:
     raise AssertionError(frame)
 
 
@@ -220,7 +220,7 @@ class Between:
         with suppress(BlockingIOError):
             target.send(change(source.recv(1 << 16)))
 
-    def say(self, change: Any) -> list[Frame]:
+    def say(self, change: Any) -> list[Message]:
         """What arrives of a text and a tensor."""
         self.sender.put(Kind.COMMIT, 1, (2, 3, 4), (), b"text")
         self.sender.put(Kind.PUSH, 1, (2, 3, 4), (9,), [torch.tensor([5, 6, 7, 8], dtype=torch.uint8)])

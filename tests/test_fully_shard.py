@@ -9,9 +9,9 @@ import torch
 from launching import equal_bytes, train_basics
 from torch import nn
 
-from paceline.base.sharding import Shards
+from paceline.base.sharding import RowShards
 from paceline.compute.blocks import blocks_of, by_block
-from paceline.compute.cpu_offload import Hosted
+from paceline.compute.cpu_offload import CpuOffloadedParams
 from paceline.compute.state_dict import marks_of, own_of
 from paceline.errors import UsageError
 from paceline.parallel.deferred_init import build
@@ -241,8 +241,8 @@ def test_rows_have_the_attributes_of_their_parameters() -> None:
         return layer
 
     layer, (bare, _) = make(), build(make)
-    rows, bias = own_of(dict(layer.named_parameters()), {}, Shards(2, 0))[0].values()
-    assert all(vars(param) == {"rate": 0.5} for param in (rows, *Hosted([rows]).copies))
+    rows, bias = own_of(dict(layer.named_parameters()), {}, RowShards(2, 0))[0].values()
+    assert all(vars(param) == {"rate": 0.5} for param in (rows, *CpuOffloadedParams([rows]).copies))
     assert vars(bias) == {}
     assert marks_of(bare.weight) == {"rate": 0.5}
 

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from launching import paceline as command
-from paceline.optim import LAMB, LARS
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 
 from paceline.base.batching import NOTHING
-from paceline.compute.grad_noise import LEAST, Noise
+from paceline.compute.grad_noise import LEAST, GradNoiseScale
 from paceline.compute.lr_schedules import follow_batch
 from paceline.errors import UsageError
 from paceline.observe.report import facts
 from paceline.observe.summary import Summary
+from paceline.optim import LAMB, LARS
 
 # -- optimizers -------------------------------------------------------------------------------------------------------
 
@@ -207,7 +207,7 @@ def test_the_noise_scale_is_that_of_the_paper(tmp_path: Path, workers: int, kind
 
 
 def test_the_noise_scale_is_what_gradients_were_made_with() -> None:
-    chance, noise = np.random.default_rng(0), Noise()
+    chance, noise = np.random.default_rng(0), GradNoiseScale()
     for _ in range(4000):
         each = 0.5 + chance.standard_normal((8, 100))  # of 8 rows: |G|^2 = 25, the trace of the covariance 100
         parts = [each[:2].sum(0), each[2:].sum(0)]

@@ -12,7 +12,7 @@ from typing import Any
 from agents import until
 
 from paceline.team.auth import ANSWER, read_authorization, sign_answer
-from paceline.team.coordinator_client import Link
+from paceline.team.coordinator_client import CoordinatorClient
 
 TOKEN = b"0" * 64
 GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal")
@@ -110,7 +110,7 @@ def serving(name: str) -> Iterator[Coordinator]:
 def test_a_coordinator_that_moves_while_an_agent_joins_is_followed() -> None:
     """By both threads: else one reports to the first one, and the other asks the second one, which does not know it."""
     with serving(32 * "1") as first, serving(32 * "2") as second:
-        link = Link(first.at, TOKEN, {"numbers": [0]})
+        link = CoordinatorClient(first.at, TOKEN, {"numbers": [0]})
         link.start()
         link.put({"workers": {}})
         until(lambda: "/join" in first.asked)

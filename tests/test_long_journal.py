@@ -17,7 +17,7 @@ from paceline.base.text import total, totals
 from paceline.observe.step_totals import KEPT
 from paceline.observe.summary import Summary
 from paceline.team.coordinator_server import last_generation
-from paceline.team.membership import Roster
+from paceline.team.membership import Membership
 
 
 def bytes_read() -> int:
@@ -65,21 +65,21 @@ def test_a_coordinator_reads_the_last_generation_from_the_end(tmp_path: Path) ->
         file.write('\n{"event": "generation", "number": 4, "workers": [3]}')  # not whole yet
     first = (0, [0, 1, 2, 3])
     before = bytes_read()
-    assert last_generation(tmp_path, 0, first) == Roster((3,), 3, 2, before=(2, 3))
+    assert last_generation(tmp_path, 0, first) == Membership((3,), 3, 2, before=(2, 3))
     assert bytes_read() - before < 2 * journals.BLOCK < since / 10
-    assert last_generation(tmp_path, since, first) == Roster((3,), 3, 2, before=(2, 3))
+    assert last_generation(tmp_path, since, first) == Membership((3,), 3, 2, before=(2, 3))
 
 
 @pytest.mark.parametrize(
     ("generations", "roster"),
     [
-        ([], Roster((0, 1, 2), 7, 7)),
-        ([[1, 2]], Roster((1, 2), 8, 8, before=(0, 1, 2))),
-        ([[1, 2], [2]], Roster((2,), 9, 9, before=(1, 2))),
+        ([], Membership((0, 1, 2), 7, 7)),
+        ([[1, 2]], Membership((1, 2), 8, 8, before=(0, 1, 2))),
+        ([[1, 2], [2]], Membership((2,), 9, 9, before=(1, 2))),
     ],
 )
 def test_generations_before_this_coordinator_do_not_count(
-    generations: list[list[int]], roster: Roster, tmp_path: Path
+    generations: list[list[int]], roster: Membership, tmp_path: Path
 ) -> None:
     long_journal(tmp_path, ("generation", {"number": 7, "workers": [5]}), lines=3)
     since, written = (tmp_path / NAME).stat().st_size, Journal(tmp_path)

@@ -16,7 +16,7 @@ from paceline.base.environment import World
 from paceline.comm import hierarchical as comm
 from paceline.comm import peer_status as sides
 from paceline.comm import shared_memory as shared
-from paceline.comm.peer_status import Side, asker
+from paceline.comm.peer_status import PeerStatus, asker
 from paceline.comm.rendezvous import _wait_for_all
 from paceline.errors import PeerLostError
 from paceline.session.checkpoint_manager import some
@@ -39,7 +39,7 @@ class Asked:
 
 def test_where_all_are_is_one_question() -> None:
     asked = Asked(dist.HashStore())
-    team = [Side(asked, rank, 64) for rank in range(64)]  # type: ignore[arg-type]
+    team = [PeerStatus(asked, rank, 64) for rank in range(64)]  # type: ignore[arg-type]
     asked.requests.clear()
     assert team[3].others() == [None] * 64
     for one in team[:63]:
@@ -71,7 +71,7 @@ def test_who_is_missing_is_found_by_halves() -> None:
 
 def test_who_has_no_place_yet_has_not_said_anything() -> None:
     asked = Asked(dist.HashStore())
-    first, _ = Side(asked, 0, 3), Side(asked, 2, 3)  # type: ignore[arg-type]
+    first, _ = PeerStatus(asked, 0, 3), PeerStatus(asked, 2, 3)  # type: ignore[arg-type]
     first.publish()
     assert first.others() == [first.here, None, None]
 
@@ -82,7 +82,7 @@ def test_who_waits_long_asks_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sides, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
     monkeypatch.setattr(sides, "LATE", 1e9)
     asked = Asked(dist.HashStore())
-    one, _ = Side(asked, 0, 2), Side(asked, 1, 2)  # type: ignore[arg-type]
+    one, _ = PeerStatus(asked, 0, 2), PeerStatus(asked, 1, 2)  # type: ignore[arg-type]
     for look in range(20, 1200):
         clock[0] = 100.0 + look / 20
         one.look(look / 20, [])
@@ -148,13 +148,13 @@ def test_what_a_generation_asks_grows_with_its_workers(hosts: int, each: int, mo
     monkeypatch.setattr(shared, "BLOCK", 4096)
     monkeypatch.setattr(comm, "dist", SimpleNamespace(**{**vars(dist), "ProcessGroupGloo": SimpleNamespace(**devices)}))
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    asked, made = Shared(server), list[comm.Hosts]()
+    asked, made = Shared(server), list[comm.HierarchicalTransport]()
 
     def work(rank: int) -> None:
         place.rank = rank
         _wait_for_all(asked, World(rank=rank, size=size), lambda: False)
-        Side(asked, rank, size)
-        made.append(comm.Hosts(asked, rank, size, "", lambda: False))
+        PeerStatus(asked, rank, size)
+        made.append(comm.HierarchicalTransport(asked, rank, size, "", lambda: False))
 
     workers = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for worker in workers:

@@ -37,27 +37,27 @@ from paceline.compute import sparse_grads as sparse
 from paceline.errors import CheckpointError, FormatError, LaunchError
 from paceline.launch.agent import Agent
 from paceline.launch.engines import remote_agent as hosted
-from paceline.launch.engines.driver_engine import Driven
+from paceline.launch.engines.driver_engine import DriverEngine
 from paceline.launch.options import LaunchOptions
 from paceline.launch.workers import Worker, Workers
 from paceline.observe.profiling import profile_of
 from paceline.observe.progress import Progress
-from paceline.team.agent_commands import Orders
+from paceline.team.agent_commands import AgentCommands
 from paceline.team.coordinator import Coordinator
 from paceline.team.coordinator_client import RefusedError, Wire
 from paceline.team.coordinator_server import RefusalError, Service
 from paceline.team.join_options import TermsError, check_terms
-from paceline.team.membership import Roster
+from paceline.team.membership import Membership
 from paceline.team.message_types import ANSWERS, ORDERS, STATE
 from paceline.team.stack_requests import packed, table
-from paceline.team.worker_slots import Said
+from paceline.team.worker_slots import WorkerReport
 
 MANY = pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])
 STORE = ["127.0.0.1", 29500]
 LATER = (0.0, 0.5, 4.0, 100.0)  # seconds after a message, when the coordinator looks at what it put off
 ROUND = {"turn": 3, "number": 0, "trainer": 0, "step": 6, "made": [0], "ready": [], "count": 2, "quorum": 2}
 WORKER: dict[str, Any] = {
-    **json.loads(json.dumps(vars(Said(store=("127.0.0.1", 29500), ready=True, formed=0)))),
+    **json.loads(json.dumps(vars(WorkerReport(store=("127.0.0.1", 29500), ready=True, formed=0)))),
     "round": {**ROUND, "void": False},
 }
 FAILED = {
@@ -125,7 +125,7 @@ REQUESTS: list[tuple[str, Any]] = [
 
 def coordinator(folder: Path, again: bool) -> Service:
     """One to which an agent has come, with two workers that train; or that was started again, and waits for it."""
-    one = Coordinator(3, 1, lambda event, **about: json.dumps(about), Roster((0, 1)))
+    one = Coordinator(3, 1, lambda event, **about: json.dumps(about), Membership((0, 1)))
     one.recovering = time.monotonic() + 3.0 if again else one.recovering
     service = Service(one, TOKEN, {"folder": str(folder), "run": {**RUN, "same": JOIN["same"]}}, one.record)
     service._stands.asked = 1
@@ -406,14 +406,14 @@ def take_job(line: bytes) -> None:
 
 
 def take_driver(line: bytes) -> None:
-    driven = Driven.__new__(Driven)
+    driven = DriverEngine.__new__(DriverEngine)
     driven.title, driven._said = "ray", cast(Any, [line, as_json({"door": "a", "placed": ["b"]})])
     driven._placed()
 
 
 def take_order(line: bytes) -> None:
     done: Callable[..., None] = lambda *_: None
-    Orders(None, done, done)._take(line)
+    AgentCommands(None, done, done)._take(line)
 
 
 def take_etcd(path: str, own: bytes | None) -> Callable[[bytes], None]:
@@ -494,7 +494,7 @@ def test_options_of_another_version_are_refused_on_a_host() -> None:
 
 
 def test_a_worker_ends_with_what_was_no_order() -> None:
-    orders = Orders(None, lambda _: None, lambda _: None)
+    orders = AgentCommands(None, lambda _: None, lambda _: None)
     reads, writes = os.pipe()
     os.write(writes, b'{"wait": true}\n{"number": 1}\n')
     os.close(writes)

@@ -20,7 +20,7 @@ from paceline.base.batching import spread
 from paceline.base.handshake import NONCE, make_nonce, prove_caller
 from paceline.checkpoint.tree import pack, unpack
 from paceline.team import live_migration as migration
-from paceline.team.live_migration import Migration, Taker, digests
+from paceline.team.live_migration import Migration, StateReceiver, digests
 
 
 def key_of(salt: str) -> bytes:
@@ -48,7 +48,7 @@ class Newcomer:
     """A Taker that follows in a thread."""
 
     def __init__(self) -> None:
-        self.taker, self.learner = Taker("127.0.0.1", key_of), Learner()
+        self.taker, self.learner = StateReceiver("127.0.0.1", key_of), Learner()
         self.admitted: int | None = None
         self.current = 0
         self.followed: bool | None = None

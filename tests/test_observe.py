@@ -564,7 +564,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_what_each_of_very_many_workers_computed_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "SELDOM", 0.0)
-    kept = ledger.Ledger()
+    kept = ledger.StepTotals()
     for number in range(1, 5):
         kept.add(number, 8, {"compute": 0.1}, {worker: worker / 1000 for worker in range(65)})
         if number == 2:

@@ -49,7 +49,7 @@ from paceline.cli.main import main
 from paceline.errors import UsageError
 from paceline.launch.tuning import HUGE, surround
 from paceline.plan import Plan
-from paceline.session.training_loop import Member
+from paceline.session.training_loop import RegisteredTrainer
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "paceline"
@@ -384,7 +384,9 @@ def test_every_event_and_public_name_is_documented() -> None:
         if not name.startswith("_")
     ]
     for name in [*package.__all__, *own]:
-        if name != "__version__" and name.removeprefix("Trainer.") not in vars(Member):  # those are the run's
+        if name != "__version__" and name.removeprefix("Trainer.") not in vars(
+            RegisteredTrainer
+        ):  # those are the run's
             assert re.search(rf"`{name}\b|`\.{name.removeprefix('Trainer.')}`", public), name
     kinds = set(errors(package.PacelineError))
     assert UsageError.__name__ in kinds

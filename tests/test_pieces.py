@@ -13,25 +13,25 @@ from torch import nn
 from paceline.base.batching import exact_sum
 from paceline.base.environment import World
 from paceline.base.mesh import Mesh
-from paceline.base.sharding import Cut, Held, Piece, Shards, assemble, stacked
+from paceline.base.sharding import LocalShard, RowShards, ShardedTensor, ShardingSpec, assemble, stacked
 from paceline.comm.communicator import Group
 from paceline.comm.gradient_buckets import zeros
-from paceline.compute.job import Job, Options, default_forward
+from paceline.compute.job import StepOptions, TrainingJob, default_forward
 from paceline.compute.state_dict import in_pieces, load_model
 from paceline.parallel.layout import Layout
 from paceline.train.replica import Replica
 
 
 @st.composite
-def cuts(draw: st.DrawFn) -> Cut:
+def cuts(draw: st.DrawFn) -> ShardingSpec:
     """Whole or cut along a dimension, maybe in sections, maybe each part twice; then by rows or not."""
     sections = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
-    made = Cut.whole(shape, draw(st.integers(1, 3)))
+    made = ShardingSpec.whole(shape, draw(st.integers(1, 3)))
     if shape and draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))
         shape[dim] = sum(sections)
-        made = Cut.split(shape, dim, draw(st.integers(1, 4)), sections, draw(st.integers(1, 2)))
+        made = ShardingSpec.split(shape, dim, draw(st.integers(1, 4)), sections, draw(st.integers(1, 2)))
     return made.in_rows(draw(st.integers(1, 4)))
 
 
@@ -40,7 +40,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 @given(cuts())
-def test_every_element_is_held_and_counted_once(cut: Cut) -> None:
+def test_every_element_is_held_and_counted_once(cut: ShardingSpec) -> None:
     counts = torch.zeros(cut.shape, dtype=torch.int64)
     for place, piece in enumerate(cut.pieces):
         for block in cut.counted(place):
@@ -50,7 +50,7 @@ def test_every_element_is_held_and_counted_once(cut: Cut) -> None:
 
 
 @given(cuts())
-def test_the_blocks_of_a_piece_fill_it(cut: Cut) -> None:
+def test_the_blocks_of_a_piece_fill_it(cut: ShardingSpec) -> None:
     for piece in cut.pieces:
         filled = torch.zeros(piece.shape)
         for block in piece.blocks:
@@ -59,7 +59,7 @@ def test_the_blocks_of_a_piece_fill_it(cut: Cut) -> None:
 
 
 @given(cuts())
-def test_who_holds_a_block_has_the_same_in_it(cut: Cut) -> None:
+def test_who_holds_a_block_has_the_same_in_it(cut: ShardingSpec) -> None:
     whole = numbered(cut.shape)
     locals_ = [piece.of(whole) for piece in cut.pieces]
     for (at, shape), held in cut.blocks.items():
@@ -70,20 +70,20 @@ def test_who_holds_a_block_has_the_same_in_it(cut: Cut) -> None:
 
 
 @given(cuts())
-def test_pieces_of_a_tensor_make_it_again(cut: Cut) -> None:
+def test_pieces_of_a_tensor_make_it_again(cut: ShardingSpec) -> None:
     whole = numbered(cut.shape)
     parts = []
     for place, piece in enumerate(cut.pieces):
         local = torch.full(piece.shape, -1)
         piece.put(whole, local)
         assert local.equal(piece.of(whole))
-        assert Held(local, cut, place).shape == cut.shape
+        assert ShardedTensor(local, cut, place).shape == cut.shape
         parts += [(block.at, block.of(local)) for block in cut.counted(place)]
     assert assemble(torch.full(cut.shape, -1), parts).equal(whole)
 
 
 @given(cuts(), st.data())
-def test_what_differs_from_worker_to_worker_lies_one_upon_another(cut: Cut, data: st.DataObject) -> None:
+def test_what_differs_from_worker_to_worker_lies_one_upon_another(cut: ShardingSpec, data: st.DataObject) -> None:
     """Some replicas have a row each, of which every place writes its own part; the others have none."""
     count, places = data.draw(st.integers(1, 3)), len(cut.pieces)
     order = data.draw(st.permutations([*range(count), None]))
@@ -99,7 +99,7 @@ def test_what_differs_from_worker_to_worker_lies_one_upon_another(cut: Cut, data
 
 
 @given(cuts(), st.data())
-def test_some_rows_of_a_tensor_are_made_of_the_pieces_that_have_them(cut: Cut, data: st.DataObject) -> None:
+def test_some_rows_of_a_tensor_are_made_of_the_pieces_that_have_them(cut: ShardingSpec, data: st.DataObject) -> None:
     whole = numbered(cut.shape)
     if not whole.dim():
         return
@@ -110,7 +110,7 @@ def test_some_rows_of_a_tensor_are_made_of_the_pieces_that_have_them(cut: Cut, d
 
 
 @given(cuts(), st.data())
-def test_rows_of_a_block_are_a_block(cut: Cut, data: st.DataObject) -> None:
+def test_rows_of_a_block_are_a_block(cut: ShardingSpec, data: st.DataObject) -> None:
     whole = numbered(cut.shape)
     for piece in cut.pieces:
         local = piece.of(whole)
@@ -128,7 +128,7 @@ def test_rows_of_a_block_are_a_block(cut: Cut, data: st.DataObject) -> None:
 def test_rows_are_cut_as_chunk_cuts_them(shape: list[int], count: int) -> None:
     """A tensor without dimensions is a row of one, which the first place has."""
     whole = numbered(tuple(shape))
-    cut, shards = Cut.whole(shape).in_rows(count), Shards(count)
+    cut, shards = ShardingSpec.whole(shape).in_rows(count), RowShards(count)
     for place in range(count):
         assert cut.pieces[place].of(whole).equal(shards.of(whole, place))
         assert shards.size(shape, place) == math.prod(cut.pieces[place].shape)
@@ -141,7 +141,7 @@ def test_a_fused_attention_weight_cut_by_heads_and_by_rows() -> None:
     the outer axis cuts the six rows that one of these has in three and three, and so the keys.
     """
     mesh = Mesh(shard=2, tensor=2)
-    cut = Cut.split((12, 8), 0, mesh.tensor, (4, 4, 4)).in_rows(mesh.shard)
+    cut = ShardingSpec.split((12, 8), 0, mesh.tensor, (4, 4, 4)).in_rows(mesh.shard)
     assert len(cut.pieces) == mesh.replica
     blocks = [[(block.at[0], block.shape[0]) for block in piece.blocks] for piece in cut.pieces]
     rows = [[row for first, length in some for row in range(first, first + length)] for some in blocks]
@@ -151,19 +151,22 @@ def test_a_fused_attention_weight_cut_by_heads_and_by_rows() -> None:
 
 
 def test_few_heads_of_keys_are_held_twice_and_counted_once() -> None:
-    cut = Cut.split((2, 8), 0, 2, each=2)
+    cut = ShardingSpec.split((2, 8), 0, 2, each=2)
     assert [piece.blocks[0].at[0] for piece in cut.pieces] == [0, 0, 1, 1]
     assert [len(cut.counted(place)) for place in range(4)] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_place_may_hold_nothing(dim: int) -> None:
-    cut = Cut.split((3, 3), dim, 4)
-    assert cut.pieces[-1] == Piece((0, 3) if dim == 0 else (3, 0), ())
+    cut = ShardingSpec.split((3, 3), dim, 4)
+    assert cut.pieces[-1] == LocalShard((0, 3) if dim == 0 else (3, 0), ())
     assert cut.pieces[-1].of(numbered((3, 3))).shape == cut.pieces[-1].shape
 
 
-LAYERS = {"weight": Cut.split((6, 4), 0, 2, (2, 2, 2)).in_rows(2), "bias": Cut.whole((6,), 2).in_rows(2)}
+LAYERS = {
+    "weight": ShardingSpec.split((6, 4), 0, 2, (2, 2, 2)).in_rows(2),
+    "bias": ShardingSpec.whole((6,), 2).in_rows(2),
+}
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -175,13 +178,15 @@ def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
         own = {name: nn.Parameter(cut.pieces[place].of(grads[name]).clone()) for name, cut in LAYERS.items()}
         model = nn.Linear(4, 6, dtype=torch.float64)
         cuts = {"cuts": LAYERS, "place": place}
-        job = Job(model, default_forward, lambda *_: None, torch.device("cpu"), 0, exact=exact, named=own, **cuts)
+        job = TrainingJob(
+            model, default_forward, lambda *_: None, torch.device("cpu"), 0, exact=exact, named=own, **cuts
+        )
         replica = Replica(job, Layout(job, zeros if exact else None), group := Group(World()), group, Mesh())
         if exact:
             replica.home.largest = [float(grads[name].abs().max()) for name in own]
         for param in own.values():
             param.grad = param.detach().clone()
-        found.append(replica.squares(Options(0, 1.0, 1)))
+        found.append(replica.squares(StepOptions(0, 1.0, 1)))
     true = sum(float(grad.square().sum()) for grad in grads.values())
     assert exact_sum(sum(found).tolist()) == pytest.approx(true, rel=1e-12)
 

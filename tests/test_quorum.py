@@ -36,7 +36,7 @@ from paceline.parallel.plan_cost import cost
 from paceline.plan import Plan
 from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log
-from paceline.team.merge_quorum import LEAST, MOST, USUAL, Merges, Told
+from paceline.team.merge_quorum import LEAST, MOST, USUAL, MergeDecider, RoundReport
 
 TOLERANCE = 1e-12
 PLACES = {float(x[0]): number for number, (x, _, _) in enumerate(DATA)}
@@ -183,13 +183,15 @@ def test_who_is_late_counts_in_a_later_merge(tmp_path: Path) -> None:
     assert re.fullmatch(r"island 2 for 2 merges, \d+ rows not trained on", happened["too late"])
 
 
-def told(turn: int, made: str = "", ready: str = "", number: int = 0, quorum: int = 2, void: bool = False) -> Told:
+def told(
+    turn: int, made: str = "", ready: str = "", number: int = 0, quorum: int = 2, void: bool = False
+) -> RoundReport:
     """What a team of three islands says, which are named by their digits."""
-    return Told(turn, number, 0, 10 * turn, tuple(map(int, made)), tuple(map(int, ready)), 3, quorum, void)
+    return RoundReport(turn, number, 0, 10 * turn, tuple(map(int, made)), tuple(map(int, ready)), 3, quorum, void)
 
 
 def test_who_is_in_a_merge_is_decided_once() -> None:
-    merges = Merges()
+    merges = MergeDecider()
     assert merges.look([None, told(0, "0")], 0, 1.0) is None
     assert merges.due == float("inf"), "it waits for what is said, not for a time"
     assert merges.look([told(0, "0"), told(0, "1")], 0, 1.1) is None
@@ -207,7 +209,7 @@ def test_who_is_in_a_merge_is_decided_once() -> None:
 
 def test_the_window_is_what_is_usual() -> None:
     """Ten seconds from merge to merge, of which one from the first island to the one that makes two."""
-    merges, now = Merges(), 0.0
+    merges, now = MergeDecider(), 0.0
     for turn in range(12):
         assert merges.look([told(turn, "0")], 0, now + 9) is None
         assert merges.look([told(turn, "01")], 0, now + 10) is None
@@ -216,7 +218,7 @@ def test_the_window_is_what_is_usual() -> None:
         now = now + 10 + window
     assert window == pytest.approx(1.0)
     assert USUAL * 10 < window < MOST * 10
-    slow, now = Merges(), 0.0
+    slow, now = MergeDecider(), 0.0
     for turn in range(12):  # all at once, so that the part of a round decides
         assert slow.look([told(turn, "01")], 0, now + 100) is None
         window = slow.due - now - 100
@@ -226,7 +228,7 @@ def test_the_window_is_what_is_usual() -> None:
 
 
 def test_one_that_caught_up_is_merged_and_makes_no_quorum() -> None:
-    merges = Merges()
+    merges = MergeDecider()
     assert merges.look([told(0, "0"), told(0, ready="12")], 0, 1.0) is None
     assert merges.due == float("inf")
     merges.look([told(0, "0"), told(0, "1"), told(0, ready="2")], 0, 1.0)
@@ -234,7 +236,7 @@ def test_one_that_caught_up_is_merged_and_makes_no_quorum() -> None:
 
 
 def test_after_a_loss_the_same_are_merged_if_they_are_there() -> None:
-    merges = Merges()
+    merges = MergeDecider()
     merges.look([told(0, "01")], 0, 1.0)
     assert merges.look([told(0, "01")], 0, 2.0) is not None
     assert merges.look([told(0, "01")], 1, 3.0) is None, "nobody is in that generation any more"
@@ -248,11 +250,11 @@ def test_after_a_loss_the_same_are_merged_if_they_are_there() -> None:
     assert other is not None
     assert other["islands"] == [0, 2]
     # As a coordinator that was started again finds it in the journal.
-    assert Merges(last=other).look([told(0, "0", number=2), told(0, "2", number=2)], 2, 9.0) is None
+    assert MergeDecider(last=other).look([told(0, "0", number=2), told(0, "2", number=2)], 2, 9.0) is None
 
 
 def test_the_last_merge_waits_for_all_and_a_void_one_for_nobody() -> None:
-    merges = Merges()
+    merges = MergeDecider()
     assert merges.look([told(0, "0", quorum=3), told(0, "1", quorum=3)], 0, 1.0) is None
     assert merges.due == float("inf")
     void = merges.look([told(0, "0", quorum=3), told(0, void=True)], 0, 1.0)

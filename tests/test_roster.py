@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.team.membership import Announcement, Roster
+from paceline.team.membership import Announcement, Membership
 
 
-def begun(workers: int) -> Roster:
-    roster = Roster(tuple(range(workers)))
+def begun(workers: int) -> Membership:
+    roster = Membership(tuple(range(workers)))
     for worker in range(workers):
         assert not roster.begun
         roster.ready(worker)
@@ -17,7 +17,7 @@ def begun(workers: int) -> Roster:
     return roster
 
 
-def enter(roster: Roster, order: Announcement) -> None:
+def enter(roster: Membership, order: Announcement) -> None:
     for worker in order.members:
         roster.formed(worker, order.number)
 

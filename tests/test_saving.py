@@ -24,7 +24,7 @@ from paceline.checkpoint.files import write_files
 from paceline.checkpoint.storage import Folder
 from paceline.checkpoint.writer import Part
 from paceline.errors import CheckpointError
-from paceline.session.checkpoint_manager import Saving
+from paceline.session.checkpoint_manager import CheckpointManager
 
 WIDE = """
 import os
@@ -341,7 +341,7 @@ def test_how_often(cost: float | None, losses: int, wanted: float, monkeypatch: 
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     team: Any = SimpleNamespace()
-    saving = Saving(team, None, "auto", 2)
+    saving = CheckpointManager(team, None, "auto", 2)
     saving._cost, saving.losses = cost, losses
     assert saving._interval() == pytest.approx(wanted, rel=1e-3)
     saving._saved_at = now - wanted * 1.01

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from paceline.team.coordinator import ALIKE, AWAITED, RETURN, Coordinator
-from paceline.team.membership import Announcement, Roster
-from paceline.team.server_placement import Lives
-from paceline.team.worker_slots import Said, Seat
+from paceline.team.membership import Announcement, Membership
+from paceline.team.server_placement import ServerPlacement
+from paceline.team.worker_slots import WorkerReport, WorkerSlot
 
 STORE, TAKES = ("127.0.0.1", 1), ("127.0.0.1", 2, "secret")
 SERVER = 1_000_000
@@ -23,16 +23,16 @@ class Served:
     def __init__(self) -> None:
         self.journal: list[dict[str, Any]] = []
         self.now = 0.0
-        worker = Said(store=STORE, ready=True, servers=3, copies=1)
+        worker = WorkerReport(store=STORE, ready=True, servers=3, copies=1)
         self.said = {0: worker, 1: worker}
-        self.other: dict[int, Said] = {}  # of another host
-        self.coordinator = self.start(Roster((0, 1)))
+        self.other: dict[int, WorkerReport] = {}  # of another host
+        self.coordinator = self.start(Membership((0, 1)))
         self.report()
         for number in range(3):
-            self.said[SERVER + number] = Said(store=STORE, newcomer=True, at=TAKES, holds=True)
+            self.said[SERVER + number] = WorkerReport(store=STORE, newcomer=True, at=TAKES, holds=True)
         self.report()
 
-    def start(self, roster: Roster) -> Coordinator:
+    def start(self, roster: Membership) -> Coordinator:
         record = lambda event, **fields: self.journal.append({"event": event, **fields})
         made = Coordinator(3, 1, record, roster)
         made.join("a", "logs", STORE, [0, 1], 2)
@@ -50,7 +50,7 @@ class Served:
 
     def serves(self, server: int, **more: Any) -> None:
         life = self.coordinator.seats[SERVER + server].life
-        self.said[SERVER + server] = Said(life=life, store=STORE, newcomer=True, at=TAKES, **more)
+        self.said[SERVER + server] = WorkerReport(life=life, store=STORE, newcomer=True, at=TAKES, **more)
         self.report()
 
     @property
@@ -111,7 +111,7 @@ def test_a_coordinator_that_is_started_again_knows_which_server_is_to_come_back(
     play = Served()
     play.ends(1)
     play.serves(1)
-    play.coordinator = play.start(Roster((0, 1)))
+    play.coordinator = play.start(Membership((0, 1)))
     play.coordinator.recovering = play.now + RETURN
     play.report()
     assert play.coordinator.recovering == math.inf
@@ -125,11 +125,11 @@ def on_two_hosts(copies: int) -> Served:
     """Another host has another worker and the second server."""
     play = Served()
     play.said = {0: play.said[0], SERVER: play.said[SERVER]}
-    worker = Said(store=STORE, ready=True, servers=2, copies=copies)
+    worker = WorkerReport(store=STORE, ready=True, servers=2, copies=copies)
     play.said[0], other = worker, {1: worker, SERVER + 1: play.said[SERVER]}
     play.journal.clear()
     record = lambda event, **fields: play.journal.append({"event": event, **fields})
-    play.coordinator = Coordinator(3, 1, record, Roster((0, 1)))
+    play.coordinator = Coordinator(3, 1, record, Membership((0, 1)))
     play.coordinator.join("a", "logs", STORE, [0], 1)
     play.coordinator.join("b", "logs", STORE, [1], 1)
     for _ in range(2):
@@ -177,14 +177,14 @@ def test_a_host_that_ended_or_whose_servers_have_copies_is_not_waited_for(how: s
         assert [entry["workers"] for entry in play.journal if entry["event"] == "lost"] == [[SERVER + 1], [1]]
 
 
-def spread(hosts: str, servers: int, least: int = 1) -> Lives:
+def spread(hosts: str, servers: int, least: int = 1) -> ServerPlacement:
     """Workers on these hosts, one after another, want so many servers."""
-    lives = Lives({number: Seat(host) for number, host in enumerate(hosts)}, set(), set())
-    lives.seat_servers("a", {0: Said(servers=servers)}, False, least)
+    lives = ServerPlacement({number: WorkerSlot(host) for number, host in enumerate(hosts)}, set(), set())
+    lives.seat_servers("a", {0: WorkerReport(servers=servers)}, False, least)
     return lives
 
 
-def where(lives: Lives) -> str:
+def where(lives: ServerPlacement) -> str:
     return "".join(seat.agent for number, seat in sorted(lives.seats.items()) if number >= SERVER)
 
 

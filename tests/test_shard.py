@@ -18,13 +18,13 @@ from torch import nn
 
 from paceline.base.batching import exact_sum
 from paceline.base.environment import World
-from paceline.base.sharding import Shards
+from paceline.base.sharding import RowShards
 from paceline.comm.communicator import Group
 from paceline.comm.exact_sums import ExactBuckets
-from paceline.comm.fsdp_reduce_scatter import Staging
+from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
 from paceline.compute.blocks import blocks_of
-from paceline.compute.cpu_offload import Hosted
+from paceline.compute.cpu_offload import CpuOffloadedParams
 from paceline.compute.state_dict import own_of
 
 PLANS = {
@@ -98,7 +98,7 @@ def test_who_has_which_rows() -> None:
     """As torch.chunk cuts; every row is somebody's."""
     for length in range(1, 20):
         for count in range(1, 8):
-            cuts = [Shards(count).rows(length, place) for place in range(count)]
+            cuts = [RowShards(count).rows(length, place) for place in range(count)]
             chunks = [part.tolist() for part in torch.arange(length).chunk(count)]
             assert [list(rows) for rows in cuts if rows] == chunks
             assert [row for rows in cuts for row in rows] == list(range(length))
@@ -115,7 +115,7 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
         for shape, scale in zip(shapes, scales, strict=True)
     ]
 
-    def squares(shards: Shards) -> torch.Tensor:
+    def squares(shards: RowShards) -> torch.Tensor:
         whole = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
         own = [*own_of(dict(enumerate(whole)), {}, shards)[0].values()]
         buckets = ExactBuckets(whole, shards=shards, own=own)
@@ -124,9 +124,9 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
             param.grad = shards.of(grad, shards.me).view(param.shape).clone()
         return buckets.squares(micro_batches=8)
 
-    alone = squares(Shards(1, 0))
+    alone = squares(RowShards(1, 0))
     for count in (2, 3):
-        assert torch.equal(sum(squares(Shards(count, place)) for place in range(count)), alone)
+        assert torch.equal(sum(squares(RowShards(count, place)) for place in range(count)), alone)
     true = exact_sum([x * x for grad in grads for x in grad.double().reshape(-1).tolist()])
     assert exact_sum(alone.tolist()) == pytest.approx(true, rel=1e-12)
 
@@ -135,7 +135,7 @@ def test_blocks_of_one_shape_and_two_dtypes_travel_in_their_own() -> None:
     """0.1 is another number in each."""
     own = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
     group = Group(World())
-    staging = Staging(Buckets(own, hooks=False), [param.shape for param in own], [[0], [1]], group)
+    staging = FsdpReduceScatter(Buckets(own, hooks=False), [param.shape for param in own], [[0], [1]], group)
     staging.rehouse(group.allocate)
     staging.begin(lambda bucket: None)
     staging.open(last=True)
@@ -160,7 +160,7 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
     home = kind(own, hooks=False)
     home.largest = [8.0] * len(sizes) if exact else []
     group = Group(World())
-    staging = Staging(home, [param.shape for param in own], blocks, group)
+    staging = FsdpReduceScatter(home, [param.shape for param in own], blocks, group)
     staging.rehouse(group.allocate)
     handed: list[int] = []
     backwards = data.draw(st.lists(st.booleans(), min_size=1, max_size=4))  # whether it is blank
@@ -317,7 +317,7 @@ def test_rows_in_the_hosts_memory_follow_what_a_script_does_to_them() -> None:
     for hosted in (False, True):
         torch.manual_seed(0)
         rows = [nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(5))]
-        there = Hosted(rows) if hosted else None
+        there = CpuOffloadedParams(rows) if hosted else None
         assert there is None or all(map(torch.equal, rows, there.copies))  # optimizers may keep what they begin with
         optimizer = torch.optim.AdamW(rows if there is None else there.copies, lr=0.1)
         for step in range(4):

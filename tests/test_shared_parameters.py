@@ -16,8 +16,8 @@ from sharing import BATCH, MODELS, ROWS, SEED, loss, optimizer, x, y
 from torch import nn
 
 from paceline import sample_index, stream_seed
-from paceline.base.sharding import Cut
-from paceline.compute.job import Job
+from paceline.base.sharding import ShardingSpec
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import model_state
 from paceline.errors import UsageError
 
@@ -73,9 +73,9 @@ def test_a_part_under_a_name_that_is_not_known_to_be_one_is_not_saved() -> None:
     """Whatever its cause: nothing is written that the next run would take for the whole."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    cuts = {"0.bias": Cut.split((6,), 0, 2)}
+    cuts = {"0.bias": ShardingSpec.split((6,), 0, 2)}
     anything: Any = lambda *given: None
-    job = Job(model, anything, anything, torch.device("cpu"), 0, cuts=cuts, shapes=shapes)
+    job = TrainingJob(model, anything, anything, torch.device("cpu"), 0, cuts=cuts, shapes=shapes)
     model[0].bias.data = model[0].bias.data[:3]
     assert model_state(job)["0.bias"].shape == (6,)
     model[1].weight.data = model[1].weight.data[:, :3]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.parallel.pipeline.partition import NAMED, Stages, divide, even
+from paceline.parallel.pipeline.partition import NAMED, StagePartition, divide, even
 from paceline.parallel.pipeline.schedule import BACKWARD, FORWARD, KINDS, Action, Simulated, drawn, simulate, table
 
 WIDTH = 4
@@ -197,7 +197,7 @@ def test_of_equal_blocks_no_stage_has_two_more_than_another(weight: int, blocks:
 
 def test_equal_blocks_are_divided_evenly() -> None:
     stages = divide(Model(), 4, 4, None)
-    assert stages == Stages(tuple(f"blocks.{number}" for number in range(8)), (0, 2, 4, 6))
+    assert stages == StagePartition(tuple(f"blocks.{number}" for number in range(8)), (0, 2, 4, 6))
     assert divide(Model(), 4, 2, None) == stages  # two stages on each of two workers
     assert divide(Model(), 8, 8, None).starts == (*range(8),)
     assert divide(Model(), 1, 1, None).starts == (0,)
@@ -234,9 +234,9 @@ def test_what_is_said_decides(said: str | None, starts: tuple[int, ...]) -> None
 
 
 def test_a_path_says_which_of_several_lists() -> None:
-    assert divide(Two(), 3, 3, "encoder") == Stages(("encoder.0", "encoder.1", "encoder.2"), (0, 1, 2))
+    assert divide(Two(), 3, 3, "encoder") == StagePartition(("encoder.0", "encoder.1", "encoder.2"), (0, 1, 2))
     names = ("decoder.0", "decoder.2", "decoder.4", "decoder.5")  # without those that have no parameters
-    assert divide(Two(), 2, 2, "decoder:1") == Stages(names, (0, 1))
+    assert divide(Two(), 2, 2, "decoder:1") == StagePartition(names, (0, 1))
     assert divide(nn.Sequential(Two()), 2, 2, "0.encoder").blocks == ("0.encoder.0", "0.encoder.1", "0.encoder.2")
 
 
@@ -257,7 +257,7 @@ def test_another_cut_where_workers_are_unequal(
     assert found == (better if better is None else (better[0], *map(pytest.approx, better[1:])))
 
 
-def homes(model: nn.Module, stages: Stages) -> dict[str, tuple[int, ...]]:
+def homes(model: nn.Module, stages: StagePartition) -> dict[str, tuple[int, ...]]:
     """By name, where a parameter lives."""
     found = stages.homes(model)
     assert {*found} == {id(param) for param in model.parameters()}
@@ -277,7 +277,7 @@ def test_what_is_before_the_blocks_is_the_first_stages_and_what_is_after_them_th
 def test_what_is_between_two_blocks_belongs_to_the_one_before() -> None:
     model = nn.Sequential(Block(), nn.LayerNorm(WIDTH), Block())
     stages = divide(model, 2, 2, None)
-    assert stages == Stages(("0", "2"), (0, 1))
+    assert stages == StagePartition(("0", "2"), (0, 1))
     assert homes(model, stages) == {
         "0.linear.weight": (0,),
         "0.linear.bias": (0,),
@@ -295,7 +295,7 @@ def test_every_module_belongs_to_the_last_block_until_there(kinds: list[bool], d
     model = nn.Sequential(*(Block() if kind else nn.LayerNorm(WIDTH) for kind in kinds))
     blocks = tuple(str(place) for place, kind in enumerate(kinds) if kind)
     later = data.draw(st.sets(st.integers(1, len(blocks) - 1))) if len(blocks) > 1 else set()
-    stages = Stages(blocks, (0, *sorted(later)))
+    stages = StagePartition(blocks, (0, *sorted(later)))
     for name, found in homes(model, stages).items():
         last = max(0, sum(kinds[: int(name.partition(".")[0]) + 1]) - 1)
         assert found == (sum(start <= last for start in later),)

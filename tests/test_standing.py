@@ -20,10 +20,10 @@ from launching import paceline
 from warm import Process, environment
 
 from paceline.base.flight_recorder import KEPT, SIZE, FlightRecorder, flight_lines, read_flight
-from paceline.base.heartbeat import BEHIND, PAGE, View
+from paceline.base.heartbeat import BEHIND, PAGE, HeartbeatView
 from paceline.base.stacks import read_within
 from paceline.errors import FormatError
-from paceline.team.stack_requests import MOST, PACKED, Stands, packed, table, unpacked
+from paceline.team.stack_requests import MOST, PACKED, StackRequests, packed, table, unpacked
 
 
 def flight_of(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def flight_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def test_the_last_collectives_are_kept_and_read_from_the_memory_of_both() -> None:
-    view = View()
+    view = HeartbeatView()
     flight = FlightRecorder()
     flight.take(memoryview(mmap.mmap(view.fd, BEHIND))[PAGE : PAGE + SIZE])
     assert view.flight == []
@@ -73,7 +73,7 @@ def test_in_whose_code_a_stack_stands() -> None:
 
 
 def test_the_coordinator_takes_answers_of_workers_alone(tmp_path: Path) -> None:
-    stands = Stands(tmp_path)
+    stands = StackRequests(tmp_path)
     stands.ask(["a", "b"])
     worker = {"asked": stands.asked, "worker": 3, "name": "worker-3", "files": packed("stack", "{}\n"), "newest": {}}
     for name in ("../../etc/passwd", "worker-3/../x", "worker-", "worker-3\n"):

@@ -28,8 +28,8 @@ from warm import Process, environment
 from paceline.base.journal import effective_steps, read_journal
 from paceline.launch import coordinator_process
 from paceline.team.coordinator import RETURN, Coordinator
-from paceline.team.membership import Roster
-from paceline.team.worker_slots import Said
+from paceline.team.membership import Membership
+from paceline.team.worker_slots import WorkerReport
 
 # A worker waits at a place as long as there is a file that says so; all go slowly until there is "gate".
 SCRIPT = """
@@ -166,7 +166,7 @@ def said(play: Replay, worker: int, **fields: Any) -> None:
 def again(play: Replay) -> None:
     """The coordinator dies and is started again."""
     before = play.coordinator
-    play.coordinator = Coordinator(3, 1, before.record, Roster(tuple(play.hosts[0])), recovering=play.now + RETURN)
+    play.coordinator = Coordinator(3, 1, before.record, Membership(tuple(play.hosts[0])), recovering=play.now + RETURN)
     play.coordinator.join("agent 0", "logs", STORE, play.hosts[0], len(play.hosts[0]))
     play.tell(0)
 
@@ -188,7 +188,7 @@ def test_who_is_stopped_and_stays_so_is_lost_as_soon_as_others_can_go_on() -> No
     said(play, 0, stopped=False)
     assert play.journal == ["lost", "generation"]
     assert play.coordinator.roster.members == (0,)
-    play.said[0][1] = Said(1, STORE, newcomer=True)
+    play.said[0][1] = WorkerReport(1, STORE, newcomer=True)
     play.tell(0)
     assert [text.partition("\n")[0] for _, text, _ in play.coordinator.lines] == [
         "workers 0-1 have been stopped (SIGSTOP) for 2 s, and nobody else has the state of the training: waiting",
@@ -234,7 +234,7 @@ def test_all_start_anew_so_often_and_then_the_run_ends() -> None:
         if life < 3:
             wanted = play.ask(0)["workers"]
             assert wanted == {n: {"life": life + 1, "out": False, "newcomer": False} for n in (0, 1)}
-            play.said[0] = {n: Said(life + 1, STORE) for n in (0, 1)}
+            play.said[0] = {n: WorkerReport(life + 1, STORE) for n in (0, 1)}
             play.tell(0)
     assert play.coordinator.failing == {1: "was stopped (SIGSTOP) for 5 s"}
 

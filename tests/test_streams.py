@@ -19,7 +19,7 @@ from launching import SCRIPTS, paceline
 from paceline.base.batching import PARTS, Agreed, Grid, Moment, Transaction, VectorLayout, deal, stream_seed
 from paceline.base.environment import parse_shares
 from paceline.compute import rng as streams_of
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.errors import UsageError
 
 GOLDEN = {
@@ -249,7 +249,7 @@ def draw_all() -> list[list[float]]:
 
 @pytest.fixture(params=["numpy's memory", "numpy's functions"])
 def streams(request, monkeypatch):
-    streams = Streams(torch.device("cpu"))
+    streams = RngState(torch.device("cpu"))
     streams.mark()
     assert streams_of._NUMPY._words is not None
     if request.param == "numpy's functions":  # its memory is not what we know
@@ -301,7 +301,7 @@ def numpys() -> tuple[bytes, object]:
 @example(3, [624], 0)
 def test_a_mark_of_numpys_leaves_it_where_it_is_and_brings_back_all_of_it(seed, words, normals):
     """Wherever it stands among its words, and with or without a normal left of a pair."""
-    streams = Streams(torch.device("cpu"))
+    streams = RngState(torch.device("cpu"))
     with streams.lent():
         np.random.seed(seed)
         for count in words:
@@ -334,7 +334,7 @@ def test_words_that_come_again_with_a_normal_left_are_another_state(streams):
 
 @pytest.mark.parametrize("kind", [np.random.PCG64, np.random.Philox, np.random.SFC64, np.random.MT19937])
 def test_another_generator_of_numpys_is_looked_after_too(kind):
-    streams = Streams(torch.device("cpu"))
+    streams = RngState(torch.device("cpu"))
     usual = np.random.get_bit_generator()
     state = np.random.get_state()
     try:

@@ -15,7 +15,7 @@ from proxies import Proxy
 from test_servers import KILLED, nobody_went_back
 from test_windows import BATCH, counted, each_row_once, stopped
 
-from paceline.compute.sparse_grads import Touched
+from paceline.compute.sparse_grads import TouchedRows
 from paceline.team.fault_injection import read_log
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "recommend.py"
@@ -145,7 +145,7 @@ def test_an_update_moves_a_twentieth_of_the_tables_at_most(tmp_path: Path) -> No
 def test_what_is_known_of_a_table_is_what_has_changed() -> None:
     """As sets say, for whoever is not further behind than the table has rows; for others any row may have."""
     draw = random.Random(0)
-    touched, made = Touched(20, 5), dict[int, set[int]]()
+    touched, made = TouchedRows(20, 5), dict[int, set[int]]()
     for update in range(5, 200):
         rows = set(draw.sample(range(20), draw.randint(0, 6)))
         made[update] = {*range(20)} if update == 100 else rows

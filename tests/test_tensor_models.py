@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 
 from paceline.parallel.tensor_parallel.op_rules import RULES
 from paceline.parallel.tensor_parallel.placement import Placement, derive, folded
-from paceline.parallel.tensor_parallel.redistribute import Division, Moves
-from paceline.parallel.tensor_parallel.sharded_mode import Parts, logical, mark, part_of, regrouped
+from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement
+from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, logical, mark, part_of, regrouped
 
 TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 tensor=2": 4}
 
@@ -104,7 +104,7 @@ SIZE = 4
 Function = Callable[..., Any]
 
 
-class Adding(Moves):
+class Adding(Redistributor):
     """Of one of four workers, alone: what is to be added up is given back, and nothing may be gathered."""
 
     def __init__(self, rank: int) -> None:
@@ -119,7 +119,7 @@ class Adding(Moves):
         self.adds = True
         return x
 
-    def join(self, x: torch.Tensor, part: Division) -> torch.Tensor:
+    def join(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         raise AssertionError("it is gathered")
 
 
@@ -132,12 +132,12 @@ def attention(x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor
     return F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)
 
 
-L = Division(2, (64,), SIZE)  # along the last of three dimensions
-T = Division(2, (64, 64, 64), SIZE)
-H = Division(1, (8,), SIZE)
-FEW = Division(1, (2,), 2)
+L = ShardPlacement(2, (64,), SIZE)  # along the last of three dimensions
+T = ShardPlacement(2, (64, 64, 64), SIZE)
+H = ShardPlacement(1, (8,), SIZE)
+FEW = ShardPlacement(1, (2,), 2)
 # What is a part of which shape; and what all have.
-FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], Division | None]], Function]] = {
+FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], ShardPlacement | None]], Function]] = {
     "elements": ([((2, 3, 64), L)], lambda x: F.gelu(2 * x - 1) ** 2 / (x.abs() + 1)),
     "with what all have": (
         [((2, 3, 64), L), ((64,), None), ((3, 1), None)],
@@ -172,7 +172,7 @@ FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], Division | None]], Functi
     "product": ([((2, 8, 3, 5), H), ((5, 7), None)], lambda x, w: x @ w),
     "sum of products": ([((2, 3, 64), L), ((7, 64), None), ((7,), None)], lambda x, w, b: F.linear(x, w, None)),
     "rows by columns": (
-        [((3, 64), Division(1, (64,), SIZE)), ((64, 5), None)],
+        [((3, 64), ShardPlacement(1, (64,), SIZE)), ((64, 5), None)],
         lambda x, w: torch.addmm(w[0] * 0, x, w),
     ),
     "einsum": ([((2, 8, 3, 5), H), ((2, 3, 8, 5), None)], lambda q, k: torch.einsum("bhid,bjhd->bhij", q, k)),
@@ -181,7 +181,7 @@ FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], Division | None]], Functi
     "like it": ([((2, 3, 64), L)], lambda x: torch.zeros_like(x) + x.detach().to(torch.float32).type_as(x)),
     "dropped": ([((2, 8, 3, 5), H)], lambda x: F.dropout(x, 0.3)),
     "dropped, in another order": (
-        [((2, 3, 8, 5), Division(2, (8,), SIZE))],
+        [((2, 3, 8, 5), ShardPlacement(2, (8,), SIZE))],
         lambda x: F.dropout(x.transpose(1, 2), 0.3),
     ),
     "noise": ([((2, 8, 3, 5), H)], lambda x: x.clone().normal_() * x + torch.rand(x.shape)),
@@ -207,7 +207,7 @@ def test_a_function_of_parts_gives_the_part(name: str) -> None:
             for x, (_, part) in zip(given, shapes, strict=True)
         ]
         torch.manual_seed(2)
-        with Parts(moves, RULES, lambda: "here"):
+        with ShardedTensorMode(moves, RULES, lambda: "here"):
             found = function(*some)
         part = part_of(found)
         if moves.adds:
@@ -221,7 +221,7 @@ def test_a_function_of_parts_gives_the_part(name: str) -> None:
 
 
 @st.composite
-def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Division, tuple[int, ...]]:
+def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], ShardPlacement, tuple[int, ...]]:
     """A shape, a part of it, and another shape of as many elements."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4))
     dim = draw(st.integers(0, len(shape) - 1))
@@ -231,11 +231,13 @@ def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], Division, tuple[int, ...
     while rest > 1 and len(other) < 4:
         other.append(draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0])))
         rest //= other[-1]
-    return tuple(shape), Division(dim, tuple(sections), 2), (*other, rest)
+    return tuple(shape), ShardPlacement(dim, tuple(sections), 2), (*other, rest)
 
 
 @drawn(reshapes())
-def test_what_is_reshaped_is_the_part_of_the_reshaped(case: tuple[tuple[int, ...], Division, tuple[int, ...]]) -> None:
+def test_what_is_reshaped_is_the_part_of_the_reshaped(
+    case: tuple[tuple[int, ...], ShardPlacement, tuple[int, ...]],
+) -> None:
     shape, part, other = case
     found = regrouped(shape, part, other)
     if found is None:
@@ -243,6 +245,6 @@ def test_what_is_reshaped_is_the_part_of_the_reshaped(case: tuple[tuple[int, ...
     whole = torch.arange(math.prod(shape)).view(shape)
     for rank in range(2):
         unit: Any = SimpleNamespace(rank=rank, size=2)
-        moves = Moves(unit)
+        moves = Redistributor(unit)
         mine = moves.narrow(whole, part).reshape(moves.shape(other, found))
         assert torch.equal(mine, moves.narrow(whole.view(other), found))

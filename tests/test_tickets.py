@@ -14,17 +14,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.param_server.ssp_clock import Push, Tickets
+from paceline.param_server.ssp_clock import Push, SspScheduler
 
 
 class World:
     """Workers that take tickets and push them, over a line on which any word may be late, or said twice."""
 
     def __init__(self, workers: int, bound: float, window: int, updates: int, faults: int) -> None:
-        self.tickets, self.window, self.updates, self.faults = Tickets(bound), window, updates, faults
+        self.tickets, self.window, self.updates, self.faults = SspScheduler(bound), window, updates, faults
         self.has: dict[int, int] = {}  # by worker: what it computes
         self.late: tuple[tuple[int, int], ...] = ()  # pushes that come again
-        self.other = Tickets(bound)  # of a server that follows
+        self.other = SspScheduler(bound)  # of a server that follows
         self.applied: Counter[int] = Counter()
         self.next = workers
         for worker in range(workers):
@@ -136,7 +136,7 @@ class World:
         return clocks, has, tuple(sorted(tickets.done)), dealt, self.late, self.faults, self.next
 
 
-def copied(tickets: Tickets) -> Tickets:
+def copied(tickets: SspScheduler) -> SspScheduler:
     made = object.__new__(type(tickets))
     vars(made).update({name: v.copy() if hasattr(v, "copy") else v for name, v in vars(tickets).items()})
     return made
@@ -174,14 +174,14 @@ def test_every_interleaving_of_a_small_team(workers: int, bound: float, window: 
     assert len(worlds) > 100
 
 
-class Careless(Tickets):
+class Careless(SspScheduler):
     """Hears those that are lost."""
 
     def lose(self, worker: int) -> None:
         self.clocks.pop(worker, None)
 
 
-class Hasty(Tickets):
+class Hasty(SspScheduler):
     """Lets everybody read."""
 
     def may_read(self, worker: int) -> bool:
@@ -189,7 +189,7 @@ class Hasty(Tickets):
 
 
 @pytest.mark.parametrize("wrong", [Careless, Hasty])
-def test_the_model_finds_what_is_wrong(wrong: type[Tickets]) -> None:
+def test_the_model_finds_what_is_wrong(wrong: type[SspScheduler]) -> None:
     first = World(2, 0, 3, 3, 1)
     first.tickets.__class__ = wrong
     with pytest.raises((AssertionError, KeyError)):
@@ -219,7 +219,7 @@ def test_larger_teams_at_random(workers: int, bound: float, window: int, faults:
 
 
 def test_a_dead_slowest_releases_the_clock() -> None:
-    tickets = Tickets(1, end=20)
+    tickets = SspScheduler(1, end=20)
     for worker in (0, 1):
         tickets.join(worker)
     assert tickets.deal(1) == 0  # and it is not heard of again
@@ -233,7 +233,7 @@ def test_a_dead_slowest_releases_the_clock() -> None:
 
 
 def test_a_window_is_cut_where_rows_end() -> None:
-    tickets = Tickets(math.inf, end=9)
+    tickets = SspScheduler(math.inf, end=9)
     for worker in (0, 1, 2):
         tickets.join(worker)
     assert [tickets.deal(worker) for worker in (0, 1, 2)] == [0, 1, 2]
@@ -245,7 +245,7 @@ def test_a_window_is_cut_where_rows_end() -> None:
 
 
 def test_missed_updates_are_counted() -> None:
-    tickets = Tickets(math.inf, end=3)
+    tickets = SspScheduler(math.inf, end=3)
     for worker in (0, 1):
         tickets.join(worker)
     slow, fast = tickets.deal(0), tickets.deal(1)
@@ -259,6 +259,6 @@ def test_missed_updates_are_counted() -> None:
 
 
 def test_a_window_that_is_not_over_goes_on() -> None:
-    tickets = Tickets(0, end=2)
+    tickets = SspScheduler(0, end=2)
     with pytest.raises(RuntimeError, match="2 tickets of the window before are not applied"):
         tickets.turn(2)

@@ -20,7 +20,7 @@ from launching import paceline
 from networks import hosts as hosts
 
 from paceline.observe.timeline import Timeline
-from paceline.team.coordinator_client import Link
+from paceline.team.coordinator_client import CoordinatorClient
 
 SCRIPT = """
 from basics import *
@@ -142,7 +142,7 @@ def test_what_another_hosts_clock_says_is_known_to_an_error() -> None:
     """For any delays on the way, also unequal ones, and clocks that are far apart."""
     draw = random.Random(5)
     for truth in (0.0, 3.7, -7200.0):
-        link = Link(("127.0.0.1", 1), b"", {})
+        link = CoordinatorClient(("127.0.0.1", 1), b"", {})
         assert link.clock is None
         link._set_clock(1.0, None, 2.0)  # a coordinator that does not say
         now = 1e9

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.fork_server import Wanted, Warm
+from paceline.launch.fork_server import ForkServer, Wanted
 from paceline.launch.forked_worker import PROGRAM, READ_FIRST
 from paceline.launch.tuning import surround
 
@@ -44,9 +44,9 @@ def _given() -> dict[str, str]:
     return given | variables
 
 
-def _begun() -> Warm:
+def _begun() -> ForkServer:
     selector = selectors.DefaultSelector()
-    warm = Warm(["of the tests", " " * 4000], _given(), selector, lambda: None, print)
+    warm = ForkServer(["of the tests", " " * 4000], _given(), selector, lambda: None, print)
     while not warm.ready:
         assert warm.trouble is None, warm.trouble
         for key, _ in selector.select():
@@ -55,14 +55,14 @@ def _begun() -> Warm:
 
 
 @cache
-def _warm() -> Warm:
+def _warm() -> ForkServer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("paceline.launch.fork_server.PROGRAM", PROGRAM.replace("from", "import agent_parts; from", 1))
         return _begun()
 
 
 @cache
-def _warm_with(modules: str) -> Warm:
+def _warm_with(modules: str) -> ForkServer:
     """Forked from the first one, and inherited by us."""
     ours, theirs = socket.socketpair()
     program = [str(SCRIPTS / "with_warm.py"), json.dumps({"environment": _warm().environment, "modules": modules})]

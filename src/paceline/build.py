@@ -15,20 +15,20 @@ from paceline.base.mesh import AXES, Mesh
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec
 from paceline.compute.blocks import compiled, recompute, set_apart
-from paceline.local_sgd.round import Rounds, leave_islands, rounds_of
+from paceline.local_sgd.round import LocalSgdRunner, leave_islands, rounds_of
 from paceline.parallel.data_parallel import share
 from paceline.parallel.layout import Layout
-from paceline.parallel.model_values import Values
+from paceline.parallel.model_values import ModelValues
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.schedule import KINDS
-from paceline.parallel.zero1 import Shard
-from paceline.param_server.client import InStep, Ticketed
+from paceline.parallel.zero1 import Zero1
+from paceline.param_server.client import AsyncReplica, SyncReplica
 from paceline.param_server.server import ParameterServer
-from paceline.param_server.worker_steps import ServedStepper, Windows
+from paceline.param_server.worker_steps import AsyncWindowRunner, SyncServerRunner
 from paceline.plan import Plan
 from paceline.session.run import Run
 from paceline.train.replica import Replica
-from paceline.train.step import Stepper
+from paceline.train.step import StepRunner
 
 
 def nest(
@@ -51,7 +51,7 @@ def nest(
     job.shapes = {name: tuple(param.shape) for name, param in job.model.named_parameters(remove_duplicate=False)}
     job.units = group.along("data", "shard", mesh=mesh)
     job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
-    values = Values(job) if mesh.pipeline * mesh.tensor > 1 else None
+    values = ModelValues(job) if mesh.pipeline * mesh.tensor > 1 else None
     pipeline = None
     if mesh.pipeline > 1:
         from paceline.parallel.pipeline.partition import divide
@@ -67,9 +67,9 @@ def nest(
         job.decisions.append(TensorCut(job, group.along("tensor", mesh=mesh), placements).told)
     sequences = None
     if mesh.context > 1:
-        from paceline.parallel.sequence_parallel import Sequences
+        from paceline.parallel.sequence_parallel import SequenceParallel
 
-        sequences = Sequences(job, group.along("context", mesh=mesh), pipeline is not None)
+        sequences = SequenceParallel(job, group.along("context", mesh=mesh), pipeline is not None)
         job.decisions.append(sequences.told)
     if plan.exact:
         set_apart(job.model)
@@ -92,37 +92,37 @@ def nest(
     if plan.server:
         if group.serves:
             return Replica(job, Layout(job), group, outer, mesh)
-        return (Ticketed if plan.in_windows else InStep)(job, group, mesh, plan.server, codec)
+        return (AsyncReplica if plan.in_windows else SyncReplica)(job, group, mesh, plan.server, codec)
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
         return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)
     replica = group.along("shard", mesh=mesh)
     if plan.zero == 1:
-        return Replica(job, Shard(job, replica), group, outer, mesh, pipeline, codec, team)
+        return Replica(job, Zero1(job, replica), group, outer, mesh, pipeline, codec, team)
     from paceline.parallel.fsdp import FullyShard  # torch takes half a second to import what it needs
 
     filled = None if known else partial(share, group=group)
     return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh, codec=codec, team=team)
 
 
-def build_stepper(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Stepper:
+def build_stepper(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> StepRunner:
     """What makes a trainer's turns: data-parallel steps, rounds of local SGD, or steps with parameter servers."""
     run, plan = about["run"], about["plan"]
     if run.serving is not None:
-        run.serving.steppers.append(stepper := Stepper(**about, grid=grid))
+        run.serving.steppers.append(stepper := StepRunner(**about, grid=grid))
         return stepper
     if plan.local:
         return rounds_of(mesh, about, grid)
     if plan.in_windows:
-        return Windows(**about, grid=grid)
-    return ServedStepper(**about, grid=grid) if plan.server else Stepper(**about, grid=grid)
+        return AsyncWindowRunner(**about, grid=grid)
+    return SyncServerRunner(**about, grid=grid) if plan.server else StepRunner(**about, grid=grid)
 
 
-def load_stepper(stepper: Stepper, saved: dict[str, Any], newcomer: bool) -> None:
+def load_stepper(stepper: StepRunner, saved: dict[str, Any], newcomer: bool) -> None:
     """Gives a stepper the state that one of any plan has saved. Only a `newcomer` takes what islands kept."""
     stepper.load(saved, newcomer)
     islands = saved.get("islands") or {}
-    if newcomer and "each" in islands and not isinstance(stepper, Rounds):
+    if newcomer and "each" in islands and not isinstance(stepper, LocalSgdRunner):
         leave_islands(stepper, islands)
 
 

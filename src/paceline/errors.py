@@ -87,7 +87,7 @@ class LaunchError(PacelineError):
     """The workers could not be started, or the script did not train."""
 
 
-class Noting:
+class AddNote:
     """Notes on an exception that passes what it was raised in, as ``micro-batch 4``; our own say that themselves."""
 
     def __init__(self, what: Callable[[], str]) -> None:
@@ -113,7 +113,7 @@ def hint_of(error: BaseException) -> str:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """What `Noting` noted on it."""
+    """What `AddNote` noted on it."""
     notes = getattr(error, "__notes__", ())
     return [note.removeprefix(_NOTE) for note in notes if isinstance(note, str) and note.startswith(_NOTE)]
 

@@ -26,20 +26,20 @@ from paceline.comm.peer_status import call_site
 from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import led
 from paceline.compute.job import default_forward
-from paceline.compute.merge_policy import Merging
+from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.compute.state_dict import copies_in_pieces, hidden_in, model_state, own_copies
 from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import CheckpointError, UsageError
-from paceline.evaluate.evaluate import Sweep, evaluate
+from paceline.evaluate.evaluate import EvalPass, evaluate
 from paceline.evaluate.predict import predicted
-from paceline.observe.step_totals import Ledger
+from paceline.observe.step_totals import StepTotals
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.plan_cost import cost, facts_of
-from paceline.parallel.tensor_parallel.redistribute import Moves
+from paceline.parallel.tensor_parallel.redistribute import Redistributor
 from paceline.parallel.tensor_parallel.script_view import (
     by_pieces,
     each_by_pieces,
@@ -49,13 +49,13 @@ from paceline.parallel.tensor_parallel.script_view import (
     with_bodies,
 )
 from paceline.plan import Plan
-from paceline.session.best_checkpoint import Best, keep_best
+from paceline.session.best_checkpoint import BestCheckpoint, keep_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
-from paceline.session.error_hints import Hinting
+from paceline.session.error_hints import AnnotatedCallable
 from paceline.session.logging import Telling
 from paceline.session.reported_values import PlateauFollower
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
-from paceline.session.training_loop import Phase, SavedFields, State, grid_told, idle_text, resumed_grid
+from paceline.session.training_loop import LoopState, SavedFields, State, grid_told, idle_text, resumed_grid
 from paceline.session.validation import (
     Fixed,
     FromScript,
@@ -80,7 +80,7 @@ from paceline.session.validation import (
     trainable,
     whole_number,
 )
-from paceline.session.worker_batch import Portion, bring
+from paceline.session.worker_batch import WorkerBatch, bring
 from paceline.team.transactions import settling
 from paceline.train.step import StepReport
 
@@ -140,11 +140,11 @@ class Trainer(Telling):
         self._seed = seed
         self._device = device_of(run.team.world.local_rank)
         mesh = self._mesh = self._choose_plan(plan)
-        self._streams = Streams(self._device)
+        self._streams = RngState(self._device)
         self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart)
-        form = Hinting(fitting("forward", forward or default_forward), "forward", default=forward is None)
+        form = AnnotatedCallable(fitting("forward", forward or default_forward), "forward", default=forward is None)
         said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
-        judge = Hinting(fitting("loss", loss), "loss")
+        judge = AnnotatedCallable(fitting("loss", loss), "loss")
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
         kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, **said_so, **told}
@@ -171,19 +171,19 @@ class Trainer(Telling):
         self._replica.build(optimizers, schedulers)
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
-        merging = Merging(self._device, never=run.reverse or self.plan.one_by_one)
+        merging = MergePolicy(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := self._weights(job, mesh))
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
         about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
         self._stepper = build_stepper(mesh, about, self._grid)
-        self._ledger = Ledger()
-        self._phases, self.untouched = list[Phase](), list[Phase]()  # the latter were made and not gone through
+        self._ledger = StepTotals()
+        self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
-        self.state, self.best = State(partial(restored_copies, job=job)), Best()
+        self.state, self.best = State(partial(restored_copies, job=job)), BestCheckpoint()
         self.plateau = PlateauFollower(schedule, schedulers, run.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
         run.enlist(self, self.model)
@@ -249,7 +249,7 @@ class Trainer(Telling):
         self._run.view_models()
 
     @property
-    def parts(self) -> list[Moves | None]:
+    def parts(self) -> list[Redistributor | None]:
         return self._job.redistributors if self._line is None else []
 
     @property
@@ -403,7 +403,7 @@ class Trainer(Telling):
         run = self._run
         return with_bodies(loop, lambda: run.members)
 
-    def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> Phase:
+    def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> LoopState:
         """The next phase, or the one that the checkpoint holds of this number. Prints its grid."""
         self._run.need_team()
         grid = self._grid
@@ -417,7 +417,7 @@ class Trainer(Telling):
             total = epochs * grid.batches(rows)
         if number == len(self._phases):
             first = self._phases[-1].first_epoch + self._phases[-1].begun if self._phases else 0
-            self._phases.append(Phase(number, rows, epochs, total, first_epoch=first))
+            self._phases.append(LoopState(number, rows, epochs, total, first_epoch=first))
         phase = self._phases[number]
         phase.enter(self._run.around, self._number)
         if phase.aim(epochs, total, last=number == len(self._phases) - 1):
@@ -437,7 +437,7 @@ class Trainer(Telling):
                 self._run.say(": ".join(idle), once=True)
         return phase
 
-    def _loop(self, phase: Phase, source: Source, grid: Grid) -> Iterator[StepReport]:
+    def _loop(self, phase: LoopState, source: Source, grid: Grid) -> Iterator[StepReport]:
         run = self._run
         self.untouched.remove(phase)
         run.calls.update(phase.inside)
@@ -516,7 +516,7 @@ class Trainer(Telling):
         assert report is not None
         return report
 
-    def _brought(self, batch: Any, looks: str) -> Portion:
+    def _brought(self, batch: Any, looks: str) -> WorkerBatch:
         """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
         micro = self._grid.micro if self._grid else self.plan.micro
         step, together = self.steps_done + 1, self.plan.together
@@ -527,7 +527,7 @@ class Trainer(Telling):
             self._spare = whole.share[0]
         return whole
 
-    def _deal(self, alike: Fingerprint, feed: Feed, phase: Phase, cure: str, ahead: int = 0) -> Portion | None:
+    def _deal(self, alike: Fingerprint, feed: Feed, phase: LoopState, cure: str, ahead: int = 0) -> WorkerBatch | None:
         """This worker's part of the loop's next global batch, or of one further ahead, if there is one."""
         if ahead and not feed.has(phase.done + ahead):
             return None
@@ -539,7 +539,9 @@ class Trainer(Telling):
         full = rows == feed.grid.global_batch
         last = self.plan.quorum is not None and not feed.has(phase.done + ahead + 1)
         read, single = len(feed.read), feed.later_single_row(phase.done + ahead)
-        return Portion(micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, read, single)
+        return WorkerBatch(
+            micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, read, single
+        )
 
     def _place(self) -> Place:
         """How the present team deals a global batch of this trainer's."""
@@ -640,13 +642,13 @@ class Trainer(Telling):
         list(predicted(self._run, sweep, Path(path)))  # which gives nothing
         return Path(path)
 
-    def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> Sweep:
+    def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> EvalPass:
         fit(collate=collate)
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)
         collate, options = collate or self._loader.get("collate"), self._loader.get("options", {})
         source = Source.of(dataset, self._seed, collate, None, options)
         place = lambda: replace(self._place(), fine=False)  # noqa: E731
-        return Sweep(self._run.team, self._job, model or self.model, source, micro, place, self._grid, self._of)
+        return EvalPass(self._run.team, self._job, model or self.model, source, micro, place, self._grid, self._of)
 
     def keep_best(self, name: str, mode: str = "max") -> None:
         """Keeps the checkpoint of the weights whose `name` was best, in `evaluate` or `log`, beyond all others.
@@ -808,7 +810,7 @@ class Trainer(Telling):
                 return
             self._replica.own.take(mine.get("own") or {})
             self._seed = self._job.seed = self._said.go_on(mine.get("said"), self._run.say)
-            self._phases = [Phase.of(phase) for phase in mine["phases"]]
+            self._phases = [LoopState.of(phase) for phase in mine["phases"]]
             self._stopped = mine["stopped"]
             self.best.restore(mine.get("best"))
         kept = pytree.tree_map_only(torch.Tensor, torch.clone, mine["state"])

@@ -25,10 +25,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.param_server.async_server import Dealing
-from paceline.param_server.client import Ticketed
+from paceline.param_server.async_server import AsyncShard
+from paceline.param_server.client import AsyncReplica
 from paceline.param_server.protocol import Connection, Kind
-from paceline.param_server.ssp_clock import Tickets
+from paceline.param_server.ssp_clock import SspScheduler
 
 BATCH, ROWS = 6, 30
 CALLS = [0]
@@ -77,9 +77,9 @@ def loss(output: torch.Tensor, batch: Any) -> Any:
 
 def watch() -> None:
     """Where tickets are dealt, `reads` has how far ahead of the slowest a worker is who reads weights with one."""
-    deal = Tickets.deal
+    deal = SspScheduler.deal
 
-    def watched(tickets: Tickets, worker: int, read: int | None = None) -> int | None:
+    def watched(tickets: SspScheduler, worker: int, read: int | None = None) -> int | None:
         before = len(tickets.open)
         ticket = deal(tickets, worker, read)
         if len(tickets.open) > before:
@@ -87,14 +87,14 @@ def watch() -> None:
                 file.write(f"{tickets.clocks[worker] - min(tickets.clocks.values())}\n")
         return ticket
 
-    Tickets.deal = watched  # type: ignore[method-assign]
+    SspScheduler.deal = watched  # type: ignore[method-assign]
 
 
 def between() -> None:
     """With BETWEEN=WORKER:SERVER that worker is killed when its fifth ticket is whole at that server alone."""
-    push, made = Ticketed.push, [0]
+    push, made = AsyncReplica.push, [0]
 
-    def dying(replica: Ticketed, sums: Any, told: Any) -> None:
+    def dying(replica: AsyncReplica, sums: Any, told: Any) -> None:
         made[0] += 1
         mine, server = option("BETWEEN")
         servers, done = replica.servers, Path(sys.argv[1]) / "killed"
@@ -109,14 +109,14 @@ def between() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         push(replica, sums, told)
 
-    Ticketed.push = dying  # type: ignore[method-assign]
+    AsyncReplica.push = dying  # type: ignore[method-assign]
 
 
 def versions() -> None:
     """Of each reading: how many servers there are, and how many updates were asked for, the table and the rest have."""
-    read = Ticketed.await_weights
+    read = AsyncReplica.await_weights
 
-    def noted(replica: Ticketed) -> None:
+    def noted(replica: AsyncReplica) -> None:
         read(replica)
         model: Any = replica.job.model
         found = (-float(some.sum()) / BATCH for some in (model.table.weight, model.more[0]))
@@ -124,17 +124,17 @@ def versions() -> None:
         with (Path(sys.argv[1]) / "versions").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    Ticketed.await_weights = noted  # type: ignore[method-assign]
+    AsyncReplica.await_weights = noted  # type: ignore[method-assign]
 
 
 def vanish(update: int) -> None:
     """The first server tells no other of that update, and is killed once a worker has read weights that have it: whose
     own push came right before, and was not known to be everywhere.
     """
-    hear, tell, go_on = Dealing.hear, Dealing._tell, Dealing._go_on
+    hear, tell, go_on = AsyncShard.hear, AsyncShard._tell, AsyncShard._go_on
     held: list[Any] = []
 
-    def late(dealing: Dealing, *heard: Any) -> None:
+    def late(dealing: AsyncShard, *heard: Any) -> None:
         if heard[-1].kind == Kind.APPLIED and heard[-1].key[0] == update:
             held.append(heard)
         else:
@@ -142,11 +142,11 @@ def vanish(update: int) -> None:
         while held and dealing.applied > update:
             hear(dealing, *held.pop())
 
-    def silent(dealing: Dealing, peer: Connection, number: int, one: Any) -> None:
+    def silent(dealing: AsyncShard, peer: Connection, number: int, one: Any) -> None:
         if number != update:
             tell(dealing, peer, number, one)
 
-    def last(dealing: Dealing) -> None:
+    def last(dealing: AsyncShard) -> None:
         waiting = [*dealing._reading]
         go_on(dealing)
         read = [link for link, frame in waiting if (link, frame) not in dealing._reading]
@@ -158,7 +158,7 @@ def vanish(update: int) -> None:
             (Path(sys.argv[1]) / "vanished").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Dealing.hear, Dealing._tell, Dealing._go_on = late, silent, last  # type: ignore[method-assign, assignment]
+    AsyncShard.hear, AsyncShard._tell, AsyncShard._go_on = late, silent, last  # type: ignore[method-assign, assignment]
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ import paceline
 from paceline.base.handshake import SEAL
 from paceline.param_server import client as servers
 from paceline.param_server import protocol as frames
-from paceline.param_server.client import Servers
+from paceline.param_server.client import ServerClient
 
 SEED, BATCH, MICRO, ROWS, WIDTH, CLIP = 5, 12, 2, 40, 6, 0.3
 CALLS = [0]
@@ -81,9 +81,9 @@ def act() -> None:
 
 def cut(every: int) -> None:
     """The connection is lost after each so many frames, which have gone or not; `cuts` has a line for each."""
-    put, made = Servers.put, [0]
+    put, made = ServerClient.put, [0]
 
-    def cutting(servers: Servers, server: int, *frame: Any) -> None:
+    def cutting(servers: ServerClient, server: int, *frame: Any) -> None:
         put(servers, server, *frame)
         made[0] += 1
         if made[0] % every == 0:
@@ -92,7 +92,7 @@ def cut(every: int) -> None:
             with (Path(sys.argv[1]) / "cuts").open("a") as file:
                 file.write("cut\n")
 
-    Servers.put = cutting  # type: ignore[method-assign]
+    ServerClient.put = cutting  # type: ignore[method-assign]
 
 
 def through(port: int) -> None:
@@ -104,7 +104,7 @@ def through(port: int) -> None:
         return link
 
     servers.socket = SimpleNamespace(create_connection=connect)  # type: ignore[assignment]
-    frames.Seals.next = lambda self, part: bytes(SEAL)  # type: ignore[method-assign]
+    frames.MessageSeals.next = lambda self, part: bytes(SEAL)  # type: ignore[method-assign]
 
 
 def faults() -> None:

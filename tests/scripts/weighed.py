@@ -12,26 +12,26 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from paceline.param_server.client import Servers
-from paceline.param_server.protocol import Frame, Kind
+from paceline.param_server.client import ServerClient
+from paceline.param_server.protocol import Kind, Message
 
 TOLD = Counter[str]()
 
 
 def weigh() -> None:
-    put, hear = Servers.put, Servers._hear
+    put, hear = ServerClient.put, ServerClient._hear
 
-    def putting(servers: Servers, server: int, kind: int, trainer: int, key: Any, *content: Any) -> None:
+    def putting(servers: ServerClient, server: int, kind: int, trainer: int, key: Any, *content: Any) -> None:
         put(servers, server, kind, trainer, key, *content)
         numbers, what = content or ((), b"")
         TOLD["pushed"] += sum(tensor.nbytes for tensor in what) if numbers else len(what)
 
-    def hearing(servers: Servers, server: int, frame: Frame) -> None:
+    def hearing(servers: ServerClient, server: int, frame: Message) -> None:
         TOLD["taken"] += len(frame.text) if frame.kind != Kind.KEPT else 0  # for a checkpoint
         TOLD["taken"] += sum(servers.landings[frame.trainer][number].nbytes for number in frame.numbers)
         hear(servers, server, frame)
 
-    Servers.put, Servers._hear = putting, hearing  # type: ignore[method-assign]
+    ServerClient.put, ServerClient._hear = putting, hearing  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

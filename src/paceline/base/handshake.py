@@ -5,7 +5,8 @@ three; who listens proves with another HMAC that it has the key, too. The key is
 which who listens has told the others by way of the coordinator. So who overhears all of it, or is called by mistake,
 has nothing to use: neither the key nor a proof that another connection would take.
 
-What they say from then on carries seals (`Seals`): nobody between them can change, repeat or leave out any of it.
+What they say from then on carries seals (`MessageSeals`): nobody between them can change, repeat or leave out any of
+it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def introduce(link: socket.socket, key: bytes, nonce: bytes, text: bytes = b"") 
     return is_proof(link.recv(PROOF, socket.MSG_WAITALL), prove_listener(key, nonce, own))
 
 
-class Seals:
+class MessageSeals:
     """The seals of what one end of a connection says, one part after another: an HMAC, of which half is sent (RFC 2104,
     section 5), over the part and how many there were before it. The key is made for this connection and this end.
     """

@@ -37,7 +37,7 @@ def is_pulse(descriptor: int | str, pid: int | str = "self") -> bool:
         return False
 
 
-class Pulse:
+class Heartbeat:
     """The worker's side. Without an agent nobody looks at the page."""
 
     def __init__(self) -> None:
@@ -129,10 +129,10 @@ class Pulse:
             self.beat()
 
 
-PULSE = Pulse()
+PULSE = Heartbeat()
 
 
-class View:
+class HeartbeatView:
     """The agent's side. `fd` is for the worker."""
 
     def __init__(self) -> None:

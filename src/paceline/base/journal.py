@@ -49,7 +49,7 @@ def plain(value: Any) -> Any:
     return plain(str(value))
 
 
-class Hears(Protocol):
+class EventListener(Protocol):
     """Who wants to know of a journal in this process."""
 
     def hear(self) -> None: ...
@@ -63,7 +63,7 @@ class Journal:
     which cannot be written either, does. Who `hears` is told after each line, and of the end.
     """
 
-    def __init__(self, folder: Path | None, hears: Hears | None = None) -> None:
+    def __init__(self, folder: Path | None, hears: EventListener | None = None) -> None:
         self._fd: int | None = None
         self._hears = hears
         self._torn = self._warned = False

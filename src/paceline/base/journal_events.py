@@ -24,7 +24,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Worker = Annotated[int, Meta(ge=0, le=2**40)]  # its number; servers have numbers beyond those of workers
 Few = Annotated[int, Meta(ge=0, le=1 << 16)]  # of what a list is made
 Number = Annotated[str, Meta(pattern="^[0-9]{1,12}$")]  # a worker's, as a name
-Lane = Annotated[str, Meta(pattern="^[0-9]{1,12} [a-z]+$")]
+RingSlot = Annotated[str, Meta(pattern="^[0-9]{1,12} [a-z]+$")]
 Value = Real | bool | str | list[Any] | dict[str, Any] | None
 By = dict[str, Seconds]  # seconds by name
 ByWorker = dict[Number, Seconds]
@@ -58,7 +58,7 @@ class StepEvent(TrainerEvent):
     time: NotRequired[By | None]
     waited_for: NotRequired[By | None]
     computed: NotRequired[ByWorker | None]
-    lanes: NotRequired[dict[Lane, Seconds] | None]
+    lanes: NotRequired[dict[RingSlot, Seconds] | None]
     account: NotRequired[By | None]
 
 

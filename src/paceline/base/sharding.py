@@ -21,7 +21,7 @@ _LINE = 16  # elements: stretches of different places share no line of a cache
 
 
 @dataclass(frozen=True)
-class Shards:
+class RowShards:
     """`count` workers that share the rows of each tensor, as torch.chunk and fully_shard cut them, of whom this one is
     `me`. With one, all rows are its own. A tensor without dimensions is a row of one.
     """
@@ -53,7 +53,7 @@ class Shards:
         return whole[rows.start : rows.stop]
 
 
-ALONE = Shards()
+ALONE = RowShards()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def _narrowed(tensor: Tensor, first: Sequence[int], shape: Sequence[int]) -> Ten
 
 
 @dataclass(frozen=True)
-class Piece:
+class LocalShard:
     """What one place holds: a tensor of this `shape`, which the blocks fill."""
 
     shape: Indices
@@ -97,7 +97,7 @@ class Piece:
     def elements(self) -> int:
         return math.prod(self.shape)
 
-    def rows(self, rows: range) -> Piece:
+    def rows(self, rows: range) -> LocalShard:
         """Some rows of its tensor."""
         blocks = []
         for block in self.blocks:
@@ -106,7 +106,7 @@ class Piece:
             if first < end:
                 part = block.rows(range(first - begin, end - begin))
                 blocks.append(replace(part, start=(first - rows.start, *part.start[1:])) if block.shape else block)
-        return Piece((len(rows), *self.shape[1:]), tuple(blocks))
+        return LocalShard((len(rows), *self.shape[1:]), tuple(blocks))
 
     def of(self, whole: Tensor) -> Tensor:
         """Its values of a whole tensor; where that is one block, in the memory of the whole."""
@@ -123,24 +123,24 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardingSpec:
     """How a tensor of this `shape` is divided in a replica: the piece of each place. Blocks of two places are the same
     part of the whole, or have nothing in common.
     """
 
     shape: Indices
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LocalShard, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int], places: int = 1) -> Cut:
+    def whole(cls, shape: Sequence[int], places: int = 1) -> ShardingSpec:
         """All of it everywhere."""
         shape, first = tuple(shape), (0,) * len(shape)
-        return cls(shape, (Piece(shape, (Block(first, shape, first),)),) * places)
+        return cls(shape, (LocalShard(shape, (Block(first, shape, first),)),) * places)
 
     @classmethod
     def split(
         cls, shape: Sequence[int], dim: int, count: int, sections: Sequence[int] | None = None, each: int = 1
-    ) -> Cut:
+    ) -> ShardingSpec:
         """Cut `count` times along a dimension, as torch.chunk cuts, and so in each of `sections` of these lengths, as
         the three of a fused attention weight: a place holds its part of every one. `each` part is held by so many
         places.
@@ -151,32 +151,32 @@ class Cut:
         def first(index: int) -> Indices:
             return tuple(index if number == dim else 0 for number in range(len(whole)))
 
-        pieces: list[Piece] = []
+        pieces: list[LocalShard] = []
         for place in range(count):
             blocks, begins, own = [], 0, 0
             for length in lengths:
-                mine = Shards(count).rows(length, place)
+                mine = RowShards(count).rows(length, place)
                 size = (*whole[:dim], len(mine), *whole[dim + 1 :])
                 blocks += [Block(first(begins + mine.start), size, first(own))] if mine else []
                 begins, own = begins + length, own + len(mine)
-            pieces += [Piece((*whole[:dim], own, *whole[dim + 1 :]), tuple(blocks))] * each
+            pieces += [LocalShard((*whole[:dim], own, *whole[dim + 1 :]), tuple(blocks))] * each
         return cls(whole, tuple(pieces))
 
-    def in_rows(self, count: int) -> Cut:
+    def in_rows(self, count: int) -> ShardingSpec:
         """The tensor of each place cut once more by its rows among `count`, which are the outer places now."""
         if count == 1:
             return self
-        shards = Shards(count)
+        shards = RowShards(count)
         parts = [
             piece.rows(shards.rows((piece.shape or (1,))[0], outer)) for outer in range(count) for piece in self.pieces
         ]
-        return Cut(self.shape, tuple(parts))
+        return ShardingSpec(self.shape, tuple(parts))
 
     def place_of(self, rank: int) -> int:
         """A replica begins at each multiple of its workers."""
         return rank % len(self.pieces)
 
-    def at(self, rank: int) -> Piece:
+    def at(self, rank: int) -> LocalShard:
         return self.pieces[self.place_of(rank)]
 
     @cached_property
@@ -195,7 +195,7 @@ class Cut:
         return [held[place] for held in self.blocks.values() if next(iter(held)) == place]
 
 
-def stacked(cut: Cut, rows: Sequence[int | None]) -> Cut:
+def stacked(cut: ShardingSpec, rows: Sequence[int | None]) -> ShardingSpec:
     """How tensors that are cut so and differ from worker to worker lie one upon another: the worker of each rank has a
     row, or none.
     """
@@ -203,11 +203,11 @@ def stacked(cut: Cut, rows: Sequence[int | None]) -> Cut:
     for rank, row in enumerate(rows):
         piece = cut.at(rank)
         blocks = () if row is None else tuple(Block((row, *b.at), (1, *b.shape), (0, *b.start)) for b in piece.blocks)
-        pieces.append(Piece((len(blocks[:1]), *(piece.shape if cut.shape else ())), blocks))
-    return Cut((1 + max(row for row in rows if row is not None), *cut.shape), tuple(pieces))
+        pieces.append(LocalShard((len(blocks[:1]), *(piece.shape if cut.shape else ())), blocks))
+    return ShardingSpec((1 + max(row for row in rows if row is not None), *cut.shape), tuple(pieces))
 
 
-def counting(cuts: Sequence[Cut], place: int) -> list[list[Block]] | None:
+def counting(cuts: Sequence[ShardingSpec], place: int) -> list[list[Block]] | None:
     """Of each tensor the blocks that count at a place; None where all do, since nobody holds them before."""
     found = [cut.counted(cut.place_of(place)) for cut in cuts]
     pieces = (cut.pieces[cut.place_of(place)] for cut in cuts)
@@ -215,11 +215,11 @@ def counting(cuts: Sequence[Cut], place: int) -> list[list[Block]] | None:
 
 
 @dataclass(frozen=True)
-class Held:
+class ShardedTensor:
     """The `tensor` that a place holds of one that is cut."""
 
     tensor: Tensor
-    cut: Cut
+    cut: ShardingSpec
     place: int
 
     @property

@@ -19,7 +19,7 @@ import torch
 
 from paceline.base.console import in_one_line
 from paceline.base.schema import read_json
-from paceline.base.sharding import Held
+from paceline.base.sharding import ShardedTensor
 from paceline.checkpoint.files import (
     Checkpoint,
     best_of,
@@ -48,7 +48,7 @@ State = Mapping[str, torch.Tensor]
 
 
 def write_together(
-    state: Mapping[str, torch.Tensor | Held], out: Path, main: bool, replica: Group | None, group: Group
+    state: Mapping[str, torch.Tensor | ShardedTensor], out: Path, main: bool, replica: Group | None, group: Group
 ) -> None:
     """Writes `state` as `write_model` does, on the `main` worker of a `group`; what that raises all raise. Tensors of
     which each worker of a `replica` has a piece are gathered one after another, by all. Collective.
@@ -56,13 +56,13 @@ def write_together(
     whole: dict[str, torch.Tensor] = {}
     pieces: dict[str, torch.Tensor] = {}  # that are not gathered yet
 
-    def gather(name: str, held: Held) -> torch.Tensor:
+    def gather(name: str, held: ShardedTensor) -> torch.Tensor:
         assert replica is not None
         pieces.pop(name, None)
         return replica.whole(held)
 
     for name, value in state.items():
-        if isinstance(value, Held):
+        if isinstance(value, ShardedTensor):
             assert replica is not None
             replica.enter("the pieces of an export", check=False, kind="all_gather")
             value = pieces[name] = Deferred(partial(gather, name, value), value.shape, value.tensor.dtype)

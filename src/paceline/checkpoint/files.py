@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError
 
 from paceline.base.schema import find_wrong, open_file, parse
-from paceline.base.sharding import Block, Cut, Held, Shards, assemble
+from paceline.base.sharding import Block, RowShards, ShardedTensor, ShardingSpec, assemble
 from paceline.checkpoint.lazy import Deferred
 from paceline.checkpoint.safetensors_file import DTYPES, file_bytes, open_tensors, size_text, tensor_chunks
 from paceline.checkpoint.storage import Storage, storage_at
@@ -45,7 +45,7 @@ _T = TypeVar("_T")
 Slice = tuple[str, Block | None]  # a tensor's name, and which block of it, if not all
 _Placed = tuple[list[int], torch.Tensor]  # where it begins in the whole tensor
 Files = dict[str, list[Slice]]  # what each file holds
-Told = Mapping[str, tuple[int, str]]  # bytes and SHA-256 of each
+RoundReport = Mapping[str, tuple[int, str]]  # bytes and SHA-256 of each
 
 
 def checkpoints_of(run: str | Path) -> Storage:
@@ -303,7 +303,7 @@ def folder_of(step: int) -> str:
 def layout(
     own: Mapping[str, torch.Tensor],
     common: Mapping[str, torch.Tensor],
-    cut: Mapping[str, Held],
+    cut: Mapping[str, ShardedTensor],
     writers: Sequence[int],
     attempt: str,
     file_bytes: int = FILE_BYTES,
@@ -335,11 +335,14 @@ def layout(
     return made
 
 
-def whole_shapes(tensors: Mapping[str, torch.Tensor | Held]) -> dict[str, Whole]:
-    return {n: Whole(t.tensor.dtype if isinstance(t, Held) else t.dtype, tuple(t.shape)) for n, t in tensors.items()}
+def whole_shapes(tensors: Mapping[str, torch.Tensor | ShardedTensor]) -> dict[str, Whole]:
+    return {
+        n: Whole(t.tensor.dtype if isinstance(t, ShardedTensor) else t.dtype, tuple(t.shape))
+        for n, t in tensors.items()
+    }
 
 
-def _divide_blocks(name: str, cut: Cut, writers: Sequence[int]) -> list[list[Slice]]:
+def _divide_blocks(name: str, cut: ShardingSpec, writers: Sequence[int]) -> list[list[Slice]]:
     """The rows of each block, for those who hold it."""
     shares: list[list[Slice]] = [[] for _ in writers]
     at: dict[int, list[int]] = {}
@@ -351,7 +354,7 @@ def _divide_blocks(name: str, cut: Cut, writers: Sequence[int]) -> list[list[Sli
         if length and not having:
             what = f"nobody who has rows {begin}-{begin + length - 1} of {name} reaches the place of the checkpoints"
             raise CheckpointError(what, "give a folder that all hosts share, or a URL, as --checkpoints")
-        among = Shards(len(having))
+        among = RowShards(len(having))
         for part, (number, place) in enumerate(having):
             mine = among.rows(length, part)
             if mine:
@@ -394,14 +397,14 @@ def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slic
         ends = [min(rows, max(0, -((at * writers - end * total) // (width * writers or 1)))) for end in range(writers)]
         for number, (first, end) in enumerate(zip(ends, [*ends[1:], rows], strict=True)):
             if first < end:
-                (whole,) = Cut.whole(tensor.shape).pieces[0].blocks if end - first < rows else (None,)
+                (whole,) = ShardingSpec.whole(tensor.shape).pieces[0].blocks if end - first < rows else (None,)
                 shares[number].append((name, whole and whole.rows(range(first, end))))
         at += tensor.nbytes
     return shares
 
 
-def take(tensor: torch.Tensor | Held, block: Block | None) -> torch.Tensor:
-    here = tensor.tensor if isinstance(tensor, Held) else tensor
+def take(tensor: torch.Tensor | ShardedTensor, block: Block | None) -> torch.Tensor:
+    here = tensor.tensor if isinstance(tensor, ShardedTensor) else tensor
     return here if block is None else block.of(here)
 
 
@@ -446,7 +449,7 @@ def commit(
     storage: Storage,
     step: int,
     plan: Iterable[Files],
-    told: Told,
+    told: RoundReport,
     tensors: Mapping[str, Whole],
     manifest: Mapping[str, Any],
     keep: int = 2,
@@ -479,7 +482,7 @@ def bytes_of(step: int, plan: Iterable[Files], tensors: Mapping[str, Whole], man
 
 
 def _sealed(
-    step: int, plan: Iterable[Files], told: Told, tensors: Mapping[str, Whole], manifest: Mapping[str, Any]
+    step: int, plan: Iterable[Files], told: RoundReport, tensors: Mapping[str, Whole], manifest: Mapping[str, Any]
 ) -> tuple[dict[str, Any], bytes]:
     """The whole manifest, and the text that is written of it."""
     entries: dict[str, dict[str, Any]] = {}

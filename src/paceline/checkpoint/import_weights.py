@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.base.console import in_one_line, quoted
 from paceline.base.schema import read_json
-from paceline.base.sharding import Cut
+from paceline.base.sharding import ShardingSpec
 from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_checkpoint
 from paceline.checkpoint.lazy import deferred, float_named
 from paceline.checkpoint.lock import hold_lock
@@ -150,7 +150,7 @@ def adopted(
     weights: Mapping[str, torch.Tensor],
     trainer: int,
     source: str,
-    cuts: Mapping[str, Cut] = MappingProxyType({}),
+    cuts: Mapping[str, ShardingSpec] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """The state that ``model.load_state_dict`` takes strictly, from imported `weights`. Of what has `cuts` the model
     has but pieces.
@@ -180,7 +180,7 @@ def adopted(
 
 
 def refuse_another_model(
-    model: nn.Module, saved: Mapping[str, Any], trainer: int, checkpoint: str, cuts: Mapping[str, Cut]
+    model: nn.Module, saved: Mapping[str, Any], trainer: int, checkpoint: str, cuts: Mapping[str, ShardingSpec]
 ) -> None:
     """Raises CheckpointError where a resumed run's model has other names or shapes than the checkpoint."""
     kinds = _other_names_and_shapes(model.state_dict(keep_vars=True), saved, cuts)
@@ -189,7 +189,7 @@ def refuse_another_model(
 
 
 def _other_names_and_shapes(
-    wanted: Mapping[str, Any], found: Mapping[str, Any], cuts: Mapping[str, Cut]
+    wanted: Mapping[str, Any], found: Mapping[str, Any], cuts: Mapping[str, ShardingSpec]
 ) -> dict[str, list[str]]:
     shapes = []
     for name in sorted(wanted.keys() & found.keys()):

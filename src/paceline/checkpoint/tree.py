@@ -19,7 +19,7 @@ from typing import Any
 import numpy
 import torch
 
-from paceline.base.sharding import Held
+from paceline.base.sharding import ShardedTensor
 from paceline.checkpoint.safetensors_file import DTYPES
 from paceline.comm.message_reader import damaged, read_told
 from paceline.comm.shared_memory import raw_bytes
@@ -53,20 +53,20 @@ _DEPTH = 100
 def flatten(tree: Any, prefix: str, live: bool = False) -> tuple[dict[str, torch.Tensor], Any]:
     """The tensors of `tree` by readable, unique name (``prefix.path.to.it``); and the rest, a JSON skeleton.
 
-    Takes dicts (keys: text, numbers, bool, None), lists, tuples, None, bool, int, float, str, bytes, dense
-    tensors and parameters, numpy arrays and scalars, torch.dtype and torch.device. OrderedDict, defaultdict,
-    Counter, deque and torch.Size are kept as dict, list and tuple, a parameter as its tensor, and of `Held` the tensor
-    that is here. The tensors share memory with those in the tree; one that occurs several times (same memory, shape,
-    strides and dtype) is there once. Raises UsageError for anything else, naming the path and the type.
+    Takes dicts (keys: text, numbers, bool, None), lists, tuples, None, bool, int, float, str, bytes, dense tensors and
+    parameters, numpy arrays and scalars, torch.dtype and torch.device. OrderedDict, defaultdict, Counter, deque and
+    torch.Size are kept as dict, list and tuple, a parameter as its tensor, and of `ShardedTensor` the tensor that is
+    here. The tensors share memory with those in the tree; one that occurs several times (same memory, shape, strides
+    and dtype) is there once. Raises UsageError for anything else, naming the path and the type.
 
     With `live`, for what stays in this process, tensors of any kind are taken as they are.
     """
     tensors, skeleton = flatten_pieces(tree, prefix, live)
-    return {name: t.tensor if isinstance(t, Held) else t for name, t in tensors.items()}, skeleton
+    return {name: t.tensor if isinstance(t, ShardedTensor) else t for name, t in tensors.items()}, skeleton
 
 
-def flatten_pieces(tree: Any, prefix: str, live: bool = False) -> tuple[dict[str, torch.Tensor | Held], Any]:
-    """As `flatten`, and the `Held` as they are."""
+def flatten_pieces(tree: Any, prefix: str, live: bool = False) -> tuple[dict[str, torch.Tensor | ShardedTensor], Any]:
+    """As `flatten`, and the `ShardedTensor` as they are."""
     flattener = _Flattener(live)
     skeleton = flattener.encode(tree, (prefix,) if prefix else ())
     return flattener.tensors, skeleton
@@ -85,7 +85,7 @@ def _refusal(path: tuple[Any, ...], what: str, cure: str = _CURE) -> UsageError:
 class _Flattener:
     def __init__(self, live: bool) -> None:
         self.live = live
-        self.tensors: dict[str, torch.Tensor | Held] = {}
+        self.tensors: dict[str, torch.Tensor | ShardedTensor] = {}
         self.seen: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
@@ -106,7 +106,7 @@ class _Flattener:
             return self._encode_dict(value, path)
         if kind is torch.Tensor:
             return self._encode_tensor(value, path)
-        if kind is Held or (self.live and isinstance(value, torch.Tensor)):
+        if kind is ShardedTensor or (self.live and isinstance(value, torch.Tensor)):
             return {"$tensor": self._add(value, path)}
         if isinstance(value, numpy.generic) or kind is numpy.ndarray:
             return self._encode_numpy(value, path)
@@ -150,7 +150,7 @@ class _Flattener:
         flat = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         return {"$array": self._add(flat, path), "dtype": value.dtype.str, "shape": list(value.shape)}
 
-    def _add(self, tensor: torch.Tensor | Held, path: tuple[Any, ...]) -> str:
+    def _add(self, tensor: torch.Tensor | ShardedTensor, path: tuple[Any, ...]) -> str:
         """A new name for `tensor`: readable, valid UTF-8, unique also where keys hold dots."""
         wanted = ".".join(map(str, path)).encode(errors="replace").decode() or "tensor"
         name, count = wanted, 1

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import torch
 
-from paceline.base.sharding import Held
+from paceline.base.sharding import ShardedTensor
 from paceline.checkpoint.files import Files, Slice, take, write_files
 from paceline.checkpoint.storage import Storage
 from paceline.comm.shared_memory import raw_bytes
@@ -63,7 +63,7 @@ class Part(Background):
         storage: Storage,
         step: int,
         files: Files,
-        tensors: Mapping[str, torch.Tensor | Held],
+        tensors: Mapping[str, torch.Tensor | ShardedTensor],
         calm: Collection[str],
         still: bool,
         reached: Callable[[str], None],

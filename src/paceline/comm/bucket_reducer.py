@@ -14,10 +14,10 @@ from paceline.comm.compression import Codec
 from paceline.comm.gradient_buckets import Bucket
 from paceline.comm.progress_engine import Operation
 
-Heard = Callable[[int, torch.Tensor], None]
+StageInputs = Callable[[int, torch.Tensor], None]
 
 
-class Hop(NamedTuple):
+class ReduceStep(NamedTuple):
     """Among some workers: `scatter` leaves each the sums of its own stretch of a bucket, and `sum` all of them the sums
     of what they have.
     """
@@ -26,18 +26,18 @@ class Hop(NamedTuple):
     among: Group
 
 
-class Transit:
+class BucketReducer:
     """Moves the buckets of a step along one route, in order. Nothing waits before `finish`. The last hop is made with
     the `codec`, if there is one.
     """
 
-    def __init__(self, group: Group, route: Sequence[Hop], codec: Codec | None = None) -> None:
+    def __init__(self, group: Group, route: Sequence[ReduceStep], codec: Codec | None = None) -> None:
         self.group, self.route, self.codec = group, route, codec
         self._queues: list[deque[tuple[dist.Work | None, Bucket]]] = [deque() for _ in route]
         self._arrived: list[Bucket] = []
-        self._heard: Heard | None = None
+        self._heard: StageInputs | None = None
 
-    def begin(self, name: str, heard: Heard | None = None) -> None:
+    def begin(self, name: str, heard: StageInputs | None = None) -> None:
         """Starts a step: each bucket that arrives is told to `heard`, with its number."""
         self._arrived, self._heard = [], heard
         for _, among in self.route:

@@ -37,7 +37,7 @@ from paceline.comm.host_staging import carry
 from paceline.comm.progress_engine import Operation, Steps
 from paceline.comm.shm_collectives import UnevenError
 from paceline.comm.torch_private import keep_out_of_compile
-from paceline.comm.transport import Channel, Manner
+from paceline.comm.transport import CallOptions, Transport
 from paceline.errors import UnsupportedError
 
 Ready = Callable[[], dist.Work]  # begins a collective that can be done
@@ -78,14 +78,14 @@ class ProcessGroup(dist.ProcessGroup):
     """One group of workers, over a `channel`. What torch calls, it calls on this."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, timeout: timedelta, channel: Channel | None = None
+        self, store: dist.Store, rank: int, size: int, timeout: timedelta, channel: Transport | None = None
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
         self._name = self._description = ""
-        self.meet(store, channel or Channel(store, rank, size, timeout))
+        self.meet(store, channel or Transport(store, rank, size, timeout))
 
-    def meet(self, store: dist.Store, channel: Channel) -> None:
+    def meet(self, store: dist.Store, channel: Transport) -> None:
         """From now on, and after `abort`, the same workers are connected through this."""
         self.channel, self._store = channel, store
         self._barriers = 0
@@ -128,7 +128,7 @@ class ProcessGroup(dist.ProcessGroup):
         root: int = -1,
     ) -> Ready:
         then = partial(self._finish, reduction, whole, back)
-        return lambda: self.channel.all_reduce(whole, reduction, what, Manner(then, opts.asyncOp, outcome), root)
+        return lambda: self.channel.all_reduce(whole, reduction, what, CallOptions(then, opts.asyncOp, outcome), root)
 
     def _finish(self, reduction: Reduction, whole: torch.Tensor, back: Back) -> None:
         if reduction.op == Op.AVG:
@@ -155,7 +155,7 @@ class ProcessGroup(dist.ProcessGroup):
             with torch.no_grad():
                 tensor.copy_(torch.sparse_coo_tensor(gathered[0].t(), gathered[1], mine.shape).coalesce())
 
-        return lambda: self.channel.start(what, mine.numel(), 0, steps, Manner(None, opts.asyncOp, [tensor]))
+        return lambda: self.channel.start(what, mine.numel(), 0, steps, CallOptions(None, opts.asyncOp, [tensor]))
 
     @_collective(c10d.ReduceScatterOptions)
     def reduce_scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> Ready:
@@ -197,7 +197,7 @@ class ProcessGroup(dist.ProcessGroup):
         then = partial(self._finish, reduction, out, back)
         if len(set(lengths)) == 1:
             return lambda: self.channel.reduce_scatter(
-                out, parts, reduction, what, Manner(then, opts.asyncOp, outcome), whole
+                out, parts, reduction, what, CallOptions(then, opts.asyncOp, outcome), whole
             )
         uneven = torch.cat(list(parts))
 
@@ -205,7 +205,7 @@ class ProcessGroup(dist.ProcessGroup):
             yield from self.channel.hosts.all_reduce(uneven, reduction, fp)
             out.copy_(uneven.split(lengths)[self._rank])
 
-        manner = Manner(then, opts.asyncOp, outcome)
+        manner = CallOptions(then, opts.asyncOp, outcome)
         return lambda: self.channel.start(what, len(uneven), int(reduction.op), steps, manner)
 
     # -- what only moves ----------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class ProcessGroup(dist.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any) -> Ready:
         what = asked("broadcast", tensors, into=tensors)
         data, back = flat(bits(tensors[0]))
-        manner = Manner(partial(write, back), opts.asyncOp, list(tensors))
+        manner = CallOptions(partial(write, back), opts.asyncOp, list(tensors))
         return lambda: self.channel.broadcast(data, opts.rootRank, what, manner)
 
     @_collective(c10d.AllgatherOptions)
@@ -275,7 +275,7 @@ class ProcessGroup(dist.ProcessGroup):
         if len({len(out) for out in outs}) > 1:
             numel = sum(map(len, outs))
             return self._exchange(what, numel, root, outs, [data] * self._size, back, opts, outcome)
-        manner = Manner(partial(write, back), opts.asyncOp, outcome)
+        manner = CallOptions(partial(write, back), opts.asyncOp, outcome)
         return lambda: self.channel.all_gather(outs, data, what, manner, root)
 
     @_collective(c10d.GatherOptions)
@@ -337,7 +337,7 @@ class ProcessGroup(dist.ProcessGroup):
                 why = f"{source} gives {error.given // width} elements to {target}, which takes {error.taken // width}"
                 raise what.refuse(why, "give and take as many") from None
 
-        manner = Manner(partial(write, back), opts.asyncOp, outcome)
+        manner = CallOptions(partial(write, back), opts.asyncOp, outcome)
         return lambda: self.channel.start(what, numel, detail, steps, manner)
 
     def _each(self, kind: str, make: Callable[..., Ready], outs: Sequence[Any], tensors: Tensors, opts: Any) -> Ready:
@@ -364,7 +364,7 @@ class ProcessGroup(dist.ProcessGroup):
         nccl = self.channel.nccl
         if nccl.made and opts.device is not None and opts.device.type == "cuda":
             return nccl.group.barrier(opts)  # type: ignore[no-any-return]
-        return self.channel.barrier(Manner(None, opts.asyncOp, []))
+        return self.channel.barrier(CallOptions(None, opts.asyncOp, []))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names the ranks which do not come within `timeout`."""

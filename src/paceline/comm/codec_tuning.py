@@ -23,7 +23,7 @@ TRIES, RUNS = 4, 4  # of so many at most, in so many steps each, the first of wh
 ALIKE = 0.97  # of two the one that changes less is taken, unless the other takes less than this part of its seconds
 
 
-class Trial(NamedTuple):
+class CodecTrial(NamedTuple):
     """Of a bucket with one codec: seconds of encoding and decoding, bytes that a leader sends, messages in a row."""
 
     seconds: float
@@ -34,10 +34,10 @@ class Trial(NamedTuple):
         return self.seconds + self.sent / rate + self.turns * latency
 
 
-Trials = dict[str, dict[str, Trial]]  # by the name of a bucket's first parameter, and by codec
+Trials = dict[str, dict[str, CodecTrial]]  # by the name of a bucket's first parameter, and by codec
 
 
-class Echo:
+class LoopbackPeers:
     """As `Gloo` of so many leaders, of which the others say what this one says, at once. Counts what would be sent."""
 
     def __init__(self, size: int) -> None:
@@ -85,19 +85,19 @@ def sample(bucket: Bucket, most: int = MOST) -> Bucket:
     return replace(bucket, flat=mine, mine=mine, members=bucket.members[: len(shapes)], shapes=shapes, starts=starts)
 
 
-def trial(word: str, bucket: Bucket, hosts: int, some: Bucket | None = None) -> Trial:
+def trial(word: str, bucket: Bucket, hosts: int, some: Bucket | None = None) -> CodecTrial:
     """Of a bucket among so many hosts; of `some` of it, if that was made before."""
     some, codec = some or sample(bucket), Codec(word)
     larger = len(bucket.mine) / len(some.mine)
     taken = []
     for done in range(2):  # the first one takes fresh memory, and has nothing left from before
-        echo, flat = Echo(hosts), some.mine.clone()
+        echo, flat = LoopbackPeers(hosts), some.mine.clone()
         codec.begin(done, 1.0)
         began = time.perf_counter()
         for _ in codec.sums(some)(list(range(hosts)), echo, flat):  # type: ignore[arg-type]
             pass
         taken.append(time.perf_counter() - began)
-    return Trial(min(taken) * larger if word != "none" else 0.0, echo.sent * larger, echo.turns + 1)
+    return CodecTrial(min(taken) * larger if word != "none" else 0.0, echo.sent * larger, echo.turns + 1)
 
 
 def differs(rate: float, before: float) -> bool:
@@ -120,7 +120,7 @@ def trials(buckets: Sequence[Bucket], names: Sequence[str], words: Sequence[str]
         elif tried and time.perf_counter() - began > SECONDS:
             like = min(tried, key=lambda other: abs(len(other.mine) - len(bucket.mine)))
             part, known = len(bucket.mine) / len(like.mine), found[names[like.members[0]]]
-            found[name] = {word: Trial(t.seconds * part, t.sent * part, t.turns) for word, t in known.items()}
+            found[name] = {word: CodecTrial(t.seconds * part, t.sent * part, t.turns) for word, t in known.items()}
         else:
             some = sample(bucket)
             found[name] = {word: trial(word, bucket, hosts, some) for word in words}
@@ -136,7 +136,7 @@ def slowest(said: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> Tria
         for name, words in one.items():
             kept = found.setdefault(name, {})
             for word, told in words.items():
-                kept[word] = max(kept.get(word, Trial(0.0, 0.0, 0.0)), Trial(*told))
+                kept[word] = max(kept.get(word, CodecTrial(0.0, 0.0, 0.0)), CodecTrial(*told))
     return found
 
 
@@ -151,7 +151,7 @@ def decide(found: Trials, may: Sequence[str], rate: float, latency: float, befor
 
 
 @dataclass
-class Runoff:
+class LiveComparison:
     """What should cost about as much is tried in the run itself, where encoding and sending compete with computing:
     `candidates`, of which each has the words of all buckets, the one that should be the best first. `took` has the
     seconds of a step with those that were tried, and the link's rate then.
@@ -216,7 +216,7 @@ def close(
     return [dict(words), *near[: TRIES - 1]]
 
 
-def told(tried: Mapping[str, Trial], word: str, rate: float, latency: float) -> str:
+def told(tried: Mapping[str, CodecTrial], word: str, rate: float, latency: float) -> str:
     """`none 2.10 s, bf16 1.05, int8 0.55, (powersgd:4 0.09, lossy) -> int8`."""
     said = {one: f"{one} {trial.cost(rate, latency):.3g}" for one, trial in tried.items()}
     first, *full = (text for one, text in said.items() if one not in LOSSY)

@@ -20,19 +20,19 @@ import torch.distributed as dist
 from paceline.base.environment import World, gloo_interface
 from paceline.base.heartbeat import PULSE
 from paceline.base.mesh import AXES, Mesh
-from paceline.base.sharding import Held, assemble
+from paceline.base.sharding import ShardedTensor, assemble
 from paceline.comm import link_speed as links
 from paceline.comm.autoload import exposed, lend, take_back
 from paceline.comm.c10d_arguments import Asked, Op, outside_inference, plain, reduction
 from paceline.comm.c10d_backend import ProcessGroup
-from paceline.comm.hierarchical import Between, Hosts, interface_of
+from paceline.comm.hierarchical import Between, HierarchicalTransport, interface_of
 from paceline.comm.host_staging import Carrier, carrier
 from paceline.comm.message_reader import read_told
 from paceline.comm.peer_status import MANY, call_site, unless
 from paceline.comm.progress_engine import ENGINE, Operation, Steps
 from paceline.comm.rendezvous import Rendezvous, never
 from paceline.comm.shared_memory import raw_bytes
-from paceline.comm.transport import Channel
+from paceline.comm.transport import Transport
 from paceline.errors import LaunchError, PeerLostError, UsageError
 
 # How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
@@ -70,11 +70,11 @@ class Group:
             with PULSE.waiting():
                 self._take(world, *self._connect(world, never))
 
-    def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, Channel]:
+    def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, Transport]:
         store = self._rendezvous.open(world, given_up)
-        return store, Channel(store, world.rank, world.size, FOR_EVER, given_up)
+        return store, Transport(store, world.rank, world.size, FOR_EVER, given_up)
 
-    def _take(self, world: World, store: dist.Store | None, channel: Channel | None) -> None:
+    def _take(self, world: World, store: dist.Store | None, channel: Transport | None) -> None:
         self.rank, self.size = world.rank, world.size
         self.names, self.mesh = world.members or range(world.size), self.mesh.over(world.size)
         self._lends = False
@@ -82,7 +82,7 @@ class Group:
         for key, part in self._parts.items():
             self._aim(part, key)
 
-    def _use(self, store: dist.Store | None, channel: Channel | None) -> None:
+    def _use(self, store: dist.Store | None, channel: Transport | None) -> None:
         self._store, self.channel = store, channel
         if channel is not None:
             self._side = channel.side
@@ -168,11 +168,11 @@ class Group:
         if whole.channel.broken is not None:  # we were not there to hear that
             self.interrupt(whole.channel.broken)
 
-    def _channel(self, store: dist.Store) -> Channel:
+    def _channel(self, store: dist.Store) -> Transport:
         """Connects the workers of a part, as long as the whole group's channel is whole."""
         assert self._whole is not None
         over = self._whole[0].channel
-        make = partial(Channel, store, self.rank, self.size, FOR_EVER, lambda: over.broken is not None)
+        make = partial(Transport, store, self.rank, self.size, FOR_EVER, lambda: over.broken is not None)
         try:
             with PULSE.waiting():
                 return unless(lambda: over.broken, make)
@@ -260,7 +260,7 @@ class Group:
             self.channel.hosts.leaders.pace(rate, latency)
 
     @property
-    def flow(self) -> links.Flow | None:
+    def flow(self) -> links.BandwidthEstimate | None:
         """What a leader's sums tell of its links."""
         leaders = self.channel.hosts.leaders if self.channel is not None else None
         return None if leaders is None else leaders.flow
@@ -378,7 +378,7 @@ class Group:
             work = by.reduce_scatter(parts[self.rank], parts, reduction(Op.SUM, flat.dtype), whole=whole)
         return self._beside(work)
 
-    def start_steps(self, size: int, make: Callable[[Hosts | None, int], Steps]) -> dist.Work | None:
+    def start_steps(self, size: int, make: Callable[[HierarchicalTransport | None, int], Steps]) -> dist.Work | None:
         """Starts what is made of several steps among hosts, which hand over `size` bytes of each worker. `finish` must
         follow; alone it is made at once. Part of the entered collective.
         """
@@ -386,7 +386,7 @@ class Group:
             deque(make(None, 0), maxlen=0)
             return None
         with self._declaring():
-            channel: Channel = self.channel
+            channel: Transport = self.channel
             return channel.start(Asked("steps", torch.uint8), size, 0, partial(make, channel.hosts))
 
     def gather_stretches(self, flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -508,7 +508,7 @@ class Group:
         rows = everyone.view(self.size, longest)
         return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]
 
-    def whole(self, held: Held) -> torch.Tensor:
+    def whole(self, held: ShardedTensor) -> torch.Tensor:
         """Of a tensor that is cut all of it, from those who hold it. Part of the entered collective."""
         made = torch.empty(held.shape, dtype=held.tensor.dtype, device=held.tensor.device)
         everyone = self.gather(held.tensor.detach().reshape(-1))

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 import torch
 
 from paceline.base.mesh import Mesh
-from paceline.base.sharding import Cut, Held, stacked
+from paceline.base.sharding import ShardedTensor, ShardingSpec, stacked
 from paceline.comm import codec_tuning as choice
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, Feedback
-from paceline.comm.gradient_buckets import Landing
+from paceline.comm.gradient_buckets import GradSink
 
 
 class Transactions(Protocol):
@@ -33,7 +33,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Own:
+class ErrorFeedback:
     """What the `codec` of a worker, if there is one, has left out of the gradients at `home`, which are summed over
     `outer`. They are of parameters by name, of which a worker has rows as `cuts` say.
 
@@ -42,7 +42,13 @@ class Own:
     """
 
     def __init__(
-        self, codec: Codec | None, group: Group, outer: Group, mesh: Mesh, home: Landing, cuts: Mapping[str, Cut]
+        self,
+        codec: Codec | None,
+        group: Group,
+        outer: Group,
+        mesh: Mesh,
+        home: GradSink,
+        cuts: Mapping[str, ShardingSpec],
     ) -> None:
         self.codec: Codec | None = codec
         self.trainer = 0  # whose it is
@@ -53,7 +59,7 @@ class Own:
         self.owed: dict[str, torch.Tensor] = {}
         self.chosen: dict[str, Any] = {}
         self._tried: tuple[int, choice.Trials] = 0, {}  # among so many hosts
-        self._runoff: choice.Runoff | None = None  # under way
+        self._runoff: choice.LiveComparison | None = None  # under way
         self._usual = 0.0  # seconds of encoding and decoding in a step, as they were when the choice was made
         self._astray, self._patience = 0, 3  # steps in a row in which costs were others; when to say so
         if codec is not None:
@@ -244,7 +250,7 @@ class Own:
         words = choice.decide(found, self._may, rate, latency, before)
         self._usual = sum(tried[name][word].seconds for name, word in words.items() if name in tried)
         candidates = choice.close(found, self._may, rate, latency, words)
-        self._runoff = choice.Runoff(candidates) if len(candidates) > 1 else None
+        self._runoff = choice.LiveComparison(candidates) if len(candidates) > 1 else None
         self._take(words, rate, hosts)
         self._astray, self._patience = 0, 2 * self._patience if before else self._patience
         named = {self.codec.names[bucket.members[0]]: bucket for bucket in buckets}
@@ -265,7 +271,7 @@ class Own:
         if self.outer.flow is not None:
             self.outer.flow.forget()
 
-    def _run_on(self, runoff: choice.Runoff) -> Iterator[tuple[str, str]]:
+    def _run_on(self, runoff: choice.LiveComparison) -> Iterator[tuple[str, str]]:
         """The next of those that are tried in the run or, when all were, the best. Collective."""
         said = self.group.gather_json([runoff.seconds, *self.link])
         seconds, rate = max(took for took, *_ in said), min(rate for _, rate, _ in said)
@@ -347,7 +353,7 @@ class Own:
             stack = stacked(cut, rows)
             shape, rank = stack.at(self.group.rank).shape, self.group.rank
             mine = left[name].view(shape) if name in left else torch.zeros(shape, dtype=wide(param.dtype))
-            made[name] = Held(mine, stack, rank)
+            made[name] = ShardedTensor(mine, stack, rank)
         return {"rule": "add", "left": made}
 
     def take(self, saved: Mapping[str, Any]) -> None:
@@ -374,7 +380,7 @@ class Differing(Protocol):
     def meet(self, done: int) -> Iterator[str]: ...
 
 
-class Owns(list[Differing]):
+class AllErrorFeedback(list[Differing]):
     """Those of all trainers of a script."""
 
     @property
@@ -393,8 +399,8 @@ class Owns(list[Differing]):
             team.run(partial(own.pool, team), "forming")
 
     @property
-    def _trainers(self) -> list[Own]:
-        return [own for own in self if isinstance(own, Own)]
+    def _trainers(self) -> list[ErrorFeedback]:
+        return [own for own in self if isinstance(own, ErrorFeedback)]
 
     @property
     def rate(self) -> float:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.base.sharding import Shards
+from paceline.base.sharding import RowShards
 from paceline.comm.communicator import Group
-from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, Landing, Wires, in_two_parts, zeros
+from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, GradSink, Wires, in_two_parts, zeros
 from paceline.errors import UsageError
 
 UNDER_WAY = 1  # blocks, before the backward waits for them
@@ -68,7 +68,7 @@ class _Block:
         return self.pool.stages[(self.pool.used + self.turn) % len(self.pool.stages)]
 
 
-class Staging(Landing):
+class FsdpReduceScatter(GradSink):
     """Takes whole gradients of parameters of these `shapes` and adds up the own rows of each in the buckets `home`.
 
     `blocks` has every parameter's number once; they leave in this order, on all workers of `group`. What one needs
@@ -89,7 +89,7 @@ class Staging(Landing):
         super().__init__(home.params)
         self._home, self.group, self._ended, self._patient = home, group, ended, patient
         self.maxima = home.maxima
-        self.shards = Shards(group.size, group.rank)
+        self.shards = RowShards(group.size, group.rank)
         self._shapes = shapes
         self._pools: dict[tuple[Any, ...], _Pool] = {}
         self._blocks: list[_Block] = []
@@ -115,7 +115,7 @@ class Staging(Landing):
     ) -> int:
         """What stages take at most, for parameters of these shapes, whose elements take so many bytes `each`."""
         pools = Counter(tuple((tuple(shapes[n]), each[n]) for n in block) for block in blocks if block)
-        at = Shards(places)
+        at = RowShards(places)
         return sum(
             min(count, UNDER_WAY + 1) * places * sum(at.width(shape) * size for shape, size in members)
             for members, count in pools.items()

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 from torch.nn import Parameter
 
-from paceline.base.sharding import ALONE, Block, Shards
+from paceline.base.sharding import ALONE, Block, RowShards
 from paceline.errors import UsageError
 
 FIRST_BYTES = 1 << 20
@@ -64,7 +64,7 @@ class Bucket:
             yield number, flat[start : start + shape.numel()].view(shape)
 
 
-class Landing:
+class GradSink:
     """Where a step's gradients land as autograd makes them, one backward after another, and leave for other workers.
 
     This one is for where no others can come: they stay where autograd puts them.
@@ -83,7 +83,7 @@ class Landing:
         self.elements = [param.numel() for param in self.params]  # of the whole ones, if these are parts of such
 
     @property
-    def home(self) -> Landing:
+    def home(self) -> GradSink:
         """Where the gradients of the own parameters are in the end."""
         return self
 
@@ -174,11 +174,11 @@ def by_place(grad: torch.Tensor, wires: Wires) -> Sequence[torch.Tensor]:
     return parts
 
 
-class Buckets(Landing):
+class Buckets(GradSink):
     """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket, and
     those of the rows of this worker's place are gradients of `own`, which are the parameters unless said.
 
-    A bucket is laid out as [place, level, elements of the rows of that place]: see `Shards`. Levels, of the dtype
+    A bucket is laid out as [place, level, elements of the rows of that place]: see `RowShards`. Levels, of the dtype
     `_wire`, are there for exact sums only, as are `maxima` and `largest` (exact.py). Without `hooks` gradients come by
     `add` (staging.py).
     """
@@ -191,7 +191,7 @@ class Buckets(Landing):
         first_bytes: int = FIRST_BYTES,
         bytes_: int = BYTES,
         allocate: Allocate = zeros,
-        shards: Shards = ALONE,
+        shards: RowShards = ALONE,
         own: Sequence[Parameter] | None = None,
         hooks: bool = True,
     ) -> None:
@@ -263,7 +263,12 @@ class Buckets(Landing):
         self.buckets.append(bucket)
 
     def lay_out(
-        self, shapes: Sequence[torch.Size], shards: Shards, allocate: Allocate, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[torch.Size],
+        shards: RowShards,
+        allocate: Allocate,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> tuple[torch.Tensor, list[Wires]]:
         """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
         levels = 1 if self._wire is None else levels_of(dtype)

@@ -32,11 +32,19 @@ from paceline.base.environment import address_towards, gloo_interface
 from paceline.comm import shm_collectives as collectives
 from paceline.comm.c10d_arguments import Reduction
 from paceline.comm.gloo_tunnel import with_ways
-from paceline.comm.link_speed import Flow, Pair, measure
+from paceline.comm.link_speed import BandwidthEstimate, Pair, measure
 from paceline.comm.message_reader import read_told
 from paceline.comm.peer_status import Ask, agree, asker, beside
 from paceline.comm.progress_engine import Begun, Final, Steps, last, not_last
-from paceline.comm.shared_memory import Arena, Condition, MismatchError, Shared, host_key, map_together, raw_bytes
+from paceline.comm.shared_memory import (
+    Condition,
+    MismatchError,
+    Shared,
+    SymmetricBuffer,
+    host_key,
+    map_together,
+    raw_bytes,
+)
 from paceline.errors import PeerLostError, UsageError, first_line
 
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
@@ -73,7 +81,7 @@ class Gloo:
         self.group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
         self.group.set_timeout(FOREVER)
         self.rank, self.size = rank, size
-        self.flow = Flow()
+        self.flow = BandwidthEstimate()
         self.chunk, self.room = CHUNK, room if size <= MESH else 0
         self._under, self._sent, self._since = 0, 0.0, 0.0  # what shares the link now, what of it has gone, since when
         self._abandoned = False
@@ -231,7 +239,7 @@ def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 Between = Callable[[Gloo, torch.Tensor], Steps]  # sums a tensor over the first workers of hosts, in place
 
 
-class Hosts:
+class HierarchicalTransport:
     """The hosts of one group: who is where, what connects them, and the collectives over both.
 
     `ranks` of one host share memory (`shared`, None for a lone worker); its first rank is the leader, and `leaders`
@@ -371,7 +379,7 @@ class Hosts:
         flat: torch.Tensor,
         reduction: Reduction,
         fp: int,
-        arena: Arena | None = None,
+        arena: SymmetricBuffer | None = None,
         between: Between | None = None,
         answer: Steps | None = None,
     ) -> Steps:
@@ -454,7 +462,7 @@ class Hosts:
         parts: Sequence[torch.Tensor],
         reduction: Reduction,
         fp: int,
-        arena: Arena | None = None,
+        arena: SymmetricBuffer | None = None,
     ) -> Steps:
         """`arena`: this host's workers' tensors in shared memory, of which `parts` are stretches and `out` the own."""
         if not self.several and self.shared is not None:

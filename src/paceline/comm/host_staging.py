@@ -11,13 +11,13 @@ import torch.distributed as dist
 from paceline.comm.c10d_arguments import Reduction, outside_inference
 from paceline.comm.hierarchical import Between
 from paceline.comm.nccl import Nccl
-from paceline.comm.transport import Channel, Manner
+from paceline.comm.transport import CallOptions, Transport
 
 
-class ThroughHost:
+class HostStaging:
     """The collectives and messages of `Nccl`, over a channel: of copies, whose results are copied back."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Transport) -> None:
         self._channel = channel
 
     def all_reduce(self, flat: torch.Tensor, reduction: Reduction, between: Between | None = None) -> dist.Work:
@@ -51,16 +51,16 @@ class ThroughHost:
         return self._channel.receive(host, rank, then=_back(flat, host).then)
 
 
-Carrier = Channel | Nccl | ThroughHost
+Carrier = Transport | Nccl | HostStaging
 
 
-def carrier(channel: Channel, tensor: torch.Tensor, peer: int | None = None, coded: bool = False) -> Carrier:
+def carrier(channel: Transport, tensor: torch.Tensor, peer: int | None = None, coded: bool = False) -> Carrier:
     """What moves a tensor among all of a channel, or to and from a `peer`, or adds it up as codes. For the first one of
     CUDA it is collective among these.
     """
     if not tensor.is_cuda:
         return channel
-    return ThroughHost(channel) if coded or channel.nccl.shares(tensor.device, peer) else channel.nccl
+    return HostStaging(channel) if coded or channel.nccl.shares(tensor.device, peer) else channel.nccl
 
 
 def carry(begin: Callable[..., Callable[[], dist.Work]], tensors: Sequence[Any]) -> dist.Work:
@@ -92,13 +92,13 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return _room(tensor).copy_(tensor.detach())
 
 
-def _back(tensor: torch.Tensor, host: torch.Tensor) -> Manner:
+def _back(tensor: torch.Tensor, host: torch.Tensor) -> CallOptions:
     return _all_back([tensor], [host])
 
 
-def _all_back(tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Manner:
+def _all_back(tensors: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> CallOptions:
     def then() -> None:
         for tensor, host in zip(tensors, hosts, strict=True):
             tensor.copy_(host)
 
-    return Manner(then)
+    return CallOptions(then)

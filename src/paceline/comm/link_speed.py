@@ -31,7 +31,7 @@ class HostLink(NamedTuple):
     latency: float
 
 
-class Flow:
+class BandwidthEstimate:
     """What one worker's sums over leaders tell of the links that they need, in the slowest of which all wait."""
 
     def __init__(self) -> None:

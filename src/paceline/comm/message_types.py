@@ -17,7 +17,7 @@ Worker = Annotated[int, Meta(ge=0, le=10**12)]
 Workers = Annotated[list[Worker], Meta(min_length=1, max_length=1 << 16)]
 Size = Annotated[int, Meta(ge=0, le=2**48)]
 Shape = Annotated[list[Size], Meta(max_length=64)]
-Dealing = Annotated[int, Meta(ge=0, le=2**62)]
+AsyncShard = Annotated[int, Meta(ge=0, le=2**62)]
 Number = Annotated[str, Meta(pattern="^[0-9]{1,12}\\Z")]  # of a server or a part, as a name
 _DTYPES = (
     r"bool|bfloat16|complex(32|64|128)|u?int(8|16|32|64)|float(16|32|64|8_e[45]m[23](fn|fnuz)?|8_e8m0fnu|4_e2m1fn_x2)"
@@ -83,7 +83,7 @@ class DealtSomething(TypedDict):
 
 class DealtTicket(TypedDict):
     ticket: Count
-    dealing: Dealing
+    dealing: AsyncShard
     update: Count
     share: NotRequired[tuple[Few, Some]]
 
@@ -108,7 +108,7 @@ OfSome = tuple[Workers, Real, list[tuple[Worker, Count, Count]]]  # and Backed._
 
 def _standing(made: Any) -> Any:
     fields = {"applied": Count, "window": Window, "log": list.__class_getitem__(made)}
-    return TypedDict("Standing", {**fields, "has": list[tuple[Worker, Count, Dealing]]})  # type: ignore[operator]
+    return TypedDict("Standing", {**fields, "has": list[tuple[Worker, Count, AsyncShard]]})  # type: ignore[operator]
 
 
 TOLD: dict[str, Any] = {

@@ -63,7 +63,7 @@ def _is_users(frame: FrameType) -> bool:
     return not name.startswith(_OURS) and "contextlib" not in name
 
 
-class Side:
+class PeerStatus:
     """Where worker `rank` of `size` is, and where the others said they are."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from paceline.comm.hierarchical import FOREVER, MESH, Hosts, in_thread
+from paceline.comm.hierarchical import FOREVER, MESH, HierarchicalTransport, in_thread
 from paceline.comm.progress_engine import Steps
-from paceline.comm.shared_memory import LANE, Condition, Lane
+from paceline.comm.shared_memory import LANE, Condition, RingSlot
 from paceline.errors import UnsupportedError
 
 
@@ -40,7 +40,7 @@ class _Wanted:
 class _Inbox:
     """What comes from one worker: who waits for which tag, and what came before it was asked for."""
 
-    lane: Lane
+    lane: RingSlot
     source: int
     wanted: dict[int, deque[_Wanted]] = field(default_factory=dict)
     aside: dict[int, deque[torch.Tensor]] = field(default_factory=dict)
@@ -90,9 +90,9 @@ class _Inbox:
 class Mailbox:
     """The messages of one group."""
 
-    def __init__(self, hosts: Hosts) -> None:
+    def __init__(self, hosts: HierarchicalTransport) -> None:
         self._hosts = hosts
-        own = Lane([0] * 4, 0, list(torch.empty(2, LANE, dtype=torch.uint8)), bool)  # a batch may send to itself
+        own = RingSlot([0] * 4, 0, list(torch.empty(2, LANE, dtype=torch.uint8)), bool)  # a batch may send to itself
         self._outboxes = {hosts.rank: own}
         self._inboxes = {hosts.rank: _Inbox(own, hosts.rank)}
         if not hosts.several and hosts.shared is not None:

@@ -121,7 +121,7 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass
-class Arena:
+class SymmetricBuffer:
     """Tensors of one length in shared memory, by place. Where `measure` is set, a sum in place leaves in `squares` the
     sum of squares of the stretch that this worker summed: it is read while it is in the cache.
     """
@@ -211,11 +211,11 @@ class Shared:
 
     # -- lanes --------------------------------------------------------------------------------------------------
 
-    def lane(self, source: int, target: int) -> Lane:
+    def lane(self, source: int, target: int) -> RingSlot:
         """The one-way channel between two places."""
         pair = source * self.count + target
         at = (self.count + pair) * LINE
-        return Lane(self._flags, at, list(self._slots[source, target].unbind(0)), partial(self._reserve, pair))
+        return RingSlot(self._flags, at, list(self._slots[source, target].unbind(0)), partial(self._reserve, pair))
 
     def _reserve(self, pair: int) -> None:
         try:
@@ -240,7 +240,7 @@ def _head(count: int) -> int:
     return -(-(count + count * count) * LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-class Lane:
+class RingSlot:
     """A one-way channel of messages: two slots in turn; its flags are sent, taken, the message's size and tag.
     `reserve` is called before the first one is sent.
     """
@@ -310,7 +310,7 @@ class Segment(NamedTuple):
     data: torch.Tensor
 
 
-class Lent:
+class ExportedSegment:
     """Memory of this process that another one of its host reads: slots by key, which stay. OSError: there is none."""
 
     def __init__(self) -> None:
@@ -348,7 +348,7 @@ class Lent:
         self._file = -1
 
 
-class Borrowed:
+class ImportedSegment:
     """What another process has lent, in `file`. OSError: it cannot be had."""
 
     def __init__(self, file: File) -> None:

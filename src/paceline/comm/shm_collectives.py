@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from paceline.comm.progress_engine import Steps
-from paceline.comm.shared_memory import BLOCK, Arena, Shared
+from paceline.comm.shared_memory import BLOCK, Shared, SymmetricBuffer
 
 Reduction = Callable[..., torch.Tensor]  # torch.add, torch.maximum, ...: two tensors and out=
 CHUNK = 1 << 18  # bytes that stay in a core's cache from the sum to its copies
@@ -61,7 +61,7 @@ def _reduce_and_gather(shared: Shared, flat: torch.Tensor, reduction: Reduction,
 
 
 def all_reduce_in_place(
-    shared: Shared, arena: Arena, reduction: Reduction, fp: int, into: Sequence[int] | None = None
+    shared: Shared, arena: SymmetricBuffer, reduction: Reduction, fp: int, into: Sequence[int] | None = None
 ) -> Steps:
     """Reduces everybody's tensors of an arena into all of them or the places `into`.
 
@@ -137,7 +137,7 @@ def reduce_scatter(
         _reduce_all(sources, reduction, out[start : start + length])
 
 
-def reduce_scatter_in_place(shared: Shared, arena: Arena, reduction: Reduction, fp: int) -> Steps:
+def reduce_scatter_in_place(shared: Shared, arena: SymmetricBuffer, reduction: Reduction, fp: int) -> Steps:
     """Reduces everybody's tensors of an arena, each place its own stretch of them, in its own memory."""
     yield shared.arrive(fp)
     step = max(1, CHUNK // arena.parts[0].itemsize)

@@ -19,22 +19,22 @@ import torch.distributed as dist
 from paceline.base.environment import gloo_interface
 from paceline.base.flight_recorder import FLIGHT
 from paceline.comm.c10d_arguments import Asked, Reduction
-from paceline.comm.hierarchical import Between, Hosts, LinkError, own_address
+from paceline.comm.hierarchical import Between, HierarchicalTransport, LinkError, own_address
 from paceline.comm.link_speed import Pair
 from paceline.comm.nccl import Nccl
-from paceline.comm.peer_status import PATIENCE, Side, asker, call_site, unless
+from paceline.comm.peer_status import PATIENCE, PeerStatus, asker, call_site, unless
 from paceline.comm.point_to_point import Mailbox
 from paceline.comm.progress_engine import ENGINE, Operation, Steps
-from paceline.comm.shared_memory import Arena, MismatchError
+from paceline.comm.shared_memory import MismatchError, SymmetricBuffer
 from paceline.errors import PeerLostError
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMBERS = {_DTYPES[name]: number for number, name in enumerate(sorted(_DTYPES))}
-_channels: list[Channel] = []
+_channels: list[Transport] = []
 _KEPT, _SMALL = 64, 64  # the last collectives to keep, of so many elements at most
 
 
-class Manner(NamedTuple):
+class CallOptions(NamedTuple):
     """How a collective is begun and ended: what it does in the end, whether the caller goes on meanwhile, and what its
     future holds.
     """
@@ -44,10 +44,10 @@ class Manner(NamedTuple):
     outcome: Any = ()
 
 
-PLAIN = Manner()
+PLAIN = CallOptions()
 
 
-class Channel:
+class Transport:
     """Worker `rank` of `size`, connected through `hosts`, `mailbox` and, when those are stuck, `side`. Until all have
     come it can be `given_up`.
 
@@ -65,15 +65,15 @@ class Channel:
         self.declared: tuple[str, str, str] | None = None
         self.ledger: dict[str, list[float]] = {}
         self.sequence, self.label = 0, "torch"
-        self._arenas: dict[int, Arena] = {}
+        self._arenas: dict[int, SymmetricBuffer] = {}
         # DDP's join hands a Work to compiled code and drops it: without its Python half it could not be waited for.
         self._kept: deque[Operation] = deque(maxlen=_KEPT)
-        self.side = Side(store, rank, size)
+        self.side = PeerStatus(store, rank, size)
 
         def lost() -> bool:
             return self.broken is not None or given_up()
 
-        self.hosts = Hosts(store, rank, size, _own_address(store), lost)
+        self.hosts = HierarchicalTransport(store, rank, size, _own_address(store), lost)
         self.mailbox = Mailbox(self.hosts)
         named = dist.PrefixStore("nccl", store)
         self.nccl = Nccl(named, asker(named, lost, size), rank, size, self.hosts.address)
@@ -83,7 +83,7 @@ class Channel:
 
     # -- collectives: tensors are flat, contiguous and on the CPU; `what` is how they are told apart and named -----
 
-    def barrier(self, manner: Manner = PLAIN) -> Operation:
+    def barrier(self, manner: CallOptions = PLAIN) -> Operation:
         return self.start(Asked("barrier", torch.uint8), 0, 0, self.hosts.barrier, manner)
 
     def all_reduce(
@@ -91,12 +91,12 @@ class Channel:
         flat: torch.Tensor,
         reduction: Reduction,
         what: Asked | None = None,
-        manner: Manner = PLAIN,
+        manner: CallOptions = PLAIN,
         root: int = -1,
         between: Between | None = None,
     ) -> Operation:
         """Reduces `flat` in place on all workers. `root`: who alone needs it, of all the same. `between` hosts: as
-        `Hosts.all_reduce`.
+        `HierarchicalTransport.all_reduce`.
         """
         arena = self.in_arena(flat)
         detail = int(reduction.op) * (self.size + 1) + root + 1
@@ -114,7 +114,7 @@ class Channel:
         parts: Sequence[torch.Tensor],
         reduction: Reduction,
         what: Asked | None = None,
-        manner: Manner = PLAIN,
+        manner: CallOptions = PLAIN,
         whole: torch.Tensor | None = None,
     ) -> Operation:
         """`out` becomes the reduction of everybody's part for this worker; `parts` has one like it for each. `whole`:
@@ -129,7 +129,9 @@ class Channel:
             manner,
         )
 
-    def broadcast(self, flat: torch.Tensor, root: int, what: Asked | None = None, manner: Manner = PLAIN) -> Operation:
+    def broadcast(
+        self, flat: torch.Tensor, root: int, what: Asked | None = None, manner: CallOptions = PLAIN
+    ) -> Operation:
         """Overwrites `flat` on all workers with that of `root`."""
         what = what or Asked("broadcast", flat.dtype)
         return self.start(what, len(flat), root, lambda fp: self.hosts.broadcast(flat, root, fp), manner)
@@ -139,7 +141,7 @@ class Channel:
         outs: Sequence[torch.Tensor],
         flat: torch.Tensor,
         what: Asked | None = None,
-        manner: Manner = PLAIN,
+        manner: CallOptions = PLAIN,
         root: int = -1,
     ) -> Operation:
         """`outs` has a tensor like `flat` for each worker, or none where only `root` takes."""
@@ -147,7 +149,7 @@ class Channel:
         return self.start(what, len(flat), root, lambda fp: self.hosts.all_gather(outs, flat, fp), manner)
 
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], manner: Manner = PLAIN
+        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], manner: CallOptions = PLAIN
     ) -> Operation:
         """Flat bytes: each worker's part of `ins` for another one fills that one's part of `outs` from it."""
         size = sum(map(len, ins))
@@ -159,7 +161,7 @@ class Channel:
         return self.start(Asked("links", torch.uint8), 0, 0, lambda fp: self.hosts.measure(meetings, found, fp))
 
     def start(
-        self, what: Asked, numel: int, detail: int, make: Callable[[int], Steps], manner: Manner = PLAIN
+        self, what: Asked, numel: int, detail: int, make: Callable[[int], Steps], manner: CallOptions = PLAIN
     ) -> Operation:
         """Begins a collective of `numel` elements; waits for its end unless it is asynchronous.
 
@@ -281,12 +283,12 @@ class Channel:
         if parts is None:
             return torch.zeros(numel, dtype=dtype)
         assert self.hosts.shared is not None
-        arena = Arena([part.view(dtype) for part in parts])
+        arena = SymmetricBuffer([part.view(dtype) for part in parts])
         mine = arena.parts[self.hosts.shared.me]
         self._arenas[mine.data_ptr()] = arena
         return mine
 
-    def in_arena(self, flat: torch.Tensor) -> Arena | None:
+    def in_arena(self, flat: torch.Tensor) -> SymmetricBuffer | None:
         """The arena of `flat`, if it is a tensor that was allocated here."""
         arena = self._arenas.get(flat.data_ptr())
         same = arena is not None and len(arena.parts[0]) == len(flat) and arena.parts[0].dtype == flat.dtype

@@ -12,11 +12,11 @@ from torch import nn
 
 from paceline.comm.torch_private import BatchNormBase
 from paceline.compute.microbatches import Chunk
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.compute.job import Options
+    from paceline.compute.job import StepOptions
 
 OTHERS = " of another trainer's model"
 _BATCHNORM = "BatchNorm normalises each micro-batch"
@@ -27,7 +27,7 @@ def _modules(models: Sequence[nn.Module]) -> list[nn.Module]:
     return list({id(module): module for model in models for module in model.modules()}.values())
 
 
-class BatchStatistics:
+class BatchNormStats:
     """Running statistics of BatchNorm, collected per micro-batch and merged in grid order.
 
     `models` are those of all trainers of the script, the trained one first: a loss may run another one's. Every
@@ -74,7 +74,7 @@ class BatchStatistics:
             self._start.copy_(self._now())
         self._calls = self._counted()
 
-    def shape(self, options: Options, exact: bool) -> tuple[int, int]:
+    def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
         """Of a step's records: a row per micro-batch, where they are collected."""
         return options.micro_batches if options.collect else 0, self._start.numel()
 
@@ -135,7 +135,7 @@ class BatchStatistics:
         self._start.add_(moved)
 
 
-class BufferWatch:
+class BufferChangeDetector:
     """Notices buffers that a forward changes or replaces, other than BatchNorm's, and parameters that it writes.
 
     `models` are those of all trainers of the script, the trained one first.
@@ -209,7 +209,7 @@ def put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @contextmanager
-def without_a_trace(model: nn.Module, streams: Streams) -> Iterator[None]:
+def without_a_trace(model: nn.Module, streams: RngState) -> Iterator[None]:
     """Forwards in here leave buffers, streams, and attributes of modules as they were: also what they put into lists,
     dicts and sets there, the hooks that they register, and how far generators are that modules keep.
     """

@@ -14,12 +14,12 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline.comm.torch_private import BatchNormBase
-from paceline.compute.batchnorm import OTHERS, BatchStatistics, put_back
+from paceline.compute.batchnorm import OTHERS, BatchNormStats, put_back
 from paceline.compute.microbatches import Chunk
 from paceline.errors import ChangingBufferError, UsageError, a
 
 if TYPE_CHECKING:
-    from paceline.compute.job import Options
+    from paceline.compute.job import StepOptions
 
 Merge = str | Callable[[Any], torch.Tensor]
 _RULES = ("affine", "sum", "mean", "last", "queue")
@@ -122,7 +122,7 @@ class _Held:
         self.tensor = _buffer_of(self.module, self.name)
         self.start, self._version = self.tensor.clone(), self.tensor._version
 
-    def shape(self, options: Options, exact: bool) -> tuple[int, int]:
+    def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
         """Of a step's records: a row per micro-batch where their order counts, or that of a sum must not."""
         apart = self.rule.merge == "affine" or (exact and self.rule.merge != "last")
         rows = options.micro_batches if apart else 1
@@ -179,7 +179,7 @@ class _Held:
 
 
 class _Queue(_Held):
-    def shape(self, options: Options, exact: bool) -> tuple[int, int]:
+    def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
         self.first, self.size = int(self.pointer.start), self.start.shape[self.rule.dim]
         return options.rows, self.start.numel() // self.size + 1
 
@@ -203,21 +203,21 @@ class _Queue(_Held):
         self.pointer.start.fill_((self.first + len(new)) % self.size)
 
 
-class Carried:
+class BufferMerger:
     """What the forwards of a step leave in buffers of `models`, the trained one first: recorded, exchanged, and merged
     the same on every worker.
     """
 
     def __init__(self, models: Sequence[nn.Module], exact: bool) -> None:
-        statistics, self._held, self._exact = BatchStatistics(models), list(held_in(models)), exact
-        self._all: list[BatchStatistics | _Held] = [*([statistics] if statistics.modules else []), *self._held]
+        statistics, self._held, self._exact = BatchNormStats(models), list(held_in(models)), exact
+        self._all: list[BatchNormStats | _Held] = [*([statistics] if statistics.modules else []), *self._held]
         self._open = False  # a step has begun that is neither merged nor void
 
     def buffers(self) -> set[int]:
         """Identities of the buffers that are looked after here."""
         return {identity for one in self._all for identity in one.buffers()}
 
-    def begin(self, options: Options, device: torch.device) -> torch.Tensor | None:
+    def begin(self, options: StepOptions, device: torch.device) -> torch.Tensor | None:
         """Starts a step; its records, which are empty as yet, or None where there are none."""
         self._open, self._count = True, options.micro_batches
         if self._held:  # then every micro-batch starts from what the step began with, on one worker as well
@@ -228,7 +228,7 @@ class Carried:
         length = sum(map(math.prod, self._shapes))
         return torch.zeros(length, dtype=torch.float64, device=device) if length or self._held else None
 
-    def _cut(self, records: torch.Tensor) -> Iterator[tuple[BatchStatistics | _Held, torch.Tensor]]:
+    def _cut(self, records: torch.Tensor) -> Iterator[tuple[BatchNormStats | _Held, torch.Tensor]]:
         parts = records.split([*map(math.prod, self._shapes)])
         found = zip(self._all, parts, self._shapes, strict=True)
         return ((one, part.view(shape)) for one, part, shape in found if part.numel())

@@ -21,7 +21,7 @@ from paceline.comm.communicator import Group
 from paceline.comm.torch_private import pytree
 from paceline.compute.forward_backward import Loss, Ready, Runner
 from paceline.compute.grad_hooks import nodes_of
-from paceline.compute.job import Options, Sums
+from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatches import Chunk, MicroBatch, tensors_of
 from paceline.compute.verify import is_reentrant
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
@@ -34,7 +34,7 @@ _SEEDED = "draw from torch's, Python's or numpy's global generators, and keep no
 
 
 @dataclass(frozen=True)
-class Led:
+class CachedGrads:
     """How a micro-batch's outputs are led in the second run, tensor by tensor: by the gradients of the loss (None: it
     does not use this one). `before` is what they were in the first run, `own` are the loss's own parameters with their
     gradients; in `apart` is noted whether outputs are others now.
@@ -46,7 +46,7 @@ class Led:
     apart: list[torch.Tensor] | None = None
 
 
-def led(output: Any, by: Led) -> tuple[torch.Tensor, float]:
+def led(output: Any, by: CachedGrads) -> tuple[torch.Tensor, float]:
     """A micro-batch's loss in the second run, as a sum and its count."""
     tensors = tensors_of(output)
     if by.apart is not None:
@@ -115,13 +115,13 @@ def filled(like: Any, columns: Sequence[torch.Tensor]) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda _: next(rest), like)
 
 
-class OverBatch:
+class GradCache:
     """Makes the two runs of a step by a job's `runner`."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.job = runner, runner.job
 
-    def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+    def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
         """As the runner's: gradients, and the sums of the loss."""
         found, units = self.runner.outputs(micro_batches, options), self.job.units
         options.reached("outputs")
@@ -142,11 +142,11 @@ class OverBatch:
 
         def lead(one: MicroBatch) -> MicroBatch:
             if one.blank:
-                return replace(one, lead=Led([None if grad is None else grad.new_zeros(()) for grad in grads]))
+                return replace(one, lead=CachedGrads([None if grad is None else grad.new_zeros(()) for grad in grads]))
             at = places[one.index]
             before = [column.detach()[at] for column in columns]
             led_by = [None if grad is None else grad[at] for grad in grads]
-            return replace(one, lead=Led(led_by, before, () if one.index else own, apart))
+            return replace(one, lead=CachedGrads(led_by, before, () if one.index else own, apart))
 
         sums = self.runner.run([*map(lead, micro_batches)], second, ready)
         if apart and bool(torch.stack(apart).any()):
@@ -162,7 +162,7 @@ class OverBatch:
         return sums
 
     def _judged(
-        self, columns: Sequence[torch.Tensor], like: Any, options: Options
+        self, columns: Sequence[torch.Tensor], like: Any, options: StepOptions
     ) -> tuple[Loss, list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
         """The loss, the gradient of each column, and those of the loss's own parameters. Draws in it are seeded, too:
         it is the same on all units.
@@ -192,7 +192,7 @@ class OverBatch:
             raise LossError("the loss does not depend on what the forward returned", _UNUSED)
         return part.detached(), grads, list(zip(own, found, strict=True))
 
-    def _tell(self, sums: Sums, part: Loss, first: bool) -> None:
+    def _tell(self, sums: StepSums, part: Loss, first: bool) -> None:
         """Who has the first micro-batch tells what the loss was, the others nothing."""
         loss, count = float(part.total), float(part.count)
         self.runner.counts.refuse_values([count], [loss], ["the global batch"])

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from paceline.compute.state_dict import marked, marks_of
 
 
-class Hosted:
+class CpuOffloadedParams:
     """Copies of `rows`, which are on a device, in the memory of its host. Optimizers hold the copies."""
 
     def __init__(self, rows: Sequence[Parameter]) -> None:

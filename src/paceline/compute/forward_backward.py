@@ -13,17 +13,17 @@ from typing import Any
 import torch
 
 from paceline.base.batching import add_metrics, exact_sum, stream_seed
-from paceline.comm.gradient_buckets import Bucket, Landing
-from paceline.compute.batchnorm import OTHERS, BufferWatch
-from paceline.compute.buffers import DECLARED, Carried
+from paceline.comm.gradient_buckets import Bucket, GradSink
+from paceline.compute.batchnorm import OTHERS, BufferChangeDetector
+from paceline.compute.buffers import DECLARED, BufferMerger
 from paceline.compute.forbidden_calls import refuse_loop_calls
 from paceline.compute.grad_hooks import weighed
 from paceline.compute.grad_noise import squares
-from paceline.compute.job import ELSEWHERE, LOSS_FORMS, Job, Options, Sums
+from paceline.compute.job import ELSEWHERE, LOSS_FORMS, StepOptions, StepSums, TrainingJob
 from paceline.compute.loss_counts import CountCheck, is_pair, refuse_metric_counts, refuse_no_count
-from paceline.compute.microbatch_merging import HOOKED, USERS_OWN, Observer
+from paceline.compute.microbatch_merging import HOOKED, USERS_OWN, MergeProbe
 from paceline.compute.microbatches import Chunk, MicroBatch, merged
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.errors import ChangingBufferError, LossError, UsageError, a, add_hint
 
 Ready = Callable[[Bucket], None]
@@ -35,12 +35,12 @@ class Runner:
     leave in buffers is `carried` to the end of the step.
     """
 
-    def __init__(self, job: Job, landing: Landing, gathered: bool) -> None:
+    def __init__(self, job: TrainingJob, landing: GradSink, gathered: bool) -> None:
         self.job, self.landing, self.gathered = job, landing, gathered
         self.params = list(job.named.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
-        self.streams = Streams(job.device)
-        self.observer = Observer(job, self.streams, gathered)
+        self.streams = RngState(job.device)
+        self.observer = MergeProbe(job, self.streams, gathered)
         self.counts = CountCheck(self.streams, alone=job.unit == 1 and not gathered)
         self._squares = 0.0  # of gradients that went to other workers
         self._mark: tuple[Any, ...] = ()  # of the streams, before the last forward
@@ -50,8 +50,8 @@ class Runner:
         """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
         self.seen = len(self.job.beside), *DECLARED
         self.models = [self.job.model, *(model for model in self.job.beside if model is not self.job.model)]
-        self.carried = Carried(self.models, self.job.exact)
-        self.watch = BufferWatch(self.models, self.carried.buffers())
+        self.carried = BufferMerger(self.models, self.job.exact)
+        self.watch = BufferChangeDetector(self.models, self.carried.buffers())
         self.observer.hooks.beside(self.models)
 
     def restore(self, void: bool = False) -> None:
@@ -59,7 +59,7 @@ class Runner:
         self.carried.restore(void=void)
         self.watch.restore()
 
-    def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+    def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
         """Forward and backward over this worker's micro-batches, leaving sums; calls `ready` with complete buckets."""
         sent = self._sent = list[Bucket]()
 
@@ -82,7 +82,7 @@ class Runner:
         sums.cramped = True
         return sums
 
-    def outputs(self, micro_batches: Sequence[MicroBatch], options: Options) -> list[tuple[MicroBatch, Any]]:
+    def outputs(self, micro_batches: Sequence[MicroBatch], options: StepOptions) -> list[tuple[MicroBatch, Any]]:
         """What the forward gives for each micro-batch, whole and without gradients; of all else no trace is left."""
         self._open(options)
         found = []
@@ -106,15 +106,15 @@ class Runner:
         if self.watch.changed(values=False) is not None:  # or else all would be copied
             self.watch.restore()
 
-    def _open(self, options: Options) -> Sums:
+    def _open(self, options: StepOptions) -> StepSums:
         """A run begins: what follows may fail, and is undone to here."""
         if self.seen != (len(self.job.beside), *DECLARED):
             self.look_around()
-        sums = Sums(records=self.carried.begin(options, self.job.device))
+        sums = StepSums(records=self.carried.begin(options, self.job.device))
         self.watch.mark(values=not self.observer.done)
         return sums
 
-    def _in_chunks(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+    def _in_chunks(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
         sums = self._open(options)
         for param in self.params:
             param.grad = None
@@ -138,7 +138,7 @@ class Runner:
             sums.spread = self._squares, sums.count
         return sums
 
-    def _through(self, chunks: Sequence[Chunk], sums: Sums, options: Options) -> list[Loss]:
+    def _through(self, chunks: Sequence[Chunk], sums: StepSums, options: StepOptions) -> list[Loss]:
         """Forward and backward of all, one after another."""
         queue, parts = deque(chunks), list[Loss]()
         while queue and not sums.failed:
@@ -158,7 +158,7 @@ class Runner:
                 queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
         return parts
 
-    def _run(self, chunk: Chunk, sums: Sums, options: Options, last: bool) -> Loss | None:
+    def _run(self, chunk: Chunk, sums: StepSums, options: StepOptions, last: bool) -> Loss | None:
         """Forward and backward of one chunk, the `last` of the step or not; None if it may not be computed so."""
         if sums.strict and len(chunk.micro_batches) > 1:
             return None
@@ -185,7 +185,7 @@ class Runner:
             sums.news["rows"] = odd[0], ""
         return part.detached()
 
-    def _backward(self, part: Loss, options: Options, last: bool, blank: bool = False) -> None:
+    def _backward(self, part: Loss, options: StepOptions, last: bool, blank: bool = False) -> None:
         """Where there are hooks, of the mean, and what they have seen is weighed."""
         hooked = options.hooked or self.observer.hooks.where
         weight = float(part.count) / options.expected if hooked else None
@@ -198,7 +198,7 @@ class Runner:
                 mean.backward()
         self.landing.close()
 
-    def _run_blank(self, chunk: Chunk, options: Options, last: bool) -> None:
+    def _run_blank(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
         """One of the forwards and backwards that the other workers of a replica make more than this one: nothing of it
         counts.
         """
@@ -206,7 +206,7 @@ class Runner:
         self._backward(self._loss(chunk), options, last, blank=True)
         self.restore()
 
-    def _forward(self, chunk: Chunk, sums: Sums, options: Options) -> Loss | None:
+    def _forward(self, chunk: Chunk, sums: StepSums, options: StepOptions) -> Loss | None:
         """Forward and loss of one chunk, under the stream of its first micro-batch."""
         self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         looks = not sums.strict
@@ -236,7 +236,7 @@ class Runner:
                 return None
         return part
 
-    def _observed(self, sums: Sums, chunk: Chunk) -> Loss:
+    def _observed(self, sums: StepSums, chunk: Chunk) -> Loss:
         """The loss of one chunk, from the buffers that the step began with where all micro-batches start from them."""
         if sums.records is not None:
             self.carried.restore()
@@ -261,7 +261,7 @@ class Runner:
             return nullcontext()
         return refuse_loop_calls([*self.params, *self.job.own.values()], self.gathered)
 
-    def _add_up(self, parts: Sequence[Loss], sums: Sums) -> None:
+    def _add_up(self, parts: Sequence[Loss], sums: StepSums) -> None:
         if not parts:
             return
         losses = torch.stack([part.total for part in parts]).cpu().double().tolist()
@@ -280,7 +280,7 @@ class Runner:
 
 
 @contextmanager
-def _single_row_told(chunk: Chunk, options: Options) -> Iterator[None]:
+def _single_row_told(chunk: Chunk, options: StepOptions) -> Iterator[None]:
     try:
         yield
     except ValueError as error:

@@ -12,20 +12,20 @@ from contextlib import contextmanager
 import torch
 from torch.nn import Parameter
 
-from paceline.base.sharding import Cut, assemble
+from paceline.base.sharding import ShardingSpec, assemble
 from paceline.comm.communicator import Group
 from paceline.compute.state_dict import marked, marks_of
 
 _AT_ONCE = 1 << 24  # elements of pieces that are gathered together, unless one parameter has more
 
 
-class WholeCopies:
+class FullParameterCopies:
     """Copies of the `own` parameters, of which the `cuts` leave a piece here, at a `place` in a `replica`. Optimizers
     hold the copies, whose values are set for each update anew; with `hosted` they lie in the memory of the host.
     """
 
     def __init__(
-        self, own: Mapping[str, Parameter], cuts: Mapping[str, Cut], place: int, replica: Group, hosted: bool
+        self, own: Mapping[str, Parameter], cuts: Mapping[str, ShardingSpec], place: int, replica: Group, hosted: bool
     ) -> None:
         self._own, self._cuts, self._place, self._replica = own, cuts, place, replica
         self.copies = {

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from paceline.base.batching import Agreed
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.plan import Plan
 
 EVERY = 10  # steps between two looks
@@ -31,14 +31,14 @@ def squares(gradients: Iterable[torch.Tensor]) -> float:
     return float(torch.stack(torch._foreach_norm(found)).cpu().double().square().sum()) if found else 0.0
 
 
-def looked_at(step: int, plan: Plan, unit: int, workers: int, job: Job) -> str:
+def looked_at(step: int, plan: Plan, unit: int, workers: int, job: TrainingJob) -> str:
     """Whose squares are looked at in a step, as Options have it: where a worker has whole gradients of its own rows."""
     whole = unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
     return ("all" if workers > 1 else "first") if whole and step % EVERY == EVERY - 1 else ""
 
 
 @dataclass
-class Noise:
+class GradNoiseScale:
     """What steps tell of one trainer's gradients: `signal` and `noise` are the square of the true gradient's norm, and
     the trace of the covariance of one row's or token's, each a mean over `looks`, recent ones first.
     """

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.base.batching import Part
-from paceline.base.sharding import Cut
+from paceline.base.sharding import ShardingSpec
 
 if TYPE_CHECKING:
     from paceline.comm.communicator import Group
@@ -43,7 +43,7 @@ class Judge:
 
 
 @dataclass
-class Job:
+class TrainingJob:
     """What is trained, in the user's own objects, and where: the model is already on `device`.
 
     `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
@@ -69,8 +69,8 @@ class Job:
     named: dict[str, nn.Parameter] = field(default_factory=dict)
     sparse: int = 0
     own: dict[str, nn.Parameter] = field(default_factory=dict)
-    cuts: dict[str, Cut] = field(default_factory=dict)
-    own_cuts: dict[str, Cut] = field(default_factory=dict)
+    cuts: dict[str, ShardingSpec] = field(default_factory=dict)
+    own_cuts: dict[str, ShardingSpec] = field(default_factory=dict)
     whole_copies: bool = False  # whether `own` are whole copies of the parameters that the cuts are of
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters, under all of their names
     assembled: bool = False  # of a model in stages all is here for the moment, to compare with
@@ -89,10 +89,10 @@ class Job:
     # Where weights do not change meanwhile: what is gathered may be kept until the end.
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
-    news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `Sums`
+    news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `StepSums`
 
     @property
-    def kept_cuts(self) -> Mapping[str, Cut]:
+    def kept_cuts(self) -> Mapping[str, ShardingSpec]:
         """How what optimizers keep for each parameter is cut: none of it where they hold whole copies."""
         return {} if self.whole_copies else self.own_cuts
 
@@ -114,7 +114,7 @@ class Job:
 
 
 @dataclass
-class Options:
+class StepOptions:
     """What a step is told: its number, the count its gradients are scaled by, its size, and how it may be executed.
 
     `merge` is how many micro-batches a chunk may hold, `test` asks for an observation of whether they may be merged
@@ -141,7 +141,7 @@ class Options:
 
 
 @dataclass
-class Sums:
+class StepSums:
     """What one worker's share of a step adds up to. Gradients stay where they land, as sums/expected.
 
     `strict`: micro-batches must stay alone, and `why`; `whole`: they must not be divided among workers; `failed`: a

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from paceline.compute.job import LOSS_FORMS
 from paceline.compute.microbatch_merging import USERS_OWN
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.errors import LossError, PacelineError, a
 
 _CURE = (
@@ -67,7 +67,7 @@ class CountCheck:
     of rows, of tokens, or a sum of their weights, and do not if it is an accuracy. Then nothing more is compared.
     """
 
-    def __init__(self, streams: Streams, alone: bool) -> None:
+    def __init__(self, streams: RngState, alone: bool) -> None:
         self.streams = streams
         self.alone = alone  # no other worker takes part in a forward
         self.done = self.is_unknown = False  # the latter where the loss fails for a part of the rows

@@ -10,14 +10,14 @@ import math
 import torch
 
 from paceline.base.batching import Agreed
-from paceline.compute.job import Sums
+from paceline.compute.job import StepSums
 
 Decision = tuple[str, str]  # what, why
 TRIES = 2  # steps measured per size; the better one counts
 GAIN = 0.99
 
 
-class Merging:
+class MergePolicy:
     """Micro-batches start one by one. Once all workers agreed that they may be merged, the number in a chunk is
     doubled while the measured seconds per row fall, within the device's memory. A later draw ends it for good.
     """
@@ -34,7 +34,7 @@ class Merging:
     def undecided(self) -> bool:
         return not self._verdict
 
-    def learn(self, sums: Sums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
+    def learn(self, sums: StepSums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
         """Takes a step's observation and measure (seconds per row, micro-batches here); a decision if it makes one."""
         self.mixes = self.mixes or sums.news.get("keeps", sums.news.get("mixes", ("",)))[0]
         if agreed.strict and self._verdict != "strict":

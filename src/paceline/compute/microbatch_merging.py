@@ -12,10 +12,10 @@ from torch import nn
 from paceline.comm.peer_status import raise_site
 from paceline.compute.grad_hooks import Hooks
 from paceline.compute.microbatches import Chunk, MicroBatch, join
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 
 if TYPE_CHECKING:
-    from paceline.compute.job import Job, Options, Sums
+    from paceline.compute.job import StepOptions, StepSums, TrainingJob
 
 Computes = Callable[[Chunk], Any]  # has `total` and `count`
 # What a forward raises that was not made for other rows than a micro-batch has, or for being at rest.
@@ -36,12 +36,12 @@ _KEEPS = (
 )
 
 
-class Observer:
+class MergeProbe:
     """What is known here of how micro-batches may be computed: the user's `hooks`, whether any were computed yet
     (`done`), and whether forwards `change` what they should not.
     """
 
-    def __init__(self, job: Job, streams: Streams, gathered: bool) -> None:
+    def __init__(self, job: TrainingJob, streams: RngState, gathered: bool) -> None:
         self.job, self.streams = job, streams
         self.hooks = Hooks(job.named, job.precision == "fp16", gathered)
         self.done = self.change = False
@@ -52,7 +52,7 @@ class Observer:
         self.hooks.look()
         return certain or (HOOKED if self.hooks.where else self._failed)
 
-    def give_up(self, chunk: Chunk, sums: Sums, error: Exception) -> None:
+    def give_up(self, chunk: Chunk, sums: StepSums, error: Exception) -> None:
         """Other rows than those of one micro-batch fail: nobody is to compute them together, or apart."""
         sums.failed = True
         if len(chunk.micro_batches) > 1:
@@ -65,7 +65,12 @@ class Observer:
             sums.news["apart"] = f"{what}; {_AGAIN}", ""
 
     def observe(
-        self, loss: Computes, models: Sequence[nn.Module], some: Sequence[MicroBatch], sums: Sums, options: Options
+        self,
+        loss: Computes,
+        models: Sequence[nn.Module],
+        some: Sequence[MicroBatch],
+        sums: StepSums,
+        options: StepOptions,
     ) -> None:
         """After a step's micro-batches, of which `some` count."""
         first, self.done = not self.done, self.done or bool(some)
@@ -88,7 +93,7 @@ class Observer:
         if self.streams.moved(mark):  # it is another loss each time
             sums.news.pop("mixes", None)
 
-    def _observe(self, loss: Computes, some: Sequence[MicroBatch], sums: Sums, test: bool, first: bool) -> None:
+    def _observe(self, loss: Computes, some: Sequence[MicroBatch], sums: StepSums, test: bool, first: bool) -> None:
         """Whether the loss of two micro-batches together is the sum of theirs, and that of one the sum of its parts':
         observed, not guessed. What cannot be merged is divided only the `first` time.
         """
@@ -123,7 +128,7 @@ class Observer:
         elif differ and test:
             _not_divided(sums, "one gives {}, its rows in two parts {}".format(*differ))
 
-    def _one(self, loss: Computes, chunk: Chunk, sums: Sums, first: bool) -> Any | None:
+    def _one(self, loss: Computes, chunk: Chunk, sums: StepSums, first: bool) -> Any | None:
         """The loss of one micro-batch, computed again the `first` time, with the same draws; None if it is another."""
         mark, buffers = self.streams.mark(), getattr(getattr(self.job.loss, "call", None), "named_buffers", tuple)
         before = {name: buffer.clone() for name, buffer in buffers()} if first else {}
@@ -162,17 +167,17 @@ def _told(error: Exception) -> str:
     return f"at {raise_site(error)} ({type(error).__name__}: {said:.80})"
 
 
-def _say_alone(sums: Sums, what: str, error: Exception) -> None:
+def _say_alone(sums: StepSums, what: str, error: Exception) -> None:
     sums.news["alone"] = (
         f"micro-batches are computed one by one from now on: {what} failed {_told(error)}; {_AGAIN}",
         "",
     )
 
 
-def _not_divided(sums: Sums, why: str) -> None:
+def _not_divided(sums: StepSums, why: str) -> None:
     sums.whole, sums.news["whole"] = True, ("micro-batches are not divided among workers", why)
 
 
-def _mixes(sums: Sums, how: str) -> None:
+def _mixes(sums: StepSums, how: str) -> None:
     sums.why, sums.strict = sums.why or f"the loss is not a sum over rows: {how}", True
     sums.news["mixes"] = _NOT_A_SUM.format(how), ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.comm.torch_private import pytree
-from paceline.errors import Noting, UsageError
+from paceline.errors import AddNote, UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.communicator import Group
@@ -89,10 +89,10 @@ class Chunk:
         return ", ".join(self.sources)
 
     @property
-    def noted(self) -> Noting:
+    def noted(self) -> AddNote:
         """While it is computed: an exception tells its rows."""
         some = self.micro_batches
-        return Noting(lambda: rows_told([m.index for m in some], [n for m in some for n in m.numbers]) or self.source)
+        return AddNote(lambda: rows_told([m.index for m in some], [n for m in some for n in m.numbers]) or self.source)
 
 
 def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:

@@ -12,24 +12,26 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.base.batching import Agreed
 from paceline.comm.communicator import Group
-from paceline.comm.gradient_buckets import Landing
-from paceline.compute.cpu_offload import Hosted
-from paceline.compute.full_parameters import WholeCopies
-from paceline.compute.job import Job, Options
+from paceline.comm.gradient_buckets import GradSink
+from paceline.compute.cpu_offload import CpuOffloadedParams
+from paceline.compute.full_parameters import FullParameterCopies
+from paceline.compute.job import StepOptions, TrainingJob
 from paceline.compute.sparse_grads import rows_of
 from paceline.compute.state_dict import held, load_optimizer, optimizer_state, refuse_odd_state, same_number
 from paceline.errors import UsageError
 
 
-class Update:
+class OptimizerUpdate:
     """The optimizers of a job, which hold `rows` of its parameters, or copies of these, and find the gradients at
     `home`.
     """
 
-    def __init__(self, job: Job, home: Landing) -> None:
+    def __init__(self, job: TrainingJob, home: GradSink) -> None:
         self.job, self.home = job, home
         self.rows = list(job.own.values())
-        self.hosted: Hosted | WholeCopies | None = Hosted(self.rows) if job.offload else None
+        self.hosted: CpuOffloadedParams | FullParameterCopies | None = (
+            CpuOffloadedParams(self.rows) if job.offload else None
+        )
         if self.hosted is not None:
             job.own = dict(zip(job.own, self.hosted.copies, strict=True))
         self.own = list(job.own.values())
@@ -40,7 +42,7 @@ class Update:
     def see_whole(self, replica: Group) -> None:
         """Optimizers are to hold whole copies of what is cut."""
         job, rows = self.job, dict(zip(self.job.own, self.rows, strict=True))
-        self.hosted = made = WholeCopies(rows, job.own_cuts, job.place, replica, job.offload)
+        self.hosted = made = FullParameterCopies(rows, job.own_cuts, job.place, replica, job.offload)
         job.own, job.whole_copies = made.copies, True
         self.own = list(made.copies.values())
         self.names |= {id(copy): name for name, copy in made.copies.items()}
@@ -55,7 +57,7 @@ class Update:
             )
         self.job.optimizers, self.job.schedulers = optimizers, schedulers
 
-    def apply(self, agreed: Agreed, options: Options, norm: float) -> None:
+    def apply(self, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping. Where the loss counted nothing in the
         whole global batch there is no mean: the optimizers rest, and the schedule goes on.
         """

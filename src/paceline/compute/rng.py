@@ -62,7 +62,7 @@ class _Numpy:
 _NUMPY = _Numpy()
 
 
-class Streams:
+class RngState:
     """The global generators of torch (CPU and one device), `random`, and numpy where it is in use."""
 
     def __init__(self, device: torch.device) -> None:
@@ -76,7 +76,7 @@ class Streams:
             self._generators.append(torch.mps._get_default_mps_generator())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Streams, (self._device,)  # a spawned loader process has global generators of its own
+        return RngState, (self._device,)  # a spawned loader process has global generators of its own
 
     def seed(self, seed: int) -> None:
         """Starts every generator afresh from `seed`."""

@@ -142,7 +142,7 @@ def steps_rows_alone(optimizer: Optimizer) -> bool:
     return type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD) and plain
 
 
-class Touched:
+class TouchedRows:
     """Which rows of a table of so many each of the last updates has changed, from the `first` on; never more than there
     are rows.
     """

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.base.sharding import Cut, Held, Shards
-from paceline.compute.job import Job
+from paceline.base.sharding import RowShards, ShardedTensor, ShardingSpec
+from paceline.compute.job import TrainingJob
 from paceline.errors import UsageError
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
@@ -59,18 +59,20 @@ def refuse_state(module: nn.Module, whose: str) -> None:
 
 
 def cut_in_rows(
-    params: Mapping[str, torch.Tensor], cuts: Mapping[str, Cut], count: int, unit: int = 1
-) -> dict[str, Cut]:
+    params: Mapping[str, torch.Tensor], cuts: Mapping[str, ShardingSpec], count: int, unit: int = 1
+) -> dict[str, ShardingSpec]:
     """How parameters are cut, if what the `cuts` leave of them in a `unit`, or all, is divided by rows among so
     many of these.
     """
-    rows = cache(Cut.in_rows)  # they are large where workers are many, and shapes are few
-    return {name: rows(cuts.get(name) or Cut.whole(param.shape, unit), count) for name, param in params.items()}
+    rows = cache(ShardingSpec.in_rows)  # they are large where workers are many, and shapes are few
+    return {
+        name: rows(cuts.get(name) or ShardingSpec.whole(param.shape, unit), count) for name, param in params.items()
+    }
 
 
 def own_of(
-    named: Mapping[str, nn.Parameter], cuts: Mapping[str, Cut], shards: Shards, unit: int = 1
-) -> tuple[dict[str, nn.Parameter], dict[str, Cut]]:
+    named: Mapping[str, nn.Parameter], cuts: Mapping[str, ShardingSpec], shards: RowShards, unit: int = 1
+) -> tuple[dict[str, nn.Parameter], dict[str, ShardingSpec]]:
     """The own rows of parameters, which are themselves where all are; and how what is here of each is cut then."""
     if shards.count == 1:
         return dict(named), {name: cuts[name] for name in named if name in cuts}
@@ -110,7 +112,7 @@ def _kept(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
     return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
 
 
-def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, Cut]) -> None:
+def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec]) -> None:
     """Raises UsageError where the state of a parameter of which a piece is here is neither a number nor a tensor of the
     piece's shape: nobody could tell which part of the whole state it is.
     """
@@ -127,7 +129,7 @@ def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mappi
 
 
 def optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, Cut], place: int
+    optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec], place: int
 ) -> dict[str, Any]:
     """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity. What is
     kept for each element of one that is cut is marked as what is held of that. What is kept under a text is in
@@ -148,15 +150,15 @@ def optimizer_state(
     return {"groups": groups, "state": state, **({"besides": besides} if besides else {})}
 
 
-def _mark(kept: dict[str, Any], piece: torch.Tensor, cut: Cut, place: int) -> None:
+def _mark(kept: dict[str, Any], piece: torch.Tensor, cut: ShardingSpec, place: int) -> None:
     """Marks what an optimizer keeps for each element of a parameter's `piece`."""
     for key, value in kept.items():
         if isinstance(value, torch.Tensor) and value.shape == piece.shape:
-            kept[key] = Held(value, cut, place)
+            kept[key] = ShardedTensor(value, cut, place)
 
 
 def _own_pieces(
-    packed: Mapping[str, Any], optimizer: Optimizer, cuts: Mapping[str, Cut], place: int
+    packed: Mapping[str, Any], optimizer: Optimizer, cuts: Mapping[str, ShardingSpec], place: int
 ) -> Mapping[str, Any]:
     """What was saved with the own pieces of whole tensors."""
     if not cuts:
@@ -179,12 +181,12 @@ def _own_pieces(
     return {**packed, "state": state}
 
 
-def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -> dict[str, Any]:
+def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], place: int) -> dict[str, Any]:
     """A model's tensors by name; of those that are cut what is here, marked as that."""
-    return {n: Held(local(t), cuts[n], place) if n in cuts else t for n, t in tensors.items()}
+    return {n: ShardedTensor(local(t), cuts[n], place) if n in cuts else t for n, t in tensors.items()}
 
 
-def model_state(job: Job) -> dict[str, Any]:
+def model_state(job: TrainingJob) -> dict[str, Any]:
     """A model's state dict with its pieces marked as such. Raises UsageError for a parameter that would be saved in
     another shape than the whole one has.
     """
@@ -199,7 +201,7 @@ def model_state(job: Job) -> dict[str, Any]:
 _Path = tuple[Any, ...]
 
 
-def copies_in_pieces(tree: Any, job: Job) -> tuple[Any, list[list[Any]]]:
+def copies_in_pieces(tree: Any, job: TrainingJob) -> tuple[Any, list[list[Any]]]:
     """What a script keeps, with copies of parameters that are cut, as averages of weights are, marked as pieces: those
     under the name of one, and those in a list of all, in order. And the paths of such copies that are whole.
     """
@@ -212,7 +214,7 @@ def copies_in_pieces(tree: Any, job: Job) -> tuple[Any, list[list[Any]]]:
         if name in params and hasattr(params[name], "_local_tensor") and here.shape == cut.shape:
             is_piece = hasattr(tensor, "_local_tensor")  # one place may have all rows
         if is_piece:
-            return Held(here, cut, job.place)
+            return ShardedTensor(here, cut, job.place)
         if tuple(tensor.shape) == cut.shape:
             whole.append([*path])
         return tensor
@@ -220,7 +222,7 @@ def copies_in_pieces(tree: Any, job: Job) -> tuple[Any, list[list[Any]]]:
     return change_copies(tree, job, mark), whole
 
 
-def own_copies(tree: Any, job: Job, whole: Sequence[Sequence[Any]] = ()) -> Any:
+def own_copies(tree: Any, job: TrainingJob, whole: Sequence[Sequence[Any]] = ()) -> Any:
     """The same as it was saved, with the own pieces of tensors, in torch's kind of those where parameters are of one;
     but for the copies at paths that were `whole`.
     """
@@ -241,12 +243,14 @@ def own_copies(tree: Any, job: Job, whole: Sequence[Sequence[Any]] = ()) -> Any:
     return change_copies(tree, job, narrow)
 
 
-def copies_like(saved: Any, given: Callable[[], Any], job: Job) -> Any:
+def copies_like(saved: Any, given: Callable[[], Any], job: TrainingJob) -> Any:
     """A script's value as it was saved, whose copies of parameters are whole where those of the `given` one are."""
     return own_copies(saved, job, copies_in_pieces(given(), job)[1]) if job.cuts else saved
 
 
-def change_copies(tree: Any, job: Job, change: Callable[[torch.Tensor, str, _Path], Any], path: _Path = ()) -> Any:
+def change_copies(
+    tree: Any, job: TrainingJob, change: Callable[[torch.Tensor, str, _Path], Any], path: _Path = ()
+) -> Any:
     """What a script keeps, with copies of parameters that are cut changed: `change` gets such a tensor, the parameter's
     name, and the path.
     """
@@ -268,7 +272,7 @@ def change_copies(tree: Any, job: Job, change: Callable[[torch.Tensor, str, _Pat
     return type(tree)(inside)
 
 
-def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, Cut], place: int) -> None:
+def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], place: int) -> None:
     """Takes over a state dict, of tensors that are cut whole ones or pieces, one after another; torch sees to the rest,
     and that all are there.
     """
@@ -286,7 +290,11 @@ def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, Cu
 
 
 def load_optimizer(
-    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], cuts: Mapping[str, Cut], place: int
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    names: Mapping[int, str],
+    cuts: Mapping[str, ShardingSpec],
+    place: int,
 ) -> None:
     """Takes over what `optimizer_state` told, of tensors that are cut the whole ones too. Raises UsageError where the
     groups differ.

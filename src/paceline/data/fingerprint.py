@@ -22,7 +22,7 @@ from paceline.base.batching import parted, stream_seed
 from paceline.base.heartbeat import PULSE
 from paceline.base.text import ranks
 from paceline.comm.communicator import Group
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.data.loader import Feed, Slot, Source
 from paceline.errors import DatasetError
 
@@ -144,7 +144,7 @@ def _read_again(feed: Feed, step: int) -> list[list[str]]:
     """The digests of the same rows in another pass over the dataset."""
     source = replace(feed.source, options=None)
     again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.place, lambda *_, **__: None)
-    with Streams(torch.device("cpu")).lent():
+    with RngState(torch.device("cpu")).lent():
         return first_rows(again) if again.has(step) else []
 
 
@@ -242,7 +242,7 @@ class _Twice:
 
     def __getitem__(self, _: int) -> list[list[str] | None]:
         kept, digests = list(_kept(self.source.dataset, _DEPTH, {})), list[list[str]]()
-        streams = Streams(torch.device("cpu"))
+        streams = RngState(torch.device("cpu"))
         with streams.lent():
             try:
                 for row in (*self.rows, *self.rows):

@@ -30,12 +30,12 @@ from paceline.base.batching import Grid, deal, deal_rows, stream_seed
 from paceline.base.heartbeat import PULSE
 from paceline.base.mesh import run_of
 from paceline.compute.microbatches import MicroBatch, in_rows, rows_told
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.data.change_detection import Snapshot
 from paceline.data.collate_check import Collated
 from paceline.data.order import sample_index
 from paceline.data.tokens import Tokens
-from paceline.errors import DatasetError, Noting, UsageError, a
+from paceline.errors import AddNote, DatasetError, UsageError, a
 
 Order = Callable[..., Any]
 AHEAD = 1024  # rows whose indices are computed in one go
@@ -189,7 +189,7 @@ class _Rows(Dataset[tuple[Slot, Any]]):
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.streams = Streams(torch.device("cpu"))
+        self.streams = RngState(torch.device("cpu"))
         self.draws = False
         self.still: tuple[Any, ...] = ()  # the streams' state after seed(0)
         self._apart = False  # a part of a micro-batch was all that is needed of it
@@ -447,7 +447,7 @@ class Feed:
             if share and self._iterator is None:
                 self._iterator = self._loader(step)
             quiet = self._rows is not None and self._rows.quiet
-            with nullcontext() if quiet else Streams(torch.device("cpu")).lent():
+            with nullcontext() if quiet else RngState(torch.device("cpu")).lent():
                 taken = [self._taken(step, number) for number in range(share)]
             self._next = step + 1
             batch = epoch, count, taken
@@ -463,7 +463,7 @@ class Feed:
             (slot,) = self.source.filled(islice(self.slots(step, self._dealt), number, number + 1))
             return rows_told([slot.index], slot.rows)
 
-        with Noting(told):
+        with AddNote(told):
             slot, batch = next(self._iterator)
         PULSE.beat()
         where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
@@ -602,7 +602,7 @@ class _Numbered(IterableDataset[Any]):
         self.source, self.epochs = source, epochs
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        streams = Streams(torch.device("cpu"))
+        streams = RngState(torch.device("cpu"))
         for epoch in self.epochs:
             if hasattr(self.source.dataset, "set_epoch"):
                 self.source.dataset.set_epoch(epoch)
@@ -702,7 +702,7 @@ class _RowStream:
             what = "an iterable dataset read by a loader process is changed between steps: seen from the next epoch on"
             self._feed.news.setdefault(what, f"{name} changed; leave num_workers= out, and each step sees it")
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
-        streams, share = Streams(torch.device("cpu")), []
+        streams, share = RngState(torch.device("cpu")), []
         for index, part, blank in share_of(place, self._grid, len(self._rows)):
             with streams.lent():
                 position = step * self._grid.global_batch + cuts[index].start

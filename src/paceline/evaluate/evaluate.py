@@ -17,16 +17,16 @@ from paceline.comm.communicator import Group
 from paceline.comm.user_collectives import refusing
 from paceline.compute.buffers import unchanging
 from paceline.compute.cached_loss import filled, gathered
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.compute.loss_counts import is_pair
 from paceline.compute.microbatches import Chunk, MicroBatch, to_device
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.data.fingerprint import compare_read, compare_rows, first_rows
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError, UsageError, add_hint
-from paceline.evaluate.metric_objects import Objects
+from paceline.evaluate.metric_objects import MetricObjects
 from paceline.parallel.tensor_parallel.script_view import in_metric
-from paceline.session.error_hints import Hinting
+from paceline.session.error_hints import AnnotatedCallable
 from paceline.team.team import Team
 
 _STREAM = 1 << 43  # the streams of evaluation, apart from those of training
@@ -64,13 +64,13 @@ def _without_gradients() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class EvalPass:
     """A model at rest and all rows of a dataset, each once and in order, in micro-batches of `micro` rows that are
     dealt as `place` says. Global batches are cut as `grid` says, where metrics are over them.
     """
 
     team: Team
-    job: Job
+    job: TrainingJob
     model: nn.Module
     source: Source
     micro: int
@@ -89,14 +89,14 @@ class Sweep:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        model, streams = self.model, Streams(self.job.device)
+        model, streams = self.model, RngState(self.job.device)
         alone = refusing("the forward or a metric")
         with alone, torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
             yield
 
     def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:
         """Calls `use` with number, rows, output and batch of each of these micro-batches, numbered from `base` on."""
-        streams, speaks = Streams(self.job.device), self.place().speaks
+        streams, speaks = RngState(self.job.device), self.place().speaks
         for micro_batch in micro_batches:
             number = base + micro_batch.index
             batch = to_device(micro_batch.batch, self.job.device)
@@ -123,7 +123,7 @@ class Sweep:
                     use(number, len(columns[0]), filled(mine[0][2], columns), None)
 
 
-def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
+def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
     """What `metric` finds by name over all rows, and the number of rows as ``n``. Where the loss is over the whole
     global batch, it gets what that gets: the outputs of one global batch after another, and None. Collective.
 
@@ -138,7 +138,7 @@ def evaluate(sweep: Sweep, metric: Any) -> dict[str, Any]:
     if whole and sweep.grid is None:
         what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"
         raise UsageError(what, "give global_batch= to the Trainer")
-    with Objects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
+    with MetricObjects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
         for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, whole)):
             first = first or first_rows(feed)
             if whole:
@@ -155,7 +155,7 @@ class Means:
     """A function's ``{name: (sum, count)}`` of each micro-batch."""
 
     def __init__(self, metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]) -> None:
-        self._metric = Hinting(metric, "metric")
+        self._metric = AnnotatedCallable(metric, "metric")
         self._sums: dict[int, dict[str, tuple[float, float]]] = {}
 
     def __enter__(self) -> Means:

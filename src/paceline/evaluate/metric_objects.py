@@ -32,13 +32,13 @@ def to_main(group: Group, mine: Any) -> list[Any]:
     return [mine, *(unpack(group.receive_bytes(rank)) for rank in range(1, group.size))]
 
 
-class Objects:
+class MetricObjects:
     """Metric objects by name, as a context in which they start no collectives of their own and after which they are as
     new. `parts` are all that have states, as also a wrapper's inner ones.
     """
 
     @staticmethod
-    def of(metric: Any, device: torch.device) -> Objects | None:
+    def of(metric: Any, device: torch.device) -> MetricObjects | None:
         """From an object, a mapping of them (a MetricCollection), or either with a function that says what of output
         and batch is given to `update`; None where it is a plain function. Raises MetricError.
         """
@@ -55,7 +55,7 @@ class Objects:
             elif arguments is not None:
                 cure = "write (metric, lambda output, batch: (output, batch[1])): the object comes first"
             raise MetricError(f"{metric!r:.60} is no metric", cure)
-        return Objects(named, arguments, device)
+        return MetricObjects(named, arguments, device)
 
     def __init__(
         self, named: dict[str, Any], arguments: Callable[[Any, Any], Any] | None, device: torch.device
@@ -78,7 +78,7 @@ class Objects:
         self._states: dict[int, tuple[int, _States]] = {}  # rows and states of each micro-batch
         self._sums: _States = {}  # of what is large, or a whole number
 
-    def __enter__(self) -> Objects:
+    def __enter__(self) -> MetricObjects:
         flags = [(part, name) for part in self.parts.values() for name in ("sync_on_compute", "_to_sync")]
         self._flags = [(part, name, getattr(part, name)) for part, name in flags if hasattr(part, name)]
         for part, name, _ in self._flags:

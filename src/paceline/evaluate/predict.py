@@ -25,7 +25,7 @@ from paceline.checkpoint.tree import raw
 from paceline.data.fingerprint import compare_read, compare_rows, first_rows
 from paceline.data.loader import Feed
 from paceline.errors import CheckpointError, UsageError, a
-from paceline.evaluate.evaluate import Sweep
+from paceline.evaluate.evaluate import EvalPass
 from paceline.evaluate.metric_objects import to_main
 from paceline.session.run import Run
 from paceline.team.transactions import settling
@@ -34,7 +34,7 @@ _WINDOW = 4  # micro-batches of a worker
 _BLOCK = 1 << 24
 
 
-def predicted(run: Run, sweep: Sweep, path: Path | None = None) -> Iterator[tuple[range, Any]]:
+def predicted(run: Run, sweep: EvalPass, path: Path | None = None) -> Iterator[tuple[range, Any]]:
     """The rows and output of each micro-batch on the main worker; nothing on the others, which do their part. With a
     `path` they go to that file, and nothing is given to anybody. Raises CheckpointError on all where they cannot.
     """
@@ -53,7 +53,7 @@ def predicted(run: Run, sweep: Sweep, path: Path | None = None) -> Iterator[tupl
 class _Outputs:
     """One going through, on one worker."""
 
-    def __init__(self, sweep: Sweep, path: Path | None) -> None:
+    def __init__(self, sweep: EvalPass, path: Path | None) -> None:
         self._sweep, self._path, self._file = sweep, path, _File(path) if path is not None else None
         self._word: list[int] | None = [_WINDOW * sweep.team.size, 0]  # micro-batches of a window, and which is next
         self._trouble: list[str] | None = None

@@ -27,7 +27,7 @@ from paceline.launch.coordinator_process import TAKE_OVER, CoordinatorProcess
 from paceline.launch.diagnostics import Recorder
 from paceline.launch.hangs import Hangs
 from paceline.launch.options import LaunchOptions
-from paceline.launch.outcome import Ending
+from paceline.launch.outcome import RunOutcome
 from paceline.launch.output import Output
 from paceline.launch.preflight import at_launch
 from paceline.launch.processes import Child, end_sessions
@@ -36,7 +36,7 @@ from paceline.launch.serving import Serving
 from paceline.launch.traffic import Traffic
 from paceline.launch.workers import CHUNK, STILL, Worker, Workers
 from paceline.observe.progress import Progress
-from paceline.team.coordinator_client import AWAY, Link
+from paceline.team.coordinator_client import AWAY, CoordinatorClient
 from paceline.team.etcd_lease import Lease
 
 # Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
@@ -61,7 +61,7 @@ class Agent:
         folder: Path,
         journal: Journal,
         progress: Progress,
-        link: Link,
+        link: CoordinatorClient,
         numbers: list[int],
         standby: socket.socket,
         serving: Serving,
@@ -99,7 +99,7 @@ class Agent:
         self._report: dict[str, Any] = {}
         self._epoch, self._traffic = link.epoch, Traffic()
         self._own: tuple[str, int] = own
-        self._ending = Ending(options, folder, journal, self._output, self.say)
+        self._ending = RunOutcome(options, folder, journal, self._output, self.say)
         self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
 
     def run(self, wakeup: socket.socket) -> int:

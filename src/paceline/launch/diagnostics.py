@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.flight_recorder import flight_lines
-from paceline.base.heartbeat import SIGNAL, WAITS, WRITES, View
+from paceline.base.heartbeat import SIGNAL, WAITS, WRITES, HeartbeatView
 from paceline.base.stacks import CodeLine, catches, held_up, keep, read_place, read_within
 from paceline.base.text import called
 from paceline.launch.processes import session_members
 from paceline.launch.workers import Worker, Workers
-from paceline.team.coordinator_client import Link
+from paceline.team.coordinator_client import CoordinatorClient
 from paceline.team.stack_requests import packed
 
 IN = "waiting in "  # a collective
@@ -33,7 +33,7 @@ def family_of(worker: Worker) -> list[int]:
     return [pid, *(other for other in session_members({pid}) if other != pid)]
 
 
-def take_stacks(asked: Sequence[tuple[View, int]], until: float) -> list[str]:
+def take_stacks(asked: Sequence[tuple[HeartbeatView, int]], until: float) -> list[str]:
     """All stacks of processes, each with a pulse of its own; empty where it has not said that it writes them, or does
     not before `until`.
     """
@@ -143,7 +143,7 @@ def look_at(workers: Sequence[Worker]) -> list[Standing]:
 class Recorder:
     """Keeps what an agent's workers leave behind, and answers whoever asks the coordinator where they stand."""
 
-    def __init__(self, workers: Workers, folder: Path, link: Link) -> None:
+    def __init__(self, workers: Workers, folder: Path, link: CoordinatorClient) -> None:
         self._workers, self._folder, self._link = workers, folder, link
         self._kept: set[tuple[int, int]] = set()  # number and life of those that have ended
         self._failed, self._asked = False, 0

@@ -10,11 +10,11 @@ from paceline.base.console import in_one_line
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.check import rehearse
 from paceline.launch.options import LaunchOptions
-from paceline.observe.plan_explanation import Explained
+from paceline.observe.plan_explanation import PlanExplanation
 from paceline.plan import Plan
 
 
-def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> Explained:
+def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> PlanExplanation:
     """A plan for so many workers, or for as few as it takes; with a script, which one worker runs up to its first step,
     with figures. PlanError and UsageError as a run raises them; LaunchError: the script does not come so far.
     """
@@ -22,7 +22,7 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> E
     workers = workers or plan.mesh(1).replica * (plan.data or 1)
     plan = plan.validate(workers)
     if options is None:
-        return Explained(plan, workers, {})
+        return PlanExplanation(plan, workers, {})
     alone = Plan(micro=plan.micro, precision=plan.precision, recompute=plan.recompute)
     with tempfile.TemporaryDirectory(prefix="paceline-explain-") as folder:
         options = replace(options, plan=str(alone) or "data=1", max_restarts=0)
@@ -32,4 +32,4 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> E
         raise LaunchError(f"{in_one_line(options.script)} could not be run up to its first step: {why}", "see above")
     if "refused" in found:
         raise UsageError(*found["refused"])
-    return Explained.of(found)
+    return PlanExplanation.of(found)

@@ -79,7 +79,7 @@ def _end(process: Child, agent: socket.socket) -> None:
     process.reap()
 
 
-class Warm:
+class ForkServer:
     """One at a time is kept alive. `words` are for its command line, `environment` is that of the workers. `changed` is
     called when it can fork, or why it cannot is known; `say` prints a line. One that is in the place `kept` is used,
     and put there in the end.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.base.environment import standstill
-from paceline.base.heartbeat import BEATS, DONE, FREE, USUAL, WAITS, View
+from paceline.base.heartbeat import BEATS, DONE, FREE, USUAL, WAITS, HeartbeatView
 from paceline.base.journal import Journal
 from paceline.base.stacks import Hung, computed, is_traced
 from paceline.base.text import called
@@ -107,7 +107,7 @@ class Hangs:
         watch.told, watch.halfway = watch.told + 1, 0.0
         self._tell(worker, hung, ended)
 
-    def _limits(self, pulse: View, watch: _Watch) -> tuple[float, float]:
+    def _limits(self, pulse: HeartbeatView, watch: _Watch) -> tuple[float, float]:
         """Seconds of standing still after which it is told of next, and after which it is ended."""
         slow, first = SLOW * pulse[USUAL], 1 if pulse[DONE] else 2  # a first step compiles, reads, warms up
         tell = max(self._patience, slow) * first * 2.0**watch.told

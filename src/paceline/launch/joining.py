@@ -23,7 +23,7 @@ from paceline.errors import FormatError, LaunchError, UsageError
 from paceline.launch.coordinator_process import listening_at
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.team.auth import NAME, read_token
-from paceline.team.coordinator_client import Link, RefusedError, UnsignedError
+from paceline.team.coordinator_client import CoordinatorClient, RefusedError, UnsignedError
 from paceline.team.join_options import TermsError
 
 LONGEST = 30  # lines of a difference that are shown
@@ -142,7 +142,7 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
     return address_of(options.join), read_token(Path(options.token_file)), None
 
 
-def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
+def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions, list[int]]:
     """Comes to a running run: the options with what that one was given, and the numbers of our workers."""
     host, port = link.address
     try:
@@ -175,7 +175,7 @@ def join(options: LaunchOptions, link: Link) -> tuple[LaunchOptions, list[int]]:
     return replace(options, **given, **rules, size=run["workers"]), numbers
 
 
-def _introduced(link: Link, patience: float) -> list[int]:
+def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
     """Numbers for our workers, from a coordinator that may still be on its way."""
     end, told = time.monotonic() + patience, False
     while True:

@@ -46,7 +46,7 @@ from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
 from paceline.team.auth import keep_token, make_token, read_token
-from paceline.team.coordinator_client import Link
+from paceline.team.coordinator_client import CoordinatorClient
 from paceline.team.etcd_lease import parse_store
 
 PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
@@ -144,7 +144,9 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
             keep_token(folder, options.token)
         if options.heard is not None:
             options.heard(listener.getsockname())
-        link = Link(listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener))
+        link = CoordinatorClient(
+            listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener)
+        )
         given = {name: getattr(options, name) for name in GIVEN}
         link.run = {
             name: getattr(options, name)
@@ -166,7 +168,7 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
     if folder is None:
         folder = _folder(options)
     standby = stand_by(address, options.patience)
-    link = Link(address, token, introduction(options, folder, [], standby))
+    link = CoordinatorClient(address, token, introduction(options, folder, [], standby))
     options, numbers = join(replace(options, address=standby.getsockname()[0]), link)
     metrics, page, begun = link.run["served"]
     with (

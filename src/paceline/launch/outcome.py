@@ -30,7 +30,7 @@ INSTEAD = "make a paceline.Trainer, or run it with plain python"
 VANISHED = "ended with exit code 0 in the midst of its script, without a word"
 
 
-class Ending:
+class RunOutcome:
     """Says how the run ended. Workers that were lost on the way and were survived do not count."""
 
     def __init__(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.environment import SERVERS, starts_cold, worker_environment
-from paceline.base.heartbeat import View
+from paceline.base.heartbeat import HeartbeatView
 from paceline.base.journal import Journal
 from paceline.base.schema import find_wrong, read_json
 from paceline.base.stacks import Hung
@@ -27,7 +27,7 @@ from paceline.base.text import called
 from paceline.base.tracebacks import before_the_trace, read_trace
 from paceline.errors import FormatError, LaunchError
 from paceline.launch.failure import SIGNALS, USAGE, WEIGHTS
-from paceline.launch.fork_server import ColdError, Wanted, Warm
+from paceline.launch.fork_server import ColdError, ForkServer, Wanted
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
@@ -56,7 +56,7 @@ class Worker:
     orders: socket.socket
     store: tuple[str, int]
     output: Output
-    pulse: View
+    pulse: HeartbeatView
     pipes: dict[int, Callable[[bytes], None]] = field(default_factory=dict)  # by descriptor: who takes what arrives
     status: int | None = None
     ended: float = math.inf  # monotonic seconds of its end, or of its word that it fails
@@ -105,7 +105,7 @@ class Worker:
         return f"was {how}" if how.startswith(("killed", "ended")) else how
 
     def said(self) -> dict[str, Any]:
-        """What the coordinator is told, see `team.coordinator.Said`."""
+        """What the coordinator is told, see `team.coordinator.WorkerReport`."""
         told, events = self.events.get("failed"), self.events
         return {
             "life": self.life,
@@ -182,7 +182,7 @@ class Workers:
         self._journal, self._told, self._say = journal, told, say
         self.selector = selectors.DefaultSelector()
         self.all: list[Worker] = []  # those of before, too
-        self._warm: Warm | None = None
+        self._warm: ForkServer | None = None
         self._begin: Callable[[], None] | None = None  # what waits for the warm process
         self._began = time.time()
         self._cold: set[str] = set()  # why workers started cold, as was said
@@ -205,7 +205,7 @@ class Workers:
         """Calls `begin` once workers can be started."""
         self._begin = begin
         if not (self._options.cold_start or starts_cold() or self._options.debug is not None):
-            self._warm = Warm(
+            self._warm = ForkServer(
                 self._options.program, self._environment(), self.selector, self._prepared, self._say, self._options.kept
             )
         if self._warm is None or self._warm.ready or self._warm.trouble:
@@ -255,7 +255,7 @@ class Workers:
         self._output.open(rank)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
         orders, theirs = socket.socketpair()
-        pulse = View()
+        pulse = HeartbeatView()
         descriptors = {"EVENTS": pipes["events"][1], "ORDERS": theirs.fileno(), "STORE": listener.fileno()}
         descriptors["PULSE"] = pulse.fd
         if not self._options.max_restarts:

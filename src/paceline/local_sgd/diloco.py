@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 
 from paceline.base.batching import NOTHING, deal
 from paceline.base.mesh import Mesh
-from paceline.base.sharding import Cut, Held, stacked
+from paceline.base.sharding import ShardedTensor, ShardingSpec, stacked
 from paceline.base.text import plural
 from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
 from paceline.comm.communicator import Group
@@ -24,7 +24,7 @@ from paceline.comm.compression import Codec
 from paceline.comm.error_feedback import Transactions, wide
 from paceline.comm.torch_private import pytree
 from paceline.compute.state_dict import held, load_optimizer, local, optimizer_state
-from paceline.local_sgd.island_state import Inner, IslandProgress
+from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
 from paceline.parallel.data_parallel import in_flats
 from paceline.plan import Plan
 from paceline.train.replica import Replica
@@ -53,7 +53,7 @@ def outer_optimizer(word: str, params: list[torch.nn.Parameter]) -> Optimizer:
     return SGD(params, lr=float(rate), momentum=float(momentum[0]) if momentum else 0.0, nesterov=kind == "nesterov")
 
 
-class Islands:
+class DiLoCo:
     """The islands of a plan for a replica's job, of which some are `mine`: those of this worker's team. All workers are
     of `group`; `manner` tells people how islands are merged.
     """
@@ -74,7 +74,7 @@ class Islands:
         self.steps = 0  # done
         # What islands keep, by the steps done: what a round makes of it is there before it is known whether it counts,
         # also on a worker that takes the common state over. Of others' islands, too.
-        self._kept: dict[int, dict[int, Inner]] = {}
+        self._kept: dict[int, dict[int, InnerOptimizerState]] = {}
         # By island that was too late for a merge: the steps, and rows in them, that it has made of a later one.
         self.late: dict[int, list[int]] = {}
         self.lost: dict[int, int] = {}  # rows of those that were lost with whoever had them, in this generation
@@ -96,7 +96,7 @@ class Islands:
         self._names = {id(row): name for name, row in zip(job.own, self.rows, strict=True)}
 
     @property
-    def kept(self) -> dict[int, Inner]:
+    def kept(self) -> dict[int, InnerOptimizerState]:
         """What islands keep at present."""
         return self._kept.setdefault(self.steps, {})
 
@@ -145,10 +145,10 @@ class Islands:
     def _begin(self) -> None:
         """In the beginning all are alike, which everybody knows, or as they were saved."""
         each, self._saved = self._saved, {}
-        fresh = Inner.live(self.replica, 0.0, self.steps)
+        fresh = InnerOptimizerState.live(self.replica, 0.0, self.steps)
         for island in self.mine if each else range(self.count):
             tree = each.get(str(island))
-            self.kept[island] = fresh.copied() if tree is None else Inner.of(tree, self.steps)
+            self.kept[island] = fresh.copied() if tree is None else InnerOptimizerState.of(tree, self.steps)
 
     def _bring(self, island: int, team: Sequence[int], has: list[set[int]]) -> str:
         """To those replicas of its `team` who have it not, from one that has it, from the last checkpoint, or from one
@@ -160,7 +160,7 @@ class Islands:
             saved = pack(self.recall(island)) if group.rank == 0 else None
             if saved := unpack(group.broadcast_bytes(saved, 0)):
                 step, at, tree = saved
-                self.kept.update({island: Inner.of(tree, at)} if island in self.mine else {})
+                self.kept.update({island: InnerOptimizerState.of(tree, at)} if island in self.mine else {})
                 return f"{told}that of the checkpoint of step {step}"
             which = min(i for some in has for i in some)
             told += f"a copy of what that of island {which} does"
@@ -176,7 +176,9 @@ class Islands:
             self.kept[island].forget("left")
         return told
 
-    def _send(self, kept: dict[int, Inner], island: int, source: int, target: int, into: int | None = None) -> None:
+    def _send(
+        self, kept: dict[int, InnerOptimizerState], island: int, source: int, target: int, into: int | None = None
+    ) -> None:
         """An island's state from one replica to another, where it is that of the same one unless said."""
         into, size = island if into is None else into, self.mesh.replica
         place = self.group.rank % size
@@ -186,7 +188,7 @@ class Islands:
                 return
             self.group.send_bytes(pack(kept[island].named(self.replica)), target * size + place)
         elif self.group.rank == target * size + place:
-            kept[into] = Inner.of(unpack(self.group.receive_bytes(source * size + place)), self.steps)
+            kept[into] = InnerOptimizerState.of(unpack(self.group.receive_bytes(source * size + place)), self.steps)
 
     def _bring_late(self, to: Mapping[int, Sequence[int]], said: Sequence[Any]) -> Iterator[str]:
         """What islands that were late have made goes to those replicas of their teams that have it not, from one all of
@@ -212,7 +214,7 @@ class Islands:
                     self.group.send_bytes(pack(self.work[island].named(self.replica)), number * size + place)
                 elif self.group.rank == number * size + place:
                     tree = unpack(self.group.receive_bytes(source * size + place))
-                    tree |= {"inner": Inner.of(tree["inner"], self.steps), "unused": {*tree["unused"]}}
+                    tree |= {"inner": InnerOptimizerState.of(tree["inner"], self.steps), "unused": {*tree["unused"]}}
                     self.work[island] = IslandProgress(**tree)
 
     def pool(self, team: Transactions) -> Generator[Any, Any, None]:
@@ -310,7 +312,9 @@ class Islands:
         for island in self.mine:
             if island not in self.work:
                 kept[island].put(self.replica)
-                inner = Inner.live(self.replica, kept[island].expected, kept[island].at, kept[island].beside)
+                inner = InnerOptimizerState.live(
+                    self.replica, kept[island].expected, kept[island].at, kept[island].beside
+                )
                 self.work[island] = IslandProgress(inner.copied())
 
     def enter(self, island: int) -> IslandProgress:
@@ -336,7 +340,7 @@ class Islands:
             del self.work[island]
             self._fill(self._start)
             return
-        one.inner = Inner.live(self.replica, one.inner.expected, one.inner.at, one.inner.beside)
+        one.inner = InnerOptimizerState.live(self.replica, one.inner.expected, one.inner.at, one.inner.beside)
         with torch.no_grad():
             if one.weights is None:
                 one.weights = [tensor.clone() for tensor in self._tensors()]
@@ -480,12 +484,12 @@ class Islands:
             tensors = flatten_pieces(kept[island].named(self.replica), "")[0] if rank in holds else {}
             made: dict[str, Any] = {}
             for name, (dtype, shape, param) in told.items():
-                cut = Cut.whole(shape, size) if param is None else job.own_cuts[param]
+                cut = ShardingSpec.whole(shape, size) if param is None else job.own_cuts[param]
                 stack, mine = stacked(cut, rows), tensors.get(name)
-                mine = mine.tensor if isinstance(mine, Held) else mine
+                mine = mine.tensor if isinstance(mine, ShardedTensor) else mine
                 like = stack.at(rank).shape
                 here = torch.zeros(like, dtype=getattr(torch, dtype)) if mine is None else mine.detach().view(like)
-                made[name] = Held(here, stack, rank)
+                made[name] = ShardedTensor(here, stack, rank)
             each[str(island)] = unflatten(skeleton, made)
         return {"rule": "first", "count": self.count, "outer": outer, "each": each, "late": late}
 
@@ -513,9 +517,9 @@ class Islands:
         return ""
 
 
-def _told(tensor: torch.Tensor | Held, names: Mapping[int, str]) -> list[Any]:
+def _told(tensor: torch.Tensor | ShardedTensor, names: Mapping[int, str]) -> list[Any]:
     """Of a tensor that an island keeps: its dtype and whole shape, and which parameter's it is cut as."""
-    here, name = (tensor.tensor, names[id(tensor.cut)]) if isinstance(tensor, Held) else (tensor, None)
+    here, name = (tensor.tensor, names[id(tensor.cut)]) if isinstance(tensor, ShardedTensor) else (tensor, None)
     return [str(here.dtype).removeprefix("torch."), [*tensor.shape], name]
 
 

@@ -13,13 +13,13 @@ import torch
 
 from paceline.base.batching import Agreed, add_metrics
 from paceline.comm.torch_private import pytree
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import in_pieces
 from paceline.train.replica import Replica
 
 
 @dataclass
-class Inner:
+class InnerOptimizerState:
     """What the optimizers and schedules of an island keep, which stand `at` a step, the count that its gradients are
     divided by before it is known, and what fragments keep `beside`: rows by the names of parameters, and numbers. It is
     that of the live ones or, where it came from elsewhere, a tree by logical names.
@@ -34,7 +34,9 @@ class Inner:
     tree: Any = None
 
     @classmethod
-    def live(cls, replica: Replica, expected: float, at: int, beside: dict[str, Any] | None = None) -> Inner:
+    def live(
+        cls, replica: Replica, expected: float, at: int, beside: dict[str, Any] | None = None
+    ) -> InnerOptimizerState:
         """Of the optimizers as they are, in their memory."""
         job = replica.job
         groups = [[{k: v for k, v in g.items() if k != "params"} for g in one.param_groups] for one in job.optimizers]
@@ -43,7 +45,7 @@ class Inner:
         return cls(states, groups, schedulers, expected, at, beside or {})
 
     @classmethod
-    def of(cls, tree: Any, at: int) -> Inner:
+    def of(cls, tree: Any, at: int) -> InnerOptimizerState:
         """What came from elsewhere; `at` this step, unless it says."""
         return cls(at=tree.get("at", at), tree=tree)
 
@@ -53,7 +55,7 @@ class Inner:
         if self.tree is not None:
             replica.updater.load(self.tree)
             beside = {key: _own(kept, job) for key, kept in self.tree.get("fragments", {}).items()}
-            vars(self).update(vars(Inner.live(replica, self.tree["expected"], self.at, beside)))
+            vars(self).update(vars(InnerOptimizerState.live(replica, self.tree["expected"], self.at, beside)))
         for one, state, groups in zip(job.optimizers, self.states, self.groups, strict=True):
             one.state = defaultdict(dict, state)
             for group, values in zip(one.param_groups, groups, strict=True):
@@ -71,7 +73,7 @@ class Inner:
         """As a tree by logical names."""
         if self.tree is not None:
             return self.tree
-        before = Inner.live(replica, 0.0, 0)
+        before = InnerOptimizerState.live(replica, 0.0, 0)
         self.put(replica)
         state = replica.updater.state()
         before.put(replica)
@@ -85,16 +87,16 @@ class Inner:
     def settle(self, replica: Replica) -> None:
         """It becomes that of the live ones, which go on with what they have."""
         if self.tree is not None:
-            before = Inner.live(replica, 0.0, 0)
+            before = InnerOptimizerState.live(replica, 0.0, 0)
             self.put(replica)
             before.put(replica)
 
-    def copied(self) -> Inner:
+    def copied(self) -> InnerOptimizerState:
         """In memory of its own."""
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
         states = [{param: clone(kept) for param, kept in state.items()} for state in self.states]
         groups, schedulers = clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers)
-        return Inner(states, groups, schedulers, self.expected, self.at, clone(self.beside), self.tree)
+        return InnerOptimizerState(states, groups, schedulers, self.expected, self.at, clone(self.beside), self.tree)
 
     def forget(self, key: str) -> None:
         """Of what it keeps beside."""
@@ -110,7 +112,7 @@ class IslandProgress:
     Those of one that was too late for a merge began in an earlier round, at weights of its own (`origin`).
     """
 
-    inner: Inner
+    inner: InnerOptimizerState
     at: int = 0
     steps: int = 0
     rows: int = 0
@@ -139,7 +141,7 @@ class IslandProgress:
         self.unused = {*agreed.unused} if self.unused is None else self.unused & {*agreed.unused}
 
 
-def _own(kept: Any, job: Job) -> Any:
+def _own(kept: Any, job: TrainingJob) -> Any:
     """Of what an island keeps beside by the names of parameters, whole or in pieces, the own pieces."""
     if not isinstance(kept, Mapping):
         return kept

@@ -13,7 +13,7 @@ from paceline.session.run import Run
 
 
 @dataclass
-class Quorum:
+class MergeQuorum:
     """Of a `trainer` with `count` islands: a merge waits for `least` of them, or for all."""
 
     run: Run

@@ -20,16 +20,16 @@ from paceline.base.heartbeat import PULSE
 from paceline.base.mesh import Mesh
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
-from paceline.local_sgd.diloco import OUTER, Islands, first_rows
-from paceline.local_sgd.island_state import Inner, IslandProgress
-from paceline.local_sgd.quorum import Quorum, missed, name_dropped, part
-from paceline.local_sgd.streaming_diloco import Fragments
-from paceline.session.worker_batch import Portion
+from paceline.local_sgd.diloco import OUTER, DiLoCo, first_rows
+from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
+from paceline.local_sgd.quorum import MergeQuorum, missed, name_dropped, part
+from paceline.local_sgd.streaming_diloco import StreamingDiLoCo
+from paceline.session.worker_batch import WorkerBatch
 from paceline.team.transactions import Attempt, ReformedError
-from paceline.train.step import Step, Stepper
+from paceline.train.step import StepAttempt, StepRunner
 
 
-def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
+def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> LocalSgdRunner:
     """For a trainer whose plan says `local`; it is `about` what a Stepper is."""
     run, job, replica, plan = (about[name] for name in ("run", "job", "replica", "plan"))
     count = plan.local
@@ -48,7 +48,7 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
     if wrong:
         raise UsageError(f"local={count}: {wrong}", cure)
     streams = plan.fragments or plan.outer_codec
-    islands = (Fragments if streams else Islands)(replica, run.team.group, mesh, plan)
+    islands = (StreamingDiLoCo if streams else DiLoCo)(replica, run.team.group, mesh, plan)
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
     what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
@@ -58,8 +58,8 @@ def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> Rounds:
         what += f"; a merge waits for {plan.quorum} of them and a grace window"
         why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
     run.decide(about["trainer"], what, why)
-    quorum = Quorum(run, about["trainer"], count, plan.quorum)
-    return Rounds(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
+    quorum = MergeQuorum(run, about["trainer"], count, plan.quorum)
+    return LocalSgdRunner(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
 
 
 class BrokenOffError(Exception):
@@ -71,12 +71,12 @@ class BrokenOffError(Exception):
 
 
 @dataclass
-class Rounds(Stepper):
+class LocalSgdRunner(StepRunner):
     """Makes one trainer's rounds of `every` steps."""
 
     every: int = 1
-    islands: Islands | None = None
-    quorum: Quorum | None = None
+    islands: DiLoCo | None = None
+    quorum: MergeQuorum | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,12 +91,12 @@ class Rounds(Stepper):
             self.islands.recall = self._recall
 
     @property
-    def isles(self) -> Islands:
+    def isles(self) -> DiLoCo:
         assert self.islands is not None
         return self.islands
 
     @property
-    def merging_by(self) -> Quorum:
+    def merging_by(self) -> MergeQuorum:
         assert self.quorum is not None
         return self.quorum
 
@@ -139,7 +139,7 @@ class Rounds(Stepper):
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
         return [] if kept is None else [found[0], saved["steps"], first_rows(kept)]
 
-    def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
+    def turn(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
         """Makes a round; None where it was broken off, since all are to stop."""
         try:
             step = super().turn(deal, name)
@@ -179,7 +179,7 @@ class Rounds(Stepper):
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         return self.isles.shares(batches)
 
-    def _attempt(self, step: Step, deal: Callable[..., Any], name: str) -> Attempt:
+    def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> Attempt:
         isles = self.isles
         with ExitStack() as undo:
             began = time.perf_counter()
@@ -217,15 +217,15 @@ class Rounds(Stepper):
         self.replica.complete()
         step.spent["update"] += time.perf_counter() - ended
 
-    def _taken(self, step: Step, _: Any, result: Any) -> None:
+    def _taken(self, step: StepAttempt, _: Any, result: Any) -> None:
         super()._taken(step, _, result[:4])
         step.steps, self._late = result[4:]
 
     # -- what islands do by themselves ------------------------------------------------------------------------------
 
-    def _run(self, step: Step, deal: Callable[..., Any]) -> bool:
+    def _run(self, step: StepAttempt, deal: Callable[..., Any]) -> bool:
         """All steps of the islands that are here; whether they have made the round, and nothing has broken it off."""
-        step.whole, step.steps, step.spent = Portion([], 0, 0), 0, {"data": 0.0}
+        step.whole, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
         isles, quorum, most, last = self.isles, self.merging_by, self.run.team.world.max_steps, False
         self._sizes, self._trouble, ready = [], None, list[int]()
         quorum.begin(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
@@ -236,7 +236,7 @@ class Rounds(Stepper):
             if portion is None:
                 last = True
                 break
-            self._load(one := Step(self.done + ahead, 0.0), partial(same, portion))
+            self._load(one := StepAttempt(self.done + ahead, 0.0), partial(same, portion))
             step.spent["data"] += time.perf_counter() - began
             step.whole = replace(portion, micro_batches=[])
             step.steps, last = step.steps + 1, portion.last
@@ -265,7 +265,7 @@ class Rounds(Stepper):
             quorum.tell(step.number, isles.mine, (), last or (most is not None and self.run.step + step.steps >= most))
         return True
 
-    def _step_of(self, island: int, step: Step) -> bool:
+    def _step_of(self, island: int, step: StepAttempt) -> bool:
         """One step of an island, of all replicas that have it; whether it is to be their last one of this round."""
         assert self.grid is not None
         whole, progress = step.whole, self.isles.enter(island)
@@ -300,7 +300,7 @@ class Rounds(Stepper):
 
     # -- what all agree on ------------------------------------------------------------------------------------------
 
-    def _meet(self, step: Step, name: str, seconds: float, made: bool) -> tuple[list[int], dict[int, list[int]]]:
+    def _meet(self, step: StepAttempt, name: str, seconds: float, made: bool) -> tuple[list[int], dict[int, list[int]]]:
         """What each team tells of its islands, and each worker of itself; small, and in whole. Which islands are
         merged; steps and rows of those that are not.
         """
@@ -339,7 +339,9 @@ class Rounds(Stepper):
         self._refuse(step)
         return merged, late
 
-    def _count_rows(self, step: Step, whole: dict[str, Any], told: dict[int, list[Any]], merged: list[int]) -> None:
+    def _count_rows(
+        self, step: StepAttempt, whole: dict[str, Any], told: dict[int, list[Any]], merged: list[int]
+    ) -> None:
         """The rows that this merge counts, and those of the round that nobody has taken. `whole`: what a team says that
         has seen all of it.
         """
@@ -355,7 +357,12 @@ class Rounds(Stepper):
 
 
 def meet(
-    stepper: Stepper, step: Step, name: str, mine: dict[str, Any], seconds: float, trouble: NonFiniteLossError | None
+    stepper: StepRunner,
+    step: StepAttempt,
+    name: str,
+    mine: dict[str, Any],
+    seconds: float,
+    trouble: NonFiniteLossError | None,
 ) -> list[dict[str, Any]]:
     """The end of a turn of several steps: what each worker says of itself and wants, `mine` besides. All know the same
     of it then, in `step.agreed` as well; where one has come to `trouble` all raise that.
@@ -383,7 +390,7 @@ def meet(
     return said
 
 
-def same(portion: Portion) -> Portion:
+def same(portion: WorkerBatch) -> WorkerBatch:
     return portion
 
 
@@ -393,12 +400,12 @@ def _told(one: IslandProgress) -> list[Any]:
     return [one.at, one.steps, one.rows, one.loss, one.count, one.metrics, unused, one.norm, one.lr]
 
 
-def leave_islands(stepper: Stepper, saved: Mapping[str, Any]) -> None:
+def leave_islands(stepper: StepRunner, saved: Mapping[str, Any]) -> None:
     """Goes on without islands, with the optimizer state of island 0 in `saved`, which a checkpoint has of islands."""
     inner = first_rows(saved["each"]["0"])
     stepper.replica.updater.load(inner)
     stepper.expected = inner["expected"]
-    Inner.of(inner, stepper.done).keep_up(stepper.replica, stepper.done)  # it may have been late
+    InnerOptimizerState.of(inner, stepper.done).keep_up(stepper.replica, stepper.done)  # it may have been late
     stepper.run.say(
         "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
         "that of the others and of the merges is dropped"

@@ -27,20 +27,20 @@ from paceline.base.text import plural
 from paceline.comm.communicator import Group
 from paceline.comm.compression import BLOCK, Code, manner
 from paceline.comm.error_feedback import wide
-from paceline.comm.hierarchical import Hosts
+from paceline.comm.hierarchical import HierarchicalTransport
 from paceline.comm.progress_engine import ENGINE, Steps
 from paceline.compute.blocks import blocks_of
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import local
 from paceline.errors import PlanError
-from paceline.local_sgd.diloco import Islands, outer_optimizer
+from paceline.local_sgd.diloco import DiLoCo, outer_optimizer
 from paceline.parallel.data_parallel import kinds
 from paceline.parallel.pipeline.partition import even
 from paceline.plan import Plan
 from paceline.train.replica import Replica
 
 
-def divided(job: Job, plan: Plan) -> list[range]:
+def divided(job: TrainingJob, plan: Plan) -> list[range]:
     """The numbers of the parameters of each fragment: whole blocks of the model and parameters beside them, in its
     order, so that the largest is as small as can be. Raises PlanError where there are fewer of these.
     """
@@ -62,7 +62,7 @@ def divided(job: Job, plan: Plan) -> list[range]:
 
 
 @dataclass
-class Flight:
+class InFlightFragment:
     """A fragment's sum under way: `totals` of each row, which come in `flats` of some together; `said`, the sum of
     counts and of those who break off; and of a coded sum, by island, the part of the sum that its stretch left out.
     """
@@ -84,7 +84,7 @@ class Flight:
         return count, broken > 0
 
 
-class Fragments(Islands):
+class StreamingDiLoCo(DiLoCo):
     """Islands whose plan says `fragments` or `outer_codec`."""
 
     def __init__(self, replica: Replica, group: Group, mesh: Mesh, plan: Plan) -> None:
@@ -95,13 +95,13 @@ class Fragments(Islands):
         self._streams = count > 1 or self.delay > 0
         self.manner = f", in {count} fragments" if count > 1 else ""
         self.manner += f", whose sums travel for {plural(self.delay, 'step')}" if self.delay else ""
-        self._coded = None if plan.outer_codec is None else Coded(manner(plan.outer_codec).code, self)
+        self._coded = None if plan.outer_codec is None else QuantizedOuterSync(manner(plan.outer_codec).code, self)
         self.manner += f", as {plan.outer_codec}" if plan.outer_codec else ""
         self._at_end = []
         self._before: list[torch.Tensor] = []  # rows as they were when the round began
         # Of each fragment: rows, and the optimizer's state.
         self._merged: list[tuple[list[torch.nn.Parameter], Any]] = []
-        self._flight: Flight | None = None
+        self._flight: InFlightFragment | None = None
 
     # -- a round ----------------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ class Fragments(Islands):
         before = [self._before[row] for row in part]
         said = torch.zeros(2, dtype=torch.float64)
         said[1] = broken
-        self._flight = flight = Flight([torch.zeros_like(row, dtype=wide(row.dtype)) for row in before], said)
+        self._flight = flight = InFlightFragment([torch.zeros_like(row, dtype=wide(row.dtype)) for row in before], said)
         each: dict[int, list[torch.Tensor]] = {}
         for island in [] if broken else self.mine:
             self.enter(island)
@@ -259,14 +259,14 @@ def _tensors(state: Any) -> list[torch.Tensor]:
     return [value for kept in state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
 
 
-class Coded:
+class QuantizedOuterSync:
     """How far `islands` have come, as codes: each island's with what its codes left out before. An island has a stretch
     of whole blocks of a fragment; whoever computes it decodes everybody's codes of that, adds them up in float64 in the
     order of the islands, and sends codes of the sums to all. What these leave out it adds to what its island's did. So
     the sums have the same bits on every worker, and do not depend on who computes which island.
     """
 
-    def __init__(self, code: Code | None, islands: Fragments) -> None:
+    def __init__(self, code: Code | None, islands: StreamingDiLoCo) -> None:
         assert code is not None
         self.code, self.islands = code, islands
 
@@ -289,7 +289,7 @@ class Coded:
     def _decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
         return self.code.decode(codes[None], length)[0] if length else torch.empty(0, dtype=torch.float32)
 
-    def start(self, flight: Flight, part: Sequence[int], each: dict[int, list[torch.Tensor]]) -> None:
+    def start(self, flight: InFlightFragment, part: Sequence[int], each: dict[int, list[torch.Tensor]]) -> None:
         """Starts summing what `each` island here sends of the rows of a `part`. Collective."""
         isles, twins = self.islands, self.islands.twins
         length = sum(total.numel() for total in flight.totals)
@@ -317,7 +317,7 @@ class Coded:
         flat = torch.empty(length, dtype=torch.float32)
         flight.flats = [(flight.totals, flat)]
 
-        def steps(hosts: Hosts | None, fp: int) -> Steps:
+        def steps(hosts: HierarchicalTransport | None, fp: int) -> Steps:
             if hosts is None:
                 outs[0].copy_(ins[0])
             else:
@@ -340,7 +340,11 @@ class Coded:
             flight.works.append(twins.start_steps(-(-length // BLOCK) * self._block, steps))
 
     def _sums(
-        self, outs: Sequence[torch.Tensor], speaks: dict[int, list[int]], stretches: Sequence[range], flight: Flight
+        self,
+        outs: Sequence[torch.Tensor],
+        speaks: dict[int, list[int]],
+        stretches: Sequence[range],
+        flight: InFlightFragment,
     ) -> dict[int, torch.Tensor]:
         """Codes of the sums of the own stretches, from everybody's codes of them."""
         mine, got = self.islands.mine, dict[tuple[int, int], torch.Tensor]()
@@ -356,7 +360,7 @@ class Coded:
             flight.back[j] = total - self._decode(sums[j], len(stretches[j]))
         return sums
 
-    def keep(self, flight: Flight, part: Sequence[int]) -> None:
+    def keep(self, flight: InFlightFragment, part: Sequence[int]) -> None:
         """What the codes of sums left out is sent by the islands whose stretches they are."""
         names, length = self.islands._names_of(part), sum(total.numel() for total in flight.totals)
         stretches = self._stretches(length)

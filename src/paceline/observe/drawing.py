@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.base.console import markup
 from paceline.base.mesh import AXES
 from paceline.base.text import plural, size_of
-from paceline.observe.plan_explanation import DRAWN, HELD, Explained, took
+from paceline.observe.plan_explanation import DRAWN, HELD, PlanExplanation, took
 from paceline.parallel.pipeline.schedule import FORWARD
 
 Box = tuple[float, float, str]  # its width and height, and what is drawn from its upper left corner on
@@ -31,7 +31,7 @@ STYLE = """
 """
 
 
-def draw(told: Explained) -> str:
+def draw(told: PlanExplanation) -> str:
     """The whole picture, with its own colours for a light and a dark page."""
     axes = [axis for axis in AXES if getattr(told.mesh, axis) > 1]
     known = [kind for kind in HELD if any(one.get(kind) for one in [*told.predicted, *told.measured])]
@@ -47,7 +47,7 @@ def draw(told: Explained) -> str:
     return f'<svg class="plan" {box}>{paper}{inner}</svg>\n'
 
 
-def save(told: Explained, path: Path) -> None:
+def save(told: PlanExplanation, path: Path) -> None:
     """The same as a file of its own."""
     path.write_text(draw(told).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1), encoding="utf-8")
 
@@ -82,7 +82,7 @@ def _key(kinds: Sequence[tuple[str, str]]) -> Box:
     return 118.0 * len(cells), 12.0 * bool(cells), "".join(cells)
 
 
-def _worker(told: Explained, axis: str, rank: int) -> Box:
+def _worker(told: PlanExplanation, axis: str, rank: int) -> Box:
     """A worker, with bars of what it holds, as predicted and as measured, on one scale for all."""
     inner, down = _text(PAD, 20, f"worker {rank}", "bold"), 20.0
     for line in filter(None, (told.place(rank, axis), told.blocks(rank))):
@@ -103,7 +103,7 @@ def _worker(told: Explained, axis: str, rank: int) -> Box:
     return WIDTH, down + PAD, _rect("box", 0, 0, WIDTH, down + PAD) + inner
 
 
-def _along(told: Explained, axes: Sequence[str], rank: int) -> Box:
+def _along(told: PlanExplanation, axes: Sequence[str], rank: int) -> Box:
     """The places along the first axis, each with those along the others in a frame."""
     axis, *others = axes
     peers, across = told.mesh.peers(rank, axis), axis == "pipeline" or (not others and told.mesh.pipeline == 1)
@@ -138,7 +138,7 @@ def _below(travels: str, x: float, y: float) -> str:
     return arrows + _text(x + 8, y + DROP / 2 + 4, travels, "soft")
 
 
-def _schedule(told: Explained) -> Box:
+def _schedule(told: PlanExplanation) -> Box:
     """Who computes what when; what is left of a row is waiting."""
     found, down = told.schedule(DRAWN), 46.0
     scale = STEP / found.end

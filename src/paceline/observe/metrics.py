@@ -16,7 +16,7 @@ from paceline.base.journal import Event
 from paceline.observe.summary import Summary
 
 MOST = 1000  # values of a label
-Values = Mapping[str, float | None]  # by the label, "" without one
+ModelValues = Mapping[str, float | None]  # by the label, "" without one
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Metric:
     tag: str = ""
     label: str = ""
     counter: bool = False
-    of: Callable[[Summary], Values] | None = None
-    record: Callable[[Event], Values] | None = None
+    of: Callable[[Summary], ModelValues] | None = None
+    record: Callable[[Event], ModelValues] | None = None
 
     def values(self, summary: Summary) -> Iterator[tuple[tuple[str, str], float]]:
         """((trainer, label), value): the trainer's name where there are several."""
@@ -48,28 +48,28 @@ class Metric:
         yield from ((key, math.nan if value is None else value) for key, value in islice(found.items(), MOST))
 
 
-def _of(field: str) -> Callable[[Event], Values]:
+def _of(field: str) -> Callable[[Event], ModelValues]:
     return lambda record: {"": record.get(field)} if field in record else {}
 
 
-def _known(field: str) -> Callable[[Event], Values]:
+def _known(field: str) -> Callable[[Event], ModelValues]:
     return lambda record: {"": record[field]} if record.get(field) is not None else {}
 
 
-def _a_second(field: str) -> Callable[[Event], Values]:
+def _a_second(field: str) -> Callable[[Event], ModelValues]:
     return lambda r: {"": r[field] / r["seconds"]} if r.get(field) and r.get("seconds") else {}
 
 
-def _a_step(record: Event) -> Values:
+def _a_step(record: Event) -> ModelValues:
     return {"": (record.get("seconds") or 0.0) / record["steps"]} if record.get("steps") else {}
 
 
-def _parts(record: Event) -> Values:
+def _parts(record: Event) -> ModelValues:
     steps = record.get("steps")
     return {part: seconds / steps for part, seconds in (record.get("time") or {}).items()} if steps else {}
 
 
-def _memory(event: Event) -> Values:
+def _memory(event: Event) -> ModelValues:
     return {part: float(event[part]) for part in ("parameters", "gradients", "optimizer", "process") if event.get(part)}
 
 

@@ -67,7 +67,7 @@ _WORDS = {
 }
 
 
-class Explained:
+class PlanExplanation:
     """A plan for so many workers, and what an `event` knows besides: the `model`; `micro_batches` of a global batch and
     the `micro` rows of one; of each of the `stages` its `blocks`, the bytes that it `passes` on and the seconds of
     `forward` and `backward` of a micro-batch; by worker of the first replica what is `predicted` and was `measured`:
@@ -100,7 +100,7 @@ class Explained:
         ]  # the workers that have the same stages
 
     @classmethod
-    def of(cls, event: Event) -> Explained:
+    def of(cls, event: Event) -> PlanExplanation:
         """What was written as JSON, maybe of a team that has become another one since its plan was said."""
         plan, workers = replace(Plan.parse(event["plan"]), data=None), int(event["workers"])
         return cls(plan.validate(workers), workers, event)

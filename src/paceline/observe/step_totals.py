@@ -15,7 +15,7 @@ SELDOM, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two l
 NOBODY: Mapping[int, Sequence[float]] = {}
 
 
-class Ledger:
+class StepTotals:
     """Adds steps up; `take` gives the sums since the last record, in the journal's fields.
 
     Every worker keeps one: whoever writes the journal may be lost, and the next one goes on where it ended. `tokens`

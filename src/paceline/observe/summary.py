@@ -27,7 +27,7 @@ from paceline.base.text import (
 from paceline.base.time_accounting import COSTS, USEFUL
 from paceline.errors import UsageError
 from paceline.observe.drawing import save
-from paceline.observe.plan_explanation import Explained
+from paceline.observe.plan_explanation import PlanExplanation
 
 Rows = list[tuple[str, str]]
 Made = TypeVar("Made")
@@ -94,7 +94,7 @@ class Summary:
         grids = {grid.get("trainer"): grid for grid in self.grids}
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
         shown = (event for event in plans if (event.get("workers") or 1) > 1 or event.get("measured"))
-        self.explained = {event.get("trainer", 0): Explained.of(event) for event in shown if event.get("plan")}
+        self.explained = {event.get("trainer", 0): PlanExplanation.of(event) for event in shown if event.get("plan")}
         self.drawn = [told for told in self.explained.values() if told.workers > 1]
         self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
         self.noise = list({event.get("trainer"): event for event in last if event["event"] == "noise"}.values())

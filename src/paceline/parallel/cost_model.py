@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from paceline.base.sharding import Shards
+from paceline.base.sharding import RowShards
 
 CODED = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}  # bytes of 256 elements with their scale
 
@@ -35,7 +35,7 @@ class Facts:
 
     def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
         """Of these parameters, or all, on the place that has most of their rows."""
-        some, at = range(len(self.shapes)) if numbers is None else numbers, Shards(places)
+        some, at = range(len(self.shapes)) if numbers is None else numbers, RowShards(places)
         return sum(at.width(self.shapes[number]) * self.each[number] for number in some)
 
 

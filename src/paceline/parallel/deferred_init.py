@@ -61,7 +61,7 @@ class _Token:
     """Lives as long as a tensor, which has no weak reference of its own: as double() of a module wants it."""
 
 
-class Blueprint(TorchDispatchMode):
+class DeferredInit(TorchDispatchMode):
     """Records, while it is entered, what is done to large tensors; `value` is one of those for real."""
 
     def __init__(self) -> None:
@@ -213,11 +213,11 @@ def _is_large(leaf: Any) -> bool:
     return isinstance(leaf, FakeTensor) and not isinstance(leaf, nn.Parameter)
 
 
-def build(function: Callable[[], Any]) -> tuple[Any, Blueprint]:
+def build(function: Callable[[], Any]) -> tuple[Any, DeferredInit]:
     """What the function returns, without memory for large tensors. Raises whatever it raises, and one of `CANNOT` where
     it looks into one of those, or keeps one outside of the model's modules.
     """
-    with warnings.catch_warnings(), Blueprint() as blueprint:
+    with warnings.catch_warnings(), DeferredInit() as blueprint:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which then clones
         made = function()
     if isinstance(made, nn.Module) and blueprint.outside(made):

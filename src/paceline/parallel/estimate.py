@@ -16,7 +16,7 @@ from paceline.compute.blocks import blocks_of, told
 from paceline.compute.forward_backward import Loss
 from paceline.compute.microbatches import Chunk, MicroBatch
 from paceline.parallel.parallel_job import ParallelJob
-from paceline.parallel.pipeline.partition import Stages, divide
+from paceline.parallel.pipeline.partition import StagePartition, divide
 from paceline.parallel.pipeline.schedule import KINDS, kept, table
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.sharded_mode import tensors_in
@@ -36,7 +36,7 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     cut for that, and is of no use afterwards. Raises UsageError where it cannot be cut so.
     """
     plan = Plan.parse(text).validate(workers)
-    mesh, stages = plan.mesh(workers), Stages(tuple(blocks_of(job.model)), (0,))
+    mesh, stages = plan.mesh(workers), StagePartition(tuple(blocks_of(job.model)), (0,))
     if mesh.pipeline > 1:
         count_of = mesh.pipeline * (plan.virtual or 1)
         job.stages = stages = divide(job.model, count_of, mesh.pipeline, job.requested_split[1])
@@ -63,7 +63,7 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     return {"plan": str(plan), "workers": workers, **about, "stages": named, "predicted": by_worker}
 
 
-def _tried(job: ParallelJob, micro_batch: MicroBatch, stages: Stages) -> list[dict[str, Any]]:
+def _tried(job: ParallelJob, micro_batch: MicroBatch, stages: StagePartition) -> list[dict[str, Any]]:
     """By stage, seconds of one forward and backward, bytes `saved` for the latter, and those passed on. A stage goes on
     until the first block of the next one is called; back, until the gradient of what went into it is there.
     """

@@ -18,16 +18,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 
-from paceline.base.sharding import Shards
+from paceline.base.sharding import RowShards
 from paceline.comm.communicator import Group
 from paceline.comm.exact_sums import ExactBuckets
-from paceline.comm.fsdp_reduce_scatter import Staging
+from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
 from paceline.comm.torch_private import pytree
 from paceline.compute.blocks import blocks_of, by_block, gathered
 from paceline.compute.state_dict import cut_in_rows, held, local, marked, marks_of
 from paceline.errors import CollectiveMismatchError, UsageError
-from paceline.parallel.deferred_init import Blueprint, Slot, put, strip
+from paceline.parallel.deferred_init import DeferredInit, Slot, put, strip
 from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.tensor_parallel.script_view import refuse_in_metric
@@ -79,7 +79,7 @@ class FullyShard(Layout):
 
     torch's fully_shard gathers the parameters of a block before it is used and frees them after backward, with
     `reshard` also after forward. Gradients do not go its way, which divides them and knows no exact sums: they leave by
-    `Staging`, which hears of them from autograd.
+    `FsdpReduceScatter`, which hears of them from autograd.
 
     Parameters without dimensions, which it does not take, stay whole everywhere. The first place updates them.
     """
@@ -89,7 +89,7 @@ class FullyShard(Layout):
     def __init__(self, job: ParallelJob, replica: Group, reshard: bool, share: Share | None = None) -> None:
         super().__init__(job, replica.allocate)
         self.replica = replica
-        self.shards = Shards(replica.size, replica.rank)
+        self.shards = RowShards(replica.size, replica.rank)
         self.blocks = blocks_of(job.model)
         self._shapes = [param.shape for param in job.named.values()]
         groups = by_block(list(job.named), list(self.blocks))
@@ -193,7 +193,7 @@ class FullyShard(Layout):
     def _ended(self) -> dist.Work | None:
         return self._meet("the end of a backward") if self._compares else None
 
-    def _fill(self, blueprint: Blueprint, named: Mapping[str, nn.Parameter], share: Share | None) -> None:
+    def _fill(self, blueprint: DeferredInit, named: Mapping[str, nn.Parameter], share: Share | None) -> None:
         """One parameter after another is made, and its own rows are kept."""
         for name, param in self.job.model.named_parameters():
             whole = blueprint.value(named[name])
@@ -209,9 +209,11 @@ class FullyShard(Layout):
     def own(self) -> None:
         pass  # known since the model is in pieces
 
-    def land(self) -> Staging:
+    def land(self) -> FsdpReduceScatter:
         home = (ExactBuckets if self.job.exact else Buckets)(list(self.job.own.values()), hooks=False)
-        self.staging = Staging(home, self._shapes, self._leaving, self.replica, self._ended, not self._compares)
+        self.staging = FsdpReduceScatter(
+            home, self._shapes, self._leaving, self.replica, self._ended, not self._compares
+        )
         return self.staging
 
     def _look(self, places: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 
-from paceline.base.sharding import ALONE, Shards
-from paceline.comm.bucket_reducer import Hop
+from paceline.base.sharding import ALONE, RowShards
+from paceline.comm.bucket_reducer import ReduceStep
 from paceline.comm.exact_sums import ExactBuckets
-from paceline.comm.gradient_buckets import Allocate, Buckets, Landing
+from paceline.comm.gradient_buckets import Allocate, Buckets, GradSink
 from paceline.compute.state_dict import own_of
 from paceline.parallel.parallel_job import ParallelJob
 
@@ -21,8 +21,8 @@ class Layout:
     `shards` share the rows that optimizers hold. A bucket's way to them is `route`, before it is summed over replicas.
     """
 
-    shards: Shards = ALONE
-    route: tuple[Hop, ...] = ()
+    shards: RowShards = ALONE
+    route: tuple[ReduceStep, ...] = ()
     gathers = False  # whether parameters are gathered from others before they are used
 
     def __init__(self, job: ParallelJob, allocate: Allocate | None = None) -> None:
@@ -32,9 +32,9 @@ class Layout:
         """The job's `own` parameters: those that optimizers are to hold here."""
         self.job.own, self.job.own_cuts = own_of(self.job.named, self.job.cuts, self.shards, self.job.unit)
 
-    def land(self) -> Landing:
+    def land(self) -> GradSink:
         """Where gradients of the parameters land."""
-        return Landing(self.job.dense) if self.allocate is None else self.buckets()
+        return GradSink(self.job.dense) if self.allocate is None else self.buckets()
 
     def buckets(self) -> Buckets:
         kind = ExactBuckets if self.job.exact else Buckets

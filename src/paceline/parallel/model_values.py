@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.base.mesh import AXES, Mesh
-from paceline.base.sharding import Cut
+from paceline.base.sharding import ShardingSpec
 from paceline.comm.communicator import Group
 from paceline.comm.torch_private import pytree
 from paceline.compute.state_dict import marks_of
@@ -20,7 +20,7 @@ from paceline.parallel.parallel_job import ParallelJob
 _LIKELY = 0.02  # what stands for all values meanwhile: blocks are run to see what they call
 
 
-class Values:
+class ModelValues:
     """Those of the parameters of a `job`, which take no memory until they are `put`."""
 
     def __init__(self, job: ParallelJob) -> None:
@@ -51,7 +51,7 @@ class Values:
         beside = group.along(*(axis for axis in AXES if axis != "pipeline"), mesh=mesh)
         for name in [*self._wholes]:
             param, whole = job.model.get_parameter(name), self._wholes.pop(name)
-            cut = job.cuts.get(name) or Cut.whole(whole.shape)
+            cut = job.cuts.get(name) or ShardingSpec.whole(whole.shape)
             homes = {mesh.coordinate(place, "pipeline") for place, piece in enumerate(cut.pieces) if piece.blocks}
             if len(homes) == 1 and mesh.coordinate(job.place, "pipeline") not in homes:
                 continue

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline.base.sharding import Shards
+from paceline.base.sharding import RowShards
 from paceline.compute.blocks import blocks_of, by_block
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import held, kept_for_each
 from paceline.parallel import data_parallel, zero1
 from paceline.parallel.cost_model import CODED, Cost, Facts, Isles
@@ -43,23 +43,23 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         isles = Isles(plan.every or 1, mine, copies, fragments, plan.outer_codec, momentum, bool(plan.quorum))
         found = found.in_islands(isles, here, own)
         if replicas > 1:
-            found.sent["merges"] = isles.sent(own, sum(map(Shards(mesh.shard).width, facts.shapes)))
+            found.sent["merges"] = isles.sent(own, sum(map(RowShards(mesh.shard).width, facts.shapes)))
     if plan.server:
         size, dense = found.gradients, facts.shapes[: len(facts.shapes) - facts.sparse]
         if plan.codec:
-            size = sum(map(Shards(1).width, dense)) * CODED[plan.codec] // 256
+            size = sum(map(RowShards(1).width, dense)) * CODED[plan.codec] // 256
         found = replace(found, optimizer=0, sent={"servers": size * (1 + (plan.copies or 0))})
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
     return replace(found, in_flight=max(map(kept, rows)))
 
 
-def share_of_sums(plan: Plan, job: Job, workers: int) -> float:
+def share_of_sums(plan: Plan, job: TrainingJob, workers: int) -> float:
     """Of the bytes that a worker sends in a step of one forward, those of gradients that replicas sum."""
     facts = facts_of(job)
     return facts.bytes(plan.shard or 1) / sum(cost(plan, facts, workers).sent.values())
 
 
-def facts_of(job: Job) -> Facts:
+def facts_of(job: TrainingJob) -> Facts:
     """Of a model that is ready to be trained."""
     *blocks, rest = by_block(job.named, list(blocks_of(job.model)))
     numbers = {name: number for number, name in enumerate(job.named)}

@@ -25,10 +25,10 @@ from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.blocks import blocks_of
 from paceline.compute.forward_backward import Loss
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import Chunk, MicroBatch, tensors_of
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.compute.verify import (
     allowed,
     differentiate,
@@ -41,12 +41,12 @@ from paceline.compute.verify import (
 )
 from paceline.errors import PacelineError, UsageError
 from paceline.parallel.tensor_parallel.op_rules import RULES, asked_of, rule_of
-from paceline.parallel.tensor_parallel.redistribute import Division, Moves, applied
+from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     MADE,
     UNKNOWN,
-    Parts,
     Rule,
+    ShardedTensorMode,
     Tensor,
     changes,
     logical,
@@ -77,7 +77,9 @@ class _FromFirst(torch.autograd.Function):
     """Whole outputs of a model whose sequences are divided. The first worker's gradients of them are everybody's."""
 
     @staticmethod
-    def forward(ctx: Any, moves: Moves, parts: Sequence[Division | None], *outputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, moves: Redistributor, parts: Sequence[ShardPlacement | None], *outputs: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.moves, ctx.parts, ctx.like = moves, parts, [(logical(x), x.dtype, x.device) for x in outputs]
         ctx.set_materialize_grads(False)
         pairs = zip(outputs, parts, strict=True)
@@ -86,7 +88,7 @@ class _FromFirst(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        moves, found = cast(Moves, ctx.moves), list[Tensor | None]()
+        moves, found = cast(Redistributor, ctx.moves), list[Tensor | None]()
         has = moves.unit.broadcast(torch.tensor([grad is not None for grad in grads], dtype=torch.uint8)).tolist()
         for one, grad, part, (shape, dtype, device) in zip(has, grads, ctx.parts, ctx.like, strict=True):
             if not one:
@@ -119,14 +121,14 @@ _FROM_FIRST: Any = _FromFirst.apply
 _LED: Any = _Led.apply
 
 
-class _Moves(Moves):
+class _Moves(Redistributor):
     """Of stretches: what a weight's gradient lacks is added where gradients are."""
 
     def share(self, whole: Tensor) -> Tensor:
         return whole if isinstance(whole, nn.Parameter) else super().share(whole)
 
 
-class _Stretches(Parts):
+class _Stretches(ShardedTensorMode):
     """Follows stretches."""
 
     def alike(self, function: Any, given: Any, named: Any) -> Any:
@@ -175,13 +177,13 @@ class _Result:
     gradients: dict[str, Tensor]
 
 
-class Sequences:
+class SequenceParallel:
     """Divides what the blocks of a job's model take among the workers of a `unit`, where its length allows.
 
     It is made in two steps, between which others may wrap what blocks compute; `narrow` is the second one.
     """
 
-    def __init__(self, job: Job, unit: Group, staged: bool) -> None:
+    def __init__(self, job: TrainingJob, unit: Group, staged: bool) -> None:
         self.job, self.unit, self._model = job, unit, type(job.model).__name__
         self._beside, self._compared, self._staged = "", False, staged
         self._gathers = job.over is None  # the loss is computed on whole outputs, unless it is seen to need none
@@ -201,7 +203,7 @@ class Sequences:
         self._judge, job.loss = job.loss, self._judged
         job.whole, job.once, job.add_up = self._whole, self._parts.once, self._add_up
 
-    def __deepcopy__(self, memo: Any) -> Sequences:
+    def __deepcopy__(self, memo: Any) -> SequenceParallel:
         return self  # a copy of the model, as an average is, is computed whole
 
     @property
@@ -334,7 +336,7 @@ class Sequences:
 
     def _computed(self, model: nn.Module, batch: Any, how: Any, judge: Any) -> _Result:
         """Outputs, the loss, and its gradients; without one, those of numbers made of the outputs."""
-        with without_a_trace(model, Streams(self.job.device)):
+        with without_a_trace(model, RngState(self.job.device)):
             with how:
                 output = self._plain(model, batch)
             outputs = tensors_of(self._whole(output))
@@ -405,7 +407,7 @@ class Sequences:
         if length % self.unit.size:
             self._odd.add(length)
             return given, named
-        self._divides, part = True, Division(1, (length,), self.unit.size)
+        self._divides, part = True, ShardPlacement(1, (length,), self.unit.size)
         leaves[place] = mark(self._moves.take(whole, part), part)
         return pytree.tree_unflatten(leaves, spec)
 
@@ -427,7 +429,7 @@ _rule = partial(rule_of, _RULES)
 
 
 @_rule(_ATTENTION)
-def _attend(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Stretches of all heads become all of some heads."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     asked: dict[str, Any] = {**dict(zip(names, given, strict=False)), **named}
@@ -445,22 +447,22 @@ def _attend(on: Parts, function: Any, given: Any, named: Any) -> Any:
     if made is UNKNOWN:
         wholes = pytree.tree_map_only(Tensor, on.whole, asked)
         return on.alike(function, (), wholes)
-    heads, back = part_of(made), Division(made.dim() - 2, part.sections, size)
+    heads, back = part_of(made), ShardPlacement(made.dim() - 2, part.sections, size)
     return made if heads is None else mark(on.moves.exchange(made, heads, back), back)
 
 
-def _by_heads(on: Parts, x: Tensor) -> Tensor:
+def _by_heads(on: ShardedTensorMode, x: Tensor) -> Tensor:
     part, heads = part_of(x), Tensor.size(x, -3)
     if part is None:
         return x
     if part.dim != x.dim() - 2 or len(part.sections) > 1 or heads % on.moves.size:
         return on.whole(x)
-    ours = Division(x.dim() - 3, (heads,), on.moves.size)
+    ours = ShardPlacement(x.dim() - 3, (heads,), on.moves.size)
     return mark(on.moves.exchange(x, part, ours), ours)
 
 
 @_rule("cross_entropy", "nll_loss")
-def _cross_entropy(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """The classes are whole."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     said = dict(zip(names, asked_of(given, named, *names), strict=True))
@@ -474,7 +476,7 @@ def _cross_entropy(on: Parts, function: Any, given: Any, named: Any) -> Any:
         return UNKNOWN
     theirs = part_of(target)
     if theirs is None:
-        target = on.moves.narrow(target, Division(along, part.sections, part.count))
+        target = on.moves.narrow(target, ShardPlacement(along, part.sections, part.count))
     elif (theirs.dim, theirs.sections, theirs.count) != (along, part.sections, part.count):
         return UNKNOWN
     ignored = -100 if said["ignore_index"] is None else said["ignore_index"]
@@ -482,7 +484,7 @@ def _cross_entropy(on: Parts, function: Any, given: Any, named: Any) -> Any:
     kept = {"ignore_index": ignored, **more}
     if reduction == "none":
         made = function(x, target, reduction="none", **kept)
-        return mark(made, Division(along, part.sections, part.count))
+        return mark(made, ShardPlacement(along, part.sections, part.count))
     total = on.moves.sum(function(x, target, reduction="sum", **kept))
     if reduction == "sum":
         return total
@@ -490,7 +492,7 @@ def _cross_entropy(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule(*_ELEMENTWISE)
-def _of_elements(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _of_elements(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, target = given[:2] if len(given) > 1 else (given[0], named.get("target"))
     rest = {key: value for key, value in named.items() if key not in ("target", "reduction")}
     plain = len(given) <= 2 and not rest.keys() & {"weight", "pos_weight", "size_average", "reduce"}
@@ -506,7 +508,7 @@ def _of_elements(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("sum", "mean")
-def _sum(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _sum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Over all, or along what is divided."""
     x, part = given[0], part_of(given[0])
     found = RULES[function.__name__](on, function, given, named)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.base.sharding import Shards
-from paceline.comm.bucket_reducer import Hop
+from paceline.base.sharding import RowShards
+from paceline.comm.bucket_reducer import ReduceStep
 from paceline.comm.communicator import Group
-from paceline.comm.fsdp_reduce_scatter import Staging
+from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
 from paceline.parallel.cost_model import Cost, Facts
 from paceline.parallel.layout import Layout
@@ -22,7 +22,7 @@ def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, off
     optimizer = int(facts.state * own)
     if zero == 1:
         return Cost(whole + beside, whole, optimizer, {"gradients": own + outer, "weights": own})
-    staged = Staging.bytes(facts.shapes, facts.each, [*facts.blocks, facts.rest], places)
+    staged = FsdpReduceScatter.bytes(facts.shapes, facts.each, [*facts.blocks, facts.rest], places)
     rest, blocks = facts.bytes(places, facts.rest), facts.bytes(places) - facts.bytes(places, facts.rest)
     if zero == 2:
         gathered, sent = whole, own
@@ -34,7 +34,7 @@ def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, off
     return Cost(own + gathered + beside, own + staged, optimizer, sums)
 
 
-class Shard(Layout):
+class Zero1(Layout):
     """Level 1: each place holds the optimizer's state of its rows of every parameter, and updates these.
 
     A bucket's sums are scattered over the replica, then each place's part is summed over the replicas; after the update
@@ -43,8 +43,8 @@ class Shard(Layout):
 
     def __init__(self, job: ParallelJob, replica: Group) -> None:
         super().__init__(job, replica.allocate)
-        self.replica, self.shards = replica, Shards(replica.size, replica.rank)
-        self.route = (Hop("scatter", replica),)
+        self.replica, self.shards = replica, RowShards(replica.size, replica.rank)
+        self.route = (ReduceStep("scatter", replica),)
 
     def land(self) -> Buckets:
         self._buckets = self.buckets()

@@ -23,14 +23,14 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.tree import pack
 from paceline.comm.message_reader import damaged, read_told
-from paceline.compute.job import Options
-from paceline.param_server.parameter_shard import Client, Holding, Steps
-from paceline.param_server.protocol import Connection, Frame, Key, Kind
-from paceline.param_server.ssp_clock import Push, Tickets
+from paceline.compute.job import StepOptions
+from paceline.param_server.parameter_shard import Client, ParameterShard, Steps
+from paceline.param_server.protocol import Connection, Key, Kind, Message
+from paceline.param_server.ssp_clock import Push, SspScheduler
 
 
 @dataclass
-class Pushed:
+class PushedGradients:
     """What a worker has pushed of a `ticket`, as that was dealt: gradients by number, or in `rows`, what it `told` of
     them; and where buffers are kept, `records` of what its forwards leave in them.
     """
@@ -50,7 +50,7 @@ class Window:
     (`last`). `dropped` pushes came from who was not heard any more.
     """
 
-    tickets: Tickets
+    tickets: SspScheduler
     log: list[dict[str, Any]] = field(default_factory=list)
     asking: dict[int, tuple[Connection, Key]] = field(default_factory=dict)
     have: dict[int, set[int]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Window:
     broken: bool = False  # a worker has come to something that ends the run
 
 
-class Dealing(Holding):
+class AsyncShard(ParameterShard):
     """What this `server` has of the trainer of that number. Of those that are `used` the others are `peers` of the
     first one, by number, which knows how many updates each has `applied_by` now; `first` is the connection to that, of
     the others. `reached` hears of moments, `workers` tells who is connected.
@@ -84,21 +84,21 @@ class Dealing(Holding):
         self.leads = False  # it deals
         self.applied_by: dict[int, int] = {}
         self._stands: dict[int, dict[str, Any]] = {}
-        self._early: list[tuple[Connection, int, Frame]] = []  # what workers asked before it dealt
+        self._early: list[tuple[Connection, int, Message]] = []  # what workers asked before it dealt
         self._base = 0  # of the numbers of dealings, which no other server has given
-        self.pushed: dict[int, Pushed] = {}  # by worker
+        self.pushed: dict[int, PushedGradients] = {}  # by worker
         self.peers: dict[int, Connection] = {}
         self.first: Connection | None = None
-        self._reading: list[tuple[Connection, Frame]] = []
+        self._reading: list[tuple[Connection, Message]] = []
         self._weights: tuple[int, dict[int, torch.Tensor]] = -1, {}  # as they are sent, after so many updates
         self._begun: tuple[int, list[torch.Tensor]] = -1, []  # buffers, as the window of this number began
         done = stepper.done
         self.window = Window(self._tickets(done))
 
-    def _tickets(self, done: int) -> Tickets:
-        return Tickets(self.stepper.plan.staleness or 0.0, done, done, done)
+    def _tickets(self, done: int) -> SspScheduler:
+        return SspScheduler(self.stepper.plan.staleness or 0.0, done, done, done)
 
-    def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
+    def hear(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
         """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
         if frame.kind == Kind.DEAL:
             if self.leads:
@@ -201,7 +201,7 @@ class Dealing(Holding):
         self._note(worker, missed)
         self._apply(worker, missed)
 
-    def _push_of(self, worker: int) -> Pushed:
+    def _push_of(self, worker: int) -> PushedGradients:
         """What it has pushed last. FormatError: nothing, and yet another server has an update of it."""
         if worker not in self.pushed:
             raise damaged("update", "another server", f"worker {worker} has pushed nothing to server {self.server}")
@@ -224,7 +224,7 @@ class Dealing(Holding):
 
     # -- a window ---------------------------------------------------------------------------------------------------
 
-    def read(self, link: Connection, frame: Frame) -> None:
+    def read(self, link: Connection, frame: Message) -> None:
         self._reading.append((link, frame))
         self._go_on()
 
@@ -235,7 +235,7 @@ class Dealing(Holding):
         self.window.tickets.lose(worker)
         self._go_on()
 
-    def _ask(self, link: Connection, worker: int, frame: Frame) -> None:
+    def _ask(self, link: Connection, worker: int, frame: Message) -> None:
         window, said, start = self.window, read_told(frame.text, "wish", caller(worker)), frame.key[0]
         tickets = window.tickets
         if start > tickets.start:
@@ -258,7 +258,7 @@ class Dealing(Holding):
         window.broken |= bool(said.get("broken"))
         window.asking[worker] = link, frame.key
 
-    def _take(self, client: Client, worker: int, frame: Frame) -> None:
+    def _take(self, client: Client, worker: int, frame: Message) -> None:
         """A push is whole here."""
         text, _, rest = bytes(frame.text).partition(b"\n")
         gradients = {number: client.buffers[frame.trainer, number] for number in self.all_dense}
@@ -269,7 +269,7 @@ class Dealing(Holding):
         ticket, dealing, _ = frame.key
         rows = client.rows.get(frame.trainer, bytearray())
         told = read_told(text, "push", caller(worker))
-        self.pushed[worker] = Pushed(ticket, dealing, told, gradients, records, rows)
+        self.pushed[worker] = PushedGradients(ticket, dealing, told, gradients, records, rows)
         if self.leads:
             self._has(worker, self.server)
         elif self.first is not None:  # else it hears of it with all others
@@ -343,7 +343,7 @@ class Dealing(Holding):
         """Of what forwards leave in buffers, in a global batch. Those of workers are as the window began."""
         if records is not None:
             carried, start = self.replica.runner.carried, self.window.tickets.start
-            carried.begin(Options(self.applied, 1.0, micro_batches, collect=True), records.device)
+            carried.begin(StepOptions(self.applied, 1.0, micro_batches, collect=True), records.device)
             if self._begun[0] != start:
                 self._begun = start, carried.begun()
             carried.merge(records, self._begun[1])

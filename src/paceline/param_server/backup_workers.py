@@ -15,32 +15,32 @@ from typing import Any
 from paceline.base.batching import add_metrics, deal, exact_sum
 from paceline.base.mesh import holders
 from paceline.comm.message_reader import read_told
-from paceline.param_server.async_server import Dealing, Pushed, caller
+from paceline.param_server.async_server import AsyncShard, PushedGradients, caller
 from paceline.param_server.client import squares_of
 from paceline.param_server.parameter_shard import Client
-from paceline.param_server.protocol import Connection, Frame, Key, Kind
-from paceline.param_server.ssp_clock import Shares
+from paceline.param_server.protocol import Connection, Key, Kind, Message
+from paceline.param_server.ssp_clock import BackupScheduler
 
 
-class Backed(Dealing):
+class BackupWorkerShard(AsyncShard):
     """What a server has of a trainer whose plan says `backup`. `_chosen` make the update that is being summed, whose
     `_squares` are known of these servers, by part; `_summed` tells of which update, and of whom, gradients are here.
     """
 
     TELLS = "standing by shares", "update by shares"
 
-    def _tickets(self, done: int) -> Shares:
+    def _tickets(self, done: int) -> BackupScheduler:
         self._chosen: list[int] = []
         self._squares: dict[int, dict[str, list[float]]] = {}
         self._summed: tuple[int, list[int]] | None = None
-        return Shares(0.0, done, done, done, backup=self.stepper.plan.backup or 0)
+        return BackupScheduler(0.0, done, done, done, backup=self.stepper.plan.backup or 0)
 
     @property
-    def _shares(self) -> Shares:
-        assert isinstance(self.window.tickets, Shares)
+    def _shares(self) -> BackupScheduler:
+        assert isinstance(self.window.tickets, BackupScheduler)
         return self.window.tickets
 
-    def hear(self, link: Connection, client: Client, worker: int, frame: Frame) -> None:
+    def hear(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
         if frame.kind != Kind.SUM:
             return super().hear(link, client, worker, frame)
         if frame.key[0] == self.applied and self.leads:
@@ -54,7 +54,7 @@ class Backed(Dealing):
         self._chosen = []
         super().use(servers)
 
-    def _ask(self, link: Connection, worker: int, frame: Frame) -> None:
+    def _ask(self, link: Connection, worker: int, frame: Message) -> None:
         start = self.window.tickets.start
         super()._ask(link, worker, frame)
         new = {*self._workers()} - self.window.tickets.clocks.keys() if self.window.tickets.start != start else set()
@@ -139,7 +139,7 @@ class Backed(Dealing):
         self._summed = None
         self._reached("applied")
 
-    def _of(self, workers: list[int]) -> list[Pushed]:
+    def _of(self, workers: list[int]) -> list[PushedGradients]:
         return [self._push_of(worker) for worker in workers]
 
     def _sum(self, workers: list[int]) -> None:

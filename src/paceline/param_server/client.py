@@ -22,22 +22,22 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.base.batching import Agreed
 from paceline.base.environment import World, way_to
 from paceline.base.mesh import Mesh, holders
-from paceline.comm.bucket_reducer import Heard, Transit
+from paceline.comm.bucket_reducer import BucketReducer, StageInputs
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, add_codes, manner, pack_codes
 from paceline.comm.gradient_buckets import Bucket, levels_of, zeros
 from paceline.comm.message_reader import damaged, read_told
-from paceline.compute.job import Options, Sums
+from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatches import MicroBatch
 from paceline.compute.sparse_grads import pack_gradients, put_weights
 from paceline.errors import UsageError
 from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
-from paceline.param_server.protocol import Connection, Frame, Key, Kind, exchange
+from paceline.param_server.protocol import Connection, Key, Kind, Message, exchange
 from paceline.train.replica import Replica, mean_norm
 
 At = tuple[str, int, str]  # host, port, and the salt of the key that is asked for there
-Said = Callable[[int, int], bytes]  # what is said of a part to a server
+WorkerReport = Callable[[int, int], bytes]  # what is said of a part to a server
 MEET = 10.0  # seconds for a connection to come
 RANKED = struct.Struct("<ii")  # of who asks for squares: its rank, and how many workers push
 
@@ -51,7 +51,7 @@ def spread(sizes: Sequence[int], servers: int) -> list[int]:
     return owners
 
 
-class Servers:
+class ServerClient:
     """A worker's connections to `count` servers. What each keeps so many others have `copies` of: of those that hold a
     part, and live, the first counts. `find` tells where servers are, and `key` what both ends of a connection have;
     `look` raises where it is of no use to wait.
@@ -77,7 +77,7 @@ class Servers:
         self._given: set[int] = set()
         self._told: dict[tuple[int, int], list[tuple[Any, ...]]] = {}  # since a step began, by server and trainer
         # Since then, by trainer: by server, kind and contribution.
-        self._replies: dict[int, dict[tuple[int, int, Key], Frame]] = {}
+        self._replies: dict[int, dict[tuple[int, int, Key], Message]] = {}
         self._generation = 0  # that of `used`
         self._reading: dict[int, Key] = {}  # by trainer: which weights are asked for
 
@@ -150,7 +150,7 @@ class Servers:
             if link.sending:
                 link.advance()
 
-    def answers(self, kind: int, trainer: int, key: Key) -> dict[int, Frame]:
+    def answers(self, kind: int, trainer: int, key: Key) -> dict[int, Message]:
         """What all that live answer to what they were asked of this step, once they have."""
         replies = self._replies.setdefault(trainer, {})
         self._wait(lambda: self.whole and all((server, kind, key) in replies for server in self.used))
@@ -171,7 +171,7 @@ class Servers:
         self._wait(came)
         return replies[asked[-1], kind, key].text
 
-    def ask(self, kind: int, trainer: int, key: Key, said: Said) -> dict[int, int]:
+    def ask(self, kind: int, trainer: int, key: Key, said: WorkerReport) -> dict[int, int]:
         """Asks for something of each part who counts for it, and says what is to be `said` of it; the third number of
         the key is the part's. Whom.
         """
@@ -181,7 +181,7 @@ class Servers:
         self._ask_further(asked, kind, trainer, key, said)
         return asked
 
-    def hear(self, asked: dict[int, int], kind: int, trainer: int, key: Key, said: Said) -> list[Frame]:
+    def hear(self, asked: dict[int, int], kind: int, trainer: int, key: Key, said: WorkerReport) -> list[Message]:
         """What those who were asked answer, by part. Who comes to count meanwhile is asked then."""
         replies = self._replies.setdefault(trainer, {})
 
@@ -197,7 +197,7 @@ class Servers:
         replies = self._replies[trainer]
         return [replies[asked[part], Kind.ROWS, (*key[:2], part)].text for part in range(self.count)]
 
-    def _ask_further(self, asked: dict[int, int], kind: int, trainer: int, key: Key, said: Said) -> None:
+    def _ask_further(self, asked: dict[int, int], kind: int, trainer: int, key: Key, said: WorkerReport) -> None:
         for part in range(self.count):
             server = self.counts(part)
             if server is not None and asked.get(part) != server:
@@ -248,17 +248,17 @@ class Servers:
             self._said.pop(server, None)
             self._given.discard(server)
 
-    def _place(self, frame: Frame) -> list[torch.Tensor]:
+    def _place(self, frame: Message) -> list[torch.Tensor]:
         landing = self.landings.get(frame.trainer, {})
         if not self._is_wanted(frame):
             landing = {number: torch.empty_like(landing[number]) for number in frame.numbers}
         return [landing[number] for number in frame.numbers]
 
-    def _is_wanted(self, frame: Frame) -> bool:
+    def _is_wanted(self, frame: Message) -> bool:
         """Whether weights are not late, and were asked for again."""
         return frame.key[:2] == self._reading.get(frame.trainer, frame.key)[:2]
 
-    def _hear(self, server: int, frame: Frame) -> None:
+    def _hear(self, server: int, frame: Message) -> None:
         if frame.kind == Kind.WELCOME:
             has, _, memory = frame.text.decode(errors="replace").partition(" ")
             self._said[server] = has == "1"
@@ -272,10 +272,10 @@ class Servers:
             self._replies.setdefault(frame.trainer, {})[server, frame.kind, frame.key] = frame
 
 
-class Pushes(Transit):
+class GradientPusher(BucketReducer):
     """Buckets leave for the servers of their parameters."""
 
-    def __init__(self, replica: Served) -> None:
+    def __init__(self, replica: ServerReplica) -> None:
         super().__init__(replica.team, [])
         self._replica = replica
 
@@ -299,12 +299,12 @@ class Pushes(Transit):
         return None
 
 
-class Served(Replica):
+class ServerReplica(Replica):
     """A copy of a model whose optimizer is kept by `servers`, of the trainer with this `number`. What it contributes is
     known by its `key`.
     """
 
-    servers: Servers
+    servers: ServerClient
     number: int
 
     def __init__(
@@ -313,7 +313,7 @@ class Served(Replica):
         outer = (team or group).along("data", "context", mesh=mesh)
         super().__init__(job, Layout(job, zeros), group, outer, mesh, team=team)
         self.owners = spread([param.nbytes for param in job.named.values()], count)
-        self.transit = Pushes(self)
+        self.transit = GradientPusher(self)
         self.own.coded, self.own.to = codec, "servers"
         self.code = None if codec is None else manner(codec.word).code
         self.key: Key = (0, 0, 0)
@@ -386,7 +386,7 @@ def squares_of(told: Mapping[str, list[float]], part: int, who: str) -> list[flo
     return told[str(part)]
 
 
-class InStep(Served):
+class SyncReplica(ServerReplica):
     """All workers push to the same step. A contribution is known by the step, the generation, and the attempt in it."""
 
     def __init__(self, job: ParallelJob, group: Group, mesh: Mesh, count: int, codec: Codec | None) -> None:
@@ -398,17 +398,19 @@ class InStep(Served):
         super().met(generation)
         self._round = generation, 0
 
-    def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: StageInputs | None = None
+    ) -> StepSums:
         self.key = (options.step, *self._round)
         self.servers.begin(self.number)
         sums = super().run(micro_batches, options)
         self.push_rows()
         return sums
 
-    def add_up_rows(self, options: Options) -> None:
+    def add_up_rows(self, options: StepOptions) -> None:
         """Servers do."""
 
-    def norm(self, agreed: Agreed, options: Options) -> float:
+    def norm(self, agreed: Agreed, options: StepOptions) -> float:
         servers, said = self.servers, RANKED.pack(self.team.rank, self.team.size)
         if self.job.exact:
             said += json.dumps([options.micro_batches, self.home.largest]).encode()
@@ -423,7 +425,7 @@ class InStep(Served):
             found += squares_of(read_told(told[server].text, "squares", who), part, who)
         return mean_norm(found, agreed, options)
 
-    def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
+    def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         self.runner.carried.merge(sums.records)
         told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "rates": self._rates()}
         text = json.dumps({**told, "expected": options.expected, "norm": norm}).encode()
@@ -468,7 +470,7 @@ class InStep(Served):
         self._round = self._round[0], self._round[1] + again
 
 
-class Ticketed(Served):
+class AsyncReplica(ServerReplica):
     """Training is not in step: this worker makes gradients of whole global batches by itself. A contribution is known
     by its ticket, and how often that was dealt.
     """
@@ -517,7 +519,7 @@ class Ticketed(Served):
         self.take_rows(asked, key)
         self._have = defaultdict(lambda: -1, dict.fromkeys(asked.items(), key[0]))
 
-    def push(self, sums: Sums, told: Mapping[str, Any]) -> None:
+    def push(self, sums: StepSums, told: Mapping[str, Any]) -> None:
         """All of the ticket's gradients are on their way, or rows: tells of them."""
         self.push_rows()
         records = b"" if sums.records is None else sums.records.cpu().numpy().tobytes()

@@ -15,12 +15,12 @@ from paceline.comm.exact_sums import LEVELS, ExactBuckets
 from paceline.comm.gradient_buckets import levels_of
 from paceline.comm.message_reader import damaged, read_told
 from paceline.compute.grad_noise import squares
-from paceline.compute.job import Options
+from paceline.compute.job import StepOptions
 from paceline.compute.optimizers import DelayedNesterov
-from paceline.compute.sparse_grads import Touched, combined, pack_weights, rows_of, steps_rows_alone, unpack
+from paceline.compute.sparse_grads import TouchedRows, combined, pack_weights, rows_of, steps_rows_alone, unpack
 from paceline.compute.state_dict import optimizer_state
 from paceline.param_server.client import parts_of, spread
-from paceline.param_server.protocol import Connection, Frame, Key, Kind
+from paceline.param_server.protocol import Connection, Key, Kind, Message
 from paceline.plan import Plan
 from paceline.train.replica import Replica
 
@@ -48,7 +48,7 @@ class Client:
     rows: dict[int, bytearray] = field(default_factory=dict)
     lent: dict[tuple[int, tuple[int, ...]], tuple[Key, memoryview]] = field(default_factory=dict)
 
-    def borrow(self, frame: Frame, in_codes: bool) -> None:
+    def borrow(self, frame: Message, in_codes: bool) -> None:
         """What it has pushed is read where it lies."""
         assert frame.lent is not None
         about = frame.trainer, frame.numbers
@@ -65,7 +65,7 @@ class Client:
         return all(tuple(stamp[:3]) == key for stamp in mine)
 
 
-class Holding:
+class ParameterShard:
     """What this server has of a trainer: the parameters of these numbers, by part, after `applied` steps. `ready` is
     the contribution whose sums are their gradients, `squares` what it, or else the last step, told of each part.
     """
@@ -91,7 +91,7 @@ class Holding:
         self.all_dense, in_rows = ([*chain(*some.values())] for some in (self.dense, self.sparse))
         self.code = manner(plan.codec).code if plan.codec else None
         self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
-        self.touched = {n: Touched(len(self.params[n]), stepper.done) for n in in_rows}
+        self.touched = {n: TouchedRows(len(self.params[n]), stepper.done) for n in in_rows}
         self.squares = {part: [0.0] for part in self.parts}
         self._sums: dict[int, torch.Tensor] = {}
         first_to_last = [self.params[number] for number in self.all_dense]
@@ -189,7 +189,7 @@ class Holding:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         before = {n: self.params[n].detach().clone() for n in self.all_dense} if self.in_codes else {}
-        self.replica.updater.apply(agreed, Options(step, told["expected"], 0), told["norm"])
+        self.replica.updater.apply(agreed, StepOptions(step, told["expected"], 0), told["norm"])
         if self.in_codes:
             self._round(before)
         by_rows = [one for one in self.replica.job.optimizers if self.touched and steps_rows_alone(one)]
@@ -222,7 +222,7 @@ class Holding:
                 param.copy_(was)
             add_codes(self.code, self.changes[part], params)
 
-    def read(self, link: Connection, frame: Frame) -> None:
+    def read(self, link: Connection, frame: Message) -> None:
         """The weights of a part are asked for."""
         part = frame.key[2]
         numbers = self.dense[part]
@@ -233,7 +233,7 @@ class Holding:
         else:
             link.put(Kind.READ, frame.trainer, frame.key, numbers, weights)
 
-    def put_rows(self, link: Connection, frame: Frame) -> None:
+    def put_rows(self, link: Connection, frame: Message) -> None:
         """Of a part's tables what has changed since the update that is said."""
         if self.replica.job.sparse:
             since, numbers = read_told(frame.text, "updates", "a worker"), self.sparse[frame.key[2]]

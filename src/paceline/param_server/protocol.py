@@ -23,10 +23,28 @@ from typing import Any, NamedTuple, Never
 
 import torch
 
-from paceline.base.handshake import NONCE, SEAL, Seals, is_proof, make_nonce, prove_caller, prove_listener, read_caller
+from paceline.base.handshake import (
+    NONCE,
+    SEAL,
+    MessageSeals,
+    is_proof,
+    make_nonce,
+    prove_caller,
+    prove_listener,
+    read_caller,
+)
 from paceline.base.heartbeat import PULSE
 from paceline.base.polling import wait_for
-from paceline.comm.shared_memory import Borrowed, File, Lent, Where, host_key, laid_out, raw_bytes, room_of
+from paceline.comm.shared_memory import (
+    ExportedSegment,
+    File,
+    ImportedSegment,
+    Where,
+    host_key,
+    laid_out,
+    raw_bytes,
+    room_of,
+)
 
 LOOK = 0.05  # seconds between two looks at whether to go on waiting
 SOCKET = 4 << 20  # bytes that a socket takes, if the system lets it
@@ -47,14 +65,14 @@ class Kind(IntEnum):
     SUM = 17  # of some workers' gradients, and its squares
 
 
-class Loan(NamedTuple):
+class SharedTensor(NamedTuple):
     """Tensors of another process; the `stamp` of their slot is the contribution that they are of."""
 
     stamp: memoryview
     tensors: list[torch.Tensor]
 
 
-class Frame(NamedTuple):
+class Message(NamedTuple):
     """Its `kind`; the trainer and the contribution that it is of; which tensors it has, and these if they were `lent`;
     and else its text.
     """
@@ -64,7 +82,7 @@ class Frame(NamedTuple):
     key: Key
     numbers: tuple[int, ...]
     text: bytearray
-    lent: Loan | None = None
+    lent: SharedTensor | None = None
 
 
 class _Unsealed(NamedTuple):
@@ -74,7 +92,7 @@ class _Unsealed(NamedTuple):
 
 
 # Where the tensors of a frame land, in their order; None: it has to wait.
-Place = Callable[[Frame], "Sequence[torch.Tensor] | None"]
+Place = Callable[[Message], "Sequence[torch.Tensor] | None"]
 
 
 class Connection:
@@ -91,17 +109,17 @@ class Connection:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         self.socket, self.broken, self.paused = connection, False, False
-        self.inbox: deque[Frame] = deque()
+        self.inbox: deque[Message] = deque()
         self.greeting: Any = None  # what the other end said of itself
         self.near, self.known = False, False
-        self._lent: Lent | None = None  # nothing is made for one that nobody knows
-        self._borrowed: Borrowed | None = None
+        self._lent: ExportedSegment | None = None  # nothing is made for one that nobody knows
+        self._borrowed: ImportedSegment | None = None
         self._place, self._key, self._says = place, key, says
         self._out: deque[memoryview | _Unsealed] = deque()
         self._first: deque[memoryview] = deque()  # of the greeting, which goes before
         self._nonce = make_nonce()
-        self._own: Seals | None = None  # of what this end says
-        self._theirs: Seals | None = None
+        self._own: MessageSeals | None = None  # of what this end says
+        self._theirs: MessageSeals | None = None
         if says is None:
             self._first.append(_hello(self._nonce))
         self._parts = self._read()
@@ -153,7 +171,7 @@ class Connection:
     def _know(self, nonce: bytes, theirs: bytes) -> None:
         """From here on the other end is known: what waits to be sent gets its seals."""
         calls = self._says is not None
-        self._own, self._theirs = (Seals(self._key, nonce, theirs, one) for one in (calls, not calls))
+        self._own, self._theirs = (MessageSeals(self._key, nonce, theirs, one) for one in (calls, not calls))
         waiting, self._out = self._out, deque()
         for part in waiting:
             self._say(part.part) if isinstance(part, _Unsealed) else self._out.append(part)
@@ -169,7 +187,7 @@ class Connection:
         host, *file = said.split() or [""]
         if self._lent is not None and self._borrowed is None and host == _here():
             with suppress(OSError, ValueError, TypeError):  # it may not be looked into, or is no file's place
-                self._borrowed = Borrowed(File(*map(int, file)))
+                self._borrowed = ImportedSegment(File(*map(int, file)))
         self.near = self._borrowed is not None
         return self.near
 
@@ -233,7 +251,7 @@ class Connection:
             yield memoryview(numbers)
             yield from self._check(head + numbers)
             named = struct.unpack(f"<{count}i", numbers)
-            frame = Frame(kind, trainer & ~LENT, tuple(key), named, bytearray())
+            frame = Message(kind, trainer & ~LENT, tuple(key), named, bytearray())
             while (tensors := self._place(frame)) is None:
                 yield None
             if trainer & LENT:
@@ -277,7 +295,7 @@ class Connection:
             self._make_room()
             self.greeting = text
             self._know(self._nonce, said[:NONCE])
-            self.inbox.append(Frame(Kind.HELLO, 0, (0, 0, 0), (), bytearray()))
+            self.inbox.append(Message(Kind.HELLO, 0, (0, 0, 0), (), bytearray()))
             return
         if len(said) != NONCE:
             yield from self._give_up()
@@ -309,12 +327,12 @@ class Connection:
         while True:
             yield None
 
-    def _find(self, where: bytearray, like: Sequence[torch.Tensor]) -> Loan | None:
+    def _find(self, where: bytearray, like: Sequence[torch.Tensor]) -> SharedTensor | None:
         """Tensors like these, where the other end says; None: it has not lent so much."""
         if self._borrowed is None:
             return None
         slot = self._borrowed.slot(Where(*_WHERE.unpack(where)))
-        return Loan(slot.stamp, laid_out(slot, like)) if sum(map(room_of, like)) <= len(slot.data) else None
+        return SharedTensor(slot.stamp, laid_out(slot, like)) if sum(map(room_of, like)) <= len(slot.data) else None
 
     def close(self) -> None:
         self.broken = True
@@ -341,9 +359,9 @@ def _here() -> str:
     return hashlib.sha256(host_key().encode()).hexdigest()[:16] if host_key() else ""
 
 
-def _lent() -> Lent | None:
+def _lent() -> ExportedSegment | None:
     try:
-        return Lent() if _here() else None
+        return ExportedSegment() if _here() else None
     except OSError:  # no file can be had: all goes through the socket
         return None
 

@@ -23,11 +23,11 @@ from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.compression import add_codes, pack_codes
 from paceline.comm.message_reader import damaged, read_told
 from paceline.errors import PacelineError
-from paceline.param_server.async_server import Dealing, caller
-from paceline.param_server.backup_workers import Backed
+from paceline.param_server.async_server import AsyncShard, caller
+from paceline.param_server.backup_workers import BackupWorkerShard
 from paceline.param_server.client import MEET, RANKED, At
-from paceline.param_server.parameter_shard import Client, Holding, Steps
-from paceline.param_server.protocol import Connection, Frame, Kind, exchange
+from paceline.param_server.parameter_shard import Client, ParameterShard, Steps
+from paceline.param_server.protocol import Connection, Kind, Message, exchange
 from paceline.team.auth import greeting_key
 
 GRACE = 0.5  # seconds in which a worker whose connection has gone may come again
@@ -40,7 +40,7 @@ class ParameterServer:
         assert world.store is not None
         self.world, self.number = world, world.rank - SERVERS
         self.steppers: list[Steps] = []
-        self._parts: dict[int, Holding] = {}
+        self._parts: dict[int, ParameterShard] = {}
         self._listener = socket.create_server((world.store[0], 0), backlog=128)
         self._listener.setblocking(False)
         self._salt, self._state = secrets.token_hex(16), b""
@@ -66,22 +66,22 @@ class ParameterServer:
         self._reached = reached
         for number, stepper in enumerate(self.steppers):
             if stepper.plan.in_windows:
-                kind = Backed if stepper.plan.backup else Dealing
+                kind = BackupWorkerShard if stepper.plan.backup else AsyncShard
                 self._parts[number] = kind(stepper, number, self.number, reached, self._workers)
             elif stepper.plan.server:
-                self._parts[number] = Holding(stepper, number, self.number)
+                self._parts[number] = ParameterShard(stepper, number, self.number)
         self._until(lambda: False)
         raise AssertionError
 
     @property
-    def _dealing(self) -> list[Dealing]:
-        return [part for part in self._parts.values() if isinstance(part, Dealing)]
+    def _dealing(self) -> list[AsyncShard]:
+        return [part for part in self._parts.values() if isinstance(part, AsyncShard)]
 
     def _workers(self) -> set[int]:
         """Those who are connected."""
         return {who for link, _ in self._clients if not link.broken and (who := _who(link)) >= 0}
 
-    def _hear_used(self, frame: Frame) -> None:
+    def _hear_used(self, frame: Message) -> None:
         """Which servers a worker uses: in a generation they become fewer."""
         generation = frame.key[0]
         said: dict[int, At] = {int(n): at for n, at in read_told(frame.text, "servers", "a worker").items()}
@@ -165,7 +165,7 @@ class ParameterServer:
             if not link.broken:
                 self._clients.append((link, client))
 
-    def _place(self, client: Client, frame: Frame) -> list[torch.Tensor] | None:
+    def _place(self, client: Client, frame: Message) -> list[torch.Tensor] | None:
         """Where pushed gradients land. Before this server serves it takes the state alone."""
         if not self._parts:
             return [] if frame.kind == Kind.STATE else None
@@ -179,14 +179,14 @@ class ParameterServer:
             client.codes[key] = pack_codes(part.code, [part.params[number].detach() for number in frame.numbers])
         return [client.codes[key]]
 
-    def _buffers(self, client: Client, frame: Frame) -> list[torch.Tensor]:
+    def _buffers(self, client: Client, frame: Message) -> list[torch.Tensor]:
         part, keys = self._parts[frame.trainer], [(frame.trainer, number) for number in frame.numbers]
         for key in keys:
             if key not in client.buffers:
                 client.buffers[key] = part.room(key[1])
         return [client.buffers[key] for key in keys]
 
-    def _hear(self, link: Connection, client: Client, frame: Frame) -> None:
+    def _hear(self, link: Connection, client: Client, frame: Message) -> None:
         if frame.kind == Kind.HELLO:
             link.borrow(_said(link)[1])
             link.put(Kind.WELCOME, content=f"{int(bool(self._state))} {link.memory if link.near else ''}".encode())
@@ -221,10 +221,10 @@ class ParameterServer:
                 add_codes(code, client.codes[frame.trainer, frame.numbers], gradients)
         else:
             part = self._parts[frame.trainer]
-            assert isinstance(part, Dealing)
+            assert isinstance(part, AsyncShard)
             part.hear(link, client, _who(link), frame)
 
-    def _look(self, link: Connection, frame: Frame) -> None:
+    def _look(self, link: Connection, frame: Message) -> None:
         """Whether all have pushed their contributions; what is known is told again to whoever asks again."""
         part, key = self._parts[frame.trainer], frame.key
         if part.applied > key[0] or part.ready == key:
@@ -248,7 +248,7 @@ class ParameterServer:
         for other, _ in asking.values():
             other.put(Kind.SQUARES, frame.trainer, key, content=json.dumps(part.squares).encode())
 
-    def _commit(self, frame: Frame) -> None:
+    def _commit(self, frame: Message) -> None:
         """Applies a step that all servers can apply, unless it has."""
         part, key = self._parts[frame.trainer], frame.key
         if part.applied == key[0] and part.ready == key:

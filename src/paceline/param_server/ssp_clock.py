@@ -25,7 +25,7 @@ class Push(Enum):
 
 
 @dataclass
-class Tickets:
+class SspScheduler:
     """Of the updates from `start` to `end`: the window. `bound` may be infinite. `clocks` are of who lives, `open`
     the tickets that are dealt and not applied, with who has them and how many updates were `applied` when it read the
     weights; none from `next` on has been dealt, and those `back` have been lost. `missed` counts updates by how many
@@ -133,7 +133,7 @@ class Tickets:
 
 
 @dataclass
-class Shares(Tickets):
+class BackupScheduler(SspScheduler):
     """In step, with `backup` workers that are not waited for (Chen et al., "Revisiting Distributed Synchronous SGD",
     2016). A global batch is cut into a share for each of the `members` of its round, all who live when it begins; of
     those in which anything counts all but `backup` make the update, the first that `came`, or all who are not lost.

@@ -20,20 +20,20 @@ from paceline.compute.optimizers import DelayedNesterov
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.local_sgd.round import BrokenOffError, meet, same
-from paceline.param_server.client import Served, Servers, Ticketed
-from paceline.session.worker_batch import Portion
+from paceline.param_server.client import AsyncReplica, ServerClient, ServerReplica
+from paceline.session.worker_batch import WorkerBatch
 from paceline.team.auth import greeting_key
 from paceline.team.transactions import Attempt
-from paceline.train.step import Step, Stepper
+from paceline.train.step import StepAttempt, StepRunner
 
 LOOK = 0.3  # seconds between two looks at whether somebody was asked to stop
 WINDOW = 256  # updates, unless the plan says another number
 
 
-class ServedStepper(Stepper):
+class SyncServerRunner(StepRunner):
     """Makes steps whose updates servers make."""
 
-    replica: Served
+    replica: ServerReplica
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +42,7 @@ class ServedStepper(Stepper):
             operations = self.operations
             operations.ahead = False
             find, key = (lambda: operations.orders.servers), partial(greeting_key, run.team.world.run_dir)
-            run.servers = Servers(count, copies, operations.worker, find, key, self._look)
+            run.servers = ServerClient(count, copies, operations.worker, find, key, self._look)
             run.team.world.tell("servers", count=count, copies=copies)
         elif run.servers.met or (run.servers.count, run.servers.copies) != (count, copies):
             what = "this Trainer is made after training began, and parameter servers run the script up to there alone"
@@ -63,7 +63,7 @@ class ServedStepper(Stepper):
         if channel is not None and channel.broken is not None:
             raise channel.broken
 
-    def _give(self, servers: Servers) -> None:
+    def _give(self, servers: ServerClient) -> None:
         """The state to those that do not have it, with what the others keep."""
         if empty := servers.empty:
             state = pack(self.run.hand_over(self.operations.done))
@@ -116,12 +116,12 @@ class ServedStepper(Stepper):
 
 
 @dataclass
-class Windows(ServedStepper):
+class AsyncWindowRunner(SyncServerRunner):
     """Makes windows of updates that are not in step: a turn of the user's loop is one. In it workers meet the servers
     alone, which deal them global batches; at its end all have the same weights.
     """
 
-    replica: Ticketed
+    replica: AsyncReplica
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,7 +160,7 @@ class Windows(ServedStepper):
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         return [batches]
 
-    def turn(self, deal: Callable[..., Any], name: str) -> Step | None:
+    def turn(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
         """Makes a window; None where there was nothing in it, since all are to stop."""
         try:
             return super().turn(deal, name)
@@ -168,7 +168,7 @@ class Windows(ServedStepper):
             self.run.agreed(end.agreed)
             return None
 
-    def _attempt(self, step: Step, deal: Callable[..., Any], name: str) -> Attempt:
+    def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> Attempt:
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)
@@ -199,13 +199,13 @@ class Windows(ServedStepper):
         yield [dict(vars(step.agreed)), step.norm, step.lr, [step.whole.rows, step.whole.epoch], step.steps]
         self.operations.reached("applied")
 
-    def _taken(self, step: Step, _: Any, result: Any) -> None:
+    def _taken(self, step: StepAttempt, _: Any, result: Any) -> None:
         super()._taken(step, _, result[:4])
         (step.steps,) = result[4:]
 
     # -- what a worker does by itself -------------------------------------------------------------------------------
 
-    def _make(self, step: Step, deal: Callable[..., Any]) -> None:
+    def _make(self, step: StepAttempt, deal: Callable[..., Any]) -> None:
         """Tickets, as they are dealt, until the window ends."""
         step.spent, self._trouble, most = {"data": 0.0}, None, self.run.team.world.max_steps
         updates = self.window if most is None else max(1, min(self.window, most - self.run.step))
@@ -237,10 +237,10 @@ class Windows(ServedStepper):
             self.replica.await_weights()
             self._buffers = unpack(torch.frombuffer(self.replica.buffers(), dtype=torch.uint8))
 
-    def _ticket(self, dealt: dict[str, Any], portion: Portion) -> None:
+    def _ticket(self, dealt: dict[str, Any], portion: WorkerBatch) -> None:
         """The gradients of one global batch, or of a share of it, for the servers."""
         ticket, self.expected = dealt["ticket"], 0.0
-        self._load(one := Step(ticket, 0.0), partial(same, portion))
+        self._load(one := StepAttempt(ticket, 0.0), partial(same, portion))
         one.options = replace(self.options(one), collect=True)
         self.replica.key = ticket, dealt["dealing"], 0
         began = time.perf_counter()
@@ -261,14 +261,14 @@ class Windows(ServedStepper):
 
     # -- what all agree on ------------------------------------------------------------------------------------------
 
-    def _meet_others(self, step: Step, name: str, seconds: float) -> bool:
+    def _meet_others(self, step: StepAttempt, name: str, seconds: float) -> bool:
         """The end of the window. Whether it is the same for all: the first server may have been lost when it had told
         some that nothing is to be made.
         """
         said = meet(self, step, name, {"made": len(self._log)}, seconds, self._trouble)
         return len({one["made"] for one in said}) == 1
 
-    def _agree_on(self, step: Step) -> None:
+    def _agree_on(self, step: StepAttempt) -> None:
         """Whether all go on, and what the window has come to: of it all know the same, from the first server."""
         if not self._log:
             raise BrokenOffError(step.agreed)
@@ -279,11 +279,11 @@ class Windows(ServedStepper):
         loss, count = (math.fsum(one[key] for one in self._log) for key in ("loss", "count"))
         step.agreed = replace(step.agreed, loss=loss, count=count, metrics=metrics, unused=tuple(sorted(unused)))
         last = max(self._log, key=lambda one: one["ticket"])
-        step.whole = Portion([], 0, sum(one["rows"] for one in self._log), last["epoch"])
+        step.whole = WorkerBatch([], 0, sum(one["rows"] for one in self._log), last["epoch"])
         step.norm = self._log[-1]["norm"]
 
     @torch.no_grad()
-    def _apply(self, step: Step) -> None:
+    def _apply(self, step: StepAttempt) -> None:
         """What else the servers have made of the window is this worker's."""
         buffers = dict(self.job.model.named_buffers())
         for name, value in self._buffers.items():

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _MODES = {"max": 1, "min": -1}
 
 
-class Best(Followed):
+class BestCheckpoint(Followed):
     """What `Trainer.keep_best` follows: a value by `name`, the best one so far, and the `step` of the run that had it.
     A better one is `due` until its checkpoint is there.
     """

@@ -26,7 +26,7 @@ import torch
 from paceline.base.batching import Agreed
 from paceline.base.environment import parse_save_every
 from paceline.base.heartbeat import PULSE
-from paceline.base.sharding import Held
+from paceline.base.sharding import ShardedTensor
 from paceline.checkpoint.files import (
     Checkpoint,
     Files,
@@ -106,7 +106,7 @@ class _Draft:
     blocked: float = 0.0
 
 
-class Saving:
+class CheckpointManager:
     """The checkpoints of a run, as one worker has them. `begun` is the step of the last one that was begun, `open`
     whether its end is not known to all: both are the same everywhere. `committed` is the last one that this worker
     knows to be whole. `news` are outcomes to be told, on the worker that wrote a manifest: the fields of the journal's
@@ -279,7 +279,7 @@ class Saving:
         elif me in writers and self._into is not None:
             tensors, skeleton = flatten_pieces(subject.tree(), "")
             params = {param.data_ptr() for param in subject.params()}
-            cut = {name: held for name, held in tensors.items() if isinstance(held, Held)}
+            cut = {name: held for name, held in tensors.items() if isinstance(held, ShardedTensor)}
             whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
             common = {n: t for n, t in whole.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
             own = {name: tensor for name, tensor in whole.items() if name not in common}

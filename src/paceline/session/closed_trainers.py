@@ -29,11 +29,11 @@ from torch import nn
 from paceline.checkpoint.files import last_weights
 from paceline.comm.shared_memory import give_back
 from paceline.errors import UsageError
-from paceline.parallel.tensor_parallel.redistribute import Moves
-from paceline.session.best_checkpoint import Best
+from paceline.parallel.tensor_parallel.redistribute import Redistributor
+from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.checkpoint_manager import Subject
 from paceline.session.trainer_consistency import Description
-from paceline.session.training_loop import Member, Phase, State
+from paceline.session.training_loop import LoopState, RegisteredTrainer, State
 from paceline.team.transactions import settling
 
 if TYPE_CHECKING:
@@ -51,18 +51,18 @@ class Ended:
     """
 
     line: dict[str, Any]
-    best: Best
+    best: BestCheckpoint
     steps_done: int
     complete: bool
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
     unmoved: str  # what people are told at the end of the run about its schedule, if anything
-    untouched: list[Phase]  # loops that were made and not gone through
+    untouched: list[LoopState]  # loops that were made and not gone through
     viewed: nn.Module | None = None
     state: State = field(default_factory=State)
-    parts: list[Moves | None] = field(default_factory=list)
+    parts: list[Redistributor | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, member: Member, line: dict[str, Any], viewed: nn.Module | None = None) -> Ended:
+    def of(cls, member: RegisteredTrainer, line: dict[str, Any], viewed: nn.Module | None = None) -> Ended:
         """What is kept of a `member` that ends with this `line` in checkpoints."""
         about = member.described, member.unmoved, member.untouched
         return cls(line, member.best, member.steps_done, member.complete, *about, viewed)

@@ -26,7 +26,7 @@ from paceline.base.text import ranks
 from paceline.comm.communicator import Group
 from paceline.comm.gradient_buckets import BYTES
 from paceline.comm.torch_private import BatchNormBase
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import local
 from paceline.errors import WorkersDifferError
 from paceline.parallel.data_parallel import kinds, share
@@ -67,7 +67,7 @@ class Weights:
     as in the first one of a generation. `distance` is the largest that was measured.
     """
 
-    def __init__(self, job: Job, mesh: Mesh, alike: bool = True, heals: Heals | None = None) -> None:
+    def __init__(self, job: TrainingJob, mesh: Mesh, alike: bool = True, heals: Heals | None = None) -> None:
         self.job, self.mesh, self._alike_optimizers, self._heals = job, mesh, alike, heals
         name = torch.cuda.get_device_name(job.device) if job.device.type == "cuda" else job.device.type
         self.kind, self.kinds = f"{name} {get_cpu_capability()}", list[str]()
@@ -222,7 +222,7 @@ class Weights:
             share((t for t in (*self.job.own.values(), *states) if isinstance(t, torch.Tensor)), across)
 
 
-class Agreement:
+class ConsistencyChecker:
     """All trainers' weights, where all workers meet between two steps. `copied` waits for a checkpoint under way."""
 
     def __init__(self, team: Team, copied: Callable[[], None]) -> None:

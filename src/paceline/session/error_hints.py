@@ -104,7 +104,7 @@ def _default(error: BaseException, model: Any, batch: Any) -> str:
 
 
 @dataclass
-class Hinting:
+class AnnotatedCallable:
     """A user's forward(model, batch), loss(output, batch) or metric(output, batch), by `name`. What it raises about the
     kind of these is given a hint. `default`: it is ours, for want of theirs.
     """

@@ -9,10 +9,10 @@ from typing import Any
 from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
 from paceline.comm.communicator import Group
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.errors import UsageError, a
 from paceline.plan import Plan
-from paceline.session.best_checkpoint import Best
+from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.consistency import Weights
 from paceline.session.reported_values import Followed, agree
 from paceline.session.run import Run
@@ -40,7 +40,7 @@ class Telling:
     _run: Run
     _group: Group
     _number: int
-    best: Best
+    best: BestCheckpoint
     followed: list[Followed]  # values by name, the best among them
     plan: Plan
     steps_done: Any  # a property there
@@ -50,7 +50,7 @@ class Telling:
             one.offer(values, self._run.step)
         return values
 
-    def _weights(self, job: Job, mesh: Mesh) -> Weights:
+    def _weights(self, job: TrainingJob, mesh: Mesh) -> Weights:
         """Which are compared, and with --heal made the same again."""
         apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
         heals = self._run.team.world.heal

@@ -31,9 +31,9 @@ from paceline.checkpoint.files import FOLDER, folder_of
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import CHECKPOINTS, NO_MIRROR, RUN_DIR, storage_at
 from paceline.checkpoint.tree import unflatten
-from paceline.comm.error_feedback import Owns
+from paceline.comm.error_feedback import AllErrorFeedback
 from paceline.comm.torch_private import pytree, untested
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import held, in_pieces
 from paceline.errors import CheckpointError, OutOfMemoryError, UsageError, WorkersDifferError, first_line
 from paceline.observe.loggers import Loggers
@@ -43,9 +43,9 @@ from paceline.observe.report import write_report
 from paceline.observe.step_totals import BytesSent
 from paceline.parallel.tensor_parallel.script_view import by_pieces
 from paceline.session.best_checkpoint import best_now, keep_best
-from paceline.session.checkpoint_manager import Saving, Subject, load_user_streams, user_streams
+from paceline.session.checkpoint_manager import CheckpointManager, Subject, load_user_streams, user_streams
 from paceline.session.closed_trainers import Ended, release
-from paceline.session.consistency import Agreement
+from paceline.session.consistency import ConsistencyChecker
 from paceline.session.script_info import (
     VERSIONS,
     changed_since,
@@ -57,7 +57,7 @@ from paceline.session.script_info import (
     script_text,
 )
 from paceline.session.trainer_consistency import OF_MODEL, refuse_difference
-from paceline.session.training_loop import Member, Phase
+from paceline.session.training_loop import LoopState, RegisteredTrainer
 from paceline.session.validation import private_memory, refused_exports
 from paceline.team.agent_commands import Generation
 from paceline.team.coordinator import STOPPED
@@ -93,15 +93,17 @@ class Run:
         world = team.world
         world.tell("join", trainer=True)
         self.folder = Path(world.run_dir) if world.run_dir else None
-        self._members: list[Member | weakref.ref[Member]] = []  # of trainers in use the script alone holds them
+        self._members: list[
+            RegisteredTrainer | weakref.ref[RegisteredTrainer]
+        ] = []  # of trainers in use the script alone holds them
         self.classes: list[str] = []  # of their models
         self.ended: set[int] = set()  # trainers that wait to be released
-        self.own = Owns()
+        self.own = AllErrorFeedback()
         self.models: list[torch.nn.Module] = []  # the members', for whoever must know what a loss may run
         self.notice: int | None = None
-        self.loops: list[Phase] = []  # those being gone through, the first to begin first
+        self.loops: list[LoopState] = []  # those being gone through, the first to begin first
         self.calls: Counter[int] = Counter()  # of steps(), by trainer: the numbers of their phases
-        self._left_loops: list[Phase] = []  # by `break`, before their end
+        self._left_loops: list[LoopState] = []  # by `break`, before their end
         self._round: set[int] = set()  # trainers that made a step() outside of loops, each once
         self._save_due = 0
         self._stop_due = self._enter_due = False
@@ -115,9 +117,9 @@ class Run:
         another = CHECKPOINTS if world.checkpoints else RUN_DIR
         storage = storage_at(place, another) if place is not None and not world.serves else None
         self.serving = make_server(world) if world.serves else None  # this process is a parameter server
-        self.servers: Any = None  # the `param_server.client.Servers` to which this worker pushes gradients
-        self.saving = Saving(team, storage, world.save_every, world.keep, mirror)
-        self.agreement = Agreement(team, self.saving.copied)
+        self.servers: Any = None  # the `param_server.client.ServerClient` to which this worker pushes gradients
+        self.saving = CheckpointManager(team, storage, world.save_every, world.keep, mirror)
+        self.agreement = ConsistencyChecker(team, self.saving.copied)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
         self.asked = self._check.get("explain")  # the plan, and for how many workers
         self.traffic = BytesSent(team.group.ledger)
@@ -174,7 +176,7 @@ class Run:
     # -- trainers -------------------------------------------------------------------------------------------------
 
     @property
-    def members(self) -> list[Member]:
+    def members(self) -> list[RegisteredTrainer]:
         """All trainers that the script has made; of those that have ended, what is kept."""
         found = (one() if isinstance(one, weakref.ref) else one for one in self._members)
         return [one for one in found if one is not None]
@@ -184,12 +186,12 @@ class Run:
         """Whether the script has made more than one."""
         return len(self._members) > 1
 
-    def enlist(self, member: Member, model: torch.nn.Module) -> None:
+    def enlist(self, member: RegisteredTrainer, model: torch.nn.Module) -> None:
         self._members.append(weakref.ref(member))
         self.classes.append(type(model).__name__)
         self.models.append(model)
 
-    def stand_in(self, number: int, member: Member) -> None:
+    def stand_in(self, number: int, member: RegisteredTrainer) -> None:
         """A trainer has ended on this worker, and has given its parts to `member`."""
         self._members[number] = member
         self.ended.add(number)
@@ -423,7 +425,7 @@ class Run:
 
     # -- paceline check, and explain ------------------------------------------------------------------------------
 
-    def checking(self, job: Job, mixes: str) -> None:
+    def checking(self, job: TrainingJob, mixes: str) -> None:
         """In a run of `paceline check`: after its steps, the weights are handed over and the script ends."""
         if not self._check or self.step < self._check["steps"]:
             return
@@ -452,7 +454,7 @@ class Run:
         self.team.world.tell("leaves")
 
     @contextmanager
-    def loop(self, phase: Phase) -> Iterator[None]:
+    def loop(self, phase: LoopState) -> Iterator[None]:
         """The time of a loop. Without an agent, Ctrl-C stops it cleanly. One that is left by `break` and followed by
         more training is over: nobody who resumes goes back to it.
         """
@@ -471,11 +473,11 @@ class Run:
                 signal.signal(signal.SIGINT, before)
 
     @property
-    def around(self) -> Phase | None:
+    def around(self) -> LoopState | None:
         """The loop in whose body the script is: of several side by side the first, which is always asked first."""
         return next((loop for loop in self.loops if loop.outer is self.loops[-1].outer), None)
 
-    def outermost(self, phase: Phase) -> bool:
+    def outermost(self, phase: LoopState) -> bool:
         """Whether no other loop waits for this one: where it asks for a step, the whole script stands between two."""
         return self.loops[0] is phase
 

@@ -21,17 +21,17 @@ from paceline.parallel.tensor_parallel.script_view import by_pieces
 from paceline.session.trainer_consistency import Description
 
 if TYPE_CHECKING:
-    from paceline.parallel.tensor_parallel.redistribute import Moves
-    from paceline.session.best_checkpoint import Best
+    from paceline.parallel.tensor_parallel.redistribute import Redistributor
+    from paceline.session.best_checkpoint import BestCheckpoint
 
 LISTED = 16  # workers whose shares are told one by one
 
 
-class Member(Protocol):
+class RegisteredTrainer(Protocol):
     """What a run needs of a trainer."""
 
     state: State
-    best: Best
+    best: BestCheckpoint
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
@@ -57,13 +57,13 @@ class Member(Protocol):
     @property
     def complete(self) -> bool: ...
     @property
-    def untouched(self) -> list[Phase]: ...
+    def untouched(self) -> list[LoopState]: ...
     @property
-    def parts(self) -> list[Moves | None]: ...  # as in Job
+    def parts(self) -> list[Redistributor | None]: ...  # as in Job
 
 
 @dataclass(eq=False)
-class Phase:
+class LoopState:
     """One call of `steps()`: its number in the script, the rows of an epoch, its aim, and the steps done of it.
 
     A resumed script does not run the bodies that are done again. `inside` says how many loops each trainer began in
@@ -80,18 +80,18 @@ class Phase:
     first_epoch: int = 0  # epochs go on from loop to loop, or each would see the rows in the same order
     begun: int = 0  # epochs that this phase has begun
     inside: dict[int, int] = field(default_factory=dict)
-    outer: Phase | None = None  # the loop in whose body this one was made
+    outer: LoopState | None = None  # the loop in whose body this one was made
     site: str = ""  # the user's line, until it is gone through
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> Phase:
+    def of(cls, saved: Mapping[str, Any]) -> LoopState:
         """What `saved` gave, maybe to a later version, which knows of more."""
         return cls(**{one.name: saved[one.name] for one in dataclasses.fields(cls) if one.name in saved})
 
     def saved(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name not in ("outer", "site")}
 
-    def enter(self, outer: Phase | None, trainer: int) -> None:
+    def enter(self, outer: LoopState | None, trainer: int) -> None:
         """This call of `steps()` of a trainer was made in the body of `outer`, and of those around it."""
         self.outer = outer
         while outer is not None:

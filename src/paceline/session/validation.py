@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.base.environment import World
-from paceline.base.sharding import Cut
-from paceline.compute.job import Job
+from paceline.base.sharding import ShardingSpec
+from paceline.compute.job import TrainingJob
 from paceline.compute.lr_schedules import Plateau, cosine, plateau
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.compute.sparse_grads import tables
 from paceline.compute.state_dict import THEIRS, marked, marks_of
 from paceline.compute.update_coupling import Coupling, Scope, find_coupling
@@ -173,7 +173,7 @@ def fitting(name: str, given: Any) -> Any:
 
 
 def built(
-    model: nn.Module | Callable[[], nn.Module], device: torch.device, streams: Streams, seed: int, apart: bool
+    model: nn.Module | Callable[[], nn.Module], device: torch.device, streams: RngState, seed: int, apart: bool
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The model on its `device`, a function's made under a `seed`; where workers are to keep but a part of it, each
     `apart` from the start, without memory for what is large. And what its job is to know of that.
@@ -361,7 +361,7 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
     return optimizers
 
 
-def coupling_of(optimizer: Any, job: Job) -> tuple[Coupling, dict[str, tuple[int, int]]]:
+def coupling_of(optimizer: Any, job: TrainingJob) -> tuple[Coupling, dict[str, tuple[int, int]]]:
     """What the updates of the user's optimizers depend on, and the group into which the user's function puts each
     parameter if it sees the whole shape, and no numbers; no groups where it wants to see these.
     """
@@ -395,7 +395,7 @@ def refuse_other_groups(
     optimizers: Sequence[Optimizer],
     groups: Mapping[str, tuple[int, int]],
     own: Mapping[str, nn.Parameter],
-    cuts: Mapping[str, Cut],
+    cuts: Mapping[str, ShardingSpec],
 ) -> None:
     """UsageError where a parameter is in another group than with whole shapes, as `coupling_of` finds."""
     for name, place in _groups(optimizers, own).items():

@@ -16,7 +16,7 @@ from paceline.session.validation import refuse_twins
 
 
 @dataclass
-class Portion:
+class WorkerBatch:
     """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
     batch has; `fine`: micro-batches were divided among workers; `last`: the loop has no global batch after it.
     `single`, with the first of a loop, is the first micro-batch of a later one that has a single row.
@@ -41,7 +41,7 @@ class Portion:
 
 def bring(
     group: Group, unit: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, looks: str
-) -> Portion:
+) -> WorkerBatch:
     """The rows that the workers of this `unit` bring to the entered collective, numbered among everybody's. Where it
     `looks`, none may come twice. One that has fewer micro-batches than others of the `together` workers of a replica
     runs its first or the `spare` one besides.
@@ -65,7 +65,7 @@ def bring(
         for number, part in enumerate(cuts(theirs), start=offset):
             said = f"rows {part.start}-{part.stop - 1} of {whose} batch"
             micro_batches.append(MicroBatch(number, len(part), cut(theirs, part), said, start=first + part.start))
-    whole = Portion(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
+    whole = WorkerBatch(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
     if whole.rows == 0:
         raise UsageError("no worker brought a row to step()", "bring at least one row")
     spare = micro_batches[0] if micro_batches else spare

@@ -44,7 +44,7 @@ class Generation:
         return replace(mine, rank=rank, size=size, store=self.store, job=str(self.number), members=self.members)
 
 
-class Orders:
+class AgentCommands:
     """The newest order, heard by a thread. `heard` is called there with each that ends those before it at once, `comes`
     when newcomers are `coming` (by number, and where each takes the state). Without an agent there are none.
     """

@@ -17,11 +17,20 @@ from typing import Any
 from paceline.base.environment import SERVERS
 from paceline.base.text import plural, ranks
 from paceline.team.agent_commands import Coming
-from paceline.team.membership import Announcement, Roster
-from paceline.team.merge_quorum import Merges
-from paceline.team.server_placement import Lives, all_lost, held_elsewhere, serving, unheld
-from paceline.team.suspended_workers import OVER, Stops, all_ended, any_ended_well
-from paceline.team.worker_slots import UNKNOWN, Said, Seat, generation_of, go_on, left_of, pause_of, state_of
+from paceline.team.membership import Announcement, Membership
+from paceline.team.merge_quorum import MergeDecider
+from paceline.team.server_placement import ServerPlacement, all_lost, held_elsewhere, serving, unheld
+from paceline.team.suspended_workers import OVER, SuspendedWorkers, all_ended, any_ended_well
+from paceline.team.worker_slots import (
+    UNKNOWN,
+    WorkerReport,
+    WorkerSlot,
+    generation_of,
+    go_on,
+    left_of,
+    pause_of,
+    state_of,
+)
 
 BEAT = 0.25  # seconds between two reports of an agent
 HELD = 20.0  # seconds that its request for orders is held open
@@ -41,10 +50,10 @@ class Coordinator:
     max_restarts: int
     min_workers: int
     record: Callable[..., None]
-    roster: Roster
+    roster: Membership
     epoch: int = 1
     version: int = 1
-    seats: dict[int, Seat] = field(default_factory=dict)
+    seats: dict[int, WorkerSlot] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)  # by agent: where its workers' logs are
     standbys: dict[str, tuple[str, int]] = field(default_factory=dict)  # by agent
     moved: tuple[str, int] | None = None  # where a coordinator of a higher epoch is
@@ -58,20 +67,23 @@ class Coordinator:
     coming: Coming = field(default_factory=dict)  # newcomers that are sent the state
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
-    merges: Merges = field(default_factory=Merges)  # of islands
+    merges: MergeDecider = field(default_factory=MergeDecider)  # of islands
 
     def __post_init__(self) -> None:
         self._asked = self._judged = self._again = math.inf  # when to act on notices, on exceptions, on who is alone
         self._now = 0.0  # when we were last told something
         self._starts: dict[int, tuple[float, int]] = {}  # who is started again later: when, and in which life
-        self._stops, self.first = Stops(), self.roster.members  # the latter: the workers of the first generation
+        self._stops, self.first = (
+            SuspendedWorkers(),
+            self.roster.members,
+        )  # the latter: the workers of the first generation
         self._raised_now: list[int] = []
         self._raised: set[Any] = set()  # the exceptions, and lines that a worker hung at, that were survived
         self._causes: Counter[str] = Counter()
         self._detection = self._late = 0.0  # of the loss before this generation; when it is said who is waited for
         self._left: set[int] = set()  # workers that are to leave with the generation that was announced
         self._away: set[int] = set()  # parameter servers that are to get the state back from others
-        self._lives = Lives(self.seats, self.gone, self.leaving)
+        self._lives = ServerPlacement(self.seats, self.gone, self.leaving)
         self.awaited: dict[str, tuple[float, str]] = {}  # silent agents: until when they are waited for, and why
 
     # ---- agents
@@ -87,18 +99,18 @@ class Coordinator:
         members, servers = set(self.roster.members), {n for n in self.seats if n >= SERVERS}
         first = max({-1, *self.seats, *members} - servers) + 1
         for number in known or range(first, first + count):
-            seat = self.seats.setdefault(number, Seat(agent, newcomer=True))
+            seat = self.seats.setdefault(number, WorkerSlot(agent, newcomer=True))
             if seat.agent not in (agent, ""):
                 continue
             seat.agent = agent
             if number in members and not self.roster.begun:
                 seat.newcomer = False
                 seat.life = seat.life if self.recovering == math.inf else UNKNOWN
-            elif known and seat.said == Said():
+            elif known and seat.said == WorkerReport():
                 seat.life = UNKNOWN
         return [number for number, seat in self.seats.items() if seat.agent == agent]
 
-    def report(self, agent: str, workers: Mapping[int, Said], step: int, now: float) -> None:
+    def report(self, agent: str, workers: Mapping[int, WorkerReport], step: int, now: float) -> None:
         """The state of an agent's workers."""
         self.step, self._now = max(self.step, step), now
         places = max([1, *(said.replica for said in workers.values())])
@@ -143,7 +155,7 @@ class Coordinator:
         """An agent comes back, and knows of this generation."""
         if self.recovering < math.inf and number > self.roster.number:
             before, places = self.roster.members, self.roster.places
-            self.roster = Roster(tuple(members), number, number, before=before, places=places)
+            self.roster = Membership(tuple(members), number, number, before=before, places=places)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
         """An agent is silent for so many seconds, or has `ended`, with all its workers.
@@ -155,7 +167,7 @@ class Coordinator:
         self.version += 1
         gone = [number for number, seat in self.seats.items() if seat.agent == agent]
         if self.recovering < math.inf:  # they are as if they had not come back yet
-            self.seats |= {number: Seat(agent, UNKNOWN, newcomer=True) for number in gone}
+            self.seats |= {number: WorkerSlot(agent, UNKNOWN, newcomer=True) for number in gone}
             return
         lost = [number for number in gone if self.seats[number].alive]
         members = [number for number in lost if not self.seats[number].newcomer]
@@ -285,7 +297,7 @@ class Coordinator:
 
     # ---- one worker's news
 
-    def _advanced(self, number: int, seat: Seat, before: Said, now: float) -> None:
+    def _advanced(self, number: int, seat: WorkerSlot, before: WorkerReport, now: float) -> None:
         """How far it has come."""
         said, roster = seat.said, self.roster
         if number >= SERVERS and said.at != before.at:
@@ -309,7 +321,7 @@ class Coordinator:
         if said.ended and not before.ended:
             roster.end(number)
 
-    def _ended(self, number: int, seat: Seat, before: Said, now: float) -> None:
+    def _ended(self, number: int, seat: WorkerSlot, before: WorkerReport, now: float) -> None:
         """How it ended, or that it is about to."""
         said = seat.said
         if self.seats[number] is not seat:  # all have gone back
@@ -403,7 +415,7 @@ class Coordinator:
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """The workers of the first generation in processes that meet each other, and these others as newcomers."""
-        self.roster, self._again = Roster(members, self.roster.number, places=self.roster.places), math.inf
+        self.roster, self._again = Membership(members, self.roster.number, places=self.roster.places), math.inf
         for number in {*members, *others}:
             self._lives.again(number, self.seats[number].life + 1, newcomer=number not in members)
         self.version += 1
@@ -570,7 +582,7 @@ class Coordinator:
         That an agent is late is no failure of its workers: its time is not over before some are back who can go on.
         """
         roster = self.roster
-        here = {number: seat.said for number, seat in self.seats.items() if seat.said != Said()}
+        here = {number: seat.said for number, seat in self.seats.items() if seat.said != WorkerReport()}
         first = {number for number, said in here.items() if said.ready and not said.newcomer}
         roster.known(first, {number: said.formed for number, said in here.items()})
         missing = [number for number in roster.members if number not in here]
@@ -598,12 +610,14 @@ class Coordinator:
             if ended:
                 roster.end(number)
             else:
-                self.seats.setdefault(number, Seat(agent="", life=UNKNOWN)).said = Said(why="did not come back")
+                self.seats.setdefault(number, WorkerSlot(agent="", life=UNKNOWN)).said = WorkerReport(
+                    why="did not come back"
+                )
         if missing and not ended:
             self._lose(missing, "did not come back")
         for number in sorted(here):
             seat = self.seats[number]
-            self._ended(number, seat, Said(), now)
+            self._ended(number, seat, WorkerReport(), now)
             if seat.said.alone >= 0:
                 self._again = min(self._again, now + ALONE)
         self._look_at_stops(now, here)

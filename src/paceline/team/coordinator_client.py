@@ -60,7 +60,7 @@ class _Session:
     numbers: dict[str, int] = field(default_factory=lambda: {"/report": 0, "/orders": 0, "/stands": 0})
 
 
-class Link:
+class CoordinatorClient:
     """`newest` are the orders heard last; `fileno` becomes readable with each. `introduction` is what a join says.
 
     What is reported is a state: only the newest is sent, at once and then, at intervals, that it is the same.

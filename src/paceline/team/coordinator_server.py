@@ -47,11 +47,11 @@ from paceline.errors import FormatError, PacelineError
 from paceline.team.auth import ANSWER, is_signature, make_token, read_authorization, sign, sign_answer
 from paceline.team.coordinator import HELD, RETURN, Coordinator
 from paceline.team.coordinator_client import RefusedError, fence
-from paceline.team.membership import Roster
+from paceline.team.membership import Membership
 from paceline.team.message_types import REPORT, REQUESTS, STAND
 from paceline.team.reading_key import KEY, reading_key
-from paceline.team.stack_requests import Stands
-from paceline.team.worker_slots import Said, read_said
+from paceline.team.stack_requests import StackRequests
+from paceline.team.worker_slots import WorkerReport, read_said
 
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
 GONE = 0.5  # seconds after its connection broke
@@ -93,7 +93,9 @@ class Session:
     lost: bool = False
     clock: tuple[float, float] | None = None  # its offset and error, as the journal has them
     told: float = -math.inf  # when the journal was told of its loading
-    said: tuple[Mapping[str, Any], dict[int, Said]] | None = None  # its last report, and what that says of workers
+    said: tuple[Mapping[str, Any], dict[int, WorkerReport]] | None = (
+        None  # its last report, and what that says of workers
+    )
 
     @property
     def deadline(self) -> float:
@@ -114,7 +116,7 @@ class Service:
         self._told, self._began = 0, time.monotonic()
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
-        self._stands = Stands(Path(run["folder"]))
+        self._stands = StackRequests(Path(run["folder"]))
         self.key = reading_key(Path(run["folder"]))
         self._profile: dict[str, Any] = {}
 
@@ -464,7 +466,7 @@ async def serve(listener: socket.socket, service: Service) -> None:
     await asyncio.gather(service.watch(), service.take_over())
 
 
-def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> Roster:
+def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> Membership:
     """Who the team was when the journal's last generation was written, after byte `since`, and before that: `first`."""
     lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"generation"' in line)
     events = (event for event in lines if event.get("event") == "generation" and {"number", "workers"} <= event.keys())
@@ -472,7 +474,7 @@ def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> R
         (event["number"], event["workers"], event["at_once" if "at_once" in event else "number"]) for event in events
     )
     (number, members, at_once), *before = [*islice(found, 2), (first[0], first[1], first[0])][:2]
-    return Roster(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
+    return Membership(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
 
 
 def last_merge(folder: Path, since: int) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, OSErr
 TOLD = 500  # characters of an exception that the agent is told
 
 
-class Exits:
+class ExitReports:
     """Takes note of exits from now on. `code` is that of the last one, `at` the user's line that it came from."""
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ def parse_faults(text: str) -> list[Fault]:
     return faults
 
 
-class Chaos:
+class FaultInjector:
     """The faults of one worker. What fires is written to the run folder first, and fires once per run.
 
     The text of the faults may begin with `APART`: then they fire one after another, each when the team has formed anew

@@ -61,7 +61,7 @@ def _memory(flat: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-class Giver:
+class StateSender:
     """What one newcomer is sent, by a thread, once both have shown that they have the `key`; what is given to it is
     copied. `speed`: bytes a second, once known.
     """
@@ -181,7 +181,7 @@ class Migration:
 
     def __init__(self, worker: int, key: Callable[[str], bytes]) -> None:
         self.worker, self._key = worker, key
-        self.givers: dict[int, Giver] = {}
+        self.givers: dict[int, StateSender] = {}
         self._meeting = threading.Lock()
         self._turned: float | None = None
 
@@ -191,7 +191,7 @@ class Migration:
             for number, at in coming.items():
                 before = self.givers.get(number)
                 if before is None or before.at != at:
-                    self.givers[number] = Giver(self.worker, at, self._key)
+                    self.givers[number] = StateSender(self.worker, at, self._key)
                     if before is not None:
                         before.close()
 
@@ -261,7 +261,7 @@ class Learner(Protocol):
         """A part of a step that the others made after it."""
 
 
-class Taker:
+class StateReceiver:
     """The newcomer's end. `at` is where it listens, and the salt of the `key` that who calls has to have."""
 
     def __init__(self, host: str, key: Callable[[str], bytes]) -> None:

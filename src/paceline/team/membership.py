@@ -21,7 +21,7 @@ class Announcement:
 
 
 @dataclass
-class Roster:
+class Membership:
     """Told what happened to workers, says which generation follows. Workers are known by their numbers.
 
     A member is *established* once it has the state of the training. Whoever is lost leaves at once, with all that are

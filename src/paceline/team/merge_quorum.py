@@ -18,7 +18,7 @@ ROUNDS = 9  # the last ones, by which the grace goes
 
 
 @dataclass(frozen=True)
-class Told:
+class RoundReport:
     """What a team says of a round, by `turn` (transactions done before it) and `number` of the generation: which of
     `count` islands have `made` it, and which others are `ready` to be merged before they have; how many must have made
     it; `void`: it comes to nothing, and nobody is to go on with it.
@@ -35,7 +35,7 @@ class Told:
     void: bool = False
 
     @classmethod
-    def read(cls, given: Mapping[str, Any] | None) -> Told | None:
+    def read(cls, given: Mapping[str, Any] | None) -> RoundReport | None:
         """What JSON of the type forms.ROUND holds."""
         if given is None:
             return None
@@ -44,7 +44,7 @@ class Told:
 
 
 @dataclass
-class Merges:
+class MergeDecider:
     """`last` is what was decided last, as it is journaled and told."""
 
     last: dict[str, Any] | None = None
@@ -56,7 +56,7 @@ class Merges:
     _spreads: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # seconds from the first to enough
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # from a merge until enough made it
 
-    def look(self, told: Iterable[Told | None], at_once: int, now: float) -> dict[str, Any] | None:
+    def look(self, told: Iterable[RoundReport | None], at_once: int, now: float) -> dict[str, Any] | None:
         """What is decided now, if anything is, of what teams tell. `at_once`: the generation that all are to enter.
 
         Where a loss has ended the turn before a merge was applied, the same islands are in it again if all of them are

@@ -10,16 +10,16 @@ from paceline.base.environment import SERVERS
 from paceline.base.mesh import holders
 from paceline.base.text import ranks
 from paceline.team.agent_commands import At
-from paceline.team.worker_slots import Said, Seat
+from paceline.team.worker_slots import WorkerReport, WorkerSlot
 
 
 @dataclass
-class Lives:
+class ServerPlacement:
     """Who is started again, and on which host parameter servers are: the agents that are `gone` or `leaving` have none.
     Servers that are on other hosts now are to end where they were.
     """
 
-    seats: dict[int, Seat]
+    seats: dict[int, WorkerSlot]
     gone: set[str]
     leaving: set[str]
     _left: dict[str, dict[int, Any]] = field(default_factory=dict)  # by agent
@@ -30,7 +30,7 @@ class Lives:
         away, seats = self.gone | self.leaving, sorted(self.seats.items())
         return [*dict.fromkeys(seat.agent for n, seat in seats if n < SERVERS and seat.agent not in away)]
 
-    def seat_servers(self, agent: str, told: Mapping[int, Said], recovering: bool, least: int) -> bool:
+    def seat_servers(self, agent: str, told: Mapping[int, WorkerReport], recovering: bool, least: int) -> bool:
         """Seats for the parameter servers that workers want; whether any is new. They are spread over the hosts that
         there are, one after another, once these have so many workers; but those that an agent tells of are there.
         """
@@ -40,13 +40,13 @@ class Lives:
         wait = recovering or sum(number < SERVERS for number in seats) < least
         for number in new:
             if number in told:  # to a coordinator that was started again they may be new in a later life
-                seats[number] = Seat(agent, told[number].life, newcomer=True)
+                seats[number] = WorkerSlot(agent, told[number].life, newcomer=True)
             elif hosts and not wait:
                 place = (number - SERVERS) % len(hosts)
                 last = (
                     SERVERS < number == SERVERS + count - 1 and len(hosts) > 2
                 )  # the first has a copy of what it keeps
-                seats[number] = Seat(hosts[place or int(last)], newcomer=True)
+                seats[number] = WorkerSlot(hosts[place or int(last)], newcomer=True)
         return any(number in seats for number in new)
 
     def _home(self, number: int) -> str:
@@ -63,8 +63,8 @@ class Lives:
     def again(self, number: int, life: int, failures: int = 0, newcomer: bool = True) -> None:
         before, agent = self.seats[number], self._home(number)
         if agent != before.agent:
-            self._left.setdefault(before.agent, {})[number] = Seat(agent, before.life, True, out=True).wanted
-        self.seats[number] = Seat(agent, life, newcomer, failures=failures)
+            self._left.setdefault(before.agent, {})[number] = WorkerSlot(agent, before.life, True, out=True).wanted
+        self.seats[number] = WorkerSlot(agent, life, newcomer, failures=failures)
 
     def wanted(self, agent: str) -> dict[int, Any]:
         """What an agent is to bring about."""
@@ -78,13 +78,13 @@ class Lives:
         return len(agents) == 1 and not agents & (self.gone | self.leaving) and [*first] == [*range(len(first))]
 
 
-def serving(seats: Mapping[int, Seat]) -> dict[int, At]:
+def serving(seats: Mapping[int, WorkerSlot]) -> dict[int, At]:
     """Where the parameter servers are reached, by their numbers."""
     at = {n - SERVERS: seat.said.at for n, seat in sorted(seats.items()) if n >= SERVERS and seat.alive}
     return {number: where for number, where in at.items() if where is not None}
 
 
-def held_elsewhere(seats: Mapping[int, Seat], lost: Collection[int]) -> str:
+def held_elsewhere(seats: Mapping[int, WorkerSlot], lost: Collection[int]) -> str:
     """Who has what these parameter servers kept, in words; nothing where a part of any of them is nobody's."""
     count = max((seat.said.servers for seat in seats.values()), default=0)
     copies = max((seat.said.copies for seat in seats.values()), default=0)
@@ -97,7 +97,7 @@ def held_elsewhere(seats: Mapping[int, Seat], lost: Collection[int]) -> str:
     return f"{ranks(those)} {'has' if len(those) == 1 else 'have'} {what} kept"
 
 
-def all_lost(seats: Mapping[int, Seat], servers: Sequence[int], why: str) -> tuple[list[int], str]:
+def all_lost(seats: Mapping[int, WorkerSlot], servers: Sequence[int], why: str) -> tuple[list[int], str]:
     """These parameter servers, and those that ended beside them, of which that was not said yet; how, in words."""
     ends = {n for n, seat in seats.items() if n >= SERVERS and seat.said.status is not None and not seat.out}
     too = sorted(ends - {*servers})
@@ -106,7 +106,7 @@ def all_lost(seats: Mapping[int, Seat], servers: Sequence[int], why: str) -> tup
     )
 
 
-def unheld(said: Mapping[int, Said]) -> set[int]:
+def unheld(said: Mapping[int, WorkerReport]) -> set[int]:
     """The parameter servers that have not got back what others have."""
     servers = {number for number in said if number >= SERVERS}
     have = {number for number in servers if said[number].holds}

@@ -22,7 +22,7 @@ PACKED = 60_000  # bytes of each on the way: a request is limited
 NAME = re.compile(r"(worker|server)-[0-9]{1,12}(\.[0-9]{1,12})?")  # of a worker's files
 
 
-class Stands:
+class StackRequests:
     """The coordinator's side: the newest question, which agents are to answer it, and what they have said."""
 
     def __init__(self, folder: Path) -> None:
@@ -76,7 +76,7 @@ def unpacked(texts: Iterable[str]) -> list[str]:
 
 
 def table(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What `Stands` has heard, a line for each place where some stand: first those that wait for nobody."""
+    """What `StackRequests` has heard, a line for each place where some stand: first those that wait for nobody."""
     places: dict[tuple[bool, str, str, str], list[int]] = {}
     waited: dict[tuple[bool, str, str, str], float] = {}
     for number, told in sorted((int(number), told) for number, told in workers.items()):

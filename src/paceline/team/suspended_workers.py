@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Mapping
 
 from paceline.base.text import ranks
-from paceline.team.worker_slots import Said, Seat
+from paceline.team.worker_slots import WorkerReport, WorkerSlot
 
 NAMED, OVER = 2.0, 5.0  # seconds that one is stopped before it is said, and before nobody waits any longer
 
 
-class Stops:
+class SuspendedWorkers:
     """Who is stopped, and since when. `due` is when to look at them again."""
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Stops:
         self._named: set[int] = set()
         self.due = math.inf
 
-    def hear(self, number: int, said: Said, now: float) -> bool:
+    def hear(self, number: int, said: WorkerReport, now: float) -> bool:
         """What is said of a worker: whether it goes on, after it was said that it is stopped."""
         life, _ = self._since.get(number, (None, 0.0))
         if said.stopped and life == said.life:
@@ -31,7 +31,7 @@ class Stops:
             self._since[number] = said.life, now - said.since
         return goes_on
 
-    def stopped(self, seats: Mapping[int, Seat]) -> list[int]:
+    def stopped(self, seats: Mapping[int, WorkerSlot]) -> list[int]:
         """Those that still are."""
         there = {number: seats[number] for number in self._since if number in seats}
         self._since = {n: self._since[n] for n, seat in there.items() if seat.alive and seat.said.stopped}
@@ -63,12 +63,12 @@ class Stops:
         return f"{what}: {then}{soon}", over
 
 
-def all_ended(seats: Mapping[int, Seat]) -> bool:
+def all_ended(seats: Mapping[int, WorkerSlot]) -> bool:
     """Whether all whom the run depends on have, of which there is one at least."""
     counting = (seat.said.status for seat in seats.values() if not seat.newcomer and not seat.out)
     first = next(counting, None)  # a living one says no, without a look at all the others
     return first is not None and all(status is not None for status in counting)
 
 
-def any_ended_well(seats: Mapping[int, Seat]) -> bool:
+def any_ended_well(seats: Mapping[int, WorkerSlot]) -> bool:
     return any(seat.said.status == 0 for seat in seats.values() if not seat.newcomer and not seat.out)

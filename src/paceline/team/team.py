@@ -24,7 +24,7 @@ from paceline.comm.communicator import Group
 from paceline.comm.peer_status import call_site
 from paceline.data.loader import Place
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
-from paceline.team.exit_reports import Exits, exception_told
+from paceline.team.exit_reports import ExitReports, exception_told
 from paceline.team.transactions import Operations, settling
 
 T = TypeVar("T")
@@ -256,7 +256,7 @@ def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
-    atexit.register(_end, team, Exits())
+    atexit.register(_end, team, ExitReports())
     if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
         os.register_at_fork(after_in_child=partial(_refuse_in_child, team))
     if team.world.launcher == "paceline":
@@ -264,7 +264,7 @@ def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _end(team: Team, exits: Exits) -> None:
+def _end(team: Team, exits: ExitReports) -> None:
     """The script's end. An error here, such as a last checkpoint that cannot be written, must still fail the worker."""
     if team.code is None and exits.failed:
         team.fail(exits.code, kind="SystemExit", text=f"exit code {exits.code}", at=exits.at)

@@ -25,10 +25,10 @@ from paceline.base.time_accounting import Account
 from paceline.checkpoint.tree import flatten, pack, raw, unflatten, unpack
 from paceline.comm.communicator import Group
 from paceline.errors import PeerLostError, UsageError
-from paceline.team.agent_commands import Coming, Generation, Orders
+from paceline.team.agent_commands import AgentCommands, Coming, Generation
 from paceline.team.auth import greeting_key
-from paceline.team.fault_injection import Chaos
-from paceline.team.live_migration import Learner, Migration, Taker, digests
+from paceline.team.fault_injection import FaultInjector
+from paceline.team.live_migration import Learner, Migration, StateReceiver, digests
 
 LARGE = 1 << 16  # bytes of a tensor that is handed over by itself
 PAUSE = 0.05  # seconds between two looks
@@ -50,7 +50,7 @@ class LeftError(Exception):
 #                             anything changes, by collectives; what it returns anywhere is sent to all
 #     ...                     changes the state of this worker, without collectives
 #     yield result            it counts: a tree of plain values and tensors
-#     ...                     what is left to do, by collectives; `Holder.complete` does it where they fail
+#     ...                     what is left to do, by collectives; `StateOwner.complete` does it where they fail
 Attempt = Generator[Any, Any, None]
 Taken = Callable[[Any, Any], Any]
 
@@ -65,7 +65,7 @@ def settling(compute: Callable[[], Any], apply: Callable[[Any], Any] | None = No
     return attempt
 
 
-class Holder(Learner, Protocol):
+class StateOwner(Learner, Protocol):
     """Who has the state of the training."""
 
     @property
@@ -106,17 +106,19 @@ class Operations:
         self.account = Account()
         self._detection = 0.0  # seconds for which the last loss was not known
         self.hold = False  # too few are here: no further step is to be made
-        self.holder: Holder | None = None
+        self.holder: StateOwner | None = None
         self.refusal: UsageError | None = None  # why this process does nothing with the team, if it does not
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
         self._last: Any = None  # what was settled last, and the result
         self._told = False
-        self._chaos = Chaos(world.chaos, world.rank, Path(world.run_dir or ".")) if world.chaos.strip(", ") else None
+        self._chaos = (
+            FaultInjector(world.chaos, world.rank, Path(world.run_dir or ".")) if world.chaos.strip(", ") else None
+        )
         self._entering = threading.Lock()
         self.migration = Migration(self.worker, self._key)
         self.ahead = True  # the sums of steps, which newcomers are sent, are known here
         self._followed = False  # much of the state came ahead
-        self.orders = Orders(world.orders_fd, self._heard, self._comes)
+        self.orders = AgentCommands(world.orders_fd, self._heard, self._comes)
 
     def _key(self, salt: str) -> bytes:
         """What both ends of a connection have, over which the state goes."""
@@ -274,7 +276,7 @@ class Operations:
         if self._group.mesh.replica > 1 or not self.ahead:  # which rows it is to have is not known before
             self.world.tell("waiting", replica=self._group.mesh.replica)
         else:
-            taker = Taker(self.world.store[0], self._key)
+            taker = StateReceiver(self.world.store[0], self._key)
             self.world.tell("waiting", at=taker.at)
             with PULSE.waiting():
                 self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))
@@ -412,7 +414,7 @@ class Operations:
         for tensor in large.values():
             self._group.send(raw(tensor), taker)
 
-    def _take(self, holder: Holder, source: int) -> Any:
+    def _take(self, holder: StateOwner, source: int) -> Any:
         tensors: dict[str, torch.Tensor] = flatten([0, 0, holder.hand_over()], "")[0] if self._followed else {}
         self._group.send_bytes(pack(digests(tensors, tensors)), source)
         skeleton, small, shapes = unpack(self._group.receive_bytes(source))

@@ -9,8 +9,8 @@ from typing import Any
 from paceline.base.environment import SERVERS
 from paceline.base.text import called, plural
 from paceline.team.agent_commands import At
-from paceline.team.membership import Announcement, Roster
-from paceline.team.merge_quorum import Told
+from paceline.team.membership import Announcement, Membership
+from paceline.team.merge_quorum import RoundReport
 
 WIDEST = 300  # characters of a line that is told of a loss
 PAUSE, LONGEST = 1.0, 30.0  # seconds before one that failed as a newcomer is started again; twice as long each time
@@ -18,7 +18,7 @@ UNKNOWN = -1  # the life of a worker that was started before the coordinator was
 
 
 @dataclass(frozen=True)
-class Said:
+class WorkerReport:
     """What an agent says of a worker. `life` counts the processes that were started for it; all else is of the present
     one. A model lives on a `replica` of so many workers. It is `waiting` to be admitted; `at` is where it takes the
     state beforehand (host, port, secret), `current` says that it has, or that nobody sends it. `formed` is the last
@@ -53,7 +53,7 @@ class Said:
     cause: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     declined: bool = False
-    round: Told | None = None
+    round: RoundReport | None = None
     servers: int = 0
     copies: int = 0
     holds: bool = False
@@ -71,11 +71,11 @@ class Said:
         return [*self.cause, f"the end of {log}:" if self.tail else f"log: {log}", *(f"| {line}" for line in self.tail)]
 
 
-FIELDS = {each.name for each in fields(Said)}
+FIELDS = {each.name for each in fields(WorkerReport)}
 
 
 @dataclass
-class Seat:
+class WorkerSlot:
     """A worker of an agent. Its process is `out` when the team goes on without it; `life` is the one that is wanted.
     `failures` of those before it ended, one after another, before they were of the team.
     """
@@ -85,7 +85,7 @@ class Seat:
     newcomer: bool = False
     out: bool = False
     failures: int = 0
-    said: Said = field(default_factory=Said)
+    said: WorkerReport = field(default_factory=WorkerReport)
 
     @property
     def alive(self) -> bool:
@@ -102,15 +102,15 @@ class Seat:
         return {"life": self.life, "out": self.out, "newcomer": self.newcomer}
 
 
-def read_said(given: Mapping[str, Any]) -> Said:
+def read_said(given: Mapping[str, Any]) -> WorkerReport:
     """What JSON of the type forms.STATE holds of a worker."""
     made = {name: given[name] for name in FIELDS & given.keys()}
     made |= {name: tuple(made[name]) for name in ("store", "at", "failed") if made.get(name) is not None}
     made |= {name: tuple(line[:WIDEST] for line in made[name]) for name in ("cause", "tail") if name in made}
-    return Said(**made | {"round": Told.read(given.get("round"))})
+    return WorkerReport(**made | {"round": RoundReport.read(given.get("round"))})
 
 
-def left_of(lost: Iterable[int], seats: Mapping[int, Seat], logs: Mapping[str, str]) -> str:
+def left_of(lost: Iterable[int], seats: Mapping[int, WorkerSlot], logs: Mapping[str, str]) -> str:
     """Lines below the one that says who is lost: why, and where to read on."""
     lines: list[str] = []
     for number in lost:
@@ -121,7 +121,7 @@ def left_of(lost: Iterable[int], seats: Mapping[int, Seat], logs: Mapping[str, s
 
 
 def generation_of(
-    order: Announcement | None, seats: Mapping[int, Seat], more: Mapping[str, Any]
+    order: Announcement | None, seats: Mapping[int, WorkerSlot], more: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """What agents are told of it, if there is one."""
     if order is None:
@@ -131,7 +131,7 @@ def generation_of(
     return {"number": order.number, "members": list(order.members), "store": store, **more}
 
 
-def pause_of(seat: Seat) -> float:
+def pause_of(seat: WorkerSlot) -> float:
     """Seconds before another process is started in its place."""
     return min(LONGEST, PAUSE * 2.0**seat.failures) if seat.failed_early else 0.0
 
@@ -141,7 +141,7 @@ def go_on(members: Collection[int]) -> str:
     return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"
 
 
-def state_of(number: int, seat: Seat, roster: Roster) -> dict[str, Any]:
+def state_of(number: int, seat: WorkerSlot, roster: Membership) -> dict[str, Any]:
     """What anybody may know of a worker."""
     said = seat.said
     if seat.out or said.declined:

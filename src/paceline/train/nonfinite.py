@@ -20,7 +20,7 @@ from paceline.comm.communicator import Group
 from paceline.comm.torch_private import autograd_nodes_made
 from paceline.compute.forward_backward import Loss
 from paceline.compute.grad_hooks import nodes_of
-from paceline.compute.job import Options, Sums
+from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import Chunk, MicroBatch, tensors_of
 from paceline.compute.state_dict import local
@@ -39,7 +39,7 @@ _SPOILED = (
     "larger eps=, and go on from a checkpoint before it"
 )
 
-Told = tuple[str, str]  # what, and the cure
+RoundReport = tuple[str, str]  # what, and the cure
 
 
 def _kind(values: Any, masks: bool = False) -> str:
@@ -74,7 +74,7 @@ class _Seen:
     model: nn.Module
     spoiled: Sequence[str]  # parameters that are not finite
     batch: Any
-    first: Told | None = None
+    first: RoundReport | None = None
     calls: list[_Call] = field(default_factory=list)
     _open: list[_Call] = field(default_factory=list)
 
@@ -98,7 +98,7 @@ class _Seen:
                 kind = outer.pop().given
             self.first = self._blame(outer[-1].name if outer else None, kind)
 
-    def _blame(self, within: str | None, kind: str) -> Told:
+    def _blame(self, within: str | None, kind: str) -> RoundReport:
         """The module whose own code made it; without one the user's forward, unless the rows had it."""
         own = f"{within}." if within else ""
         if bad := next((name for name in self.spoiled if within is not None and name.startswith(own)), None):
@@ -107,7 +107,7 @@ class _Seen:
             return f"there is {there} in these rows", _ROWS
         return f"{self.title(within)} makes the first {kind}", _ZEROS
 
-    def judge(self, output: Any, loss: torch.Tensor | None) -> Told | None:
+    def judge(self, output: Any, loss: torch.Tensor | None) -> RoundReport | None:
         """After it: what made the `loss` what it is; None if that is a finite number, as is all before it."""
         if self.first is None and (kind := _kind(output)):
             self.first = self._blame(None, kind)
@@ -144,8 +144,8 @@ class Refusal:
     group: Group
     which: str
     micro_batches: Sequence[MicroBatch]
-    options: Options
-    sums: Sums | None
+    options: StepOptions
+    sums: StepSums | None
 
     def of_loss(self) -> NonFiniteLossError:
         """Collective."""
@@ -185,7 +185,7 @@ class Refusal:
         """Whether a micro-batch is run without others, but for the weights that they have."""
         return self.replica.mesh.unit == 1
 
-    def _forward(self, rank: int, rows: str, spoiled: list[str]) -> Told | None:
+    def _forward(self, rank: int, rows: str, spoiled: list[str]) -> RoundReport | None:
         """What made the loss of this micro-batch of the worker of this rank, or of the others that it names."""
         replica, bad = self.replica, [] if self.sums is None else self.sums.bad
         mesh, here, gathers = replica.mesh, self.group.rank, replica.layout.gathers
@@ -196,7 +196,7 @@ class Refusal:
             del some[1:]
         elif here != rank:
             return None
-        found: Told | None = None
+        found: RoundReport | None = None
         with self._quietly(), replica.layout.running(self.which), torch.set_grad_enabled(not gathers):
             for one in some:  # also those before it, which may have left something in buffers
                 seen = _Seen(replica.job.model, spoiled, one.batch)

@@ -15,30 +15,30 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.base.batching import Agreed, exact_sum
 from paceline.base.mesh import Mesh
-from paceline.base.sharding import Cut, Held, counting
-from paceline.comm.bucket_reducer import Heard, Hop, Transit
+from paceline.base.sharding import ShardedTensor, ShardingSpec, counting
+from paceline.comm.bucket_reducer import BucketReducer, ReduceStep, StageInputs
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec
-from paceline.comm.error_feedback import Own
+from paceline.comm.error_feedback import ErrorFeedback
 from paceline.comm.shared_memory import give_back
 from paceline.comm.transport import release_memory
 from paceline.comm.user_collectives import refusing
-from paceline.compute.cached_loss import OverBatch
+from paceline.compute.cached_loss import GradCache
 from paceline.compute.forward_backward import Runner
 from paceline.compute.grad_noise import squares
-from paceline.compute.job import Options, Sums
+from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import MicroBatch
-from paceline.compute.optimizer_update import Update
+from paceline.compute.optimizer_update import OptimizerUpdate
 from paceline.compute.sparse_grads import add_up, rows_of
 from paceline.compute.state_dict import held, load_model, model_state
 from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
-from paceline.parallel.pipeline.runner import StagedRunner
+from paceline.parallel.pipeline.runner import PipelineRunner
 from paceline.parallel.pipeline.stage import Pipeline
 
 
-def mean_norm(squares: Sequence[float], agreed: Agreed, options: Options) -> float:
+def mean_norm(squares: Sequence[float], agreed: Agreed, options: StepOptions) -> float:
     """The norm of the mean gradient, of the squares of its sums; 0 where nothing counts, and so nothing is applied."""
     return math.sqrt(exact_sum(squares)) * options.expected / agreed.count if agreed.count > 0 else 0.0
 
@@ -66,17 +66,17 @@ class Replica:
         self.landing = layout.land()
         self.home = self.landing.home
         made = (job, self.landing, layout.gathers)
-        self.runner = Runner(*made) if pipeline is None else StagedRunner(pipeline, *made)
-        self.over = None if job.over is None else OverBatch(self.runner)
-        self.updater = Update(job, self.home)
-        whole = partial(Cut.whole, places=mesh.replica)
+        self.runner = Runner(*made) if pipeline is None else PipelineRunner(pipeline, *made)
+        self.over = None if job.over is None else GradCache(self.runner)
+        self.updater = OptimizerUpdate(job, self.home)
+        whole = partial(ShardingSpec.whole, places=mesh.replica)
         cuts = {
             name: job.own_cuts.get(name) or whole(param.shape) for name, param in [*job.own.items()][: len(job.dense)]
         }
         self._counted = counting([*cuts.values()], job.place)
         self.home.elements = [math.prod(cut.shape) for cut in cuts.values()]
-        self.transit = Transit(self.team, [*layout.route, Hop("sum", outer)], codec)
-        self.codec, self.own = codec, Own(codec, group, outer, mesh, self.home, cuts)
+        self.transit = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
+        self.codec, self.own = codec, ErrorFeedback(codec, group, outer, mesh, self.home, cuts)
 
     def see_whole(self) -> None:
         """The optimizers that will be built are to hold whole parameters, of which others have the rest."""
@@ -100,7 +100,9 @@ class Replica:
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    def run(self, micro_batches: Sequence[MicroBatch], options: Options, heard: Heard | None = None) -> Sums:
+    def run(
+        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: StageInputs | None = None
+    ) -> StepSums:
         """Forward and backward over this worker's micro-batches, whose sums are on their way then. `heard` is told of
         each bucket that has arrived.
         """
@@ -116,7 +118,7 @@ class Replica:
             sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
         return sums
 
-    def try_forward(self, micro_batch: MicroBatch, options: Options) -> None:
+    def try_forward(self, micro_batch: MicroBatch, options: StepOptions) -> None:
         """Runs the forward of a micro-batch, of which no trace is left. Raises UsageError where it has a single row
         and BatchNorm needs more; what else fails may do so only here, and is passed over.
         """
@@ -126,7 +128,7 @@ class Replica:
         finally:
             self.runner.restore(void=True)
 
-    def agree(self, vector: torch.Tensor, sums: Sums, options: Options) -> torch.Tensor:
+    def agree(self, vector: torch.Tensor, sums: StepSums, options: StepOptions) -> torch.Tensor:
         """Sums the step's vector over all workers; returns when all sums of the step have arrived."""
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
         work = self.team.start_sum(small)
@@ -142,12 +144,12 @@ class Replica:
         self.own.add(options.expected)
         return vector
 
-    def add_up_rows(self, options: Options) -> None:
+    def add_up_rows(self, options: StepOptions) -> None:
         """Makes gradients in rows the sums over all. Collective."""
         self.outer.enter(f"rows of step {options.step + 1}", check=False, kind="rows")
         add_up(self.job.in_rows, self.outer)
 
-    def norm(self, agreed: Agreed, options: Options) -> float:
+    def norm(self, agreed: Agreed, options: StepOptions) -> float:
         """Of the mean gradient, the same on every worker; 0 where nothing counts. Changes nothing. Collective."""
         squares = self.squares(options)
         replica = self.job.replica
@@ -156,7 +158,7 @@ class Replica:
             replica.sum(squares)
         return mean_norm(squares.tolist(), agreed, options)
 
-    def squares(self, options: Options) -> torch.Tensor:
+    def squares(self, options: StepOptions) -> torch.Tensor:
         """Of the gradients that count here, in float64 numbers whose sum it is."""
         alike = self._counted is None and self.mesh.context == 1 and not self.own.owed  # on all who have summed
         known = self.transit.squares() if alike and not self.job.exact else None
@@ -166,7 +168,7 @@ class Replica:
             found = self.home.squares(options.micro_batches, self._counted, changed=not alike)
         return torch.cat([found, found.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else found
 
-    def update(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
+    def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""
         self.runner.carried.merge(sums.records)
         if agreed.count <= 0:  # what was sent is not used: codecs and `owed` keep what they have
@@ -192,7 +194,7 @@ class Replica:
 
     # -- a step of others -------------------------------------------------------------------------------------------
 
-    def follow(self, sums: Sums, agreed: Agreed, options: Options, norm: float) -> None:
+    def follow(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Updates with what was written into `sums`."""
         self.home.adopt()
         self.update(sums, agreed, options, norm)
@@ -209,7 +211,9 @@ class Replica:
     def state(self) -> dict[str, Any]:
         """Everything that the next step depends on, by logical names."""
         job = self.job
-        owed = {name: Held(tensor, self.own.cuts[name], job.place) for name, tensor in self.own.shared().items()}
+        owed = {
+            name: ShardedTensor(tensor, self.own.cuts[name], job.place) for name, tensor in self.own.shared().items()
+        }
         return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": self.own.chosen}
 
     def load(self, state: Mapping[str, Any]) -> None:

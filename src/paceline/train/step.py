@@ -17,13 +17,13 @@ from paceline.base.batching import NOTHING, Agreed, Grid, VectorLayout, deal
 from paceline.base.heartbeat import PULSE
 from paceline.base.text import links_of
 from paceline.comm.user_collectives import refusing
-from paceline.compute.grad_noise import Noise, looked_at
-from paceline.compute.job import Options, Sums
+from paceline.compute.grad_noise import GradNoiseScale, looked_at
+from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.loss_scale import LossScale
 from paceline.compute.lr_schedules import follow_batch
-from paceline.compute.merge_policy import Merging
+from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, cut, in_rows, to_device
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.data.balance import Balance, Change
 from paceline.data.change_detection import Counters
 from paceline.data.fingerprint import refuse_lengths
@@ -36,7 +36,7 @@ from paceline.plan import Plan
 from paceline.session.consistency import Weights
 from paceline.session.run import Run
 from paceline.session.validation import memory_now, peak_memory
-from paceline.session.worker_batch import Portion
+from paceline.session.worker_batch import WorkerBatch
 from paceline.team.live_migration import Migration
 from paceline.team.transactions import Attempt
 from paceline.train.nonfinite import Refusal
@@ -70,7 +70,7 @@ class StepReport:
 
 
 @dataclass
-class Step:
+class StepAttempt:
     """A step under way, and once it is done what tells of it: `agreed`, `norm` (of the mean gradient), `lr` (the first
     group's learning rate in it), `whole` (the rows), `spent` (seconds by part) and `news` of all workers. Without
     `sums` another worker's state was taken over with it. `scale` is that of the loss.
@@ -82,12 +82,12 @@ class Step:
     generation: int = -1  # that it was computed in last
     digest: float | None = None  # of the weights before it, where they are compared
     ahead: Migration.Stream | None = None  # what newcomers hear of it
-    whole: Portion = field(default_factory=partial(Portion, [], 0, 0))
+    whole: WorkerBatch = field(default_factory=partial(WorkerBatch, [], 0, 0))
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
-    options: Options = field(default_factory=partial(Options, 0, 1.0, 0))
+    options: StepOptions = field(default_factory=partial(StepOptions, 0, 1.0, 0))
     steps: int = 1  # in a turn
     whose: str = ""  # of an island, which has a step of its own
-    sums: Sums | None = None
+    sums: StepSums | None = None
     agreed: Agreed = NOTHING
     norm: float = 0.0
     news: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Step:
 
 
 @dataclass
-class Stepper:
+class StepRunner:
     """Makes one trainer's steps. `done` counts them; `expected` is the last global count, which gradients are divided
     by before it is known; `waiting_since` is when the last step ended. `balance` says who computes how much; the memory
     for sums is of the generation `housed`. `weights` are compared with everybody's now and then.
@@ -106,8 +106,8 @@ class Stepper:
     job: ParallelJob
     replica: Replica
     plan: Plan
-    streams: Streams
-    merging: Merging
+    streams: RngState
+    merging: MergePolicy
     weights: Weights
     grid: Grid | None = None
     balance: Balance | None = None
@@ -126,7 +126,7 @@ class Stepper:
     before: dict[str, float] = field(default_factory=dict)  # bytes sent, by kind
     micro_batches: int = 0  # of a global batch, the largest so far
     empty: int = 0  # turns here in which nothing counted
-    noise: Noise = field(default_factory=Noise)
+    noise: GradNoiseScale = field(default_factory=GradNoiseScale)
     waiting_since: float = field(default_factory=time.perf_counter)
     peak: int = 0  # bytes that the process had at most before its first step
     kinds: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)  # of parameters, at the beginning
@@ -145,7 +145,7 @@ class Stepper:
         self.replica.own.trainer = self.trainer
         self.run.own.append(self.replica.own)
 
-    def turn(self, deal: Callable[[], Portion], name: str) -> Step | None:
+    def turn(self, deal: Callable[[], WorkerBatch], name: str) -> StepAttempt | None:
         """Makes the next turn of the user's loop, applied whole or not at all; None where all are to stop first. `deal`
         gives this worker's rows, in the present team.
         """
@@ -153,14 +153,14 @@ class Stepper:
             what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
             raise UsageError(what, "put these around the part of the body that is meant")
         if self.run.asked:
-            self._load(step := Step(self.done, 0.0), deal)
+            self._load(step := StepAttempt(self.done, 0.0), deal)
             try:
                 told = forecast(self.job, step.whole.share[0], step.whole.count, *self.run.asked)
             except UsageError as error:
                 told = {"refused": [error.what, error.cure]}
             self.run.answer(told)
         self.run.traffic.turn(self.trainer)
-        step = Step(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
+        step = StepAttempt(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
             try:
                 self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
@@ -177,7 +177,7 @@ class Stepper:
         PULSE.step()
         return step
 
-    def _attempt(self, step: Step, deal: Callable[[], Portion], name: str) -> Attempt:
+    def _attempt(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str) -> Attempt:
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)
@@ -204,7 +204,7 @@ class Stepper:
 
     # -- up to what all agree on ------------------------------------------------------------------------------------
 
-    def _open(self, step: Step, name: str) -> None:
+    def _open(self, step: StepAttempt, name: str) -> None:
         """In the present generation, with the weights as they are."""
         group, step.generation = self.run.team.group, self.operations.number
         if self.housed != step.generation:
@@ -215,11 +215,11 @@ class Stepper:
         looks, self.weights.refused = group.size > 1 and self.weights.looks(step.number), True
         step.digest = self.weights.told() if looks else None
 
-    def options(self, step: Step) -> Options:
+    def options(self, step: StepAttempt) -> StepOptions:
         """How its micro-batches, which are there, may be computed."""
         merge = self.merging.size
         spread = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
-        return Options(
+        return StepOptions(
             step=step.number,
             expected=(self.expected or float(step.whole.rows)) / step.scale,
             micro_batches=step.whole.count,
@@ -236,7 +236,7 @@ class Stepper:
             turn=self.operations.done,
         )
 
-    def _load(self, step: Step, deal: Callable[[], Portion]) -> None:
+    def _load(self, step: StepAttempt, deal: Callable[[], WorkerBatch]) -> None:
         """This worker's micro-batches, on its device."""
         with refusing("the dataset or collate"):
             step.whole, step.indivisible = deal(), False
@@ -244,7 +244,7 @@ class Stepper:
             step.indivisible |= not micro_batch.take_part()
             micro_batch.batch = to_device(micro_batch.batch, self.job.device)
 
-    def _compute(self, step: Step, deal: Callable[[], Portion], name: str, began: float) -> float:
+    def _compute(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str, began: float) -> float:
         """Gradients, and what all agree on: again, as long as they agree to. When this worker's own part was there."""
         options, migration = step.options, self.operations.migration
         if step.whole.single and step.whole.micro_batches and self.replica.mesh.pipeline == 1:
@@ -278,7 +278,7 @@ class Stepper:
         loss, forward = (getattr(one, "call", one) for one in (self.job.over or self.job.loss, self.job.forward))
         return Counters(self.job.beside, loss=loss, forward=forward)
 
-    def _try_single_row(self, step: Step) -> None:
+    def _try_single_row(self, step: StepAttempt) -> None:
         """Before the first step of a loop in which a micro-batch of a single row comes later: whether the model can
         normalise one, tried on a row that is here. Raises UsageError.
         """
@@ -287,7 +287,7 @@ class Stepper:
             row = MicroBatch(first.index, 1, cut(first.batch, range(1)), step.whole.single)
             self.replica.try_forward(row, step.options)
 
-    def _overflows(self, step: Step) -> bool:
+    def _overflows(self, step: StepAttempt) -> bool:
         """Whether the gradients are too large for the loss scale; then the step is computed again with half of it."""
         step.norm = 0.0
         if self.scaling is None or not math.isfinite(step.agreed.loss) or step.agreed.count <= 0:
@@ -299,12 +299,12 @@ class Stepper:
         step.options.expected *= 2
         return True
 
-    def _heals(self, step: Step) -> bool:
+    def _heals(self, step: StepAttempt) -> bool:
         """Whether the weights that the gradients were made of had to be healed."""
         undo, told, step.digest = partial(self.replica.abort, again=True), step.digest, None
         return told is not None and self.weights.judge(self.group, step.agreed.digests, undo=undo)
 
-    def _end(self, step: Step) -> None:
+    def _end(self, step: StepAttempt) -> None:
         """All is computed: what somebody has to tell, and what cannot be applied."""
         group = self.group
         if step.agreed.news:
@@ -318,7 +318,7 @@ class Stepper:
         for member in self.run.members:
             member.state.step_computed()
 
-    def _norm(self, step: Step) -> float:
+    def _norm(self, step: StepAttempt) -> float:
         """That of the mean gradient. When all know it, all sums have arrived everywhere."""
         self.operations.reached("reduced")
         norm = step.norm or self.replica.norm(step.agreed, step.options)
@@ -332,7 +332,7 @@ class Stepper:
 
     # -- what changes the state -------------------------------------------------------------------------------------
 
-    def _update(self, step: Step, norm: float) -> None:
+    def _update(self, step: StepAttempt, norm: float) -> None:
         sums, agreed = step.sums, step.agreed
         assert sums is not None
         step.norm = norm
@@ -345,11 +345,11 @@ class Stepper:
         if self.scaling is not None and (why := self.scaling.took(step.scale)):
             self.run.decide(self.trainer, f"loss scale {self.scaling.scale:g} from step {self.done + 1}", why)
 
-    def _taken(self, step: Step, _: Any, result: Any) -> None:
+    def _taken(self, step: StepAttempt, _: Any, result: Any) -> None:
         """This worker's own part was lost; the step was not."""
         self.weights.refused = False
         agreed, step.norm, step.lr, (rows, epoch) = result
-        step.agreed, step.whole = Agreed(**agreed), Portion([], 0, rows, epoch)
+        step.agreed, step.whole = Agreed(**agreed), WorkerBatch([], 0, rows, epoch)
         step.sums, step.spent = None, {}
 
     def hear(self, said: list[Any]) -> None:
@@ -361,8 +361,8 @@ class Stepper:
             self.replica.home.sums[place].copy_(flat)
             return
         agreed, norm, expected, records = said
-        options = Options(step=self.done, expected=expected, micro_batches=0)
-        self.replica.follow(Sums(records=records), Agreed(**agreed), options, norm)
+        options = StepOptions(step=self.done, expected=expected, micro_batches=0)
+        self.replica.follow(StepSums(records=records), Agreed(**agreed), options, norm)
         self.done += 1
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ class Stepper:
 
     # -- what a step teaches ----------------------------------------------------------------------------------------
 
-    def _learn(self, step: Step) -> None:
+    def _learn(self, step: StepAttempt) -> None:
         """Of merging, of who is how fast, and of what people are to know."""
         self.replica.own.step(sum(seconds for part, seconds in step.spent.items() if part not in ("data", "other")))
         if step.sums is not None:
@@ -420,7 +420,7 @@ class Stepper:
         elif step.agreed.unused and "unused" not in self.told:
             self._name_unused(step.agreed.unused)
 
-    def _merge(self, step: Step, sums: Sums, seconds: float) -> None:
+    def _merge(self, step: StepAttempt, sums: StepSums, seconds: float) -> None:
         """What forward and backward, which took so many seconds, tell of merging."""
         share = step.whole.share
         decision = self.merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
@@ -493,7 +493,7 @@ class Stepper:
             self.run.decide(self.trainer, what, why)
             self.run.say(what)
 
-    def _weigh(self, balance: Balance, step: Step) -> None:
+    def _weigh(self, balance: Balance, step: StepAttempt) -> None:
         """What a step tells of the workers' speeds."""
         balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
         if step.whole.full and (change := balance.learn(step.agreed.seconds)):
@@ -527,7 +527,7 @@ class Stepper:
     def untold(self) -> dict[str, tuple[str, str]]:
         return {kind: said for kind, said in self.news.items() if kind not in self.told}
 
-    def _tell_of_nothing(self, step: Step) -> None:
+    def _tell_of_nothing(self, step: StepAttempt) -> None:
         """A step in which nothing counts is named in the journal; on the console the first, tenth, hundredth, ..."""
         self.empty += 1
         steps = f"step {self.done}" if step.steps == 1 else f"steps {self.done - step.steps + 1}-{self.done}"
@@ -565,7 +565,7 @@ class Stepper:
         """Whether this worker wishes that all make no further step."""
         return self.run.notice is not None
 
-    def _agree(self, step: Step, sums: Sums, seconds: float) -> Agreed:
+    def _agree(self, step: StepAttempt, sums: StepSums, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
         group, run, whole = self.group, self.run, step.whole
         self.news |= sums.news | self.job.news
@@ -622,12 +622,12 @@ class Stepper:
                 )
         return VectorLayout(tuple(known[0][1]) if known else (), self.group.size, len(self.job.named))
 
-    def _refuse(self, step: Step) -> None:
+    def _refuse(self, step: StepAttempt) -> None:
         """Refuses a step whose loss is not finite. A count of zero is a step that changes nothing: see Update.apply."""
         if not math.isfinite(step.agreed.loss):
             raise self._refusal(step).of_loss()
 
-    def _refusal(self, step: Step) -> Refusal:
+    def _refusal(self, step: StepAttempt) -> Refusal:
         computed = step.whole.micro_batches, step.options, step.sums
         return Refusal(self.replica, self.group, f"step {step.number + 1}{step.whose}", *computed)
 

@@ -31,7 +31,7 @@ REACH = 5.0  # seconds for a cluster to take a connection
 CHUNK = 1 << 16
 
 
-class Driven(Engine):
+class DriverEngine(Engine):
     """`hosts` that a driver brings about, or as many as it has placed, each a `place`; waits until it has. `heard` and
     `said` are its standard streams, `over` waits for its end. LaunchError: it cannot, or not in time.
     """

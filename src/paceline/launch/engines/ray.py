@@ -14,14 +14,14 @@ from paceline.base.console import shown
 from paceline.base.environment import variable
 from paceline.base.text import plural
 from paceline.errors import UsageError
-from paceline.launch.engines.driver_engine import Driven, driver
+from paceline.launch.engines.driver_engine import DriverEngine, driver
 from paceline.launch.engines.engine import Host
 
 SEVERAL = 8  # nodes that are named, where not all of them have room
 Resources = dict[str, float]
 
 
-class Ray(Driven):
+class Ray(DriverEngine):
     """A placement group of `asked` (see `ask`), one bundle a host."""
 
     name, title, place = "ray", "Ray", "bundle"

@@ -16,7 +16,7 @@ from typing import Any
 from paceline.base.console import shown
 from paceline.base.environment import variable, worker_environment
 from paceline.errors import UsageError
-from paceline.launch.engines.driver_engine import Driven, driver
+from paceline.launch.engines.driver_engine import DriverEngine, driver
 from paceline.launch.engines.engine import split_options
 
 # Each host is a stage of its own: in one of all hosts Spark would end all tasks when one of them is lost. That stage is
@@ -29,7 +29,7 @@ OURS = {
 }
 
 
-class Spark(Driven):
+class Spark(DriverEngine):
     """Barrier tasks of `asked` (see `ask`), one a host; of a `context` that there is, where one is given."""
 
     name, title, place = "spark", "Spark", "task"

@@ -18,7 +18,7 @@ NAMED = 'say which: Trainer(..., pipeline_blocks="model.layers")'
 
 
 @dataclass(frozen=True)
-class Stages:
+class StagePartition:
     """Of `blocks`, by name and in the order in which they are called, each stage has those from its entry of `starts`
     to the next one. What was registered before the first block is the first stage's, what after the last one the last
     one's; what stands between two blocks belongs to the first of these. A single number outside of blocks may be a
@@ -81,7 +81,7 @@ class Stages:
         return {known: tuple(sorted(stages)) for known, stages in found.items()}
 
 
-def divide(model: nn.Module, count: int, workers: int, said: str | None) -> Stages:
+def divide(model: nn.Module, count: int, workers: int, said: str | None) -> StagePartition:
     """The blocks of a model in so many stages, which are `said` by the path of their list, and maybe the first blocks
     of the later stages: ``model.layers:5,9``. Else so that each stage has about the same arithmetic, that of a matrix
     counted by its elements. Raises UsageError.
@@ -97,13 +97,13 @@ def divide(model: nn.Module, count: int, workers: int, said: str | None) -> Stag
     names = tuple(blocks)
     weights = tuple(_weights(model, names))
     if not cuts:
-        return Stages(names, even(weights, count), weights)
+        return StagePartition(names, even(weights, count), weights)
     starts = tuple(int(text) if text.strip().isdecimal() else -1 for text in cuts.split(","))
     if len(starts) != count - 1 or any(not a < b for a, b in pairwise((0, *starts, len(names)))):
         what = f"pipeline_blocks={said!r} does not say the first blocks of {count - 1} later stages"
         example = ",".join(map(str, even([1] * len(names), count)[1:]))
         raise UsageError(what, f"write numbers that grow and are less than {len(names)}, as {path}:{example}")
-    return Stages(names, (0, *starts), weights)
+    return StagePartition(names, (0, *starts), weights)
 
 
 def _listed(model: nn.Module, path: str) -> dict[str, nn.Module]:

@@ -16,7 +16,7 @@ import torch
 from paceline.base.batching import stream_seed
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.forward_backward import Loss, Ready, Runner
-from paceline.compute.job import Options, Sums
+from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import Chunk, MicroBatch
 from paceline.compute.verify import farthest, loss_apart, room, weighing
@@ -33,7 +33,7 @@ _RESULTS = (
 )
 
 
-class StagedRunner(Runner):
+class PipelineRunner(Runner):
     """A runner whose micro-batches are gone through in the order of a schedule."""
 
     def __init__(self, pipeline: Pipeline, *of_all: Any) -> None:
@@ -48,7 +48,7 @@ class StagedRunner(Runner):
         if void:
             self.pipeline.abandon()
 
-    def run(self, micro_batches: Sequence[MicroBatch], options: Options, ready: Ready) -> Sums:
+    def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
         first = next((m for m in micro_batches if not m.blank), None)
         if first is not None and not self._compared:
             self._compare(Chunk([first], first.batch), options)
@@ -69,7 +69,7 @@ class StagedRunner(Runner):
         line.at(None)
         line.finish()
 
-    def _through(self, chunks: Sequence[Chunk], sums: Sums, options: Options) -> list[Loss]:
+    def _through(self, chunks: Sequence[Chunk], sums: StepSums, options: StepOptions) -> list[Loss]:
         if options.hooked or self.observer.hooks.where:
             hook = self.observer.hooks.where or "a gradient hook of another worker"
             raise UsageError(
@@ -124,7 +124,7 @@ class StagedRunner(Runner):
         yield
         seconds[stage] += time.perf_counter() - self.pipeline.waited - began
 
-    def _look(self, seconds: dict[int, float], sums: Sums, step: int) -> None:
+    def _look(self, seconds: dict[int, float], sums: StepSums, step: int) -> None:
         """Now and then: whether other stages would be better."""
         for stage, some in seconds.items():
             self._seconds[stage].append(some)
@@ -136,7 +136,7 @@ class StagedRunner(Runner):
 
     # -- the model in stages beside the whole one ---------------------------------------------------------------------
 
-    def _compare(self, chunk: Chunk, options: Options) -> None:
+    def _compare(self, chunk: Chunk, options: StepOptions) -> None:
         """One micro-batch through the stages and through the whole model, on the worker of the last stage: the loss,
         its count and metrics, and the gradients must be the same. Raises UsageError on all workers of the line.
         """
@@ -164,7 +164,7 @@ class StagedRunner(Runner):
         self._decide(parts[0] if parts else None, whole, mine, found if fits == _WHOLE else None)
 
     @contextmanager
-    def _without_a_trace(self, options: Options) -> Iterator[Sums]:
+    def _without_a_trace(self, options: StepOptions) -> Iterator[StepSums]:
         with without_a_trace(self.job.model, self.streams):
             yield self._open(options)
             self.undo()
@@ -205,7 +205,7 @@ class StagedRunner(Runner):
         self.job.add_up(parts, self.job.named)
         return found | parts
 
-    def _whole(self, chunk: Chunk, options: Options, backward: bool) -> tuple[Loss, dict[str, torch.Tensor]]:
+    def _whole(self, chunk: Chunk, options: StepOptions, backward: bool) -> tuple[Loss, dict[str, torch.Tensor]]:
         """What the whole model gives, with the same draws."""
         named = self.pipeline.trained()
         self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))

@@ -19,31 +19,31 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.base.sharding import Cut, Piece
+from paceline.base.sharding import LocalShard, ShardingSpec
 from paceline.comm.communicator import Group
 from paceline.comm.message_reader import damaged, read_told
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.job import ELSEWHERE, Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.compute.state_dict import refuse_state
 from paceline.errors import UsageError
 from paceline.parallel.parallel_job import ParallelJob
-from paceline.parallel.pipeline.partition import Stages
+from paceline.parallel.pipeline.partition import StagePartition
 from paceline.parallel.pipeline.schedule import Action, table
 from paceline.parallel.pipeline.stage_forward import (
     ANOTHER_WAY,
     PARAM,
-    Heard,
     Key,
-    Passage,
-    StageEndError,
+    StageBoundaryError,
+    StageForwardMode,
+    StageInputs,
     form_of,
     made_like,
     placed,
     stand_in,
 )
-from paceline.parallel.tensor_parallel.redistribute import Division
+from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.script_view import ABSENT, call_by_pieces
 from paceline.parallel.tensor_parallel.sharded_mode import mark, part_of, tensors_in
 
@@ -72,7 +72,7 @@ class _Absent:
 
     param: nn.Parameter
     shape: torch.Size
-    part: Division | None
+    part: ShardPlacement | None
 
 
 @dataclass
@@ -90,11 +90,11 @@ class Pipeline:
     the same place in their lines.
     """
 
-    def __init__(self, job: ParallelJob, line: Group, stages: Stages, kind: str, inner: int) -> None:
+    def __init__(self, job: ParallelJob, line: Group, stages: StagePartition, kind: str, inner: int) -> None:
         self.job, self.line, self.stages, self.kind, self._inner = job, line, stages, kind, inner
         self.own = range(line.rank, stages.count, line.size)
         self.last = stages.count - 1
-        self._streams, self._model = Streams(job.device), type(job.model).__name__
+        self._streams, self._model = RngState(job.device), type(job.model).__name__
         homes, keys = stages.homes(job.model), dict[int, Key]()
         named = list(job.model.named_parameters(remove_duplicate=False))
         self._homes = {name: homes[id(param)] for name, param in named}
@@ -107,9 +107,9 @@ class Pipeline:
         # Parameters outside of blocks that this worker has nothing of: the first stage, the identity, the name.
         self._outside: list[tuple[int, int, str]] = []
         self._ways: dict[_Kind, list[list[Key]]] = {}  # by kind of forward: what each stage sends on
-        self._passage: Passage | None = None
+        self._passage: StageForwardMode | None = None
         self._stage: int | None = None  # that a runner has said
-        self._heard, self._want, self._surveys = Heard(), frozenset[Key](), False
+        self._heard, self._want, self._surveys = StageInputs(), frozenset[Key](), False
         self._under: dict[int, _Under] = {}  # of each stage, what has passed last
         self._sent: list[Any] = []
         self.waited = 0.0  # seconds, for other stages
@@ -141,14 +141,14 @@ class Pipeline:
         """Leaves to others what is theirs."""
         job, model = self.job, self.job.model
         inside = tuple(f"{block}." for block in self.stages.blocks)
-        theirs: dict[int, tuple[nn.Parameter, Cut]] = {}
+        theirs: dict[int, tuple[nn.Parameter, ShardingSpec]] = {}
         for prefix, module in list(model.named_modules(remove_duplicate=False)):
             for key, param in list(module._parameters.items()):
                 name = f"{prefix}.{key}".lstrip(".")
                 if param is None:
                     continue
                 known, homes = self._keys[name], self._homes[name]
-                job.cuts[name] = cut = self._cut(job.cuts.get(name) or Cut.whole(param.shape), homes)
+                job.cuts[name] = cut = self._cut(job.cuts.get(name) or ShardingSpec.whole(param.shape), homes)
                 if name not in self.absent:
                     self._held[known] = param
                     continue
@@ -177,12 +177,14 @@ class Pipeline:
         self._cut_forward, job.forward = job.forward, self.forward
         self.shared = self._several()
 
-    def _cut(self, cut: Cut, homes: Sequence[int]) -> Cut:
+    def _cut(self, cut: ShardingSpec, homes: Sequence[int]) -> ShardingSpec:
         """That of what stages have, of which others have nothing."""
-        none = Piece((0, *cut.shape[1:]), ())
+        none = LocalShard((0, *cut.shape[1:]), ())
         workers = {stage % self.line.size for stage in homes}
         inside = [cut.pieces[place % len(cut.pieces)] for place in range(self._inner)]
-        return Cut(cut.shape, tuple(p if at in workers else none for at in range(self.line.size) for p in inside))
+        return ShardingSpec(
+            cut.shape, tuple(p if at in workers else none for at in range(self.line.size) for p in inside)
+        )
 
     def _several(self) -> dict[int, list[int]]:
         """The numbers of trainable parameters that several workers of the line have, and which."""
@@ -216,7 +218,7 @@ class Pipeline:
         stage = cast(int, self._stage)
         own, arrived = self.stages.own(stage), partial(self._streams.follow, self._heard.drawn)
         about = self._heard, self._stand_ins, self._want, arrived, self.job.device, self._surveys
-        self._passage = passage = Passage(own, *about)
+        self._passage = passage = StageForwardMode(own, *about)
         passage.later = {identity: name for home, identity, name in self._outside if home > stage and self._surveys}
         slots = [(module, key, other) for home, module, key, other in self._slots if home < stage]
         self.job.passing = True
@@ -225,7 +227,7 @@ class Pipeline:
                 output = call()
                 if stage == self.last:
                     return passage.real(output)
-        except StageEndError:
+        except StageBoundaryError:
             return tuple(passage.kept.values())
         finally:
             self._passage, self._passed, self.job.passing = None, passage, False
@@ -272,7 +274,7 @@ class Pipeline:
         mark = self._streams.mark() if stage < self.last else ()  # the last one tells nobody what was drawn
         comes, goes = sends[stage - 1] if stage else [], sends[stage]
         try:
-            self._heard = heard = self._receive(stage, comes) if stage else Heard()
+            self._heard = heard = self._receive(stage, comes) if stage else StageInputs()
             self._want = frozenset(goes)
             with self._computing():
                 output = call()
@@ -314,7 +316,7 @@ class Pipeline:
         self.waited += time.perf_counter() - began
         return tensor
 
-    def _receive(self, stage: int, keys: list[Key]) -> Heard:
+    def _receive(self, stage: int, keys: list[Key]) -> StageInputs:
         first = bytes(self._from(stage - 1, torch.empty(HEAD, dtype=torch.uint8)).numpy())
         length = int.from_bytes(first[:8], "little")
         head = first[8 : 8 + length]
@@ -328,7 +330,7 @@ class Pipeline:
         for key, (dtype, shape, grad) in zip(keys, kinds, strict=True):
             made = torch.empty(shape, dtype=getattr(torch, dtype), device=self.job.device)
             values[key] = self._from(stage - 1, made).requires_grad_(grad)
-        return Heard(forms, drawn, values)
+        return StageInputs(forms, drawn, values)
 
     def finish(self) -> None:
         """Waits until all that was sent has been taken."""
@@ -346,7 +348,7 @@ class Pipeline:
         try:
             for stage in self.own:
                 self._stage = stage
-                self._heard = self._receive(stage, []) if stage else Heard()
+                self._heard = self._receive(stage, []) if stage else StageInputs()
                 with without_a_trace(self.job.model, self._streams), torch.no_grad(), self._computing():
                     call()
                 found[stage] = sorted(self._passed.needs)

@@ -46,12 +46,12 @@ ANOTHER_WAY = (
 )
 
 
-class StageEndError(BaseException):
+class StageBoundaryError(BaseException):
     """The stage's last block is behind: what follows is another stage's. Nothing of the user's should catch it."""
 
 
 @dataclass
-class Heard:
+class StageInputs:
     """What a stage is told of those before it: the results of their blocks in `forms`, what they drew as `drawn`, and
     the values that are needed from here on.
     """
@@ -61,7 +61,7 @@ class Heard:
     values: dict[Key, Tensor] = field(default_factory=dict)
 
 
-class Passage(TorchFunctionMode):
+class StageForwardMode(TorchFunctionMode):
     """One forward through a stage that has the blocks `own`. `stand_ins` are parameters that earlier stages have. Of
     what is made here, what others `want` is in `kept` afterwards. Where it `surveys`, what would be needed of others is
     noted in `needs`.
@@ -72,7 +72,7 @@ class Passage(TorchFunctionMode):
     def __init__(
         self,
         own: range,
-        heard: Heard,
+        heard: StageInputs,
         stand_ins: Mapping[int, Key],
         want: frozenset[Key],
         arrive: Callable[[], None],
@@ -95,7 +95,7 @@ class Passage(TorchFunctionMode):
     def block(self, number: int, name: str, forward: Callable[..., Any], given: Any, named: Any) -> Any:
         """A call of a block by the user's code."""
         if number == self.own.stop:
-            raise StageEndError
+            raise StageBoundaryError
         if number < self._next:
             what = f"{name} is called a second time in one forward, and pipeline= passes each block once"
             cure = "where the forward calls a model twice, give it both inputs in one call (torch.cat)"
@@ -263,7 +263,7 @@ def one_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
             return forward(*given, **named)
 
     def counted(*given: Any, **named: Any) -> Any:
-        if not isinstance(innermost_function_mode(), Passage):
+        if not isinstance(innermost_function_mode(), StageForwardMode):
             return forward(*given, **named)
         weights = [cast(nn.Parameter, one._parameters[key]) for one, key in slots]
         return handle_torch_function(call, (), weights, *given, **named)

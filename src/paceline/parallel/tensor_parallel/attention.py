@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.parallel.tensor_parallel.redistribute import Division
-from paceline.parallel.tensor_parallel.sharded_mode import Parts
+from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
+from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode
 
 _FORWARD = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def attention(
-    module: nn.MultiheadAttention, parts: Parts, *given: Any, **named: Any
+    module: nn.MultiheadAttention, parts: ShardedTensorMode, *given: Any, **named: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What its forward gives, with the same arguments: rows of in_proj_weight are those of the own heads in each of its
     three sections, columns of out_proj.weight those of the own heads.
@@ -27,7 +27,7 @@ def attention(
     query, key, value = (asked.arguments[name] for name in ("query", "key", "value"))
     masks = asked.arguments["key_padding_mask"], asked.arguments["attn_mask"]
     moves, size, alone = parts.moves, module.head_dim, query.dim() == 2
-    heads = Division(1, (module.num_heads,), moves.size)
+    heads = ShardPlacement(1, (module.num_heads,), moves.size)
     shared = [moves.share(parts.whole(x)) for x in (query, key, value)]
     if alone:
         shared = [x.unsqueeze(0) for x in shared]

@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.base.sharding import Cut
+from paceline.base.sharding import ShardingSpec
 from paceline.comm.communicator import Group
 from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.job import Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.compute.state_dict import refuse_state
 from paceline.compute.verify import allowed, apart, farthest, gradients_of, outputs_apart, room
 from paceline.errors import UsageError
@@ -48,9 +48,16 @@ from paceline.parallel.tensor_parallel.placement import (
     is_conv1d,
     is_linear,
 )
-from paceline.parallel.tensor_parallel.redistribute import Division, Moves, summed
+from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, summed
 from paceline.parallel.tensor_parallel.script_view import call_by_pieces
-from paceline.parallel.tensor_parallel.sharded_mode import Parts, Wholes, logical, mark, others_sleeping, part_of
+from paceline.parallel.tensor_parallel.sharded_mode import (
+    GatherMode,
+    ShardedTensorMode,
+    logical,
+    mark,
+    others_sleeping,
+    part_of,
+)
 
 _SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 _SAID = "tensor= says so"
@@ -74,7 +81,7 @@ class _Layer:
     name: str
     module: nn.Module
     how: Placement
-    part: Division | None = None
+    part: ShardPlacement | None = None
 
 
 def _matching(pattern: str, names: Iterable[str], source: str) -> list[str]:
@@ -103,9 +110,9 @@ class TensorCut:
     """
 
     def __init__(self, job: ParallelJob, unit: Group, placements: Mapping[str, str] | None) -> None:
-        self.job, self.unit, self.moves = job, unit, Moves(unit)
-        self._made: dict[int, tuple[nn.Parameter, Cut]] = {}  # what is here of a parameter, and how it is cut
-        self._streams, self._name = Streams(job.device), type(job.model).__name__
+        self.job, self.unit, self.moves = job, unit, Redistributor(unit)
+        self._made: dict[int, tuple[nn.Parameter, ShardingSpec]] = {}  # what is here of a parameter, and how it is cut
+        self._streams, self._name = RngState(job.device), type(job.model).__name__
         named = dict(job.model.named_modules())
         self.table, self._source = self._placed(named, placements)
         self.layers = [_Layer(name, named[name], how) for name, how in self.table.items()]
@@ -119,8 +126,13 @@ class TensorCut:
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         self._uncut = self._turning = False  # with whole layers, a forward is going on
         self._frames: list[_Frame] = []
-        self._parts, self._wholes = Parts(self.moves, RULES, self._where, self._noted), Wholes(self.moves)
-        self._outside = Parts(self.moves, RULES, lambda: "the loss")  # follows weights where a loss uses them
+        self._parts, self._wholes = (
+            ShardedTensorMode(self.moves, RULES, self._where, self._noted),
+            GatherMode(self.moves),
+        )
+        self._outside = ShardedTensorMode(
+            self.moves, RULES, lambda: "the loss"
+        )  # follows weights where a loss uses them
         self._parts.model = self._wholes.model = self._outside.model = job.model
         self._outside.main = self._parts
         if job.over is None:
@@ -235,7 +247,7 @@ class TensorCut:
             what = f"tensor={self.unit.size} does not divide the {module.num_heads} heads of {layer.name}"
             raise UsageError(what, self._fits(layer, module.num_heads))
         width = module.embed_dim
-        three, one = (Division(0, (width,) * count, self.unit.size) for count in (3, 1))
+        three, one = (ShardPlacement(0, (width,) * count, self.unit.size) for count in (3, 1))
         self._divide(layer, module, "in_proj_weight", 0, three)
         if module.in_proj_bias is not None:
             self._divide(layer, module, "in_proj_bias", 0, three)
@@ -248,11 +260,11 @@ class TensorCut:
         module.register_forward_pre_hook(_nothing)  # or TransformerEncoderLayer takes the weights past a forward
         refuse_state(module, f"{self._name}, which is cut by tensor=")
 
-    def _part(self, layer: _Layer, length: int) -> Division:
+    def _part(self, layer: _Layer, length: int) -> ShardPlacement:
         size, how = self.unit.size, layer.how
         count = how.count or size
         sections = how.lengths(length)
-        part = Division(0, sections or (), count)
+        part = ShardPlacement(0, sections or (), count)
         if sections is None or size % count or not (part.even or how.kind in (VOCABULARY, GATHERED)):
             of = f"{length} {_OF[how.kind]}"
             if how.sections != (1,):
@@ -273,7 +285,9 @@ class TensorCut:
             return f'say "{WHOLE}" of it in tensor={more}'
         return f'say Trainer(..., tensor={{"{name}": "{WHOLE}"}}): all else is cut as before'
 
-    def _divide(self, layer: _Layer, module: nn.Module, key: str, dim: int, part: Division, path: str = "") -> None:
+    def _divide(
+        self, layer: _Layer, module: nn.Module, key: str, dim: int, part: ShardPlacement, path: str = ""
+    ) -> None:
         """Leaves of a parameter the own piece, under all of its names in the model. It has no values yet."""
         whole, path = cast(nn.Parameter, getattr(module, key)), path or key
         if id(whole) in self._made:  # tied to one that is cut already
@@ -294,7 +308,7 @@ class TensorCut:
         named = self.job.model.named_parameters(remove_duplicate=False)
         self.job.cuts |= {name: cut for name, param in named if param is whole}
 
-    def _among_holders(self, part: Division, gradient: torch.Tensor) -> torch.Tensor:
+    def _among_holders(self, part: ShardPlacement, gradient: torch.Tensor) -> torch.Tensor:
         """The sum over those that have the same piece."""
         everyone = gradient.new_zeros(part.count, *gradient.shape)
         everyone[self.moves.index(part)] = gradient
@@ -303,7 +317,7 @@ class TensorCut:
     # -- forwards of the layers ---------------------------------------------------------------------------------------
 
     def _column(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        module, part = cast(Any, layer.module), cast(Division, layer.part)
+        module, part = cast(Any, layer.module), cast(ShardPlacement, layer.part)
         if self._uncut:
             return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
         with self._parts.sleeping():
@@ -312,11 +326,11 @@ class TensorCut:
                 made = torch.matmul(x, module.weight) + module.bias
             else:
                 made = F.linear(x, module.weight, module.bias)
-            made = mark(made, Division(made.dim() - 1, part.sections, part.count))
+            made = mark(made, ShardPlacement(made.dim() - 1, part.sections, part.count))
             return self._parts.whole(made) if layer.how.kind == GATHERED else made
 
     def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        module, part = cast(Any, layer.module), cast(Division, layer.part)
+        module, part = cast(Any, layer.module), cast(ShardPlacement, layer.part)
         if self._uncut:
             return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
         with self._parts.sleeping():
@@ -325,15 +339,15 @@ class TensorCut:
             found = self.moves.sum(found)
             return found if module.bias is None else found + module.bias
 
-    def _taken_in(self, x: torch.Tensor, part: Division) -> torch.Tensor:
+    def _taken_in(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         """The own piece of what a row layer takes. Where parts are not followed it comes as a piece, or as a whole."""
-        has, wanted = part_of(x), Division(x.dim() - 1, part.sections, part.count)
+        has, wanted = part_of(x), ShardPlacement(x.dim() - 1, part.sections, part.count)
         if has == wanted or (has is None and x.shape[-1] == part.own != part.length):
             return x
         return self.moves.take(self._parts.whole(x), wanted)
 
     def _vocabulary(self, layer: _Layer, ids: torch.Tensor) -> torch.Tensor:
-        module, part = cast(nn.Embedding, layer.module), cast(Division, layer.part)
+        module, part = cast(nn.Embedding, layer.module), cast(ShardPlacement, layer.part)
         if self._uncut:
             return cast(torch.Tensor, self._with_wholes(nn.Embedding.forward, module, ids))
         with self._parts.sleeping():

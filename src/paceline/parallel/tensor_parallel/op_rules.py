@@ -18,11 +18,11 @@ import torch.nn.functional as F
 
 from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
-from paceline.parallel.tensor_parallel.redistribute import Division
+from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
     UNKNOWN,
-    Parts,
     Rule,
+    ShardedTensorMode,
     Tensor,
     changes,
     logical,
@@ -65,7 +65,7 @@ def _each(*names: str) -> Callable[[Rule], Rule]:
     "to type clone contiguous detach bool int long zeros_like ones_like empty_like full_like softshrink threshold",
     "round floor ceil trunc atan2 positive type_as zero fill copy",
 )
-def _elementwise(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _elementwise(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     name = function.__name__
     leaves, spec = pytree.tree_flatten((given, named))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -88,13 +88,13 @@ def _elementwise(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("applied")
-def _moved(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _moved(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """What others move along another dimension."""
     return mark(function(*given), part_of(given[1]))
 
 
 @_rule("shape size len")
-def _size(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _size(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     shape = torch.Size(logical(given[0]))
     if function.__name__ == "__len__":
         return shape[0]
@@ -104,13 +104,13 @@ def _size(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("new_zeros new_ones new_full new_empty new_tensor")
-def _new(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _new(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Of the shape that is said, which is none of a part."""
     return function(*given, **named)
 
 
 @_rule("numel nelement")
-def _numel(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _numel(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     return math.prod(logical(given[0]))
 
 
@@ -118,7 +118,7 @@ def _numel(on: Parts, function: Any, given: Any, named: Any) -> Any:
     "transpose permute movedim moveaxis swapdims swapaxes t unsqueeze squeeze select narrow unbind T mT H mH adjoint",
     "diagonal",
 )
-def _view(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _view(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     return on.viewed(function, given, named)
 
 
@@ -131,7 +131,7 @@ def _sizes(given: Any, named: Any) -> Any:
 
 
 @_rule("view reshape view_as reshape_as")
-def _reshape(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _reshape(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     sizes = _sizes(given, named)
     if part is None or isinstance(sizes, torch.dtype):
@@ -141,7 +141,7 @@ def _reshape(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("flatten unflatten")
-def _flatten(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _flatten(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     if part is None:
         return UNKNOWN
@@ -150,7 +150,7 @@ def _flatten(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("expand expand_as")
-def _expand(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _expand(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     if part is None:
         return UNKNOWN
@@ -165,7 +165,7 @@ def _expand(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("getitem")
-def _index(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _index(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Slices, numbers and None; along what is divided, a slice that begins and ends with sections."""
     x, index = given
     part = part_of(x)
@@ -191,7 +191,7 @@ def _index(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("split chunk tensor_split split_with_sizes unsafe_split unsafe_chunk")
-def _split(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _split(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     if part is None:
         return UNKNOWN
@@ -204,7 +204,7 @@ def _split(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("cat concat concatenate stack")
-def _cat(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _cat(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     # Torch takes an empty one for any shape, as caches begin with.
     tensors, stacks = [t for t in given[0] if logical(t) != (0,)], function.__name__ == "stack"
     dim = named.get("dim", given[1] if len(given) > 1 else 0)
@@ -224,7 +224,7 @@ def _cat(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("repeat_interleave")
-def _repeat(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _repeat(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     times = named.get("repeats", given[1] if len(given) > 1 else None)
     dim = named.get("dim", given[2] if len(given) > 2 else None)
@@ -245,7 +245,7 @@ _ALONG = {
 
 
 @_rule(*_ALONG)
-def _along(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _along(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Along other dimensions than the one that is divided."""
     x, part = given[0], part_of(given[0])
     at = _ALONG[function.__name__.strip("_")]
@@ -266,7 +266,7 @@ def _along(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("layer_norm rms_norm")
-def _norm(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _norm(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Along other dimensions than the one that is divided; weight and bias meet a part only."""
     x, part, names = given[0], part_of(given[0]), ("weight", "bias")
     shape = given[1] if len(given) > 1 else named["normalized_shape"]
@@ -278,7 +278,7 @@ def _norm(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("matmul bmm mm rmatmul imatmul")
-def _matmul(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _matmul(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     a, b = given[:2] if function.__name__ != "__rmatmul__" else given[1::-1]
     if min(a.dim(), b.dim()) < 2:
         return UNKNOWN
@@ -294,21 +294,21 @@ def asked_of(given: Sequence[Any], named: Mapping[str, Any], *names: str) -> lis
 
 
 @_rule("linear")
-def _linear(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _linear(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, weight, bias = asked_of(given, named, "input", "weight", "bias")
     rows = ascii_lowercase[: x.dim() - 1]
     made = on.product(F.linear, (x, weight), [rows + "K", "OK"], rows + "O")
     return made if made is UNKNOWN or bias is None else _sum_of(on, made, bias)
 
 
-def _sum_of(on: Parts, a: Tensor, b: Tensor) -> Any:
+def _sum_of(on: ShardedTensorMode, a: Tensor, b: Tensor) -> Any:
     if part_of(a) or part_of(b):
         return on.elementwise(torch.add, (a, b))
     return on.alike(torch.add, (a, b), {})
 
 
 @_rule("addmm")
-def _addmm(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _addmm(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     bias, a, b = asked_of(given, named, "input", "mat1", "mat2")
     if named.keys() & {"beta", "alpha", "out"}:
         return UNKNOWN
@@ -317,7 +317,7 @@ def _addmm(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("einsum")
-def _einsum(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _einsum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     equation, *tensors = given
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         (tensors,) = tensors
@@ -328,7 +328,7 @@ def _einsum(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("dropout alpha_dropout dropout1d dropout2d dropout3d feature_dropout")
-def _drop(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _drop(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     p = named.get("p", given[1] if len(given) > 1 else 0.5)
     train = named.get("training", named.get("train", given[2] if len(given) > 2 else True))
@@ -340,7 +340,7 @@ def _drop(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ geometric_ cauchy_")
-def _draw(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _draw(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, part = given[0], part_of(given[0])
     if part is None or any(True for _ in tensors_in((*given[1:], *named.values()))):
         return UNKNOWN
@@ -350,7 +350,7 @@ def _draw(on: Parts, function: Any, given: Any, named: Any) -> Any:
 
 
 @_rule("scaled_dot_product_attention")
-def _attend(on: Parts, function: Any, given: Any, named: Any) -> Any:
+def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     asked: Mapping[str, Any] = {**dict(zip(names, given, strict=False)), **named}
     tensors = [asked["query"], asked["key"], asked["value"]]
@@ -378,15 +378,15 @@ def _attend(on: Parts, function: Any, given: Any, named: Any) -> Any:
     return on.product(call, tensors, letters, heads + "LV", known=heads)
 
 
-def _repeated(on: Parts, heads: Tensor, times: int) -> Tensor:
+def _repeated(on: ShardedTensorMode, heads: Tensor, times: int) -> Tensor:
     if part_of(heads) is None:
         return heads.repeat_interleave(times, -3)
     return _repeat(on, Tensor.repeat_interleave, (heads, times, -3), {})  # type: ignore[no-any-return]
 
 
 def _attention(
-    on: Parts,
-    divided: tuple[Division, int],
+    on: ShardedTensorMode,
+    divided: tuple[ShardPlacement, int],
     p: float,
     more: Mapping[str, Any],
     q: Tensor,

@@ -20,11 +20,11 @@ from torch import nn
 
 from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
-from paceline.compute.rng import Streams
+from paceline.compute.rng import RngState
 from paceline.compute.state_dict import THEIRS
 from paceline.parallel.tensor_parallel.op_rules import RULES
-from paceline.parallel.tensor_parallel.redistribute import Division, Imagined
-from paceline.parallel.tensor_parallel.sharded_mode import Parts, mark, part_of, tensors_in
+from paceline.parallel.tensor_parallel.redistribute import DryRunRedistributor, ShardPlacement
+from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, mark, part_of, tensors_in
 
 COLUMN, GATHERED, ROW, VOCABULARY, WHOLE = "column", "gathered", "row", "vocabulary", "whole"
 HEADS = "heads"  # of nn.MultiheadAttention: its weights of three sections and its output layer
@@ -88,15 +88,15 @@ def width_in(module: nn.Module) -> int:
     return int(weight.shape[0 if is_conv1d(module) else 1])
 
 
-class _Trace(Parts):
+class _Trace(ShardedTensorMode):
     """One run of a block: which layers would be columns and rows, and what is in the way."""
 
     def __init__(
         self, size: int, layers: Mapping[int, str], chosen: Mapping[str, tuple[tuple[int, ...], int]], whole: set[str]
     ) -> None:
-        super().__init__(Imagined(size), RULES, lambda: "", self._seen)
+        super().__init__(DryRunRedistributor(size), RULES, lambda: "", self._seen)
         self._layers, self._chosen, self._whole = layers, chosen, whole
-        self.columns, self.rows = dict[str, Division](), dict[str, Division]()
+        self.columns, self.rows = dict[str, ShardPlacement](), dict[str, ShardPlacement]()
         self.called, self.joined = set[str](), list[frozenset[str]]()
         self.wishes = dict[str, tuple[tuple[int, ...], int]]()
 
@@ -120,13 +120,13 @@ class _Trace(Parts):
         made, layer = function(*given, **named), self._layer(function, given, named)
         if layer is not None and layer not in self._whole:
             sections, count = self._chosen.get(layer, ((made.shape[-1],), self.moves.size))
-            part = Division(made.dim() - 1, sections, count, frozenset([layer]))
+            part = ShardPlacement(made.dim() - 1, sections, count, frozenset([layer]))
             if part.even:
                 self.columns[layer] = part
                 mark(made, part)
         return made
 
-    def _seen(self, name: str, parts: Sequence[Division], cuts: list[int] | None, count: int | None) -> None:
+    def _seen(self, name: str, parts: Sequence[ShardPlacement], cuts: list[int] | None, count: int | None) -> None:
         of = frozenset[str]().union(*(part.of for part in parts))
         if cuts is not None and len(of) == 1:
             starts = [0, *cuts[:-1]]
@@ -222,7 +222,7 @@ def _placements(trace: _Trace, size: int) -> dict[str, Placement]:
 
 def _ran(block: nn.Module, trace: _Trace, given: Sequence[torch.Tensor] | Mapping[str, torch.Tensor]) -> bool:
     """Whether a block takes this; what would leave it as a part counts as gathered. Leaves no trace in it."""
-    streams = Streams(next(block.parameters()).device)
+    streams = RngState(next(block.parameters()).device)
     modes = [(module, module.training) for module in block.modules()]
     hooks = [(module, module._forward_hooks) for module in block.modules() if module._forward_hooks]
     for module, _ in hooks:  # they look at what a layer gives, and then get the whole; the blocks go on with parts

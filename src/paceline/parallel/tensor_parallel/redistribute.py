@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import torch
 
-from paceline.base.sharding import Cut, Shards
+from paceline.base.sharding import RowShards, ShardingSpec
 from paceline.comm.communicator import Group
 
 _SHARED = 4  # tensors that several layers or functions take in, as query, key and value do, one after another
 
 
 @dataclass(frozen=True)
-class Division:
+class ShardPlacement:
     """What a worker has of a tensor: along `dim`, of each section (as the three of a fused attention weight) one of
     `count` pieces. If there are fewer pieces than workers, neighbours have the same one. `of`: the layers that it
     comes from, where that is followed.
@@ -52,11 +52,11 @@ class Division:
 
     def rows(self, index: int) -> list[range]:
         """Those of a piece, in each section, as counted in it."""
-        return [Shards(self.count).rows(section, index) for section in self.sections]
+        return [RowShards(self.count).rows(section, index) for section in self.sections]
 
-    def cut(self, shape: tuple[int, ...], size: int) -> Cut:
+    def cut(self, shape: tuple[int, ...], size: int) -> ShardingSpec:
         """Of a parameter of this shape, for so many workers."""
-        return Cut.split(shape, self.dim, self.count, self.sections, size // self.count)
+        return ShardingSpec.split(shape, self.dim, self.count, self.sections, size // self.count)
 
 
 class _Split(torch.autograd.Function):
@@ -89,13 +89,13 @@ class _Join(torch.autograd.Function):
     """Parts become whole everywhere; of the gradient, which all have, the first holder of each piece takes it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, moves: Moves, part: Division) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, moves: Redistributor, part: ShardPlacement) -> torch.Tensor:
         ctx.moves, ctx.part = moves, part
         return moves.joined(x, part)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        moves, part = cast(Moves, ctx.moves), cast(Division, ctx.part)
+        moves, part = cast(Redistributor, ctx.moves), cast(ShardPlacement, ctx.part)
         own = moves.narrow(applied(_Split, grad, moves.unit), part)
         return own if moves.first(part) else own * 0.0, None, None
 
@@ -104,7 +104,9 @@ class _Exchange(torch.autograd.Function):
     """Pieces along one dimension become pieces along another one; gradients go the other way."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, moves: Moves, have: Division, want: Division) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, moves: Redistributor, have: ShardPlacement, want: ShardPlacement
+    ) -> torch.Tensor:
         ctx.moves, ctx.have, ctx.want = moves, have, want
         return moves.exchanged(x, have, want)
 
@@ -136,7 +138,7 @@ def summed(x: torch.Tensor, unit: Group) -> torch.Tensor:
     return made.permute(back)
 
 
-class Moves:
+class Redistributor:
     """What is done with parts by one worker of a `unit`. `sent`: the bytes of sums and gathers, of the forward when
     they are done and of the backward that will follow it.
     """
@@ -145,28 +147,28 @@ class Moves:
         self.unit, self.size, self.sent = unit, unit.size, 0
         self._shared: OrderedDict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = OrderedDict()
 
-    def index(self, part: Division) -> int:
+    def index(self, part: ShardPlacement) -> int:
         """The number of the piece that this worker has."""
         return self.unit.rank * part.count // self.unit.size
 
-    def first(self, part: Division) -> bool:
+    def first(self, part: ShardPlacement) -> bool:
         """Whether nobody before this worker has the same piece."""
         return self.unit.rank * part.count % self.unit.size == 0
 
-    def shape(self, whole: Sequence[int], part: Division) -> tuple[int, ...]:
+    def shape(self, whole: Sequence[int], part: ShardPlacement) -> tuple[int, ...]:
         """Of a part."""
         return (*whole[: part.dim], part.own, *whole[part.dim + 1 :])
 
-    def narrow(self, whole: torch.Tensor, part: Division) -> torch.Tensor:
+    def narrow(self, whole: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         """The own piece of what all have."""
         return _sections(whole, part, self.index(part))
 
-    def refine(self, x: torch.Tensor, part: Division, count: int) -> torch.Tensor:
+    def refine(self, x: torch.Tensor, part: ShardPlacement, count: int) -> torch.Tensor:
         """Of the own piece that of a division into `count`, several for each piece of `part`."""
         times = count // part.count
         within = self.unit.rank * count // self.unit.size - self.index(part) * times
         return _sections(
-            x, Division(part.dim, tuple(section // part.count for section in part.sections), times), within
+            x, ShardPlacement(part.dim, tuple(section // part.count for section in part.sections), times), within
         )
 
     def share(self, whole: torch.Tensor) -> torch.Tensor:
@@ -182,7 +184,7 @@ class Moves:
             self._shared.popitem(last=False)
         return known[1]
 
-    def take(self, whole: torch.Tensor, part: Division) -> torch.Tensor:
+    def take(self, whole: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         """The own piece of what all have and compute alike."""
         return self.narrow(self.share(whole), part)
 
@@ -191,17 +193,17 @@ class Moves:
         self.sent += x.nbytes
         return applied(_Sum, x, self.unit)
 
-    def join(self, x: torch.Tensor, part: Division) -> torch.Tensor:
+    def join(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         """The whole of what each has a piece of."""
         self.sent += x.nbytes
         return applied(_Join, x, self, part)
 
-    def exchange(self, x: torch.Tensor, have: Division, want: Division) -> torch.Tensor:
+    def exchange(self, x: torch.Tensor, have: ShardPlacement, want: ShardPlacement) -> torch.Tensor:
         """Of what each has a piece of along one dimension, a piece along another one that all have whole."""
         self.sent += x.nbytes * (2 if x.requires_grad and torch.is_grad_enabled() else 1)
         return applied(_Exchange, x, self, have, want)
 
-    def exchanged(self, x: torch.Tensor, have: Division, want: Division) -> torch.Tensor:
+    def exchanged(self, x: torch.Tensor, have: ShardPlacement, want: ShardPlacement) -> torch.Tensor:
         given = [_sections(x, want, index) for index in range(self.size)]
         shape, mine = list(given[self.unit.rank].shape), []
         for index in range(self.size):
@@ -210,7 +212,7 @@ class Moves:
         self.unit.exchange([one.reshape(-1) for one in given], [one.view(-1) for one in mine])
         return torch.cat(mine, have.dim)
 
-    def joined(self, x: torch.Tensor, part: Division) -> torch.Tensor:
+    def joined(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         order, back = memory_order(x)
         x, dim, pieces = x.permute(order).contiguous(), back[part.dim], []
         everyone, shape = self.unit.gather(x.view(-1)), list(x.shape)
@@ -226,19 +228,19 @@ class Moves:
         self._shared.clear()
 
 
-class Imagined(Moves):
+class DryRunRedistributor(Redistributor):
     """The same in one process that has all: parts stay whole tensors, only that they are parts is followed."""
 
     def __init__(self, size: int) -> None:
         self.size, self.sent = size, 0
 
-    def shape(self, whole: Sequence[int], part: Division) -> tuple[int, ...]:
+    def shape(self, whole: Sequence[int], part: ShardPlacement) -> tuple[int, ...]:
         return tuple(whole)
 
-    def narrow(self, whole: torch.Tensor, part: Division) -> torch.Tensor:
+    def narrow(self, whole: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         return whole
 
-    def refine(self, x: torch.Tensor, part: Division, count: int) -> torch.Tensor:
+    def refine(self, x: torch.Tensor, part: ShardPlacement, count: int) -> torch.Tensor:
         return x
 
     def share(self, whole: torch.Tensor) -> torch.Tensor:
@@ -247,14 +249,14 @@ class Imagined(Moves):
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def join(self, x: torch.Tensor, part: Division) -> torch.Tensor:
+    def join(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         return x.view_as(x)
 
-    def exchange(self, x: torch.Tensor, have: Division, want: Division) -> torch.Tensor:
+    def exchange(self, x: torch.Tensor, have: ShardPlacement, want: ShardPlacement) -> torch.Tensor:
         return x
 
 
-def _sections(x: torch.Tensor, part: Division, index: int) -> torch.Tensor:
+def _sections(x: torch.Tensor, part: ShardPlacement, index: int) -> torch.Tensor:
     """A piece of each section."""
     found, start = [], 0
     for length, rows in zip(part.sections, part.rows(index), strict=True):

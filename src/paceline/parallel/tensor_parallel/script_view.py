@@ -30,15 +30,15 @@ from paceline.comm.torch_private import (
     push_function_mode,
     pytree,
 )
-from paceline.compute.job import Job
+from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import change_copies, copies_like
 from paceline.errors import UsageError
 from paceline.parallel.tensor_parallel.op_rules import ELEMENTWISE, RULES
-from paceline.parallel.tensor_parallel.redistribute import Division, Moves
+from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
     AS_IT_IS,
     PART,
-    Parts,
+    ShardedTensorMode,
     Tensor,
     changes,
     logical,
@@ -63,8 +63,8 @@ class _Thread(threading.local):
     """
 
     def __init__(self) -> None:
-        self.bodies: list[Body] = []
-        self.script: Body | None = None
+        self.bodies: list[ScriptView] = []
+        self.script: ScriptView | None = None
         self.metric = False  # of code that not all workers of a unit run
         self.quiet = self.calls = 0
 
@@ -74,7 +74,7 @@ class _Mirror:
     """A whole that was gathered, of which there are views; what is here of it, and what that was gathered after."""
 
     piece: torch.Tensor
-    part: Division
+    part: ShardPlacement
     whole: torch.Tensor
     stamp: Any
 
@@ -83,11 +83,11 @@ class HasParts(Protocol):
     """A trainer, as far as this matters here: see `ParallelJob.redistributors` and `mark_copies`."""
 
     @property
-    def parts(self) -> list[Moves | None]: ...
+    def parts(self) -> list[Redistributor | None]: ...
     def mark_copies(self) -> None: ...
 
 
-def mark_copies(tree: Any, job: Job) -> None:
+def mark_copies(tree: Any, job: TrainingJob) -> None:
     """Marks what a script keeps as what it was made of: copies of parameters that are cut, made before the loop."""
     params = dict(job.model.named_parameters(remove_duplicate=False))
 
@@ -100,7 +100,7 @@ def mark_copies(tree: Any, job: Job) -> None:
     change_copies(tree, job, change)
 
 
-def restored_copies(saved: Any, given: Callable[[], Any], job: Job) -> Any:
+def restored_copies(saved: Any, given: Callable[[], Any], job: TrainingJob) -> Any:
     """A script's value as it was saved, whose copies of weights are what those of the `given` one are."""
     mark_copies(found := copies_like(saved, given, job), job)
     return found
@@ -117,7 +117,7 @@ def _arrange() -> None:
     """
     here = _here
     here.bodies = [body for body in here.bodies if not body.is_over]
-    others = [mode for mode in function_modes_taken() if not isinstance(mode, Body)]
+    others = [mode for mode in function_modes_taken() if not isinstance(mode, ScriptView)]
     under = [others.pop()] if others and others[-1] is default_device_mode() else []
     for mode in (*under, *(here.bodies[-1:] if not here.quiet else ()), *reversed(others)):
         push_function_mode(mode)
@@ -209,7 +209,7 @@ def with_bodies(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -
                     for trainer in trainers():
                         trainer.mark_copies()
             marked = True
-            body = Body(parts)
+            body = ScriptView(parts)
             body.begin()
             try:
                 yield one
@@ -229,12 +229,12 @@ def see_whole_weights(trainers: Iterable[HasParts]) -> None:
     if here.script is not None:
         here.script.end()
     parts = [moves for trainer in trainers for moves in trainer.parts]
-    here.script = Body(parts) if parts else None
+    here.script = ScriptView(parts) if parts else None
     if here.script is not None:
         here.script.begin()
 
 
-class _Checked(Moves):
+class _Checked(Redistributor):
     """All workers of the unit do it at the same line of the script."""
 
     def _enter(self) -> None:
@@ -245,21 +245,21 @@ class _Checked(Moves):
         self._enter()
         return super().sum(x)
 
-    def join(self, x: Tensor, part: Division) -> Tensor:
+    def join(self, x: Tensor, part: ShardPlacement) -> Tensor:
         self._enter()
         return super().join(x, part)
 
-    def exchange(self, x: Tensor, have: Division, want: Division) -> Tensor:
+    def exchange(self, x: Tensor, have: ShardPlacement, want: ShardPlacement) -> Tensor:
         self._enter()
         return super().exchange(x, have, want)
 
 
-class Body(Parts):
+class ScriptView(ShardedTensorMode):
     """The mode of one turn of a loop, or of the script outside of loops."""
 
-    moves: Moves
+    moves: Redistributor
 
-    def __init__(self, cuts: Iterable[Moves | None]) -> None:
+    def __init__(self, cuts: Iterable[Redistributor | None]) -> None:
         found = [moves for moves in cuts if moves is not None]
         # With stages alone there are no parts to move.
         super().__init__(_Checked(found[0].unit) if found else None, RULES, _where)  # type: ignore[arg-type]
@@ -335,7 +335,7 @@ class Body(Parts):
                 one.__dict__[_WHOLE] = True
         return made
 
-    def _property(self, function: Any, key: str, x: Tensor, part: Division, given: Any) -> Any:
+    def _property(self, function: Any, key: str, x: Tensor, part: ShardPlacement, given: Any) -> Any:
         if key == "nbytes":
             return math.prod(logical(x)) * x.element_size()
         if function.__name__ == "__get__":
@@ -394,7 +394,7 @@ class Body(Parts):
             return self.moves.join(x.detach(), part)
 
     def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
-        pairs: list[tuple[Tensor, Division, Tensor, int]] = []
+        pairs: list[tuple[Tensor, ShardPlacement, Tensor, int]] = []
         first = given[0] if given and _writes(name) and part_of(given[0]) is not None else None
 
         def whole(x: Tensor) -> Tensor:
@@ -501,4 +501,4 @@ def _writes(name: str) -> bool:
     return changes(name) and name not in _READS
 
 
-keep_out_of_compile(Body)
+keep_out_of_compile(ScriptView)

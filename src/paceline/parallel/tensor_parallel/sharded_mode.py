@@ -1,10 +1,10 @@
 """A torch function mode that runs the user's code on sharded tensors.
 
-While `Parts` is on, a tensor that is a part says the shape of the whole, and torch's functions are carried out on parts
-where that gives the part of the result: shapes are translated, what all have is narrowed to the same part, sums over
-what is divided are added up among the workers. Whatever is not known to be of that kind gets the whole, gathered from
-all: so the result is right for any code, and what is known here only makes it cheap. A dropout draws for the whole and
-keeps its part of the mask: what is dropped does not depend on the workers.
+While `ShardedTensorMode` is on, a tensor that is a part says the shape of the whole, and torch's functions are carried
+out on parts where that gives the part of the result: shapes are translated, what all have is narrowed to the same part,
+sums over what is divided are added up among the workers. Whatever is not known to be of that kind gets the whole,
+gathered from all: so the result is right for any code, and what is known here only makes it cheap. A dropout draws for
+the whole and keeps its part of the mask: what is dropped does not depend on the workers.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.comm.torch_private import innermost_function_mode, pytree
 from paceline.errors import UsageError
-from paceline.parallel.tensor_parallel.redistribute import Division, Moves, memory_order
+from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, memory_order
 
 Tensor = torch.Tensor
-Rule = Callable[["Parts", Any, tuple[Any, ...], dict[str, Any]], Any]
+Rule = Callable[["ShardedTensorMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 PART = "_paceline_part"
 _attribute = PART  # under which the part is kept that is asked for: a tensor may be one in two ways
 UNKNOWN = object()  # what a rule returns that does not know a case
@@ -42,12 +42,12 @@ MADE = {"T", "mT", "H", "mH", "data", "real", "imag"}  # properties that are ten
 _OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")  # not to be taken for those without dashes
 
 
-def part_of(tensor: Any) -> Division | None:
+def part_of(tensor: Any) -> ShardPlacement | None:
     """Which part a tensor is, if it is one."""
     return (tensor.__dict__.get(_attribute) or None) if isinstance(tensor, Tensor) else None
 
 
-def mark(tensor: Tensor, part: Division | None) -> Tensor:
+def mark(tensor: Tensor, part: ShardPlacement | None) -> Tensor:
     tensor.__dict__[_attribute] = part
     return tensor
 
@@ -74,7 +74,7 @@ class _Mode(TorchFunctionMode):
     kept as an `attribute` of tensors.
     """
 
-    def __init__(self, moves: Moves, attribute: str = PART) -> None:
+    def __init__(self, moves: Redistributor, attribute: str = PART) -> None:
         super().__init__()
         self.moves, self.on, self.attribute = moves, 0, attribute
         self._asleep = 0
@@ -149,7 +149,7 @@ def others_sleeping(model: Any) -> Iterator[None]:
         yield
 
 
-class Parts(_Mode):
+class ShardedTensorMode(_Mode):
     """Follows parts through what is run under it, by `rules` of functions' names. `where` says in which module that is,
     `noted` is told of each function that was not carried out as it stands: its name, the parts that were gathered for
     it if any were, and where sections of them would have to end for it to do without.
@@ -157,7 +157,7 @@ class Parts(_Mode):
 
     def __init__(
         self,
-        moves: Moves,
+        moves: Redistributor,
         rules: Mapping[str, Rule],
         where: Callable[[], str],
         noted: Callable[..., None] | None = None,
@@ -200,7 +200,7 @@ class Parts(_Mode):
         return self.alike(function, given, named)
 
     def note(
-        self, name: str, parts: Sequence[Division], cuts: list[int] | None = None, count: int | None = None
+        self, name: str, parts: Sequence[ShardPlacement], cuts: list[int] | None = None, count: int | None = None
     ) -> None:
         if self._noted is not None:
             self._noted(name, parts, cuts, count)
@@ -234,7 +234,7 @@ class Parts(_Mode):
         self.note("sum", ())
         return self.moves.sum(made)
 
-    def _as(self, tensor: Tensor, target: Division, dim: int) -> Tensor | None:
+    def _as(self, tensor: Tensor, target: ShardPlacement, dim: int) -> Tensor | None:
         """What a tensor contributes to a result that is a part: its own piece along a dimension, or all of it where it
         has none (-1) or one that is repeated. None: that can't be.
         """
@@ -278,7 +278,7 @@ class Parts(_Mode):
             mark(one, replace(part, dim=place or 0))
         return made
 
-    def reshaped(self, x: Tensor, part: Division, shape: Sequence[int], call: Callable[..., Tensor]) -> Any:
+    def reshaped(self, x: Tensor, part: ShardPlacement, shape: Sequence[int], call: Callable[..., Tensor]) -> Any:
         before, missing, given = logical(x), math.prod(logical(x)), shape
         rest = math.prod(size for size in shape if size != -1)
         shape = tuple(missing // max(rest, 1) if size == -1 else size for size in shape)
@@ -293,7 +293,7 @@ class Parts(_Mode):
             self.note("reshape", ())
         return mark(call(x, local), found)
 
-    def _wish_for(self, before: Sequence[int], part: Division, shape: Sequence[int]) -> None:
+    def _wish_for(self, before: Sequence[int], part: ShardPlacement, shape: Sequence[int]) -> None:
         """Looks for a division of what was cut with which it could be reshaped."""
         counts = [count for count in range(part.count, 1, -1) if part.count % count == 0]
         for sections, count in [*product(range(1, _MOST), counts), (1, 1)]:
@@ -302,7 +302,7 @@ class Parts(_Mode):
                 self._cuts, self._count = [*accumulate(cut.sections)], count
                 return
 
-    def divided(self, x: Tensor, part: Division, lengths: Sequence[int]) -> list[Tensor] | None:
+    def divided(self, x: Tensor, part: ShardPlacement, lengths: Sequence[int]) -> list[Tensor] | None:
         """Pieces of these lengths along the dimension that is divided; None: some would not end where a section
         does.
         """
@@ -318,10 +318,10 @@ class Parts(_Mode):
         self.note("split", ())
         return list(made)
 
-    def _local(self, part: Division, lengths: Sequence[int]) -> list[int]:
-        return [self.moves.shape((length,), Division(0, (length,), part.count))[0] for length in lengths]
+    def _local(self, part: ShardPlacement, lengths: Sequence[int]) -> list[int]:
+        return [self.moves.shape((length,), ShardPlacement(0, (length,), part.count))[0] for length in lengths]
 
-    def masked(self, x: Tensor, part: Division, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    def masked(self, x: Tensor, part: ShardPlacement, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """A mask that is drawn for the whole, of which we have our piece. As everywhere, in the order of the memory."""
         self.note("dropout", ())
         shape = (*x.shape[: part.dim], part.length, *x.shape[part.dim + 1 :])
@@ -330,7 +330,7 @@ class Parts(_Mode):
         return self.moves.narrow(draw(whole.permute(back)), part)
 
 
-class Wholes(_Mode):
+class GatherMode(_Mode):
     """Whatever meets a part gets the whole: with weights that are parts, code computes what it does with whole ones."""
 
     def follow(self, function: Any, given: Any, named: Any) -> Any:
@@ -342,7 +342,7 @@ class Wholes(_Mode):
         return function(*given, **named)
 
 
-def regrouped(before: Sequence[int], part: Division, shape: Sequence[int]) -> Division | None:
+def regrouped(before: Sequence[int], part: ShardPlacement, shape: Sequence[int]) -> ShardPlacement | None:
     """The part that a reshaped one is, if it is one: each worker's elements stay, in the same order, the same runs."""
     after = math.prod(before[part.dim + 1 :])
     runs, unit = [section * after for section in part.sections], part.length * after
