@@ -180,7 +180,7 @@ def test_a_host_that_ended_or_whose_servers_have_copies_is_not_waited_for(how: s
 def spread(hosts: str, servers: int, least: int = 1) -> ServerPlacement:
     """Workers on these hosts, one after another, want so many servers."""
     lives = ServerPlacement({number: WorkerSlot(host) for number, host in enumerate(hosts)}, set(), set())
-    lives.seat_servers("a", {0: WorkerReport(servers=servers)}, False, least)
+    lives.place_servers("a", {0: WorkerReport(servers=servers)}, False, least)
     return lives
 
 

@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 
 if TYPE_CHECKING:
     import paceline.data as data
@@ -92,6 +92,6 @@ def _last() -> None:
 
 
 atexit.register(_last)
-PULSE.take()  # a worker that was forked has done so already
+HEARTBEAT.take()  # a worker that was forked has done so already
 if "torch.distributed.distributed_c10d" in sys.modules:
     import_module("paceline.comm.autoload").register()

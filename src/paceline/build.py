@@ -15,7 +15,7 @@ from paceline.base.mesh import AXES, Mesh
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec
 from paceline.compute.blocks import compiled, recompute, set_apart
-from paceline.local_sgd.round import LocalSgdRunner, leave_islands, rounds_of
+from paceline.local_sgd.round import LocalSgdRunner, build_local_sgd_runner, leave_islands
 from paceline.parallel.data_parallel import share
 from paceline.parallel.layout import Layout
 from paceline.parallel.model_values import ModelValues
@@ -31,7 +31,7 @@ from paceline.train.replica import Replica
 from paceline.train.step import StepRunner
 
 
-def nest(
+def build_replica(
     plan: Plan,
     job: ParallelJob,
     group: Group,
@@ -112,7 +112,7 @@ def build_stepper(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> StepR
         run.serving.steppers.append(stepper := StepRunner(**about, grid=grid))
         return stepper
     if plan.local:
-        return rounds_of(mesh, about, grid)
+        return build_local_sgd_runner(mesh, about, grid)
     if plan.in_windows:
         return AsyncWindowRunner(**about, grid=grid)
     return SyncServerRunner(**about, grid=grid) if plan.server else StepRunner(**about, grid=grid)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from paceline.base.batching import Grid, stream_seed
 from paceline.base.mesh import AXES, Mesh
-from paceline.build import build_stepper, current_run, load_stepper, nest
+from paceline.build import build_replica, build_stepper, current_run, load_stepper
 from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
@@ -158,7 +158,7 @@ class Trainer(Telling):
         said = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
         self._compare(describe_model(self.model, {**said, "plan": str(replace(self.plan, data=None))}), known)
         with self._streams.lent():  # blocks may be run to see what can be cut
-            self._replica = nest(
+            self._replica = build_replica(
                 self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks
             )
         for what, why in job.decisions:
@@ -238,7 +238,7 @@ class Trainer(Telling):
             return
         parts = object.__new__(type(self))
         vars(parts).update(vars(self), _stands_in=True)
-        run.stand_in(number, parts)
+        run.placeholder(number, parts)
 
     def _go_on_ended(self, saved: dict[str, Any]) -> None:
         """This trainer had ended when the checkpoint was written: it has its last weights, and trains no more."""
@@ -340,7 +340,7 @@ class Trainer(Telling):
                 found, groups = coupling_of(make, job)
             refuse_spread(found, plan)
             if job.own_cuts and found.scope > Scope.ELEMENT:
-                self._replica.see_whole()
+                self._replica.use_full_parameters()
                 what = f"{found.kind} gets whole parameters on each worker, and its state is not divided"
                 run.decide(self._number, what, f"it {found.why}")
                 run.say(f"{what}: it {found.why}", once=True)

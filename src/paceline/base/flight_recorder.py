@@ -49,7 +49,7 @@ class FlightRecorder:
             _ENDED.pack_into(self._ring, turn % KEPT * _RECORD.size + _AT, now if well else -now)
 
 
-FLIGHT = FlightRecorder()
+FLIGHT_RECORDER = FlightRecorder()
 
 
 def read_flight(ring: bytes) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from paceline.base.environment import pulse_descriptor
-from paceline.base.flight_recorder import FLIGHT, SIZE, read_flight
+from paceline.base.flight_recorder import FLIGHT_RECORDER, SIZE, read_flight
 
 NAME = "paceline-pulse"  # of the file in memory
 PAGE = 4096  # bytes of the first part, of numbers
@@ -49,7 +49,7 @@ class Heartbeat:
 
     def _leave(self) -> None:
         self._page = memoryview(bytearray(PAGE)).cast("d")
-        FLIGHT.take(bytearray(SIZE))
+        FLIGHT_RECORDER.take(bytearray(SIZE))
 
     def take(self) -> None:
         """From now on the agent sees us, if we are a worker of one."""
@@ -60,7 +60,7 @@ class Heartbeat:
         self._fd = fd
         shared = memoryview(mmap.mmap(fd, BEHIND))
         self._page = shared[:PAGE].cast("d")
-        FLIGHT.take(shared[PAGE : PAGE + SIZE])
+        FLIGHT_RECORDER.take(shared[PAGE : PAGE + SIZE])
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
         self._page[WRITES] = fd
         os.register_at_fork(after_in_child=self._leave)  # which writes its stacks, and is not seen
@@ -129,7 +129,7 @@ class Heartbeat:
             self.beat()
 
 
-PULSE = Heartbeat()
+HEARTBEAT = Heartbeat()
 
 
 class HeartbeatView:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.environment import World, gloo_interface
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import AXES, Mesh
 from paceline.base.sharding import ShardedTensor, assemble
 from paceline.comm import link_speed as links
@@ -67,7 +67,7 @@ class Group:
         self._label = "team"
         self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
         if world.size > 1 and not world.newcomer:
-            with PULSE.waiting():
+            with HEARTBEAT.waiting():
                 self._take(world, *self._connect(world, never))
 
     def _connect(self, world: World, given_up: Callable[[], bool]) -> tuple[dist.Store, Transport]:
@@ -100,7 +100,7 @@ class Group:
             return
         why = PeerLostError("a generation was given up", "wait for the next")
         try:  # gloo, too, can be left behind
-            with PULSE.waiting():  # not in the thread, which may be left behind
+            with HEARTBEAT.waiting():  # not in the thread, which may be left behind
                 made = unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up))
             self._take(world, *made)
             for part in self._parts.values():
@@ -174,7 +174,7 @@ class Group:
         over = self._whole[0].channel
         make = partial(Transport, store, self.rank, self.size, FOR_EVER, lambda: over.broken is not None)
         try:
-            with PULSE.waiting():
+            with HEARTBEAT.waiting():
                 return unless(lambda: over.broken, make)
         except RuntimeError as error:
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
@@ -348,7 +348,7 @@ class Group:
         if self.size > 1 and device.type == "cpu":
             self._join()
             try:
-                with PULSE.waiting():
+                with HEARTBEAT.waiting():
                     return self.channel.allocate(numel, dtype)  # type: ignore[no-any-return]
             except dist.DistError as error:  # the store went
                 raise PeerLostError(f"a worker was lost while memory was shared ({error})", "see its log") from error
@@ -536,7 +536,7 @@ class Group:
 
     def wait_for_flag(self, name: str) -> None:
         """Waits for a flag as long as it takes: the launcher ends us if its owner dies."""
-        with PULSE.waiting():
+        with HEARTBEAT.waiting():
             while self._store is not None and not self._store.check([f"flag/{name}"]):
                 time.sleep(0.05)
 
@@ -591,7 +591,7 @@ class Group:
             self._side.publish()
             store.set(f"closed/{self.rank}", "1")
             others = [f"closed/{rank}" for rank in range(self.size)]
-            with PULSE.waiting():
+            with HEARTBEAT.waiting():
                 while self.rank == 0 and not (failed or self.channel.broken or store.check(others)):
                     time.sleep(0.02)
         self._release(failed)

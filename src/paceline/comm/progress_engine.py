@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from paceline.base.flight_recorder import FLIGHT
-from paceline.base.heartbeat import PULSE
+from paceline.base.flight_recorder import FLIGHT_RECORDER
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.comm.c10d_arguments import outside_inference
 from paceline.comm.shared_memory import Condition, MismatchError
 from paceline.errors import PacelineError, UnsupportedError
@@ -143,7 +143,7 @@ class Operation(dist.Work):
             self.owner.broken = error  # its members stand at different places now
         self.error, self._steps, self._until = error, iter(()), None
         self.done = True
-        FLIGHT.end(self.turn, error is None)
+        FLIGHT_RECORDER.end(self.turn, error is None)
         if self._untold:
             ENGINE.ended.append(self)
 
@@ -297,7 +297,7 @@ class ProgressEngine:
                     looked = now
                     if not long:
                         long = True
-                        PULSE.wait(1)
+                        HEARTBEAT.wait(1)
                     try:
                         owner.look(operation, now - began)
                     except _REASONS as error:  # found out, or broken: it ends here
@@ -306,12 +306,12 @@ class ProgressEngine:
                     raise TimeoutError(f"{operation.name} took longer than {timeout:g} s ({operation.site})")
         finally:
             if long:
-                PULSE.wait(-1)
+                HEARTBEAT.wait(-1)
             self._waiters.discard(me)
             if not self._waiters and self._queues:
                 self._wanted.set()
         owner.account(operation, time.perf_counter() - began)
-        PULSE.beat()
+        HEARTBEAT.beat()
 
     @staticmethod
     def _pause(waited: float, crowded: bool) -> None:

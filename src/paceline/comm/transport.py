@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.environment import gloo_interface
-from paceline.base.flight_recorder import FLIGHT
+from paceline.base.flight_recorder import FLIGHT_RECORDER
 from paceline.comm.c10d_arguments import Asked, Reduction
 from paceline.comm.hierarchical import Between, HierarchicalTransport, LinkError, own_address
 from paceline.comm.link_speed import Pair
@@ -222,7 +222,7 @@ class Transport:
         entry = self.ledger.setdefault(operation.kind, [0, 0, 0.0])
         entry[0] += 1
         entry[1] += size
-        operation.turn = FLIGHT.begin(self.label, operation.sequence, operation.name, operation.site, size)
+        operation.turn = FLIGHT_RECORDER.begin(self.label, operation.sequence, operation.name, operation.site, size)
         ENGINE.submit(queue, operation)
         if not asynchronous:
             operation.wait()

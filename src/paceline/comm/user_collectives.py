@@ -53,11 +53,11 @@ def refusing(where: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _standing_in(group: Any, where: str) -> Iterator[None]:
-    stand_in = _Refusing(group.rank(), group.size(), where)
+    placeholder = _Refusing(group.rank(), group.size(), where)
     known = c10d._world.pg_map  # by which torch tells a group's backend, for its log
-    dist.GroupMember.WORLD, known[stand_in] = stand_in, known[group]
+    dist.GroupMember.WORLD, known[placeholder] = placeholder, known[group]
     try:
         yield
     finally:
         dist.GroupMember.WORLD = group
-        known.pop(stand_in, None)
+        known.pop(placeholder, None)

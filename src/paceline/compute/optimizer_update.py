@@ -39,7 +39,7 @@ class OptimizerUpdate:
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
         self.names = {id(param): name for name, param in [*frozen, *job.own.items()]}
 
-    def see_whole(self, replica: Group) -> None:
+    def use_full_parameters(self, replica: Group) -> None:
         """Optimizers are to hold whole copies of what is cut."""
         job, rows = self.job, dict(zip(self.job.own, self.rows, strict=True))
         self.hosted = made = FullParameterCopies(rows, job.own_cuts, job.place, replica, job.offload)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from paceline.base.batching import Grid, deal, deal_rows, stream_seed
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import run_of
 from paceline.compute.microbatches import MicroBatch, in_rows, rows_told
 from paceline.compute.rng import RngState
@@ -452,7 +452,7 @@ class Feed:
             self._next = step + 1
             batch = epoch, count, taken
         self._loading = time.perf_counter() - began
-        PULSE.loaded(self._loading)
+        HEARTBEAT.loaded(self._loading)
         return batch
 
     def _taken(self, step: int, number: int) -> MicroBatch:
@@ -465,7 +465,7 @@ class Feed:
 
         with AddNote(told):
             slot, batch = next(self._iterator)
-        PULSE.beat()
+        HEARTBEAT.beat()
         where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
         taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.blank, slot.rows, start)
         if slot.apart:
@@ -683,7 +683,7 @@ class _RowStream:
                 return False
             self._rows = rows
             self._step += 1
-            PULSE.beat()
+            HEARTBEAT.beat()
         return True
 
     def _begin_epoch(self) -> None:

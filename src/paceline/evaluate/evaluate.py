@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.base.batching import Grid, stream_seed
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.comm.communicator import Group
 from paceline.comm.user_collectives import refusing
 from paceline.compute.buffers import unchanging
@@ -21,7 +21,7 @@ from paceline.compute.job import TrainingJob
 from paceline.compute.loss_counts import is_pair
 from paceline.compute.microbatches import Chunk, MicroBatch, to_device
 from paceline.compute.rng import RngState
-from paceline.data.fingerprint import compare_read, compare_rows, first_rows
+from paceline.data.fingerprint import compare_read, compare_rows, unstack_first
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError, UsageError, add_hint
 from paceline.evaluate.metric_objects import MetricObjects
@@ -106,7 +106,7 @@ class EvalPass:
                 if speaks and not micro_batch.blank:
                     with in_metric():
                         use(number, micro_batch.rows, output, batch)
-            PULSE.beat()
+            HEARTBEAT.beat()
 
     def at_once(self, number: int, base: int, micro_batches: Sequence[MicroBatch], use: Callable[..., None]) -> None:
         """Calls `use` with the number of a global batch, its rows, their outputs, and no batch: where its first
@@ -140,7 +140,7 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
         raise UsageError(what, "give global_batch= to the Trainer")
     with MetricObjects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
         for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, whole)):
-            first = first or first_rows(feed)
+            first = first or unstack_first(feed)
             if whole:
                 sweep.at_once(number, base, micro_batches, found.add)
             else:

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 from paceline.base.console import say
 from paceline.base.environment import World, assume, worker_environment
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.launch.processes import die_with, name_process
 
 # Neither what lies where the agent was started nor what lies beside this file is to be found by an import.
@@ -274,7 +274,7 @@ def become(given: Mapping[str, Any]) -> None:
     os.chdir(given["folder"])
     environment = {**given["environment"], **dict(zip(given["numbered"], map(str, numbered), strict=True))}
     assume(environment)
-    PULSE.take()
+    HEARTBEAT.take()
     _seed_anew()
     _limit_pool(environment)
     if "LD_PRELOAD" not in environment:  # it may be there for what it does at the end
@@ -388,7 +388,7 @@ def _anew(variable: str, environment: dict[str, str]) -> NoReturn:
     events = environment.get("PACELINE_EVENTS_FD")
     why = f"the script sets {variable} before it imports torch"
     World(events_fd=int(events) if events else None).tell("cold", why=why)
-    PULSE.hand_on()
+    HEARTBEAT.hand_on()
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, sys.orig_argv, environment)

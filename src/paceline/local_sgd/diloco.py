@@ -504,7 +504,7 @@ class DiLoCo:
         if "outer" in saved:
             job = self.replica.job
             load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)
-        each = {island: first_rows(tree) for island, tree in (saved.get("each") or {}).items()}
+        each = {island: unstack_first(tree) for island, tree in (saved.get("each") or {}).items()}
         before = saved.get("count", self.count)
         self._saved = each if before == self.count else dealt_anew(each, self.count)
         streams = any("weights" in tree.get("fragments", {}) for tree in each.values())
@@ -536,6 +536,6 @@ def dealt_anew(each: Mapping[str, Any], count: int) -> dict[str, Any]:
     return {**made, "0": {**first, "fragments": {"left": left}}} if left else made
 
 
-def first_rows(tree: Any) -> Any:
+def unstack_first(tree: Any) -> Any:
     """What an island keeps, as it was before it lay in a stack of its own."""
     return pytree.tree_map_only(torch.Tensor, lambda stack: stack[0], tree)

@@ -90,7 +90,7 @@ class MergeQuorum:
             self.run.say(text)
 
 
-def name_dropped(run: Run, trainer: int, late: Mapping[Any, Sequence[int]], done: int, when: str) -> None:
+def report_dropped_rows(run: Run, trainer: int, late: Mapping[Any, Sequence[int]], done: int, when: str) -> None:
     """Steps and rows that late islands had made, and that come to nothing after so many steps."""
     for island, (steps, rows) in late.items():
         run.journal.write("uncounted", trainer=trainer, step=done, island=int(island), rows=rows)

@@ -16,20 +16,20 @@ from functools import partial
 from typing import Any
 
 from paceline.base.batching import NOTHING, Agreed, Grid, add_metrics, deal
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
 from paceline.data.loader import Place
 from paceline.errors import NonFiniteLossError, UsageError
-from paceline.local_sgd.diloco import OUTER, DiLoCo, first_rows
+from paceline.local_sgd.diloco import OUTER, DiLoCo, unstack_first
 from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
-from paceline.local_sgd.quorum import MergeQuorum, missed, name_dropped, part
+from paceline.local_sgd.quorum import MergeQuorum, missed, part, report_dropped_rows
 from paceline.local_sgd.streaming_diloco import StreamingDiLoCo
 from paceline.session.worker_batch import WorkerBatch
 from paceline.team.transactions import Attempt, ReformedError
 from paceline.train.step import StepAttempt, StepRunner
 
 
-def rounds_of(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> LocalSgdRunner:
+def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> LocalSgdRunner:
     """For a trainer whose plan says `local`; it is `about` what a Stepper is."""
     run, job, replica, plan = (about[name] for name in ("run", "job", "replica", "plan"))
     count = plan.local
@@ -137,7 +137,7 @@ class LocalSgdRunner(StepRunner):
             return []
         saved = dict(enumerate(found[1]["trainers"])).get(self.trainer, {})
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
-        return [] if kept is None else [found[0], saved["steps"], first_rows(kept)]
+        return [] if kept is None else [found[0], saved["steps"], unstack_first(kept)]
 
     def turn(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
         """Makes a round; None where it was broken off, since all are to stop."""
@@ -160,7 +160,7 @@ class LocalSgdRunner(StepRunner):
         kept = saved.get("islands") or {}
         told = self.isles.load(kept, self.done)
         if newcomer and "each" in kept:
-            name_dropped(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
+            report_dropped_rows(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
             told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
         if told:
@@ -173,7 +173,7 @@ class LocalSgdRunner(StepRunner):
     def measured(self, said: Sequence[list[dict[str, Any]]]) -> None:
         """At the end of a loop; what is left of late islands where it was stopped does not count."""
         super().measured(said)
-        name_dropped(self.run, self.trainer, self.isles.late, self.done, "training was stopped")
+        report_dropped_rows(self.run, self.trainer, self.isles.late, self.done, "training was stopped")
         self.isles.drop()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
@@ -295,7 +295,7 @@ class LocalSgdRunner(StepRunner):
         progress.inner.expected = step.agreed.count
         progress.add(step.agreed, norm, step.lr, rows)
         self._merge(step, step.sums, seconds)
-        PULSE.beat()
+        HEARTBEAT.beat()
         return step.agreed.stop > 0
 
     # -- what all agree on ------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def _told(one: IslandProgress) -> list[Any]:
 
 def leave_islands(stepper: StepRunner, saved: Mapping[str, Any]) -> None:
     """Goes on without islands, with the optimizer state of island 0 in `saved`, which a checkpoint has of islands."""
-    inner = first_rows(saved["each"]["0"])
+    inner = unstack_first(saved["each"]["0"])
     stepper.replica.updater.load(inner)
     stepper.expected = inner["expected"]
     InnerOptimizerState.of(inner, stepper.done).keep_up(stepper.replica, stepper.done)  # it may have been late
@@ -410,4 +410,4 @@ def leave_islands(stepper: StepRunner, saved: Mapping[str, Any]) -> None:
         "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
         "that of the others and of the merges is dropped"
     )
-    name_dropped(stepper.run, stepper.trainer, saved.get("late") or {}, stepper.done, "the checkpoint was taken")
+    report_dropped_rows(stepper.run, stepper.trainer, saved.get("late") or {}, stepper.done, "the checkpoint was taken")

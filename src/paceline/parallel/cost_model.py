@@ -1,6 +1,6 @@
 """Types of a plan's cost: bytes held and sent per worker.
 
-Each algorithm says its own, in its own file; `nest.cost` asks those that a plan names.
+Each algorithm says its own, in its own file; `build_replica.cost` asks those that a plan names.
 """
 
 from __future__ import annotations

@@ -193,8 +193,8 @@ def strip(model: nn.Module) -> None:
 
 def put(slots: Iterable[Slot], device: torch.device) -> None:
     """Puts what `rest` gives where it belongs."""
-    for holder, name, nest in slots:
-        holder[name] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), nest)
+    for holder, name, build_replica in slots:
+        holder[name] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), build_replica)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from paceline.parallel.tensor_parallel.sharded_mode import tensors_in
 from paceline.plan import Plan
 
 
-def blocks_told(job: ParallelJob) -> list[str]:
+def describe_blocks(job: ParallelJob) -> list[str]:
     """The blocks of each stage, or of a model that is whole."""
     stages = job.stages
     return [told(blocks_of(job.model))] if stages is None else [stages.told(n) for n in range(stages.count)]
@@ -40,7 +40,7 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     if mesh.pipeline > 1:
         count_of = mesh.pipeline * (plan.virtual or 1)
         job.stages = stages = divide(job.model, count_of, mesh.pipeline, job.requested_split[1])
-    blocks, homes = blocks_told(job), stages.homes(job.model)
+    blocks, homes = describe_blocks(job), stages.homes(job.model)
     homes_of = {name: {*homes[id(param)]} for name, param in job.named.items()}
     runs = [_tried(job, micro_batch, stages) for _ in range(3)]  # the first one is slow, another one may be disturbed
     tried = [{kind: min(one[kind] for one in some) for kind in some[0]} for some in zip(*runs, strict=True)]

@@ -33,7 +33,7 @@ from paceline.base.handshake import (
     prove_listener,
     read_caller,
 )
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.polling import wait_for
 from paceline.comm.shared_memory import (
     ExportedSegment,
@@ -373,7 +373,7 @@ def exchange(
     listener: socket.socket | None = None,
 ) -> None:
     """Moves frames on until something is so; `look` raises where that will not come."""
-    with PULSE.waiting():
+    with HEARTBEAT.waiting():
         while not until():
             look()
             live = [link for link in links() if not link.broken]

@@ -28,7 +28,7 @@ from paceline.param_server.backup_workers import BackupWorkerShard
 from paceline.param_server.client import MEET, RANKED, At
 from paceline.param_server.parameter_shard import Client, ParameterShard, Steps
 from paceline.param_server.protocol import Connection, Kind, Message, exchange
-from paceline.team.auth import greeting_key
+from paceline.team.auth import handshake_key
 
 GRACE = 0.5  # seconds in which a worker whose connection has gone may come again
 
@@ -44,7 +44,7 @@ class ParameterServer:
         self._listener = socket.create_server((world.store[0], 0), backlog=128)
         self._listener.setblocking(False)
         self._salt, self._state = secrets.token_hex(16), b""
-        self._key = greeting_key(world.run_dir, self._salt)
+        self._key = handshake_key(world.run_dir, self._salt)
         self._strangers = NewConnections[Connection]()
         self._waiting: dict[Connection, Client] = {}  # for those that have not shown yet who they are
         self._clients: list[tuple[Connection, Client]] = []
@@ -104,7 +104,7 @@ class ParameterServer:
         if at is None or min(self._used) == self.number or (self._first is not None and not self._first.broken):
             return
         with suppress(OSError):  # it is not there yet, or gone
-            key, called = greeting_key(self.world.run_dir, at[2]), socket.create_connection(way_to(*at[:2]), MEET)
+            key, called = handshake_key(self.world.run_dir, at[2]), socket.create_connection(way_to(*at[:2]), MEET)
             self._first, self._met = Connection(called, lambda frame: [], key, lambda _: f"{-1 - self.number}"), at
             for part in self._dealing:
                 part.stand(self._first)

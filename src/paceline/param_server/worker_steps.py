@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.base.batching import NOTHING, add_metrics
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.checkpoint.tree import pack, unpack
 from paceline.compute.optimizers import DelayedNesterov
 from paceline.data.loader import Place
@@ -22,7 +22,7 @@ from paceline.errors import NonFiniteLossError, UsageError
 from paceline.local_sgd.round import BrokenOffError, meet, same
 from paceline.param_server.client import AsyncReplica, ServerClient, ServerReplica
 from paceline.session.worker_batch import WorkerBatch
-from paceline.team.auth import greeting_key
+from paceline.team.auth import handshake_key
 from paceline.team.transactions import Attempt
 from paceline.train.step import StepAttempt, StepRunner
 
@@ -41,7 +41,7 @@ class SyncServerRunner(StepRunner):
         if run.servers is None:
             operations = self.operations
             operations.ahead = False
-            find, key = (lambda: operations.orders.servers), partial(greeting_key, run.team.world.run_dir)
+            find, key = (lambda: operations.orders.servers), partial(handshake_key, run.team.world.run_dir)
             run.servers = ServerClient(count, copies, operations.worker, find, key, self._look)
             run.team.world.tell("servers", count=count, copies=copies)
         elif run.servers.met or (run.servers.count, run.servers.copies) != (count, copies):
@@ -257,7 +257,7 @@ class AsyncWindowRunner(SyncServerRunner):
         if share:
             self._merge(one, sums, time.perf_counter() - began)
         self.replica.abort()
-        PULSE.beat()
+        HEARTBEAT.beat()
 
     # -- what all agree on ------------------------------------------------------------------------------------------
 

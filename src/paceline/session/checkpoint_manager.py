@@ -25,7 +25,7 @@ import torch
 
 from paceline.base.batching import Agreed
 from paceline.base.environment import parse_save_every
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.sharding import ShardedTensor
 from paceline.checkpoint.files import (
     Checkpoint,
@@ -401,7 +401,7 @@ class CheckpointManager:
         trouble: list[str] | None = self.team.operations.run(settling(self._wait, self._close), "saving")
         return trouble
 
-    @PULSE.waiting()  # for a disk, or a store
+    @HEARTBEAT.waiting()  # for a disk, or a store
     def _wait(self) -> Any:
         group = self.team.group
         group.enter("the end of a checkpoint")
@@ -441,7 +441,7 @@ class CheckpointManager:
         last = ended_in(line, self.storage, say)[number]
         return {**unflatten(trainers_in(last.manifest)[number], last.tensors(mapped=True)), **saved}
 
-    @PULSE.waiting()
+    @HEARTBEAT.waiting()
     def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
         """Step and tree of the newest good checkpoint, as this worker sees it."""
         try:
@@ -453,7 +453,7 @@ class CheckpointManager:
             say(str(error))
             return None
 
-    @PULSE.waiting()
+    @HEARTBEAT.waiting()
     def find(self, say: Callable[[str], None]) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:
         """Step, manifest and tensors of the newest good checkpoint, the same on every worker. Collective. Who does not
         see it gets it from one who does.

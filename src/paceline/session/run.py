@@ -191,7 +191,7 @@ class Run:
         self.classes.append(type(model).__name__)
         self.models.append(model)
 
-    def stand_in(self, number: int, member: RegisteredTrainer) -> None:
+    def placeholder(self, number: int, member: RegisteredTrainer) -> None:
         """A trainer has ended on this worker, and has given its parts to `member`."""
         self._members[number] = member
         self.ended.add(number)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.base.environment import World
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.schema import read_message
 from paceline.errors import FormatError
 
@@ -116,7 +116,7 @@ class AgentCommands:
 
     def hear(self, until: Callable[[], bool]) -> None:
         """Waits until something is so, which is looked at with every order, and now and then."""
-        with self._news, PULSE.waiting():
+        with self._news, HEARTBEAT.waiting():
             while not until():
                 if self._wrong is not None:
                     raise self._wrong
@@ -127,7 +127,7 @@ class AgentCommands:
         wait for the coordinator. `expected` is called if it is not there soon.
         """
         deadline = time.monotonic() + EXPECTED
-        with self._news, PULSE.waiting():
+        with self._news, HEARTBEAT.waiting():
             while not self.newer(than, at_once):
                 if expected is not None and time.monotonic() > deadline:
                     expected()

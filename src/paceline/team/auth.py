@@ -56,7 +56,7 @@ def read_token(path: Path) -> bytes:
 
 
 @cache
-def greeting_key(run_dir: str | None, salt: str) -> bytes:
+def handshake_key(run_dir: str | None, salt: str) -> bytes:
     """The key of who listens with this salt, for a process of the run in a folder. UsageError: it has no token."""
     return make_key(read_token(Path(run_dir or ".") / NAME), salt)
 

@@ -121,7 +121,7 @@ class Coordinator:
             del self.awaited[agent]
             servers = [number for number, seat in self.seats.items() if number >= SERVERS and seat.agent == agent]
             self._say(f"the host of {ranks(servers)} answers again")
-        self.version += self._lives.seat_servers(agent, workers, self.recovering < math.inf, self.min_workers)
+        self.version += self._lives.place_servers(agent, workers, self.recovering < math.inf, self.min_workers)
         changed = []
         for number, said in workers.items():
             seat = self.seats.get(number)

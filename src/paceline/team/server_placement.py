@@ -30,7 +30,7 @@ class ServerPlacement:
         away, seats = self.gone | self.leaving, sorted(self.seats.items())
         return [*dict.fromkeys(seat.agent for n, seat in seats if n < SERVERS and seat.agent not in away)]
 
-    def seat_servers(self, agent: str, told: Mapping[int, WorkerReport], recovering: bool, least: int) -> bool:
+    def place_servers(self, agent: str, told: Mapping[int, WorkerReport], recovering: bool, least: int) -> bool:
         """Seats for the parameter servers that workers want; whether any is new. They are spread over the hosts that
         there are, one after another, once these have so many workers; but those that an agent tells of are there.
         """

@@ -18,7 +18,7 @@ from torch.backends.cpu import get_cpu_capability
 
 import paceline.base.environment as worlds
 from paceline.base.environment import World
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
 from paceline.comm.communicator import Group
 from paceline.comm.peer_status import call_site
@@ -174,7 +174,7 @@ class Team:
                 raise PeerLostError(
                     f"worker 0 failed inside main_first at {call_site()}", "see the log of worker 0"
                 ) from None
-        with PULSE.free():
+        with HEARTBEAT.free():
             yield
         if self.rank == 0:
             self.group.flag(name)
@@ -188,7 +188,7 @@ class Team:
         """Ends this worker's part; called by itself when the script ends."""
         alone = self.code is not None or self.left or self.operations.waiting
         if not alone:
-            with PULSE.waiting():
+            with HEARTBEAT.waiting():
                 self._together(self.group.meet)
         for close in reversed(self.closing):
             close(alone)
@@ -226,7 +226,7 @@ def _check_identity(world: World) -> None:
     agent, own = worlds.agent_pid(), os.getpid()
     if world.launcher != "paceline" or agent is None:
         return
-    started = PULSE.process()
+    started = HEARTBEAT.process()
     if started is None:  # a worker that began another program in its place has closed it
         started = own if (os.getppid(), os.getsid(0)) == (agent, own) else 0
     if started != own:

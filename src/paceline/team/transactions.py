@@ -20,13 +20,13 @@ import torch
 from paceline.base.batching import Moment, StateLostError, Status, Transaction, resolve, spread
 from paceline.base.console import say
 from paceline.base.environment import World
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.time_accounting import Account
 from paceline.checkpoint.tree import flatten, pack, raw, unflatten, unpack
 from paceline.comm.communicator import Group
 from paceline.errors import PeerLostError, UsageError
 from paceline.team.agent_commands import AgentCommands, Coming, Generation
-from paceline.team.auth import greeting_key
+from paceline.team.auth import handshake_key
 from paceline.team.fault_injection import FaultInjector
 from paceline.team.live_migration import Learner, Migration, StateReceiver, digests
 
@@ -122,7 +122,7 @@ class Operations:
 
     def _key(self, salt: str) -> bytes:
         """What both ends of a connection have, over which the state goes."""
-        return greeting_key(self.world.run_dir, salt)
+        return handshake_key(self.world.run_dir, salt)
 
     @property
     def elastic(self) -> bool:
@@ -159,7 +159,7 @@ class Operations:
 
     def reached(self, moment: str) -> None:
         """A moment at which a rehearsal may let something happen."""
-        PULSE.beat()
+        HEARTBEAT.beat()
         if self._chaos is not None and self.holder is not None:
             self._chaos.reached(moment, self.holder.step, len(self.members))
 
@@ -179,7 +179,7 @@ class Operations:
         if self.holder is not None:
             self.migration.turn(self.holder.hand_over, self.holder.changing)
         if self.orders.wait_here:
-            with self.account.of("paused"), PULSE.waiting():
+            with self.account.of("paused"), HEARTBEAT.waiting():
                 while self.orders.wait_here and not self.orders.newer(self.number):
                     time.sleep(PAUSE)
 
@@ -227,7 +227,7 @@ class Operations:
                 finally:
                     if self._tx.moment in (Moment.COMPUTING, Moment.PREPARED):
                         self._void(attempt)
-            PULSE.beat()
+            HEARTBEAT.beat()
             try:
                 next(attempt, None)
             except PeerLostError as error:
@@ -278,7 +278,7 @@ class Operations:
         else:
             taker = StateReceiver(self.world.store[0], self._key)
             self.world.tell("waiting", at=taker.at)
-            with PULSE.waiting():
+            with HEARTBEAT.waiting():
                 self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))
         self._form(None, None)
         self.waiting = False

@@ -78,10 +78,10 @@ class Replica:
         self.transit = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
         self.codec, self.own = codec, ErrorFeedback(codec, group, outer, mesh, self.home, cuts)
 
-    def see_whole(self) -> None:
+    def use_full_parameters(self) -> None:
         """The optimizers that will be built are to hold whole parameters, of which others have the rest."""
         assert self.job.replica is not None
-        self.updater.see_whole(self.job.replica)
+        self.updater.use_full_parameters(self.job.replica)
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""

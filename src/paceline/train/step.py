@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.base.batching import NOTHING, Agreed, Grid, VectorLayout, deal
-from paceline.base.heartbeat import PULSE
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.text import links_of
 from paceline.comm.user_collectives import refusing
 from paceline.compute.grad_noise import GradNoiseScale, looked_at
@@ -29,7 +29,7 @@ from paceline.data.change_detection import Counters
 from paceline.data.fingerprint import refuse_lengths
 from paceline.data.loader import Place
 from paceline.errors import MetricError, UsageError
-from paceline.parallel.estimate import blocks_told, forecast
+from paceline.parallel.estimate import describe_blocks, forecast
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.plan_cost import cost, facts_of, share_of_sums
 from paceline.plan import Plan
@@ -174,7 +174,7 @@ class StepRunner:
         self.run.agreed(step.agreed)
         self.weights.done, self.weights.due = self.done, step.agreed.look > 0
         self.waiting_since = time.perf_counter()
-        PULSE.step()
+        HEARTBEAT.step()
         return step
 
     def _attempt(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str) -> Attempt:
@@ -444,7 +444,7 @@ class StepRunner:
     def measured(self, said: Sequence[list[dict[str, Any]]]) -> None:
         """For the report: what all workers have measured."""
         predicted, measured = zip(*said[: self.plan.mesh(len(said)).replica], strict=True)
-        told = {"stages": [{"blocks": blocks} for blocks in blocks_told(self.job)], "workers": len(said)}
+        told = {"stages": [{"blocks": blocks} for blocks in describe_blocks(self.job)], "workers": len(said)}
         told |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
         self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **told)
 
@@ -604,7 +604,7 @@ class StepRunner:
         spent = self.spent | step.spent
         packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
         rows = layout.rows(sums.parts if speaks else [], whole.count) if self.plan.exact else []
-        with PULSE.waiting():  # also where NCCL does
+        with HEARTBEAT.waiting():  # also where NCCL does
             summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
         vector = summed.tolist()
         agreed = layout.unpack(vector[: len(packed)])

@@ -41,7 +41,7 @@ from paceline.parallel.pipeline.stage_forward import (
     form_of,
     made_like,
     placed,
-    stand_in,
+    placeholder,
 )
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.script_view import ABSENT, call_by_pieces
@@ -153,7 +153,7 @@ class Pipeline:
                     self._held[known] = param
                     continue
                 if not name.startswith(inside):
-                    other = nn.Parameter(stand_in(param.shape, param.dtype, param.device), requires_grad=False)
+                    other = nn.Parameter(placeholder(param.shape, param.dtype, param.device), requires_grad=False)
                     vars(other).update(vars(param))
                     self._slots.append((homes[0], module, key, other))
                     self._stand_ins[id(other)] = known
@@ -485,7 +485,7 @@ class Pipeline:
             before = [(one.param, one.param.data) for one in absent]
             try:
                 for one in absent:
-                    one.param.data = stand_in(one.shape, one.param.dtype, one.param.device)
+                    one.param.data = placeholder(one.shape, one.param.dtype, one.param.device)
                 self._by_block = True
                 yield
             finally:

@@ -235,7 +235,7 @@ def made_like(form: Any, device: torch.device, stands_in: bool = False) -> Any:
     ((kind, value),) = form.items()
     if kind == "tensor":
         dtype, shape = getattr(torch, value[0]), value[1]
-        return stand_in(shape, dtype, device) if stands_in else torch.empty(shape, dtype=dtype, device=device)
+        return placeholder(shape, dtype, device) if stands_in else torch.empty(shape, dtype=dtype, device=device)
     if kind == "dict":
         return {key: made_like(inner, device, stands_in) for key, inner in value.items()}
     if kind in ("tuple", "list"):
@@ -243,7 +243,7 @@ def made_like(form: Any, device: torch.device, stands_in: bool = False) -> Any:
     return value
 
 
-def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor that takes no memory, and shows every wrong use."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
