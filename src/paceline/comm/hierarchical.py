@@ -50,7 +50,7 @@ from paceline.errors import PeerLostError, UsageError, first_line
 FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
 KEPT_BYTES = 64 << 20
 MESH = 64  # workers of several hosts that all connect with all from the start
-CHUNK, FLIGHT_RECORDER = (
+CHUNK, IN_FLIGHT = (
     1 << 17,
     8,
 )  # bytes that go to another worker at a time or more, and how many such are under way
@@ -78,7 +78,7 @@ class Gloo:
         rank: int,
         size: int,
         devices: Sequence[Any],
-        threads: int = FLIGHT_RECORDER,
+        threads: int = IN_FLIGHT,
         room: int = ROOM,
     ) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ class Gloo:
         """Pieces are for links of so many bytes a second, and so many seconds for a message: on a fast one many small
         ones cost more than they help, and on a long one they leave it empty. All say the same.
         """
-        self.chunk = max(CHUNK, int(rate * max(AT_A_TIME, 4 * latency / FLIGHT_RECORDER)) // CHUNK * CHUNK)
+        self.chunk = max(CHUNK, int(rate * max(AT_A_TIME, 4 * latency / IN_FLIGHT)) // CHUNK * CHUNK)
 
     def run(self, start: Callable[[], dist.Work], size: int, sent: float = 0.0) -> Steps:
         """Starts a collective of about `size` bytes, of which this worker has `sent` so many, and waits for it."""
@@ -114,8 +114,8 @@ class Gloo:
         under = deque[dist.Work]()
         self._begin()
         try:
-            for start in [*starts, *[None] * FLIGHT_RECORDER]:
-                if under and (start is None or len(under) == FLIGHT_RECORDER):
+            for start in [*starts, *[None] * IN_FLIGHT]:
+                if under and (start is None or len(under) == IN_FLIGHT):
                     until: Condition = under[0].is_completed
                     yield Begun(until) if start is None else until
                     under.popleft().wait()
@@ -150,7 +150,7 @@ class Gloo:
         for part in chain(parts, [None]):
             if part is not None:
                 _go_on(part, under)
-            while len(under) >= FLIGHT_RECORDER or (part is None and under):
+            while len(under) >= IN_FLIGHT or (part is None and under):
                 one, until = under.popleft()
                 ends = part is None and all(isinstance(other, Final) for _, other in under)
                 yield until if ends else partial(until)  # of which nobody knows what it is

@@ -94,7 +94,7 @@ class Fingerprint:
         group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
         known, self._generation, self._epoch = self._generation is not None, generation, epoch
         newcomers = group.gather_json(known)
-        mine = unstack_first(feed)
+        mine = first_rows(feed)
         found = _rows_apart(group, group.gather_json(mine))
         if found is None:
             return ""
@@ -130,7 +130,7 @@ class Fingerprint:
         return f"{which} {what}, and cannot be compared among the workers" if drawn else ""
 
 
-def unstack_first(feed: Feed) -> list[list[str]]:
+def first_rows(feed: Feed) -> list[list[str]]:
     """The digests of the first rows of the global batch that was given last, of an iterable dataset."""
     found = list[list[str]]()
     for row in feed.read[:SAMPLED]:
@@ -145,7 +145,7 @@ def _read_again(feed: Feed, step: int) -> list[list[str]]:
     source = replace(feed.source, options=None)
     again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.place, lambda *_, **__: None)
     with RngState(torch.device("cpu")).lent():
-        return unstack_first(again) if again.has(step) else []
+        return first_rows(again) if again.has(step) else []
 
 
 def _rows_apart(group: Group, told: Sequence[Sequence[Sequence[str]]]) -> tuple[int, str, str] | None:
@@ -163,7 +163,7 @@ def _rows_apart(group: Group, told: Sequence[Sequence[Sequence[str]]]) -> tuple[
 
 def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[str]], what: str) -> None:
     """Raises DatasetError where workers have read another number of rows of an iterable dataset, or other
-    `unstack_first` of it. Part of the entered collective.
+    `first_rows` of it. Part of the entered collective.
     """
     told = group.gather_json([rows, first]) if group.size > 1 and feed.source.rows is None else []
     _refuse_lengths(group, f"{what}, which yields", [read for read, _ in told])

@@ -21,7 +21,7 @@ from paceline.compute.job import TrainingJob
 from paceline.compute.loss_counts import is_pair
 from paceline.compute.microbatches import Chunk, MicroBatch, to_device
 from paceline.compute.rng import RngState
-from paceline.data.fingerprint import compare_read, compare_rows, unstack_first
+from paceline.data.fingerprint import compare_read, compare_rows, first_rows
 from paceline.data.loader import Feed, Place, Source
 from paceline.errors import MetricError, UsageError, add_hint
 from paceline.evaluate.metric_objects import MetricObjects
@@ -140,7 +140,7 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
         raise UsageError(what, "give global_batch= to the Trainer")
     with MetricObjects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
         for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, whole)):
-            first = first or unstack_first(feed)
+            first = first or first_rows(feed)
             if whole:
                 sweep.at_once(number, base, micro_batches, found.add)
             else:

@@ -22,7 +22,7 @@ from paceline.checkpoint.files import Whole, write_cure
 from paceline.checkpoint.safetensors_file import DTYPES, head, ordered
 from paceline.checkpoint.storage import write_file
 from paceline.checkpoint.tree import raw
-from paceline.data.fingerprint import compare_read, compare_rows, unstack_first
+from paceline.data.fingerprint import compare_read, compare_rows, first_rows
 from paceline.data.loader import Feed
 from paceline.errors import CheckpointError, UsageError, a
 from paceline.evaluate.evaluate import EvalPass
@@ -112,7 +112,7 @@ class _Outputs:
         more = self._feed.has(at)
         feed = self._feed
         compare_read(
-            group, len(feed.read) * more, feed, unstack_first(feed) if at == 0 else [], "the dataset of predict()"
+            group, len(feed.read) * more, feed, first_rows(feed) if at == 0 else [], "the dataset of predict()"
         )
         if not more:
             if self._file is not None and group.rank == 0:
