@@ -86,7 +86,8 @@ def undisturbed(tmp_path_factory):
 def same(ended: Ended, undisturbed: Ended) -> None:
     assert ended.weights == undisturbed.weights
     losses, all_losses = ended.told["losses"], undisturbed.told["losses"]
-    assert isinstance(losses, list) and isinstance(all_losses, list)
+    assert isinstance(losses, list)
+    assert isinstance(all_losses, list)
     assert ended.told["seen"] == undisturbed.told["seen"]
     # The main worker writes those that it has seen: one that came late has few.
     assert losses == all_losses[len(all_losses) - len(losses) :]
