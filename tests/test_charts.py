@@ -14,9 +14,10 @@ from paceline.observe.charts import label, smooth, thin, ticks
 
 
 def test_figures() -> None:
-    values = (2.31415, 5321.4, 1234567, 3, 0.0003, 0.0, None, math.nan, 1e20)
+    values = (2.31415, 5321.4, 1234567, 3, 0.0003, 0.0, None, math.nan, 1e20, 10**400)
     assert [number(value) for value in values] == [
-        *("2.314", "5,321", "1,234,567", "3", "0.0003", "0", "not finite", "not finite", "1e+20")
+        *("2.314", "5,321", "1,234,567", "3", "0.0003", "0", "not finite", "not finite", "1e+20"),
+        "1.00e+400",
     ]
     assert [clock(seconds) for seconds in (0, 34.4, 725, 3723)] == ["0:00", "0:34", "12:05", "1:02:03"]
     assert [duration(seconds) for seconds in (0, 0.02, 34.21, 59.97, 725, 12000, 190000)] == [

@@ -29,7 +29,7 @@ for report in trainer.steps(data, count=6):
 trainer.export("out.safetensors")
 """
 SPREAD = 0.08  # seconds, of which an agent takes as much to fork two workers
-CELLS = 8  # each of 25 delays
+CELLS = 20  # each of 10 delays
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from paceline.base.environment import SERVERS
@@ -12,6 +14,8 @@ from paceline.base.environment import SERVERS
 
 def number(value: float | None) -> str:
     """`2.314`, `5,321`, `3e-05`; None, which the journal writes for NaN and infinity, is ``not finite``."""
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        return f"{Decimal(value):.3g}"
     if value is None or not math.isfinite(value):
         return "not finite"
     if isinstance(value, int) or (abs(value) < 1e15 and value == round(value) and abs(value) >= 1000):

@@ -419,10 +419,12 @@ class Agent:
         self._at_once |= self._leaving and self._link.away > GIVEN_UP  # nobody is there whom the workers could leave
         asked = self._folder / TAKE_OVER
         if asked.exists():
-            asked.unlink()
-            if away and self._coordinator is None and self._lease is None:
-                self._keep(self._link.epoch + 1, self._link.home)
-                self.say("this host takes over the coordinator")
+            try:
+                if away and self._coordinator is None and self._lease is None:
+                    self._keep(self._link.epoch + 1, self._link.home)
+                    self.say("this host takes over the coordinator")
+            finally:
+                asked.unlink()  # only now: whoever asked then looks for the new address
         if self._lease is not None:
             self._look_at_the_lease(self._lease, away)
 
