@@ -128,7 +128,7 @@ def test_another_trainers_power_iterations_are_looked_after(run) -> None:
 
 
 def test_the_codebook_of_the_documentation() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "how-it-works.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text()
     (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "paceline.buffer" in b)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "paceline": package}
     exec(block, names)

@@ -27,7 +27,7 @@ from paceline.data.tokenize import tokenize
 from paceline.errors import DatasetError, LaunchError, UsageError
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = [DOCS / f"{name}.md" for name in ("how-it-works", "running", "team", "transport")]
+PAGES = [DOCS / f"{name}.md" for name in ("architecture", "running", "team", "transport")]
 END = "<|endoftext|>"
 
 
