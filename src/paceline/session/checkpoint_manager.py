@@ -1,8 +1,8 @@
 """Decides when checkpoints are made, who writes what, and when one counts.
 
-All begin one together, between two steps; each writes its part meanwhile training goes on (`checkpoint/writer.py`). Each
-step's vector says how many are still writing. When nobody is, they tell each other of their files between two steps,
-and the first of the writers writes the manifest, without which there is no checkpoint.
+All begin one together, between two steps; each writes its part meanwhile training goes on (`checkpoint/writer.py`).
+Each step's vector says how many are still writing. When nobody is, they tell each other of their files between two
+steps, and the first of the writers writes the manifest, without which there is no checkpoint.
 """
 
 from __future__ import annotations
