@@ -48,7 +48,7 @@ from paceline.team.etcd_lease import Lease
 AT = ("127.0.0.1", 29501, "salt")
 AGREED = replace(NOTHING, count=12.0, loss=3.5, unused=(1,), metrics={"accuracy": (9.0, 12.0)})
 OPTIONS = StepOptions(3, 12.0, 8)
-RoundReport = tuple[str, bytes]
+Told = tuple[str, bytes]
 
 
 def fake(**fields: Any) -> Any:
@@ -193,7 +193,7 @@ def places() -> Iterator[bytes]:
     yield store["at/0"]
 
 
-def hosts() -> Iterator[RoundReport]:
+def hosts() -> Iterator[Told]:
     store = dist.HashStore()
     HierarchicalTransport(store, 0, 1, "127.0.0.1", lambda: False)
     yield "host", (mine := store.get("host/0"))
@@ -216,7 +216,7 @@ def trees() -> Iterator[bytes]:
         yield bytes(pack(tree).tolist())
 
 
-def told() -> Iterator[RoundReport]:
+def told() -> Iterator[Told]:
     """What is told, and about what."""
     yield "servers", heard(servers_used)
     yield "largest gradients", heard(lambda ear: SyncReplica.norm(in_step(ear), AGREED, OPTIONS))[RANKED.size :]

@@ -151,11 +151,11 @@ OF_ITS_OWN = """
 from pathlib import Path
 import paceline.parallel.deferred_init as blueprint
 from paceline.parallel.tensor_parallel.script_view import unfollowed
-made, plain = [], blueprint.Blueprint.value
+made, plain = [], blueprint.DeferredInit.value
 def value(self, tensor):
     made.append(tensor.numel() if tensor.requires_grad else 0)
     return plain(self, tensor)
-blueprint.Blueprint.value = value
+blueprint.DeferredInit.value = value
 def model():
     blocks = [nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 200)) for _ in range(4)]
     return nn.Sequential(nn.Linear(10, 200), *blocks, nn.Linear(200, 200), nn.Dropout(0.1)).double()

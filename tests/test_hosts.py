@@ -21,22 +21,20 @@ from oracle import apart, train
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.root
-HierarchicalTransport = Callable[[int], Network]
+Hosts = Callable[[int], Network]
 TEAMS = {(2, 2): "[[0, 1], [2, 3]]", (2, 1, 3): "[[0, 1], [2], [3, 4, 5]]"}
 JOIN = "import paceline\nteam = paceline.join()\n"
 ADD = JOIN + "import torch\nprint(team.all_reduce(torch.tensor([team.rank + 1]), name='places').item())\n"
 
 
 @pytest.mark.parametrize("counts", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 1, 3)], ids=str)
-def test_every_collective_gives_what_plain_arithmetic_gives(
-    hosts: HierarchicalTransport, counts: tuple[int, ...]
-) -> None:
+def test_every_collective_gives_what_plain_arithmetic_gives(hosts: Hosts, counts: tuple[int, ...]) -> None:
     for worker in hosts(len(counts)).run(counts, SCRIPTS / "everything.py"):
         assert worker.stdout == f"hosts {TEAMS[counts]}\n"
 
 
 @pytest.mark.slow
-def test_every_collective_of_a_team_that_is_too_large_to_connect_all_with_all(hosts: HierarchicalTransport) -> None:
+def test_every_collective_of_a_team_that_is_too_large_to_connect_all_with_all(hosts: Hosts) -> None:
     """Which is all that more than 64 workers do in another way."""
     for worker in hosts(2).run((2, 2), SCRIPTS / "everything.py", "many"):
         assert worker.stdout == f"hosts {TEAMS[2, 2]}\n"
@@ -76,7 +74,7 @@ print(*said, connections())
 
 @pytest.mark.parametrize(("mesh", "leader", "other"), [(64, (7, 7, 7), (5, 5, 5)), (0, (2, 2, 7), (0, 0, 5))])
 def test_who_is_connected_with_whom(
-    hosts: HierarchicalTransport, tmp_path: Path, mesh: int, leader: tuple[int, ...], other: tuple[int, ...]
+    hosts: Hosts, tmp_path: Path, mesh: int, leader: tuple[int, ...], other: tuple[int, ...]
 ) -> None:
     """Of many the leaders, by two connections, and who sends each other something, until all do."""
     (tmp_path / "train.py").write_text(CONNECTED)
@@ -113,9 +111,7 @@ for call in (
 )
 
 
-def test_what_is_small_travels_with_the_question_whether_all_come_to_the_same(
-    hosts: HierarchicalTransport, tmp_path: Path
-) -> None:
+def test_what_is_small_travels_with_the_question_whether_all_come_to_the_same(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(COUNTED)
     for worker in hosts(2).run((1, 1), "train.py"):
         assert worker.stdout.splitlines() == [
@@ -138,9 +134,7 @@ DIFFER = [
 
 
 @pytest.mark.parametrize("calls", [DIFFER[0], *(pytest.param(pair, marks=pytest.mark.slow) for pair in DIFFER[1:])])
-def test_hosts_that_come_to_different_collectives_say_so(
-    hosts: HierarchicalTransport, tmp_path: Path, calls: tuple[str, str]
-) -> None:
+def test_hosts_that_come_to_different_collectives_say_so(hosts: Hosts, tmp_path: Path, calls: tuple[str, str]) -> None:
     """gloo by itself would end the process over sizes that differ, or mix what is not the same."""
     one, another = calls
     body = f"""
@@ -177,18 +171,14 @@ elif team.rank == 1:
 
 
 @pytest.mark.parametrize("mesh", [64, 0])
-def test_a_message_may_come_much_later_than_connections_may_take(
-    hosts: HierarchicalTransport, tmp_path: Path, mesh: int
-) -> None:
-    (tmp_path / "train.py").write_text(f"from paceline.comm import hosts\nhosts.MESH = {mesh}\n{WAITING}")
+def test_a_message_may_come_much_later_than_connections_may_take(hosts: Hosts, tmp_path: Path, mesh: int) -> None:
+    (tmp_path / "train.py").write_text(f"from paceline.comm import hierarchical\nhierarchical.MESH = {mesh}\n{WAITING}")
     workers = hosts(2).run((1, 2), "train.py", everywhere={"PACELINE_JOIN_TIMEOUT": "3"})
     assert [worker.stdout for worker in workers] == ["", "[1.0, 1.0, 1.0]\n", ""]
 
 
 @pytest.mark.parametrize("counts", [(2, 2), pytest.param((2, 1, 3), marks=pytest.mark.slow)], ids=str)
-def test_weights_and_reports_are_those_of_one_process(
-    hosts: HierarchicalTransport, counts: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_weights_and_reports_are_those_of_one_process(hosts: Hosts, counts: tuple[int, ...], tmp_path: Path) -> None:
     hosts(len(counts)).run(counts, SCRIPTS / "contract.py", tmp_path / "out", *CASES)
     tensors, figures = load_file(tmp_path / "out.safetensors"), json.loads((tmp_path / "out.json").read_text())
     torch.set_num_threads(1)
@@ -203,9 +193,7 @@ def test_weights_and_reports_are_those_of_one_process(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", TEAMS, ids=str)
-def test_exact_has_the_bits_of_one_worker(
-    hosts: HierarchicalTransport, counts: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_exact_has_the_bits_of_one_worker(hosts: Hosts, counts: tuple[int, ...], tmp_path: Path) -> None:
     cases = ["mlp", "dropout", "batchnorm", "partly", "tokens"]
     hosts(len(counts)).run(counts, SCRIPTS / "contract.py", tmp_path / "out", *cases, "exact")
     paceline("run", "--workers", "1", SCRIPTS / "contract.py", tmp_path / "one", *cases, "exact", cwd=tmp_path)
@@ -226,9 +214,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("which", "bytes_"), [("all", 8 << 20), ("scattered", 4 << 20)])
-def test_a_sum_crosses_the_wire_once_per_host(
-    hosts: HierarchicalTransport, tmp_path: Path, which: str, bytes_: int
-) -> None:
+def test_a_sum_crosses_the_wire_once_per_host(hosts: Hosts, tmp_path: Path, which: str, bytes_: int) -> None:
     """8 MB among two hosts: each sends half of it twice, or once where each worker keeps a part, however many workers
     it has.
     """
@@ -247,13 +233,13 @@ def test_a_sum_crosses_the_wire_once_per_host(
 
 
 @pytest.mark.parametrize("names", ["eth0", "eth0,eth0"])
-def test_the_interface_may_be_chosen(hosts: HierarchicalTransport, tmp_path: Path, names: str) -> None:
+def test_the_interface_may_be_chosen(hosts: Hosts, tmp_path: Path, names: str) -> None:
     (tmp_path / "train.py").write_text(ADD)
     for worker in hosts(2).run((1, 2), "train.py", everywhere={"GLOO_SOCKET_IFNAME": names}):
         assert worker.stdout == "6\n"
 
 
-def test_a_first_host_whose_name_is_the_loopback_to_itself(hosts: HierarchicalTransport, tmp_path: Path) -> None:
+def test_a_first_host_whose_name_is_the_loopback_to_itself(hosts: Hosts, tmp_path: Path) -> None:
     """As Debian writes it: worker 0 is found by the others under a name that on its own host means 127.0.1.1."""
     (tmp_path / "train.py").write_text(ADD)
     here = hosts(2)
@@ -264,7 +250,7 @@ def test_a_first_host_whose_name_is_the_loopback_to_itself(hosts: HierarchicalTr
         assert worker.stdout == "6\n"
 
 
-def test_an_interface_that_is_not_there_is_said_by_every_worker(hosts: HierarchicalTransport, tmp_path: Path) -> None:
+def test_an_interface_that_is_not_there_is_said_by_every_worker(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ADD)
     here = hosts(2)
     here.start((2, 1), "train.py", by_host=[{}, {"GLOO_SOCKET_IFNAME": "ib0"}])
@@ -277,7 +263,7 @@ def test_an_interface_that_is_not_there_is_said_by_every_worker(hosts: Hierarchi
 
 
 @pytest.mark.slow
-def test_an_interface_that_leads_nowhere(hosts: HierarchicalTransport, tmp_path: Path) -> None:
+def test_an_interface_that_leads_nowhere(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ADD)
     here = hosts(2)
     here.start((1, 1), "train.py", everywhere={"GLOO_SOCKET_IFNAME": "lo", "PACELINE_JOIN_TIMEOUT": "3"})
@@ -297,7 +283,7 @@ def test_an_interface_that_leads_nowhere(hosts: HierarchicalTransport, tmp_path:
 
 
 @pytest.mark.parametrize(("address", "reason"), [("10.99.0.1", "Network is unreachable"), ("first", "")])
-def test_an_address_that_leads_nowhere(hosts: HierarchicalTransport, tmp_path: Path, address: str, reason: str) -> None:
+def test_an_address_that_leads_nowhere(hosts: Hosts, tmp_path: Path, address: str, reason: str) -> None:
     """Worker 0 itself serves on all its addresses, and hears that nobody came. Why no name is known may differ."""
     (tmp_path / "train.py").write_text(JOIN)
     here = hosts(2)
@@ -334,9 +320,7 @@ MESSAGE = "[group.send_bytes(data, other) for other in range(3)] if team.rank ==
 
 @pytest.mark.parametrize("late", [pytest.param(False, marks=pytest.mark.slow), True], ids=["meanwhile", "before"])
 @pytest.mark.parametrize("operation", [SUM, FEW, MESSAGE], ids=["sum", "few", "message"])
-def test_a_worker_that_dies_on_another_host(
-    hosts: HierarchicalTransport, tmp_path: Path, operation: str, late: bool
-) -> None:
+def test_a_worker_that_dies_on_another_host(hosts: Hosts, tmp_path: Path, operation: str, late: bool) -> None:
     """Meanwhile, or before the others begin what they cannot end: gloo then refuses to start it."""
     (tmp_path / "train.py").write_text(JOIN + DYING.format(operation=operation, late=late))
     here = hosts(3)
@@ -362,7 +346,7 @@ time.sleep(300)
 """
 
 
-def test_a_port_that_is_taken(hosts: HierarchicalTransport, tmp_path: Path) -> None:
+def test_a_port_that_is_taken(hosts: Hosts, tmp_path: Path) -> None:
     """By something that takes connections and says nothing."""
     (tmp_path / "train.py").write_text(JOIN)
     here = hosts(1)

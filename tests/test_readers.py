@@ -525,7 +525,7 @@ def test_an_index_or_a_header_that_lies_is_taken_or_refused(examples: int, tmp_p
 
 LISTENING = {"host": "127.0.0.1", "port": 29400, "epoch": 1}
 TARGETS = [{"targets": ["127.0.0.1:9100"]}]
-FLIGHT_RECORDER: list[dict[str, Any]] = [
+FLIGHT: list[dict[str, Any]] = [
     {"worker": 0, "host": "a", "at": 1795764323.0},
     {
         "name": "step 1",
@@ -574,7 +574,7 @@ def read_targets(folder: Path, data: Any) -> None:
 SMALL: dict[str, tuple[Any, Callable[[Path, Any], None]]] = {
     "coordinator.json": (LISTENING, read_listening),
     "metrics.json": (TARGETS, read_targets),
-    "stacks": (FLIGHT_RECORDER, read_flights),
+    "stacks": (FLIGHT, read_flights),
     "tokens.json": (TOKENS, read_tokens),
 }
 

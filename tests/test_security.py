@@ -56,8 +56,8 @@ def members(folder: Path) -> dict[int, str]:
 def sort_of(pid: int, command: str, known: dict[int, str]) -> str:
     """Which of the page's processes one is."""
     sorts = {
-        r"paceline\.team\.server": "coordinator",
-        r"paceline\.observe\.serving": "serving",
+        r"paceline\.team\.coordinator_server": "coordinator",
+        r"paceline\.observe\.server": "serving",
         r"paceline launch": "launcher",
         r"paceline (run|agent)|paceline\.launch": "agent",
     }

@@ -155,7 +155,7 @@ def test_int8_sends_a_quarter(hosts: Callable[[int], Network], tmp_path: Path) -
 LONG = """
 import sys, time, torch, paceline
 from torch.utils.data import TensorDataset
-from paceline.base.flight_recorder import FLIGHT, read_flight
+from paceline.base.flight_recorder import FLIGHT_RECORDER, read_flight
 def sent():
     device = next(line for line in open("/proc/net/dev") if "eth0:" in line)
     return int(device.split(":")[1].split()[8])
@@ -173,7 +173,7 @@ class Long(torch.autograd.Function):
         print(last["name"], last["bytes"], last["ended"] is not None, sent() - ctx.sent)
         return grad
 def last_sum():
-    return read_flight(bytes(FLIGHT._ring))[-1:]
+    return read_flight(bytes(FLIGHT_RECORDER._ring))[-1:]
 trainer = paceline.Trainer(
     lambda: torch.nn.Sequential(torch.nn.Linear(1000, 1000), torch.nn.Linear(1000, 1000)),
     loss=lambda output, batch: output.square().mean(),

@@ -24,8 +24,8 @@ from safetensors.torch import load_file
 from test_team import LONG, STEPS, Ended, fired, train
 from torch import nn
 
-from paceline.compute.job import TrainingJob
 from paceline.errors import UsageError
+from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.tensor_parallel.layers import TensorCut
 
 PLANS = {
@@ -376,7 +376,7 @@ UNCUT = {
 @pytest.mark.parametrize("case", UNCUT)
 def test_what_cannot_be_cut_is_said(case: str) -> None:
     make, placements, said = UNCUT[case]
-    job = TrainingJob(make(), lambda model, batch: model(batch), lambda output, batch: output, torch.device("cpu"), 0)
+    job = ParallelJob(make(), lambda model, batch: model(batch), lambda output, batch: output, torch.device("cpu"), 0)
     two: Any = SimpleNamespace(size=2, rank=0)
     with pytest.raises(UsageError) as refused:
         TensorCut(job, two, placements)
@@ -416,7 +416,7 @@ def test_what_is_said_to_be_whole_is_left_out_of_what_would_be_cut(case: str) ->
         if case == "derived":
             model._tp_plan = {}  # type: ignore[misc]
         forward = lambda model, batch: model(batch)
-        return TensorCut(TrainingJob(model, forward, lambda output, batch: output, torch.device("cpu"), 0), two, said)
+        return TensorCut(ParallelJob(model, forward, lambda output, batch: output, torch.device("cpu"), 0), two, said)
 
     if case == "own plan":
         with pytest.raises(UsageError) as refused:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from house_rules import ROOT, Modules, dotted, package, walk
 from launching import train_basics
-from test_house import ROOT, Modules, dotted, package, walk
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 

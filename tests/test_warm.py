@@ -265,7 +265,7 @@ def test_runs_of_one_command_share_a_warm_process(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import sys\n"
-        "if 'launch.forked' in ' '.join(sys.orig_argv):\n"
+        "if 'launch.forked_worker' in ' '.join(sys.orig_argv):\n"
         f"    open({str(tmp_path / 'started')!r}, 'a').write('.')\n"
     )
     (tmp_path / "train.py").write_text("from basics import *\nlist(make().steps(data, count=1))\n")

@@ -82,13 +82,13 @@ class Run:
     _current: Run | None = None
 
     @classmethod
-    def current(cls, make_server: Callable[[World], ServerProcess]) -> Run:
+    def current(cls, make_server: Callable[[World], ServerProcess] | None = None) -> Run:
         """The run of this process, made at the first call; `make_server` is called where it is a parameter server."""
         if cls._current is None:
             cls._current = Run(join(), make_server)
         return cls._current
 
-    def __init__(self, team: Team, make_server: Callable[[World], ServerProcess]) -> None:
+    def __init__(self, team: Team, make_server: Callable[[World], ServerProcess] | None = None) -> None:
         self.team = team
         world = team.world
         world.tell("join", trainer=True)
@@ -116,7 +116,9 @@ class Run:
         mirror = (world.mirror[0], storage_at(Path(world.mirror[1]), NO_MIRROR)) if world.mirror else None
         another = CHECKPOINTS if world.checkpoints else RUN_DIR
         storage = storage_at(place, another) if place is not None and not world.serves else None
-        self.serving = make_server(world) if world.serves else None  # this process is a parameter server
+        self.serving = (
+            make_server(world) if world.serves and make_server else None
+        )  # this process is a parameter server
         self.servers: Any = None  # the `param_server.client.ServerClient` to which this worker pushes gradients
         self.saving = CheckpointManager(team, storage, world.save_every, world.keep, mirror)
         self.agreement = ConsistencyChecker(team, self.saving.copied)
