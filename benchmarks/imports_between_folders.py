@@ -3,6 +3,7 @@
     python benchmarks/imports_between_folders.py            # this working tree
     python benchmarks/imports_between_folders.py COMMIT     # a commit of this repository
     python benchmarks/imports_between_folders.py --edges    # every import between two folders, with file and line
+    python benchmarks/imports_between_folders.py --concepts # lines, functions and classes, and those with one user
 
 A *room* is a folder or a module directly under `src/paceline`. An import counts wherever it stands, under TYPE_CHECKING
 and inside of functions too. Rooms that import each other form a cycle; the longest chain is counted over the rooms with
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import ast
 import subprocess
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +36,9 @@ def read_tree(commit: str | None) -> dict[str, str]:
     return {name.removeprefix(SOURCE): git("show", f"{commit}:{name}") for name in names}
 
 
+PUBLIC = {"optim"}  # packages that only import names from elsewhere do not count
+
+
 def room_of(path: str) -> str:
     return path.split("/")[0].removesuffix(".py")
 
@@ -45,7 +49,7 @@ def imports_between(files: dict[str, str]) -> Edges:
     edges: Edges = defaultdict(list)
     for path, text in files.items():
         room = room_of(path)
-        if room == "__init__":  # the package's public names
+        if room == "__init__" or room in PUBLIC:  # public names
             continue
         for node in ast.walk(ast.parse(text)):
             names: list[str] = []
@@ -96,13 +100,42 @@ def longest_chain(components: list[set[str]], edges: Edges) -> list[set[str]]:
     return max(chains, key=len)
 
 
+def count_concepts(files: dict[str, str]) -> dict[str, int]:
+    """Lines, functions and classes of the package, and how many of them are used once in it.
+
+    Uses are counted by name: a name that two functions share counts for both. Methods that begin and end with two
+    underscores are not functions here.
+    """
+    functions: list[str] = []
+    classes: list[str] = []
+    uses: Counter[str] = Counter()
+    for text in files.values():
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("__"):
+                functions.append(node.name)
+            elif isinstance(node, ast.ClassDef):
+                classes.append(node.name)
+            elif isinstance(node, ast.Name):
+                uses[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                uses[node.attr] += 1
+    return {
+        "lines": sum(len(text.splitlines()) for text in files.values()),
+        "functions": len(functions),
+        "functions with one caller": sum(uses[name] == 1 for name in functions),
+        "classes": len(classes),
+        "classes with one user": sum(uses[name] == 1 for name in classes),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?", help="a commit instead of the working tree")
     parser.add_argument("--edges", action="store_true", help="print every import between two rooms")
+    parser.add_argument("--concepts", action="store_true", help="print lines, functions and classes")
     given = parser.parse_args()
     files = read_tree(given.commit)
-    rooms = {room_of(path) for path in files} - {"__init__"}
+    rooms = {room_of(path) for path in files} - {"__init__"} - (PUBLIC if "compute" in map(room_of, files) else set())
     edges = imports_between(files)
     components = find_cycles(rooms, edges)
     cycles = [sorted(component) for component in components if len(component) > 1]
@@ -112,6 +145,8 @@ def main() -> None:
             print(f"{start} -> {end}: {len(places)}")
             for place in places:
                 print(f"    {place}")
+    if given.concepts:
+        print(", ".join(f"{count:,} {name}" for name, count in count_concepts(files).items()))
     print(f"{len(rooms)} folders and root modules, {len(edges)} arrows between them, chain of {len(chain)}")
     print(f"{len(cycles)} cycles" + "".join(f"\n    {' '.join(cycle)}" for cycle in cycles))
     print("longest chain: " + " > ".join("+".join(sorted(one)) for one in chain))

@@ -116,9 +116,8 @@ class Run:
         mirror = (world.mirror[0], storage_at(Path(world.mirror[1]), NO_MIRROR)) if world.mirror else None
         another = CHECKPOINTS if world.checkpoints else RUN_DIR
         storage = storage_at(place, another) if place is not None and not world.serves else None
-        self.serving = (
-            make_server(world) if world.serves and make_server else None
-        )  # this process is a parameter server
+        # Set where this process is a parameter server.
+        self.serving = make_server(world) if world.serves and make_server else None
         self.servers: Any = None  # the `param_server.client.ServerClient` to which this worker pushes gradients
         self.saving = CheckpointManager(team, storage, world.save_every, world.keep, mirror)
         self.agreement = ConsistencyChecker(team, self.saving.copied)
