@@ -107,7 +107,7 @@ def test_a_slow_link(cluster: Callable[[int], Cluster]) -> None:
     steps = usual_step(Summary(folder))
     assert steps is not None
     assert "twice the link" in said[-2]
-    assert steps.what_if()["twice the link"] < 0.7 * steps.whole
+    assert steps.what_if()["twice the link"] < 0.7 * steps.step_seconds
     assert steps.link > 0.25, "4 MB at 100 Mbit/s, each way"
     (one, there), (other, back) = Summary(folder).sent.items()
     assert {one, other} == {"nowhere-1 to nowhere-2", "nowhere-2 to nowhere-1"}
@@ -158,7 +158,7 @@ def test_the_model_of_a_step(tmp_path: Path) -> None:
     summary = told(tmp_path / "b", *before, shares, *after)
     steps = usual_step(summary)
     assert steps is not None
-    assert (steps.whole, steps.what_if()) == (pytest.approx(0.34), pytest.approx(dealt))
+    assert (steps.step_seconds, steps.what_if()) == (pytest.approx(0.34), pytest.approx(dealt))
     assert verdict(summary, steps).worker == 3, "also where it has few rows"
 
 

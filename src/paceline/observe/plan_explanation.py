@@ -88,15 +88,15 @@ class PlanExplanation:
         )
         if min(len(self.predicted or self.measured), len(self.measured or self.predicted)) < self.mesh.replica:
             self.predicted = self.measured = []  # they are those of another team
-        waited = sum(one.get("waited") or 0.0 for one in self.measured)
-        busy = sum(one.get("seconds") or 0.0 for one in self.measured)
+        waited = sum(amounts.get("waited") or 0.0 for amounts in self.measured)
+        busy = sum(amounts.get("seconds") or 0.0 for amounts in self.measured)
         self.waited = waited / (waited + busy) if busy else None  # the part of a step, as measured
         self.kind = plan.schedule or KINDS[0], self.mesh.pipeline, plan.virtual or 1
         count = self.kind[1] * self.kind[2]
         self.bubble = simulate(table(*self.kind, self.each), [1.0] * count, [2.0] * count).bubble
         self.lines = [
-            [rank for rank in range(self.mesh.replica) if self.mesh.coordinate(rank, "pipeline") == place]
-            for place in range(self.mesh.pipeline)
+            [rank for rank in range(self.mesh.replica) if self.mesh.coordinate(rank, "pipeline") == stage]
+            for stage in range(self.mesh.pipeline)
         ]  # the workers that have the same stages
 
     @classmethod
@@ -113,7 +113,7 @@ class PlanExplanation:
         taken = taken if len(taken) == self.kind[1] * self.kind[2] and sum(map(sum, taken)) > 0 else []
         if self.waited is not None:  # a backward takes about twice as long as a forward
             taken = [
-                (s, 2 * s) for s in (self.measured[some[0]].get("seconds") or 0.0 for some in self.lines)
+                (s, 2 * s) for s in (self.measured[stage_ranks[0]].get("seconds") or 0.0 for stage_ranks in self.lines)
             ] * self.kind[2]
         forward, backward = zip(*(taken or [(1.0, 2.0)] * self.kind[1] * self.kind[2]), strict=True)
         return simulate(table(*self.kind, min(self.each, most)), forward, backward)
@@ -129,7 +129,7 @@ class PlanExplanation:
         text += f"; {self.waited:.1%} measured" if self.waited is not None else ""
         return text + f"; drawn with {DRAWN} of {m} micro-batches" * (m > DRAWN)
 
-    def place(self, rank: int, *axes: str) -> str:
+    def position_text(self, rank: int, *axes: str) -> str:
         """Where a worker is along these axes: ``stage 0, part 1``, or with several of these ``stages 0, 2``."""
         at = {axis: str(self.mesh.coordinate(rank, axis)) for axis in axes if getattr(self.mesh, axis) > 1}
         _, p, v = self.kind
@@ -137,12 +137,12 @@ class PlanExplanation:
             at["pipeline"] = "s " + ", ".join(str(int(at["pipeline"]) + p * number) for number in range(v))
         return ", ".join(f"{_PLACES[axis]} {number}".replace(" s ", "s ") for axis, number in at.items())
 
-    def own(self, rank: int) -> list[Event]:
+    def stages_of(self, rank: int) -> list[Event]:
         """The stages of a worker."""
         return self.stages[self.mesh.coordinate(rank, "pipeline") :: self.mesh.pipeline]
 
     def blocks(self, rank: int) -> str:
-        return ", ".join(str(stage["blocks"]) for stage in self.own(rank) if stage.get("blocks"))
+        return ", ".join(str(stage["blocks"]) for stage in self.stages_of(rank) if stage.get("blocks"))
 
     def _map(self) -> Iterator[tuple[str, str]]:
         """The first units, with their workers by stage, stretch and part."""
@@ -152,41 +152,46 @@ class PlanExplanation:
                 for stage in self.mesh.peers(first, "pipeline")
             ]
             texts = [" | ".join(" ".join(map(str, part)) for part in stage) for stage in stages]
-            told = " > ".join(f"[{text}]" if self.mesh.context * self.mesh.tensor > 1 else text for text in texts)
-            yield self.place(first, *AXES[:2]) or "workers", told
+            layout = " > ".join(f"[{text}]" if self.mesh.context * self.mesh.tensor > 1 else text for text in texts)
+            yield self.position_text(first, *AXES[:2]) or "workers", layout
         if self.mesh.units > 4:
             yield "", f"and {self.mesh.units - 4} more like these"
 
     def _words(self) -> Iterator[tuple[str, str]]:
         """What each word of the plan means for a worker."""
         _, p, v = self.kind
-        said: dict[str, Any] = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
-        said["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
-        said["delay"] = self.plan.delay or 0
-        said["kept"] = max(map(kept, table(*self.kind, self.each)))
+        values: dict[str, Any] = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
+        values["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
+        values["delay"] = self.plan.delay or 0
+        values["kept"] = max(map(kept, table(*self.kind, self.each)))
         for row, value, word in self.plan.said():
-            told = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
+            meanings = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
             if row.name == "data" and self.plan.local:
-                some = f"each computes at most {plural(self.islands, 'island')}"
-                more = "those of one island sum their gradients in each step"
-                yield word, f"replicas, to which the islands are dealt: {more if value > self.plan.local else some}"
-            elif told is None and row.name not in ("zero", "every", "outer", "delay", "quorum"):  # told with others
+                per_worker = f"each computes at most {plural(self.islands, 'island')}"
+                shared = "those of one island sum their gradients in each step"
+                yield (
+                    word,
+                    f"replicas, to which the islands are dealt: {shared if value > self.plan.local else per_worker}",
+                )
+            elif meanings is None and row.name not in ("zero", "every", "outer", "delay", "quorum"):  # told with others
                 yield word, row.metadata["caption"]
-            elif told is not None and (value > 1 or row.name == "local"):
-                verbs = zip((word, "", ""), ("holds", "sends", "waits"), told, strict=True)
-                yield from ((name, f"{verb} {text.format(n=value, **said)}") for name, verb, text in verbs)
+            elif meanings is not None and (value > 1 or row.name == "local"):
+                verbs = zip((word, "", ""), ("holds", "sends", "waits"), meanings, strict=True)
+                yield from ((name, f"{verb} {text.format(n=value, **values)}") for name, verb, text in verbs)
 
     def figures(self) -> Iterator[tuple[str, str]]:
         """What the workers of each stage hold, send and take, the most of any of them."""
-        for some in self.lines:
-            passes = sum(stage.get("passes") or 0 for stage in self.own(some[0]))
-            told = ": ".join(filter(None, (self.place(some[0], "pipeline"), self.blocks(some[0]))))
-            told += f"; passes {size_of(passes)} on in each micro-batch" * bool(passes)
-            if told or self.predicted or self.measured:
-                yield ranks(some) if len(self.lines) > 1 else "each worker", told or "the whole model"
-            for title, found in (("predicted", self.predicted), ("measured", self.measured)):
-                if found:
-                    yield title, _told([found[rank] for rank in some])
+        for stage_ranks in self.lines:
+            passes = sum(stage.get("passes") or 0 for stage in self.stages_of(stage_ranks[0]))
+            description = ": ".join(
+                filter(None, (self.position_text(stage_ranks[0], "pipeline"), self.blocks(stage_ranks[0])))
+            )
+            description += f"; passes {size_of(passes)} on in each micro-batch" * bool(passes)
+            if description or self.predicted or self.measured:
+                yield ranks(stage_ranks) if len(self.lines) > 1 else "each worker", description or "the whole model"
+            for title, amounts in (("predicted", self.predicted), ("measured", self.measured)):
+                if amounts:
+                    yield title, _describe_amounts([amounts[rank] for rank in stage_ranks])
         if self.mesh.pipeline > 1:
             yield "waiting", self.waiting
 
@@ -200,7 +205,7 @@ class PlanExplanation:
         tables = [[*self._map()], [*self._words()], [*self.figures()]]
         notes = []
         if self.mesh.pipeline > 1:
-            places = [self.place(some[0], "pipeline") for some in self.lines]
+            places = [self.position_text(stage_ranks[0], "pipeline") for stage_ranks in self.lines]
             width = 66 if self.each * self.kind[2] <= 8 else 110
             tables.append([*zip(places, drawn(self.schedule(DRAWN), width), strict=True)])
             notes.append("a number is the forward of a micro-batch, in brackets its backward; the rest is waiting")
@@ -209,8 +214,8 @@ class PlanExplanation:
             equal = f", in {parts} equal parts" * (parts > 1)
             notes.append(f"seconds and activations are those of a micro-batch on one worker here{equal}")
         wide = max(len(name) for rows in tables for name, _ in rows)
-        told = ["\n".join(f"{name:{wide}}  {text}".rstrip() for name, text in rows) for rows in tables if rows]
-        return "\n\n".join(filter(None, [line, *told, "\n".join(notes)]))
+        sections = ["\n".join(f"{name:{wide}}  {text}".rstrip() for name, text in rows) for rows in tables if rows]
+        return "\n\n".join(filter(None, [line, *sections, "\n".join(notes)]))
 
 
 def took(seconds: float) -> str:
@@ -218,12 +223,17 @@ def took(seconds: float) -> str:
     return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _told(some: Sequence[Event]) -> str:
-    most = {name: max(one.get(name) or 0 for one in some) for name in (*HELD, "process", "seconds", "waited")}
-    sent = {kind: size for one in some for kind, size in (one.get("sent") or {}).items()}
-    held = [f"{name} {size_of(most[name])}" for name in HELD if most[name]]
-    held += [f"{size_of(most['process'])} in all"] * bool(most["process"])
+def _describe_amounts(amounts: Sequence[Event]) -> str:
+    largest = {
+        name: max(worker_amounts.get(name) or 0 for worker_amounts in amounts)
+        for name in (*HELD, "process", "seconds", "waited")
+    }
+    sent = {kind: size for worker_amounts in amounts for kind, size in (worker_amounts.get("sent") or {}).items()}
+    held = [f"{name} {size_of(largest[name])}" for name in HELD if largest[name]]
+    held += [f"{size_of(largest['process'])} in all"] * bool(largest["process"])
     sends = [f"{kind} {size_of(size)}" for kind, size in sent.items() if size > sum(sent.values()) / 100]
-    takes = [f"{verb} {took(most[key])}" for key, verb in (("seconds", "computes"), ("waited", "waits")) if most[key]]
+    takes = [
+        f"{verb} {took(largest[key])}" for key, verb in (("seconds", "computes"), ("waited", "waits")) if largest[key]
+    ]
     parts = {"holds ": held, "sends ": sends, "": takes}
     return "; ".join(verb + ", ".join(figures) for verb, figures in parts.items() if figures)
