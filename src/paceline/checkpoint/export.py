@@ -53,7 +53,7 @@ def write_together(
     """Writes `state` as `write_model` does, on the `main` worker of a `group`; what that raises all raise. Tensors of
     which each worker of a `replica` has a piece are gathered one after another, by all. Collective.
     """
-    whole: dict[str, torch.Tensor] = {}
+    full_state: dict[str, torch.Tensor] = {}
     pieces: dict[str, torch.Tensor] = {}  # that are not gathered yet
 
     def gather(name: str, held: ShardedTensor) -> torch.Tensor:
@@ -66,11 +66,11 @@ def write_together(
             assert replica is not None
             replica.enter("the pieces of an export", check=False, kind="all_gather")
             value = pieces[name] = Deferred(partial(gather, name, value), value.shape, value.tensor.dtype)
-        whole[name] = value
+        full_state[name] = value
     trouble: list[Any] = []
     try:
         if main:
-            write_model(whole, out)
+            write_model(full_state, out)
     except (CheckpointError, UsageError) as error:
         trouble = [isinstance(error, UsageError), error.what, error.cure]
     if pieces:
@@ -154,26 +154,24 @@ def export_model(
             raise UsageError("both --best and --step were given", "give one of them")
         mark = _best(run_dir, trainer)
         step = mark["step"]
-    found = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
-    if found is None:
+    checkpoint = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
+    if checkpoint is None:
         raise no_checkpoint(run_dir, step)
-    ended = ended_in(found.manifest, found.storage, lines.append)
-    trainers = trainers_in(with_ended(found.manifest, ended))
+    ended = ended_in(checkpoint.manifest, checkpoint.storage, lines.append)
+    trainers = trainers_in(with_ended(checkpoint.manifest, ended))
     if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
-        what = (
-            f"there is no trainer {trainer} in step {found.step} of {in_one_line(run_dir)}, which has {len(trainers)}"
-        )
+        what = f"there is no trainer {trainer} in step {checkpoint.step} of {in_one_line(run_dir)}, which has {len(trainers)}"
         raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
-    source = ended.get(trainer, found)
+    source = ended.get(trainer, checkpoint)
     state = deferred(lambda: unflatten(trainers[trainer]["model"], source.tensors(mapped=True)), kind)
     if single:
         text = size_text(write_model(state, out))
     else:
         _check(state)
-        files = _write_folder(out, state, found, most if layout != "dcp" else None)
+        files = _write_folder(out, state, checkpoint, most if layout != "dcp" else None)
         text = f"{size_text(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}"
     text += f", floating point as {dtype}" if dtype else ""
-    text += f", from step {found.step} of {in_one_line(run_dir)}"
+    text += f", from step {checkpoint.step} of {in_one_line(run_dir)}"
     text += f", the best {mark['name']}: {mark['value']:.6g}" if best else ""
     lines.append(f"wrote {out}: {len(state)} tensors, {text}")
     return "\n".join(lines)
@@ -209,7 +207,7 @@ def parse_size(text: str) -> int:
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _write_folder(out: Path, state: State, found: Checkpoint, most: int | None) -> list[int]:
+def _write_folder(out: Path, state: State, checkpoint: Checkpoint, most: int | None) -> list[int]:
     """Writes a folder that appears under its name only whole; the sizes of its files with weights.
 
     Hugging Face's with `most` bytes in a file, torch.distributed.checkpoint's with None.
@@ -226,7 +224,7 @@ def _write_folder(out: Path, state: State, found: Checkpoint, most: int | None) 
         else:
             _fill_split(temporary, state, most)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        mark = {"format": 1, "step": found.step, "files": list(sizes)}
+        mark = {"format": 1, "step": checkpoint.step, "files": list(sizes)}
         write_file(temporary / _MARK, [json.dumps(mark, indent=1).encode()], _MODE)
         flush_folder(temporary)
         if final.is_dir() and any(final.iterdir()):
@@ -248,14 +246,14 @@ def _refuse_others(out: Path) -> None:
     """Raises UsageError unless the place is free, or holds nothing but what an export wrote."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file, and the export is a folder", "choose another name")
-    there = {path.name for path in out.iterdir()} if out.exists() else set()
-    ours: set[str] = set()
-    if _MARK in there:
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    exported: set[str] = set()
+    if _MARK in names:
         from paceline.checkpoint.file_types import Mark  # needs msgspec
 
         with contextlib.suppress(FormatError):
-            ours = {_MARK, *read_json(out / _MARK, Mark, _MARK)["files"]}
-    if others := sorted(there - ours):
+            exported = {_MARK, *read_json(out / _MARK, Mark, _MARK)["files"]}
+    if others := sorted(names - exported):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         what = f"{out} holds what no export wrote: {', '.join(others[:3])}{more}"
         raise UsageError(what, "choose another folder, or move that away first")

@@ -76,15 +76,15 @@ class Storage(Protocol):
         """Removes a folder that has no files; when nobody writes into it any more."""
 
 
-def is_url(place: str) -> bool:
-    return _URL.match(place) is not None
+def is_url(location: str) -> bool:
+    return _URL.match(location) is not None
 
 
-def storage_at(place: str | Path, another: str = RUN_DIR) -> Storage:
+def storage_at(location: str | Path, another: str = RUN_DIR) -> Storage:
     """The storage at a URL (``s3://bucket/runs/a``) or in a folder, in `another` place of which there may be one.
     UsageError: fsspec does not know the URL.
     """
-    return ObjectStore(str(place)) if is_url(str(place)) else Folder(Path(place), another)
+    return ObjectStore(str(location)) if is_url(str(location)) else Folder(Path(location), another)
 
 
 class Folder:
@@ -204,8 +204,8 @@ class ObjectStore:
     def _listed(self, path: str) -> list[dict[str, Any]]:
         with self._reached() as system:
             system.invalidate_cache()
-            found: list[dict[str, Any]] = system.ls(path, detail=True)
-            return [entry for entry in found if entry["name"].strip("/") != path.strip("/")]
+            entries: list[dict[str, Any]] = system.ls(path, detail=True)
+            return [entry for entry in entries if entry["name"].strip("/") != path.strip("/")]
 
     def folders(self) -> list[str]:
         try:
@@ -265,8 +265,8 @@ class ObjectStore:
 
 def failures() -> tuple[type[Exception], ...]:
     """OSError, and those of `_FAILURES` whose package has been imported."""
-    found = [getattr(sys.modules[module], name) for module, name in _FAILURES if module in sys.modules]
-    return (OSError, *found)
+    classes = [getattr(sys.modules[module], name) for module, name in _FAILURES if module in sys.modules]
+    return (OSError, *classes)
 
 
 def flush_folder(path: Path) -> None:

@@ -218,10 +218,10 @@ def _fetch(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is no dtype")
-    return found
+    return dtype
 
 
 def pack(tree: Any) -> torch.Tensor:

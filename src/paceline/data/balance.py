@@ -79,13 +79,13 @@ class Change:
 @dataclass
 class Balance:
     """The shares of the workers with these numbers, by rank. Micro-batches are `fine`, divided among workers, once they
-    were seen to be no more than their rows, unless they must stay `whole`. Where so many workers are a `unit`, the
+    were seen to be no more than their rows, unless they must stay `undivided`. Where so many workers are a `unit`, the
     first one stands for it here, and it takes as long as its slowest.
     """
 
     grid: Grid
     workers: tuple[int, ...]
-    whole: bool = False
+    undivided: bool = False
     unit: int = 1
     fine: bool = False
     counts: tuple[int, ...] = ()  # of units, by rank; empty: equal shares
@@ -97,7 +97,7 @@ class Balance:
     news: list[tuple[str, str]] = field(default_factory=list)  # for people: what was decided, and why
     _kept: float = 0.0  # seconds of steps since shares changed
     _untold: dict[str, tuple[str, str]] = field(default_factory=dict)  # of the news, what the console has not shown
-    _told: str = ""  # the shares that it showed last
+    _shown_shares: str = ""  # the shares that it showed last
     _before: float | None = None  # seconds before the last change, while it is not known what it gained
     _hinted: bool = False
     _idle: dict[int, tuple[int, int]] = field(default_factory=dict)  # without a share: since when, to wait how long
@@ -115,11 +115,11 @@ class Balance:
     @property
     def units(self) -> int:
         """Equal parts of a global batch that can be dealt."""
-        whole, rest = divmod(self.grid.global_batch, self.grid.micro)
+        full_micro_batches, rest_rows = divmod(self.grid.global_batch, self.grid.micro)
         if not self.fine:
-            return whole + (rest > 0)
+            return full_micro_batches + (rest_rows > 0)
         grain = self.grid.grain
-        return whole * -(-self.grid.micro // grain) + -(-rest // grain)
+        return full_micro_batches * -(-self.grid.micro // grain) + -(-rest_rows // grain)
 
     @property
     def parts(self) -> tuple[float, ...]:
@@ -132,13 +132,13 @@ class Balance:
     def state(self) -> dict[str, Any]:
         """What newcomers must know, as JSON keeps it."""
         costs = {str(worker): [cost.fixed, cost.rate] for worker, cost in self._costs.items()}
-        return {"fine": self.fine, "whole": self.whole, "costs": costs}
+        return {"fine": self.fine, "whole": self.undivided, "costs": costs}
 
-    def reform(self, workers: Sequence[int], said: Mapping[str, Any]) -> Change | None:
+    def reform(self, workers: Sequence[int], state: Mapping[str, Any]) -> Change | None:
         """Another team, of whose workers this much is known: its shares, where others are of it than before."""
         before, self.workers = self.workers, tuple(workers)
-        self.fine, self.whole = said["fine"], said["whole"]
-        self._costs = {int(worker): WorkerCost(*cost) for worker, cost in said["costs"].items()}
+        self.fine, self.undivided = state["fine"], state["whole"]
+        self._costs = {int(worker): WorkerCost(*cost) for worker, cost in state["costs"].items()}
         self._earlier, self._idle, self._changed, self._steps = {}, {}, [], 0
         self._trial = self._before = None
         self._begin(solve(self.units, self._known()) if self._costs else ())
@@ -146,16 +146,16 @@ class Balance:
 
     def _known(self) -> list[WorkerCost]:
         """What the members cost; of one that has not been measured the same as of others."""
-        here = [self._costs[worker] for worker in self.members if worker in self._costs] or [*self._costs.values()]
-        usual = WorkerCost(median(cost.fixed for cost in here), median(cost.rate for cost in here))
+        measured = [self._costs[worker] for worker in self.members if worker in self._costs] or [*self._costs.values()]
+        usual = WorkerCost(median(cost.fixed for cost in measured), median(cost.rate for cost in measured))
         return [self._costs.get(worker, usual) for worker in self.members]
 
     # -- whether micro-batches may be divided
 
     def divide(self, tested: bool, strict: bool) -> None:
         """What the workers agreed on: a whole may be computed in pieces; or it was seen that it may not."""
-        self.whole |= strict
-        if (tested or self.fine) and not self.whole:
+        self.undivided |= strict
+        if (tested or self.fine) and not self.undivided:
             self.fine = True
         elif self.fine:
             self.fine = False
@@ -197,10 +197,10 @@ class Balance:
         """The news that people at the console are told by now: of shares that have been kept for a while, each once."""
         if self._kept < SETTLED or not self._untold:
             return []
-        told = [pair for pair in self._untold.values() if pair[0] != self._told]
-        self._told = self._untold.get("shares", (self._told, ""))[0]
+        news_to_show = [pair for pair in self._untold.values() if pair[0] != self._shown_shares]
+        self._shown_shares = self._untold.get("shares", (self._shown_shares, ""))[0]
         self._untold.clear()
-        return told
+        return news_to_show
 
     def _hopeless(self, seconds: Sequence[float]) -> bool:
         """Whether the worker that is tried takes so long that one step tells."""
@@ -246,7 +246,7 @@ class Balance:
     def _with_one(counts: Sequence[int], tried: int) -> tuple[int, ...]:
         """The shares, but that who is tried has a unit of the largest one."""
         largest = counts.index(max(counts))
-        return tuple(n + (place == tried) - (place == largest) for place, n in enumerate(counts))
+        return tuple(n + (index == tried) - (index == largest) for index, n in enumerate(counts))
 
     def _begin(self, counts: Sequence[int]) -> None:
         self.counts, self._rows, self._warm = tuple(counts), [], WARM
@@ -259,8 +259,8 @@ class Balance:
     def _forget_other_speeds(self) -> None:
         """What was measured before somebody's speed changed."""
         before, last = self._rows[:-BLOCK], self._rows[-BLOCK:]
-        for place, part in enumerate(self.parts):
-            old, new = ([row[place] for row in rows] for rows in (before, last))
+        for index, part in enumerate(self.parts):
+            old, new = ([row[index] for row in rows] for rows in (before, last))
             if part and before and not 1 / MOVED < median(new) / max(median(old), 1e-9) < MOVED:
                 self._rows = last
 
@@ -313,12 +313,14 @@ class Balance:
     def text(self) -> str:
         """The shares, for people."""
         percent = [f"{100 * part:.0f}" for part in self.parts]
-        one, costs = 1 / self.units, self._known() if self._costs else [WorkerCost(0.0, 1.0)] * len(self.members)
+        one_part, costs = 1 / self.units, self._known() if self._costs else [WorkerCost(0.0, 1.0)] * len(self.members)
         most = slowest(self.units, [round(part * self.units) for part in self.parts], costs)
-        places = [place for place, part in enumerate(self.parts) if not part and costs[place].of(one) > 1.01 * most]
-        idle = [w for place in places for w in self.workers[place * self.unit :][: self.unit]]
+        idle_indices = [
+            index for index, part in enumerate(self.parts) if not part and costs[index].of(one_part) > 1.01 * most
+        ]
+        idle = [w for index in idle_indices for w in self.workers[index * self.unit :][: self.unit]]
         units = [self.unit_of(member) for member in self.members]
-        who, much = (", ".join(some[:-1]) + f" and {some[-1]}" for some in (units, percent))
+        who, much = (", ".join(texts[:-1]) + f" and {texts[-1]}" for texts in (units, percent))
         whose = "workers" if self.unit == 1 else "the units of workers"
         what = f"{whose} {who} compute {much} % of each global batch"
         alone = f"; without {ranks(idle)} the others are done earlier" if idle else ""

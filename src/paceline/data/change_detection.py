@@ -55,7 +55,16 @@ _IMMUTABLE = frozenset({"pyarrow"})  # packages whose objects cannot be changed
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _HEADER = object.__basicsize__
 # What looking at an object may raise.
-_THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
+_INSPECTION_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    OSError,
+)
 
 
 class Snapshot:
@@ -81,7 +90,7 @@ class Snapshot:
             name, value = self._waiting.popleft()
             try:
                 self._look(name, value)
-            except _THEIRS:  # of code of the object's own
+            except _INSPECTION_ERRORS:  # of code of the object's own
                 self._hide(name)
         self._waiting.clear()
         self._versions = _versions(self._tensors)
@@ -92,7 +101,7 @@ class Snapshot:
             return next(name for name, a, b in zip(self._names, now, self._versions, strict=True) if a != b)
         try:
             return next(filter(None, (probe() for probe in self._probes)), "")
-        except _THEIRS:
+        except _INSPECTION_ERRORS:
             return "an object that could be compared before"
 
     def _is_full(self) -> bool:
@@ -191,8 +200,8 @@ class Snapshot:
         elif slots:
             self._compare_names(name, lambda: {slot.__name__: _slot(slot, value) for slot in slots})
         if kind.__dictoffset__:
-            ours = kind.__module__.startswith("paceline.")  # of which the rest are caches
-            self._compare_names(name, lambda: _attributes(value, _is_private if ours else None))
+            is_paceline = kind.__module__.startswith("paceline.")  # of which the rest are caches
+            self._compare_names(name, lambda: _attributes(value, _is_private if is_paceline else None))
         if not _is_library(kind.__module__):
             self._refer([(kind.__qualname__, kind)])
 
@@ -441,5 +450,5 @@ def _is_library(name: str | None) -> bool:
     root = (name or "").partition(".")[0]
     if root in ("torch", "numpy", "paceline") or (root in sys.stdlib_module_names and root != "__main__"):
         return True
-    found = sys.modules.get(name or "") or sys.modules.get(root)
-    return bool(_LIBRARIES.search(getattr(found, "__file__", None) or ""))
+    module = sys.modules.get(name or "") or sys.modules.get(root)
+    return bool(_LIBRARIES.search(getattr(module, "__file__", None) or ""))

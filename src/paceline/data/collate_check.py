@@ -20,7 +20,7 @@ class Collated:
     def __init__(self, collate: Callable[..., Any], micro: int) -> None:
         self._collate, self._micro = collate, micro
         self._usual = self._others = 0
-        self._odd = ""  # the first that was another
+        self._first_mismatch = ""  # the first that was another
 
     def look(self, micro_batch: MicroBatch) -> MicroBatch:
         """Takes one with all of its rows; once it is clear that there was one with others, `odd` says so."""
@@ -31,11 +31,11 @@ class Collated:
             self._usual += usual
             if not usual and second != {self._micro}:  # else time comes first
                 self._others += 1
-                self._odd = self._odd or self._told(micro_batch, first.pop())
-            micro_batch.odd = self._odd if self._usual >= max(USUAL, self._others + 1) else ""
+                self._first_mismatch = self._first_mismatch or self._describe_mismatch(micro_batch, first.pop())
+            micro_batch.odd = self._first_mismatch if self._usual >= max(USUAL, self._others + 1) else ""
         return micro_batch
 
-    def _told(self, micro_batch: MicroBatch, made: int) -> str:
+    def _describe_mismatch(self, micro_batch: MicroBatch, made: int) -> str:
         collate = inspect.unwrap(getattr(self._collate, "func", self._collate))  # of a partial
         code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
         at = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""

@@ -31,7 +31,16 @@ _STDLIB = sys.stdlib_module_names  # its objects may be other threads'
 _DEPTH, _MANY = 5, 64  # how deep is looked into a row and a dataset, and into how many things side by side
 _STREAM = 1 << 44  # apart from those of loading
 # What loading a row may raise. Training raises it again, if it comes to the row.
-_THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
+_LOADING_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    OSError,
+)
 _SAME = (
     "give all workers the same data in the same order: sort the names of files, seed what is split or made at random"
 )
@@ -54,7 +63,7 @@ class Fingerprint:
 
     def __init__(self, source: Source, tell: Callable[..., None], of: str = "", lockstep: bool = True) -> None:
         self._source, self._tell, self._of, self._lockstep = source, tell, of, lockstep
-        self._mine: dict[str, Any] = {}
+        self._local_sample: dict[str, Any] = {}
         self._generation: int | None = None  # whose members are known to have the same
         self._epoch: int | None = None  # of an iterable dataset, whose first rows are known to be the same
 
@@ -72,10 +81,10 @@ class Fingerprint:
         if all(before):  # nobody has come to those who were compared
             self._generation = generation
             return ""
-        self._mine = _sample(self._source, self._tell)  # anew: the script may have changed the dataset since
-        told = group.gather_json(self._mine)
+        self._local_sample = _sample(self._source, self._tell)  # anew: the script may have changed the dataset since
+        samples = group.gather_json(self._local_sample)
         try:
-            return self._judge(group, told, _SAME_LATER if any(before) else _SAME)
+            return self._judge(group, samples, _SAME_LATER if any(before) else _SAME)
         except DatasetError:
             if not known:
                 raise
@@ -94,37 +103,42 @@ class Fingerprint:
         group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
         known, self._generation, self._epoch = self._generation is not None, generation, epoch
         newcomers = group.gather_json(known)
-        mine = first_rows(feed)
-        found = _rows_apart(group, group.gather_json(mine))
-        if found is None:
+        local_rows = first_rows(feed)
+        difference = _find_different_row(group, group.gather_json(local_rows))
+        if difference is None:
             return ""
-        if any(group.gather_json(mine != _read_again(feed, step))):
+        if any(group.gather_json(local_rows != _read_again(feed, step))):
             return f"{_DRAWN}; {_SEED_OWN}"
         if known and not all(newcomers):
             return ""  # the newcomers alone have others
-        number, usual, odd = found
+        number, usual, deviating = difference
         what = f"workers disagree about the dataset: row {feed.grid.global_batch * step + number} of what it yields"
-        raise DatasetError(f"{what} is another one on {odd} than on {usual}", _WHOLE_STREAM)
+        raise DatasetError(f"{what} is another one on {deviating} than on {usual}", _WHOLE_STREAM)
 
-    def _judge(self, group: Group, told: list[dict[str, Any]], cure: str) -> str:
+    def _judge(self, group: Group, samples: list[dict[str, Any]], cure: str) -> str:
         everyone, names, drawn = range(group.size), group.names, list[int]()
-        same_lengths([mine["length"] for mine in told], group, "the dataset")
-        for number, position in enumerate(self._mine["at"]):
-            rows = [mine["rows"][number] for mine in told]
-            if apart := parted(everyone, rows):
-                one, other = (f"row {rows[some[0]]} on worker {names[some[0]]}" for some in apart)
+        same_lengths([sample["length"] for sample in samples], group, "the dataset")
+        for number, position in enumerate(self._local_sample["at"]):
+            rows = [sample["rows"][number] for sample in samples]
+            if split := parted(everyone, rows):
+                one, other = (f"row {rows[members[0]]} on worker {names[members[0]]}" for members in split)
                 raise DatasetError(f"position {position} of an epoch is {one} and {other}", _ORDER)
-        for number, row in sorted(enumerate(self._mine["rows"]), key=lambda pair: pair[1]):
-            digests = [mine["digests"][number] for mine in told]
+        for number, row in sorted(enumerate(self._local_sample["rows"]), key=lambda pair: pair[1]):
+            digests = [sample["digests"][number] for sample in samples]
             drawn += [row] if None in digests else []
             if None in digests or [] in digests:
                 continue
             exact, floats = zip(*digests, strict=True)
             # Floats that are computed come out otherwise on other processors.
-            alike = [[r for r in everyone if told[r]["kind"] == kind] for kind in {mine["kind"]: 0 for mine in told}]
-            if apart := next(filter(None, (parted(everyone, exact), *(parted(some, floats) for some in alike))), None):
-                usual, odd = (ranks(names[rank] for rank in some) for some in apart)
-                raise DatasetError(f"row {row} of the dataset is another one on {odd} than on {usual}", cure)
+            alike = [
+                [r for r in everyone if samples[r]["kind"] == kind]
+                for kind in {sample["kind"]: 0 for sample in samples}
+            ]
+            if split := next(
+                filter(None, (parted(everyone, exact), *(parted(members, floats) for members in alike))), None
+            ):
+                usual, deviating = (ranks(names[rank] for rank in members) for members in split)
+                raise DatasetError(f"row {row} of the dataset is another one on {deviating} than on {usual}", cure)
         which = f"row{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))} of the dataset"
         what = "came out differently when loaded twice, by random numbers other than those of torch, random and numpy"
         return f"{which} {what}, and cannot be compared among the workers" if drawn else ""
@@ -132,32 +146,32 @@ class Fingerprint:
 
 def first_rows(feed: Feed) -> list[list[str]]:
     """The digests of the first rows of the global batch that was given last, of an iterable dataset."""
-    found = list[list[str]]()
+    digests = list[list[str]]()
     for row in feed.read[:SAMPLED]:
         exact, floats = hashlib.sha256(), hashlib.sha256()
         _digest(row, exact, floats, _DEPTH)
-        found.append([exact.hexdigest()[:16], floats.hexdigest()[:16], get_cpu_capability()])
-    return found
+        digests.append([exact.hexdigest()[:16], floats.hexdigest()[:16], get_cpu_capability()])
+    return digests
 
 
 def _read_again(feed: Feed, step: int) -> list[list[str]]:
     """The digests of the same rows in another pass over the dataset."""
     source = replace(feed.source, options=None)
-    again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.place, lambda *_, **__: None)
+    again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.get_assignment, lambda *_, **__: None)
     with RngState(torch.device("cpu")).lent():
         return first_rows(again) if again.has(step) else []
 
 
-def _rows_apart(group: Group, told: Sequence[Sequence[Sequence[str]]]) -> tuple[int, str, str] | None:
+def _find_different_row(group: Group, samples: Sequence[Sequence[Sequence[str]]]) -> tuple[int, str, str] | None:
     """The first row that some workers have otherwise than the rest, and who these are; None where all have the same."""
-    for number in range(max(map(len, told), default=0)):
-        rows = [tuple(mine[number]) if number < len(mine) else () for mine in told]
+    for number in range(max(map(len, samples), default=0)):
+        rows = [tuple(sample[number]) if number < len(sample) else () for sample in samples]
         # Floats that are computed come out otherwise on other processors.
         kinds = {row[2] for row in rows if row}
         alike = [row if len(kinds) == 1 else row[:1] for row in rows]
-        if apart := parted(range(group.size), alike):
-            usual, odd = (ranks(group.names[rank] for rank in some) for some in apart)
-            return number, usual, odd
+        if split := parted(range(group.size), alike):
+            usual, deviating = (ranks(group.names[rank] for rank in members) for members in split)
+            return number, usual, deviating
     return None
 
 
@@ -165,11 +179,13 @@ def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[s
     """Raises DatasetError where workers have read another number of rows of an iterable dataset, or other
     `first_rows` of it. Part of the entered collective.
     """
-    told = group.gather_json([rows, first]) if group.size > 1 and feed.source.rows is None else []
-    _refuse_lengths(group, f"{what}, which yields", [read for read, _ in told])
-    found = _rows_apart(group, [rows for _, rows in told])
-    if found is not None and not any(group.gather_json(first != _read_again(feed, 0))):
-        raise DatasetError(f"workers disagree about {what}: row {found[0]} differs on {found[2]}", _WHOLE_STREAM)
+    reports = group.gather_json([rows, first]) if group.size > 1 and feed.source.rows is None else []
+    _refuse_lengths(group, f"{what}, which yields", [read for read, _ in reports])
+    difference = _find_different_row(group, [rows for _, rows in reports])
+    if difference is not None and not any(group.gather_json(first != _read_again(feed, 0))):
+        raise DatasetError(
+            f"workers disagree about {what}: row {difference[0]} differs on {difference[2]}", _WHOLE_STREAM
+        )
 
 
 def refuse_lengths(group: Group, read: int) -> None:
@@ -179,15 +195,15 @@ def refuse_lengths(group: Group, read: int) -> None:
 
 
 def _refuse_lengths(group: Group, what: str, lengths: Sequence[int]) -> None:
-    if apart := parted(range(len(lengths)), lengths):
-        each = [f"{lengths[some[0]]} rows on {ranks(group.names[rank] for rank in some)}" for some in apart]
+    if split := parted(range(len(lengths)), lengths):
+        each = [f"{lengths[members[0]]} rows on {ranks(group.names[rank] for rank in members)}" for members in split]
         raise DatasetError(f"workers disagree about {what} {' and '.join(each)}", _WHOLE_STREAM)
 
 
 def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None:
     """Raises DatasetError where a dataset is longer on some workers."""
-    if apart := parted(range(group.size), lengths):
-        each = [f"{lengths[some[0]]} rows on {ranks(group.names[rank] for rank in some)}" for some in apart]
+    if split := parted(range(group.size), lengths):
+        each = [f"{lengths[members[0]]} rows on {ranks(group.names[rank] for rank in members)}" for members in split]
         cure = "give all workers the same whole dataset: its rows are dealt out to them"
         raise DatasetError(f"{what} has {' and '.join(each)}", cure)
 
@@ -201,18 +217,24 @@ def compare_rows(group: Group, source: Source, tell: Callable[..., None], what: 
         rows = sorted({0, source.rows // 2, source.rows - 1})
         if _compared.get(id(source.dataset)) is not source.dataset:
             digests = source.loaded(_Twice(source, rows), tell)
-    told = group.gather_json([source.rows, get_cpu_capability(), digests])
-    same_lengths([length for length, _, _ in told], group, what)
-    known = [rank for rank in range(group.size) if told[rank][2]]
+    reports = group.gather_json([source.rows, get_cpu_capability(), digests])
+    same_lengths([length for length, _, _ in reports], group, what)
+    known = [rank for rank in range(group.size) if reports[rank][2]]
     for number, row in enumerate(rows):
-        found = [theirs[number] if theirs else None for _, _, theirs in told]
-        if not all(found[rank] for rank in known):
+        row_digests = [worker_digests[number] if worker_digests else None for _, _, worker_digests in reports]
+        if not all(row_digests[rank] for rank in known):
             continue  # it is drawn, or cannot be loaded
         # Floats that are computed come out otherwise on other processors.
-        equal = len({told[rank][1] for rank in known}) == 1
-        if apart := parted(known, [theirs and (tuple(theirs) if equal else theirs[0]) for theirs in found]):
-            usual, odd = (ranks(group.names[rank] for rank in some) for some in apart)
-            raise DatasetError(f"row {row} of {what} is another one on {odd} than on {usual}", _SAME)
+        equal = len({reports[rank][1] for rank in known}) == 1
+        if split := parted(
+            known,
+            [
+                worker_digests and (tuple(worker_digests) if equal else worker_digests[0])
+                for worker_digests in row_digests
+            ],
+        ):
+            usual, deviating = (ranks(group.names[rank] for rank in members) for members in split)
+            raise DatasetError(f"row {row} of {what} is another one on {deviating} than on {usual}", _SAME)
     if digests:
         with suppress(TypeError):  # a list, say, which is compared each time
             _compared[id(source.dataset)] = source.dataset
@@ -261,7 +283,7 @@ def _digests(source: Source, row: int) -> list[str]:
     exact, floats = hashlib.sha256(), hashlib.sha256()
     try:
         _digest(source.samples([row])[0], exact, floats, _DEPTH)
-    except _THEIRS:
+    except _LOADING_ERRORS:
         return []
     return [exact.hexdigest()[:16], floats.hexdigest()[:16]]
 

@@ -54,7 +54,7 @@ _FIXED = {
 @dataclass(frozen=True)
 class Slot:
     """One micro-batch: its number in the grid, the epoch, first position and end, and its rows' dataset indices; `part`
-    are the rows in it that this worker computes, if not all, and `apart` says that no others were loaded; a `blank` one
+    are the rows in it that this worker computes, if not all, and `apart` says that no others were loaded; a `dummy` one
     is not computed but run (see Place).
     """
 
@@ -64,7 +64,7 @@ class Slot:
     stop: int
     rows: tuple[int, ...] = ()
     part: range | None = None
-    blank: bool = False
+    dummy: bool = False
     apart: bool = False
 
 
@@ -149,25 +149,25 @@ class Source:
         iterator = iter(loader)
         if count:
             tell("loaders", pids=[child.pid for child in active_children()])
-        (found,) = iterator
-        return found
+        (item,) = iterator
+        return item
 
     def filled(self, slots: Iterator[Slot]) -> Iterator[Slot]:
         """The slots with the dataset indices of their rows: a vectorised order is asked for many at once."""
         assert self.rows is not None
         for epoch, run in groupby(slots, key=lambda slot: slot.epoch):
             # An order of the script's is asked when its rows are wanted: it may look at what the loop's body changes.
-            while some := list(_about(run, AHEAD if self.order is sample_index else 1)):
-                positions = [position for slot in some for position in range(slot.start, slot.stop)]
+            while chunk := list(_about(run, AHEAD if self.order is sample_index else 1)):
+                positions = [position for slot in chunk for position in range(slot.start, slot.stop)]
                 if self.order is sample_index:
-                    places = torch.tensor(positions, dtype=torch.int64)
-                    found = sample_index(places, self.rows, self.seed, epoch).tolist()
+                    position_tensor = torch.tensor(positions, dtype=torch.int64)
+                    dataset_indices = sample_index(position_tensor, self.rows, self.seed, epoch).tolist()
                 else:
-                    found = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
-                indices = iter(found)
-                for slot in some:
-                    mine = tuple(islice(indices, slot.stop - slot.start))
-                    yield Slot(slot.index, slot.epoch, slot.start, slot.stop, mine, slot.part, slot.blank)
+                    dataset_indices = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
+                indices = iter(dataset_indices)
+                for slot in chunk:
+                    slot_indices = tuple(islice(indices, slot.stop - slot.start))
+                    yield Slot(slot.index, slot.epoch, slot.start, slot.stop, slot_indices, slot.part, slot.dummy)
 
 
 def _plain(tensor: Any) -> bool:
@@ -211,18 +211,18 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         return [tensor.index_select(0, wanted) for tensor in self._columns]
 
     def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
-        if (found := self.at_once(slot.rows)) is not None:
-            return slot, found
-        if self._apart and slot.part is not None and in_rows(found := self._load(slot, slot.part), len(slot.part)):
-            return replace(slot, apart=True), found
-        found = self._load(slot, range(len(slot.rows)))
+        if (batch := self.at_once(slot.rows)) is not None:
+            return slot, batch
+        if self._apart and slot.part is not None and in_rows(batch := self._load(slot, slot.part), len(slot.part)):
+            return replace(slot, apart=True), batch
+        batch = self._load(slot, range(len(slot.rows)))
         if slot.part is not None:
-            self._apart = self.source.stacks and in_rows(found, len(slot.rows))
-        return slot, found
+            self._apart = self.source.stacks and in_rows(batch, len(slot.rows))
+        return slot, batch
 
-    def _load(self, slot: Slot, some: range) -> Any:
+    def _load(self, slot: Slot, part: range) -> Any:
         """Some rows of a micro-batch, collated."""
-        source, indices = self.source, slot.rows[some.start : some.stop]
+        source, indices = self.source, slot.rows[part.start : part.stop]
         if not self.draws:
             # One seed for all rows serves as long as rows draw nothing; the first draw is noticed and undone.
             self.streams.seed(0)
@@ -231,7 +231,7 @@ class _Rows(Dataset[tuple[Slot, Any]]):
             self.draws = self.streams.moved(self.still)
         if self.draws:
             samples = []
-            for position, index in zip(range(slot.start + some.start, slot.start + some.stop), indices, strict=True):
+            for position, index in zip(range(slot.start + part.start, slot.start + part.stop), indices, strict=True):
                 self.streams.seed(stream_seed(source.seed, _ROWS + slot.epoch, position))
                 samples.append(source.dataset[index])
         if source.collate is not default_collate:  # which draws nothing
@@ -281,23 +281,29 @@ class Place:
 
 
 @lru_cache(maxsize=8)  # asked for twice a step, and almost always the same
-def share_of(place: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | None, bool], ...]:
+def share_of(assignment: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | None, bool], ...]:
     """A worker's micro-batches of those of a global batch of so many rows, which of their rows, if not all, and whether
     it is a blank one.
     """
-    cuts, (islands, mine) = grid.cut(rows), place.islands
+    cuts, (islands, local_islands) = grid.cut(rows), assignment.islands
     runs = deal(len(cuts), [1.0] * islands)
-    return tuple(one for island in mine for one in _share(place, grid, cuts[: runs[island].stop], runs[island].start))
+    return tuple(
+        entry
+        for island in local_islands
+        for entry in _share(assignment, grid, cuts[: runs[island].stop], runs[island].start)
+    )
 
 
-def _share(place: Place, grid: Grid, cuts: Sequence[range], first: int) -> Iterator[tuple[int, range | None, bool]]:
+def _share(
+    assignment: Place, grid: Grid, cuts: Sequence[range], first: int
+) -> Iterator[tuple[int, range | None, bool]]:
     """Of one run of the `cuts`, which begins with the `first`."""
-    shares = deal_rows(cuts[first:], place.weights, grid.grain if place.fine else None)
-    dealt = [(first + number, rows) for number, rows in shares[place.rank]]
-    beside = [shares[rank] for rank in run_of(place.rank, place.together) if shares[rank]]
-    any_of_ours = (shares[place.rank] or beside[0])[0][0] + first if beside else 0
-    yield from [(any_of_ours, None, True)] * (max(map(len, beside), default=0) - len(dealt))
-    for number, rows in dealt:
+    shares = deal_rows(cuts[first:], assignment.weights, grid.grain if assignment.fine else None)
+    share = [(first + number, rows) for number, rows in shares[assignment.rank]]
+    peer_shares = [shares[rank] for rank in run_of(assignment.rank, assignment.together) if shares[rank]]
+    dummy_index = (shares[assignment.rank] or peer_shares[0])[0][0] + first if peer_shares else 0
+    yield from [(dummy_index, None, True)] * (max(map(len, peer_shares), default=0) - len(share))
+    for number, rows in share:
         start = cuts[number].start
         yield number, None if rows == cuts[number] else range(rows.start - start, rows.stop - start), False
 
@@ -308,7 +314,7 @@ Batch = tuple[int, int, list[MicroBatch]]  # epoch, rows of the global batch, th
 class Feed:
     """This worker's micro-batches, global batch after global batch, from batch `start` of the phase on.
 
-    `batches` ends the feed (None: when an iterable's epochs end); `place` is asked how to deal. While the user leaves
+    `batches` ends the feed (None: when an iterable's epochs end); `get_assignment` is asked how to deal. While the user leaves
     `num_workers` open, loading that holds training up for more than `SLOW` seconds and a tenth of a step moves to a
     process of its own, ahead of need. `tell` hears which processes there are.
 
@@ -330,14 +336,14 @@ class Feed:
         source: Source,
         grid: Grid,
         span: tuple[int, int | None, int],
-        place: Callable[[], Place],
+        get_assignment: Callable[[], Place],
         tell: Callable[..., None],
         watched: bool = False,
     ) -> None:
-        self.source, self.grid, self.place, self._tell = source, grid, place, tell
+        self.source, self.grid, self.get_assignment, self._tell = source, grid, get_assignment, tell
         self.start, self.batches, self.epochs = span
         self.news: dict[str, str] = {}
-        self._told = set[str]()  # those that were taken
+        self._taken_news = set[str]()  # those that were taken
         self.fine = False  # whether the last global batch was dealt in parts of micro-batches
         self.options = dict(source.options or {})
         self._open = "num_workers" not in self.options and source.rows is not None
@@ -397,17 +403,17 @@ class Feed:
         epoch, first, cuts = self.grid_of(last)
         return self._where(Slot(len(cuts) - 1, epoch, first + cuts[-1].start, first + cuts[-1].stop))
 
-    def slots(self, start: int, place: Place) -> Iterator[Slot]:
+    def slots(self, start: int, assignment: Place) -> Iterator[Slot]:
         """The micro-batches of a worker, from global batch `start` on; batches in which it has none cost nothing."""
-        steps = self._with_share(start, place)
+        steps = self._with_share(start, assignment)
         if self._forks_each_epoch:
             steps = steps[: bisect_left(steps, self._end_of_epoch(start))]
         for step in steps:
             epoch, first, cuts = self.grid_of(step)
-            for index, part, blank in share_of(place, self.grid, sum(map(len, cuts))):
-                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, blank)
+            for index, part, dummy in share_of(assignment, self.grid, sum(map(len, cuts))):
+                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, dummy)
 
-    def _with_share(self, start: int, place: Place) -> range:
+    def _with_share(self, start: int, assignment: Place) -> range:
         """The global batches, from `start` on, in which a worker may have a share. All of an epoch but the last are
         dealt alike, so two tell.
         """
@@ -415,7 +421,7 @@ class Feed:
         assert self.batches is not None
         epoch = self.grid.batches(self.source.rows)
         sizes = (len(self.grid.batch_rows(batch, self.source.rows)) for batch in (0, epoch - 1))
-        usual, last = (bool(share_of(place, self.grid, rows)) for rows in sizes)
+        usual, last = (bool(share_of(assignment, self.grid, rows)) for rows in sizes)
         if usual:
             return range(start, self.batches)
         return range(start + (-1 - start) % epoch, self.batches if last else 0, epoch)
@@ -434,16 +440,16 @@ class Feed:
     def at(self, step: int) -> Batch:
         """This worker's part of a global batch, in the present team: of the next one, or of the last one again."""
         began = time.perf_counter()
-        place = self.place()
-        self.fine = place.fine
+        assignment = self.get_assignment()
+        self.fine = assignment.fine
         if self._stream is not None:
-            batch = self._stream.deal(step, place)
+            batch = self._stream.deal(step, assignment)
         else:
-            if (place, step) != (self._dealt, self._next) or self._is_stale(step):
-                self._dealt, self._iterator = place, None
+            if (assignment, step) != (self._dealt, self._next) or self._is_stale(step):
+                self._dealt, self._iterator = assignment, None
             epoch, _, cuts = self.grid_of(step)
             count = sum(map(len, cuts))
-            share = len(share_of(place, self.grid, count))
+            share = len(share_of(assignment, self.grid, count))
             if share and self._iterator is None:
                 self._iterator = self._loader(step)
             quiet = self._rows is not None and self._rows.quiet
@@ -458,16 +464,16 @@ class Feed:
     def _taken(self, step: int, number: int) -> MicroBatch:
         """The next micro-batch: of this worker's of a global batch the one with this number."""
 
-        def told() -> str:
+        def describe() -> str:
             assert self._dealt is not None
             (slot,) = self.source.filled(islice(self.slots(step, self._dealt), number, number + 1))
             return rows_told([slot.index], slot.rows)
 
-        with AddNote(told):
+        with AddNote(describe):
             slot, batch = next(self._iterator)
         HEARTBEAT.beat()
         where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
-        taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.blank, slot.rows, start)
+        taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.dummy, slot.rows, start)
         if slot.apart:
             taken.is_part()
         return taken if self.collated is None else self.collated.look(taken)
@@ -578,8 +584,8 @@ class Feed:
 
     def take_news(self) -> list[tuple[str, str]]:
         """Decisions since the last call and their reasons, each once."""
-        news = [(what, why) for what, why in self.news.items() if what not in self._told]
-        self._told |= self.news.keys()
+        news = [(what, why) for what, why in self.news.items() if what not in self._taken_news]
+        self._taken_news |= self.news.keys()
         self.news.clear()
         return news
 
@@ -696,20 +702,20 @@ class _RowStream:
         if self._state.unseen or self._state.changed():
             self.samples = self._begin(self._epochs[self._epochs.index(ended) + 1 :])
 
-    def deal(self, step: int, place: Place) -> Batch:
+    def deal(self, step: int, assignment: Place) -> Batch:
         self.reach(step)
         if self._state is not None and (name := self._state.changed()):
             what = "an iterable dataset read by a loader process is changed between steps: seen from the next epoch on"
             self._feed.news.setdefault(what, f"{name} changed; leave num_workers= out, and each step sees it")
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = RngState(torch.device("cpu")), []
-        for index, part, blank in share_of(place, self._grid, len(self._rows)):
+        for index, part, dummy in share_of(assignment, self._grid, len(self._rows)):
             with streams.lent():
                 position = step * self._grid.global_batch + cuts[index].start
                 streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
                 batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])
             where = f"micro-batch {index} of epoch {epoch}"
-            taken = MicroBatch(index, len(cuts[index]), batch, where, part, blank, start=cuts[index].start)
+            taken = MicroBatch(index, len(cuts[index]), batch, where, part, dummy, start=cuts[index].start)
             share.append(taken if self._collated is None else self._collated.look(taken))
         return epoch, len(self._rows), share
 

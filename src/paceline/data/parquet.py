@@ -35,13 +35,13 @@ class ParquetRows:
         except ModuleNotFoundError as error:
             raise UsageError("Parquet files need pyarrow", "pip install 'paceline[parquet]'") from error
         self.url, self._columns, self._cache = os.fspath(url), columns and list(columns), cache
-        place = self.url if re.match(r"[A-Za-z][\w+.-]*://", self.url) else f"file://{os.path.abspath(self.url)}"
+        location = self.url if re.match(r"[A-Za-z][\w+.-]*://", self.url) else f"file://{os.path.abspath(self.url)}"
         try:
-            self._store, root = fs.FileSystem.from_uri(place)
-            found = [self._store.get_file_info(root)]
-            if found[0].type == fs.FileType.Directory:
-                found = self._store.get_file_info(fs.FileSelector(root, recursive=True))
-            paths = sorted(one.path for one in found if one.is_file and one.base_name[0] not in "_.")
+            self._store, root = fs.FileSystem.from_uri(location)
+            infos = [self._store.get_file_info(root)]
+            if infos[0].type == fs.FileType.Directory:
+                infos = self._store.get_file_info(fs.FileSelector(root, recursive=True))
+            paths = sorted(info.path for info in infos if info.is_file and info.base_name[0] not in "_.")
             ends = [parquet.read_metadata(path, filesystem=self._store) for path in paths]
         except (OSError, ArrowException) as error:
             raise DatasetError(f"{self.url} cannot be read ({first_line(error)})", "see its path and rights") from error
@@ -66,11 +66,11 @@ class ParquetRows:
         return self._starts[-1]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        place = index(row) + (len(self) if row < 0 else 0)
-        if not 0 <= place < len(self):
+        row_index = index(row) + (len(self) if row < 0 else 0)
+        if not 0 <= row_index < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        group = bisect_right(self._starts, place) - 1
-        at = place - self._starts[group]
+        group = bisect_right(self._starts, row_index) - 1
+        at = row_index - self._starts[group]
         return {name: column[at] for name, column in self._group(group).items()}
 
     def order(self, position: int, size: int, seed: int = 0, epoch: int = 0) -> int:

@@ -103,16 +103,16 @@ def tokenize(
     try:
         with ExitStack() as stack:
             _lock(out, stack)
-            whole, before = _begin(out, source, text), " (it was whole before)"
-            if whole is None:
+            index, before = _begin(out, source, text), " (it was whole before)"
+            if index is None:
                 made, before = _make(out, files, recipe, shard_tokens, workers or len(os.sched_getaffinity(0))), ""
                 if not made["shards"]:
                     raise DatasetError("there is no text in the inputs", "give files that are not empty")
-                whole = head | {"tokenizer": source["tokenizer"]} | made
-                _write(out / INDEX, whole)
+                index = head | {"tokenizer": source["tokenizer"]} | made
+                _write(out / INDEX, index)
             for rest in (PROGRESS, ".lock"):
                 (out / rest).unlink(missing_ok=True)
-            return _summary(out, whole) + before
+            return _summary(out, index) + before
     except OSError as error:
         raise DatasetError(f"{out} cannot be written ({first_line(error)})", f"see to that; {AGAIN}") from error
 
@@ -126,15 +126,15 @@ def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Size and time of change of each file, in the order in which they are read; each once."""
     paths: dict[str, None] = {}
     for given in inputs:
-        found = [given]
+        matches = [given]
         if os.path.isdir(given):
-            found = sorted(str(path) for path in Path(given).rglob("*") if path.suffix in (".txt", ".jsonl"))
+            matches = sorted(str(path) for path in Path(given).rglob("*") if path.suffix in (".txt", ".jsonl"))
         elif not os.path.exists(given):
-            found = sorted(glob.glob(given, recursive=True))
-        if not found:
+            matches = sorted(glob.glob(given, recursive=True))
+        if not matches:
             what = f"there is no text in {in_one_line(given)}"
             raise UsageError(what, "give .txt or .jsonl files, folders of them, or globs")
-        paths |= dict.fromkeys(found)
+        paths |= dict.fromkeys(matches)
     for path in paths:
         if Path(path).suffix not in (".txt", ".jsonl"):
             what = f"{in_one_line(path)} is neither .txt nor .jsonl"
@@ -198,7 +198,7 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
         for name, value in source["options"].items()
         if before["options"].get(name) != value
     ]
-    one, other = ("{name} ({sha256:.12})".format(**some["tokenizer"]) for some in (before, source))
+    one, other = ("{name} ({sha256:.12})".format(**made_from["tokenizer"]) for made_from in (before, source))
     if before["tokenizer"]["sha256"] != source["tokenizer"]["sha256"]:
         differences.append(f"the tokenizer was {one} and is {other}")
     old, new = before["inputs"], source["inputs"]
@@ -238,18 +238,18 @@ def _make(
     out: Path, files: dict[str, tuple[int, int]], recipe: _Recipe, shard_tokens: int, workers: int
 ) -> dict[str, Any]:
     """Writes the shards that are missing; the parts of the index that tell of them."""
-    place: dict[str, Any] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
+    position: dict[str, Any] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
     shards: list[dict[str, Any]] = []
     if (out / PROGRESS).exists():
         from paceline.base.file_types import TokenProgress  # needs msgspec
 
         cure = "remove it: the same command begins anew"
         progress = read_json(out / PROGRESS, TokenProgress, str(out / PROGRESS), cure)
-        place, shards = dict(progress["next"]), [dict(shard) for shard in progress["shards"]]
+        position, shards = dict(progress["next"]), [dict(shard) for shard in progress["shards"]]
     with ExitStack() as stack:
-        pieces = _pieces(list(files), [size for size, _ in files.values()], place["file"], place["offset"])
-        line = _Line([size for size, _ in files.values()], place, sum(shard["tokens"] for shard in shards))
-        stream = _TokenStream(_tokenized(pieces, recipe, workers, stack), place, line)
+        pieces = _pieces(list(files), [size for size, _ in files.values()], position["file"], position["offset"])
+        line = _Line([size for size, _ in files.values()], position, sum(shard["tokens"] for shard in shards))
+        stream = _TokenStream(_tokenized(pieces, recipe, workers, stack), position, line)
         while stream.more():
             name, count, digest = f"{len(shards):05}.bin", 0, hashlib.sha256()
             with _replacing(out / name) as file:
@@ -260,7 +260,7 @@ def _make(
                     count += len(part)
             size = count * np.dtype(recipe.dtype).itemsize
             shards.append({"file": name, "tokens": count, "bytes": size, "sha256": digest.hexdigest()})
-            _write(out / PROGRESS, {"next": stream.place(), "shards": shards})
+            _write(out / PROGRESS, {"next": stream.resume_position(), "shards": shards})
         line.show(last=True)
     return {"tokens": sum(shard["tokens"] for shard in shards), "documents": stream.documents, "shards": shards}
 
@@ -268,18 +268,18 @@ def _make(
 class _TokenStream:
     """The tokens of all pieces in a row, from a place on."""
 
-    def __init__(self, results: Iterator[tuple[_Piece, Any, int]], place: dict[str, int], line: _Line) -> None:
+    def __init__(self, results: Iterator[tuple[_Piece, Any, int]], position: dict[str, int], line: _Line) -> None:
         self._results, self._line = results, line
-        self.documents, self._inside = place["documents"], 0  # before the present piece, and in it
+        self.documents, self._inside = position["documents"], 0  # before the present piece, and in it
         self._piece, self._tokens = line.end, np.empty(0)
         self._next()
-        self._used = place["skip"]
+        self._used = position["skip"]
 
     def _next(self) -> bool:
         self.documents, self._used = self.documents + self._inside, 0
-        found = next(self._results, None)
-        self._piece, self._tokens, self._inside = found or (self._line.end, self._tokens[:0], 0)
-        return found is not None
+        result = next(self._results, None)
+        self._piece, self._tokens, self._inside = result or (self._line.end, self._tokens[:0], 0)
+        return result is not None
 
     def more(self) -> bool:
         """Whether there are tokens left; the next piece is waited for where the present one is used up."""
@@ -295,7 +295,7 @@ class _TokenStream:
         self._line.add(self._piece, len(part))
         return part
 
-    def place(self) -> dict[str, int]:
+    def resume_position(self) -> dict[str, int]:
         """Where to begin again for the tokens that follow."""
         piece = self._piece
         return {"file": piece.file, "offset": piece.offset, "skip": self._used, "documents": self.documents}
@@ -376,9 +376,9 @@ def _encode(piece: _Piece) -> tuple[Any, int, tuple[str, str] | None]:
             # One at a time, because the library would give several to threads of its own. Special tokens that it adds
             # itself (a start, a separator) belong to the model it was made for, not into a stream.
             (encoding,) = _recipe.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-            found = encoding.ids
-            ids += found
-            begun = bool(found) or (whole_file and piece.offset > 0)
+            token_ids = encoding.ids
+            ids += token_ids
+            begun = bool(token_ids) or (whole_file and piece.offset > 0)
             if begun and (piece.last or not whole_file):
                 documents += 1
                 ids += [] if _recipe.end is None else [_recipe.end]
@@ -402,25 +402,27 @@ def _fields(piece: _Piece) -> Iterator[str]:
         if line.strip():
             text, where = _decoded(line, piece, offset), f"the line at byte {piece.offset + offset} of {piece.path}"
             try:
-                found = json.loads(text)
+                record = json.loads(text)
             except (ValueError, RecursionError):
-                found = None
-            if not isinstance(found, dict):
+                record = None
+            if not isinstance(record, dict):
                 raise DatasetError(f"{where} is no JSON object", "repair or remove it")
-            if not isinstance(found.get(field), str):
-                raise DatasetError(f"{where} has no text in {field!r}", f"--field says where it is: {', '.join(found)}")
+            if not isinstance(record.get(field), str):
+                raise DatasetError(
+                    f"{where} has no text in {field!r}", f"--field says where it is: {', '.join(record)}"
+                )
             # Half a surrogate pair, which JSON can write, is no text: it becomes U+FFFD.
-            yield found[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            yield record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         offset += len(line) + 1
 
 
 class _Line:
     """How far it is, on standard error: one line on a terminal, elsewhere one every ten seconds and at the end."""
 
-    def __init__(self, sizes: list[int], place: dict[str, int], tokens: int) -> None:
+    def __init__(self, sizes: list[int], position: dict[str, int], tokens: int) -> None:
         self._before = np.cumsum([0, *sizes])
         self.end = _Piece(len(sizes), "", 0, b"", True)
-        self._done = self._first = int(self._before[place["file"]]) + place["offset"]
+        self._done = self._first = int(self._before[position["file"]]) + position["offset"]
         self._tokens, self._began, self._shown = tokens, time.monotonic(), 0.0
         self._live = sys.stderr.isatty()
 

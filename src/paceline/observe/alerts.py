@@ -58,12 +58,12 @@ def dashboard() -> str:
     """A dashboard to import: a panel for each metric, for chosen runs."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels: list[dict[str, Any]] = []
-    for place, metric in enumerate(METRICS):
+    for panel_index, metric in enumerate(METRICS):
         unit = "Bps" if metric.counter and metric.unit == "B" else "short" if metric.counter else UNITS[metric.unit]
-        row, column = divmod(place, 24 // WIDE)
+        row, column = divmod(panel_index, 24 // WIDE)
         panels.append(
             {
-                "id": place + 1,
+                "id": panel_index + 1,
                 "type": "timeseries",
                 "title": metric.name.removeprefix("paceline_").replace("_", " "),
                 "description": metric.meaning,

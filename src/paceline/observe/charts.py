@@ -19,10 +19,10 @@ COLOURS = 6
 SMOOTH_FROM = 20  # fewer points are joined as they are
 
 
-def ticks(low: float, high: float, count: int = 4, whole: bool = False) -> list[float]:
+def ticks(low: float, high: float, count: int = 4, integers: bool = False) -> list[float]:
     """About `count` round numbers in [low, high], 1, 2 or 5 times a power of ten apart.
 
-    At least two from a `count` of 4 on, unless the range is too narrow: for floats, or for `whole` numbers.
+    At least two from a `count` of 4 on, unless the range is too narrow: for floats, or for `integers` numbers.
     """
     span = high - low
     if not math.isfinite(span) or span <= max(abs(low), abs(high)) * 1e-9:
@@ -30,10 +30,10 @@ def ticks(low: float, high: float, count: int = 4, whole: bool = False) -> list[
     rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = min((power * factor for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough)))
-    if whole:
+    if integers:
         step = max(1.0, round(step))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [place * step for place in range(first, last + 1)] or [low]
+    return [multiple * step for multiple in range(first, last + 1)] or [low]
 
 
 def label(value: float, step: float) -> str:
@@ -53,10 +53,10 @@ def smooth(points: Points) -> list[tuple[float, float]]:
     """A centred moving average over a fortieth of the points, narrower at the ends, which stay in place."""
     half, last = len(points) // 80 + 1, len(points) - 1
     sums = list(accumulate((value for _, value in points), initial=0.0))
-    reach = [min(half, place, last - place) for place in range(len(points))]
+    reach = [min(half, index, last - index) for index in range(len(points))]
     return [
-        (x, (sums[place + wide + 1] - sums[place - wide]) / (2 * wide + 1))
-        for place, ((x, _), wide) in enumerate(zip(points, reach, strict=True))
+        (x, (sums[index + wide + 1] - sums[index - wide]) / (2 * wide + 1))
+        for index, ((x, _), wide) in enumerate(zip(points, reach, strict=True))
     ]
 
 
@@ -98,7 +98,7 @@ def _frame(
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
     parts.append(f'<text x="{LEFT - 12}" y="{HEIGHT - 7}" text-anchor="end">{markup(x_name)}</text>')
-    columns = ticks(left, max(xs), 3, whole=x_name == "step")
+    columns = ticks(left, max(xs), 3, integers=x_name == "step")
     for value in columns:
         x, _ = at(value, low)
         text = label(value, columns[1] - columns[0] if len(columns) > 1 else 1)
@@ -139,9 +139,9 @@ def overlay(name: str, curves: Sequence[tuple[int, Points]]) -> str:
     return "".join([*parts, "</svg>"])
 
 
-def stroke(place: int) -> str:
+def stroke(curve_index: int) -> str:
     """The style classes of the curve of this place: beyond the colours they are dashed."""
-    return f"line{place % COLOURS}" + (" dashed" if place >= COLOURS else "")
+    return f"line{curve_index % COLOURS}" + (" dashed" if curve_index >= COLOURS else "")
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:

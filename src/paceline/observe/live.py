@@ -248,7 +248,7 @@ class Page(RequestHandler):
         self.finish(view.html(wanted))
 
     async def _events(self) -> None:
-        views, told = self._views, -1
+        views, sent = self._views, -1
         if views.streams >= STREAMS:
             self._refuse(503, "too many are watching")
             return
@@ -257,8 +257,8 @@ class Page(RequestHandler):
         try:
             while True:
                 number, _ = views.look()
-                self.write(f"id: {number}\ndata: {number}\n\n" if number > told else ":\n\n")
-                told = number
+                self.write(f"id: {number}\ndata: {number}\n\n" if number > sent else ":\n\n")
+                sent = number
                 await self.flush()  # a slow reader waits here, and holds nothing but its connection
                 await asyncio.sleep(OFTEN)
         except StreamClosedError:

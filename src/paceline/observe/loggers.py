@@ -117,10 +117,12 @@ class _Fed:
             self.logger.at = event["at"]
         self.tell_config()
         if media:
-            told = {key: value for key, value in event.items() if key not in ("at", "event", "trainer", "step", "name")}
-            if "file" in told:
-                told["file"] = str(self._folder / told["file"])
-            self.logger.media(step, prefix + str(event.get("name")), told)
+            fields = {
+                key: value for key, value in event.items() if key not in ("at", "event", "trainer", "step", "name")
+            }
+            if "file" in fields:
+                fields["file"] = str(self._folder / fields["file"])
+            self.logger.media(step, prefix + str(event.get("name")), fields)
         else:
             self.logger.write(step, {prefix + tag: value for tag, value in values.items()})
 
@@ -218,7 +220,7 @@ class TensorBoard:
         """A new file that its readers take after those that are there: they go by the name."""
         assert self.folder is not None
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = (re.match(r"events\.out\.tfevents\.(\d+)", name) for name in os.listdir(self.folder))
-        number = max([int(time.time()), *(1 + int(earlier[1]) for earlier in found if earlier)])
+        matches = (re.match(r"events\.out\.tfevents\.(\d+)", name) for name in os.listdir(self.folder))
+        number = max([int(time.time()), *(1 + int(earlier[1]) for earlier in matches if earlier)])
         path = self.folder / f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}"
         return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0)

@@ -36,14 +36,14 @@ class _Track:
         self.model = ""
         self.evaluated: Event = {}
         self.events: deque[Event] = deque()
-        self.heard = 0.0
+        self.updated_at = 0.0
 
     @property
     def step(self) -> int:
         return int(self.events[-1].get("step") or 0) if self.events else self.before
 
     def add(self, event: Event) -> None:
-        self.heard = time.monotonic()
+        self.updated_at = time.monotonic()
         self.events.append(event)
         while len(self.events) > 1 and total(self.events, "seconds") - (self.events[0].get("seconds") or 0.0) >= WINDOW:
             self.events.popleft()
@@ -131,40 +131,40 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _parts(self) -> list[tuple[int, str, str]]:
         """The parts of the line from left to right: (rank, 0 being the most important; text; style)."""
-        heard = {name: track for name, track in self._tracks.items() if track.events}
-        latest = max(track.heard for track in heard.values())
+        started = {name: track for name, track in self._tracks.items() if track.events}
+        latest = max(track.updated_at for track in started.values())
         # Several trainers may take turns: their steps are one count, as in checkpoints and for --steps.
         step, totals_ = sum(track.step for track in self._tracks.values()), [t.total for t in self._tracks.values()]
-        aim = sum(total or 0 for total in totals_) if None not in totals_ else None
-        aim = aim if aim and aim >= step else None
-        active = {name: track for name, track in heard.items() if latest - track.heard < WINDOW}
+        target_step = sum(total or 0 for total in totals_) if None not in totals_ else None
+        target_step = target_step if target_step and target_step >= step else None
+        active = {name: track for name, track in started.items() if latest - track.updated_at < WINDOW}
         events = [event for track in active.values() for event in track.events]
-        lead, event = next((track, track.events[-1]) for track in active.values())
+        main_track, event = next((track, track.events[-1]) for track in active.values())
         bar = epoch = metrics = ""
         if self._live:
-            if aim and self._console.encoding.startswith("utf"):
-                eighths = step * BAR * 8 // aim
+            if target_step and self._console.encoding.startswith("utf"):
+                eighths = step * BAR * 8 // target_step
                 bar = ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).strip().ljust(BAR)
             begun = int(event.get("epoch") or 0) + 1
-            of = f"/{lead.epochs}" if (lead.epochs or 0) >= begun else ""
-            epoch = f"epoch {begun}{of}" if begun > 1 or of else ""
-            values = {**(event.get("metrics") or {}), **lead.evaluated}
+            of_epochs = f"/{main_track.epochs}" if (main_track.epochs or 0) >= begun else ""
+            epoch = f"epoch {begun}{of_epochs}" if begun > 1 or of_epochs else ""
+            values = {**(event.get("metrics") or {}), **main_track.evaluated}
             shown = {n: value for n, value in values.items() if n != "n" and isinstance(value, int | float)}
             metrics = " ".join(f"{name} {number(value)}" for name, value in shown.items())
-        names = trainer_names({name: track.model for name, track in heard.items()}) if len(heard) > 1 else {}
+        names = trainer_names({name: track.model for name, track in started.items()}) if len(started) > 1 else {}
         known = {name: track.events[-1]["loss"] for name, track in active.items() if "loss" in track.events[-1]}
         losses = ", ".join(f"{names.get(name, '')} {number(loss)}".strip() for name, loss in known.items())
         seconds = total(events, "seconds")
         speed, pace = (total(events, field) / seconds if seconds > 0 else 0.0 for field in ("samples", "steps"))
         shares = [f"{name} {share:.0%}" for name, share in shares_of(totals(events, "time")) if share >= 0.005]
         parts = [
-            (0, f"step {step}/{aim}" if aim else f"step {step}", "bold"),
+            (0, f"step {step}/{target_step}" if target_step else f"step {step}", "bold"),
             (7, bar and f"▕{bar}▏", "cyan"),
             (4, epoch, ""),
             (1, losses and f"loss {losses}", ""),
             (2, metrics, ""),
             (5, f"{speed:,.{0 if speed >= 10 else 1}f} samples/s" if speed else "", ""),
-            (3, f"{clock((aim - step) / pace)} left" if aim and pace and not self._ended else "", ""),
+            (3, f"{clock((target_step - step) / pace)} left" if target_step and pace and not self._ended else "", ""),
             (6, " ".join(shares), "dim"),
         ]
         return [part for part in parts if part[1]]

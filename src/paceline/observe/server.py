@@ -63,9 +63,9 @@ async def serve(given: Mapping[str, Any]) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(scraped.wait(), LINGER)
             await asyncio.sleep(0.2)  # the answer is on its way
-    for place in given["told"]:
+    for targets_folder in given["told"]:
         with suppress(OSError):
-            write_targets(Path(place), [], instead_of=given["targets"])
+            write_targets(Path(targets_folder), [], instead_of=given["targets"])
     os._exit(0)  # readers that stand still are not waited for
 
 
@@ -79,9 +79,9 @@ def _answer(listener: int, routes: list[Any]) -> None:
         idle_connection_timeout=60.0,
         body_timeout=5.0,
     )
-    found = socket.socket(fileno=listener)
-    found.setblocking(False)
-    server.add_socket(found)
+    listening = socket.socket(fileno=listener)
+    listening.setblocking(False)
+    server.add_socket(listening)
 
 
 if __name__ == "__main__":

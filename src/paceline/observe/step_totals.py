@@ -27,7 +27,7 @@ class StepTotals:
         self._sent, self._last = 0, 0.0
         self._steps: list[_Step] = []
         self._each: dict[int, float] = {}  # of very many workers, since `each` told of them, in so many steps
-        self._made, self._began, self._told = 0, time.monotonic(), time.monotonic()
+        self._made, self._began, self._last_each = 0, time.monotonic(), time.monotonic()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -100,11 +100,11 @@ class StepTotals:
     def each(self) -> dict[str, Any] | None:
         """What each of more workers than records tell of has computed since the last time, now and then."""
         now = time.monotonic()
-        if not self._each or now - self._told < max(SELDOM, RARER * (now - self._began)):
+        if not self._each or now - self._last_each < max(SELDOM, RARER * (now - self._began)):
             return None
-        told = {worker: float(f"{seconds:.4g}") for worker, seconds in self._each.items()}
-        steps, self._each, self._made, self._told = self._made, {}, 0, now
-        return {"steps": steps, "computed": told}
+        computed = {worker: float(f"{seconds:.4g}") for worker, seconds in self._each.items()}
+        steps, self._each, self._made, self._last_each = self._made, {}, 0, now
+        return {"steps": steps, "computed": computed}
 
 
 class BytesSent:

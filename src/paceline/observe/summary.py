@@ -62,8 +62,8 @@ class Summary:
         self.folder = folder
         reader = reader or Reader(folder)
         events, self.number = reader.read(), reader.number
-        self.heard = float(events[-1].get("at") or 0.0) if events else 0.0
-        starts = [place for place, event in enumerate(events) if event["event"] == "start"] or [0]
+        self.last_event_at = float(events[-1].get("at") or 0.0) if events else 0.0
+        starts = [index for index, event in enumerate(events) if event["event"] == "start"] or [0]
         while len(starts) > 1 and any(event.get("already") for event in events[starts[-1] :]):
             events = events[: starts.pop()]  # an attempt that found nothing left to do
         attempts = [events[first:after] for first, after in zip(starts, [*starts[1:], len(events)], strict=True)]
@@ -95,7 +95,7 @@ class Summary:
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
         shown = (event for event in plans if (event.get("workers") or 1) > 1 or event.get("measured"))
         self.explained = {event.get("trainer", 0): PlanExplanation.of(event) for event in shown if event.get("plan")}
-        self.drawn = [told for told in self.explained.values() if told.workers > 1]
+        self.drawn = [explanation for explanation in self.explained.values() if explanation.workers > 1]
         self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
         self.noise = list({event.get("trainer"): event for event in last if event["event"] == "noise"}.values())
         self.links = {key: value for e in last if e["event"] == "links" for key, value in e.items()}
@@ -109,8 +109,10 @@ class Summary:
         up = _up(last)
         self.up = {} if self.outcome else up
         processes = [event for event in events if event["event"] == "worker"]  # which begin before their attempt does
-        here = {*up, *(str(event["worker"]) for event in last if event["event"] == "worker")}
-        self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in here}
+        current_workers = {*up, *(str(event["worker"]) for event in last if event["event"] == "worker")}
+        self.hosts = {
+            str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in current_workers
+        }
         self.loaded = [event for event in last if event["event"] == "loaded"]
         self.sent = _sent(self.loaded)
         self.each: Event = next((e for e in reversed(last) if e["event"] == "each"), {})
@@ -134,18 +136,18 @@ class Summary:
         self.steps: dict[str, list[Event]] = {}
         for record in records:
             self.steps.setdefault(names.get(record.get("trainer"), ""), []).append(record)
-        own = next(iter(self.steps.values()), [])
-        main = own[0].get("trainer") if own else None
-        current = [event for event in last if event["event"] == "step" and event.get("trainer") == main] or own
-        self.samples_per_second = _steady_speed(current) if own else None
-        theirs = self.compare.get("samples_per_second")
-        self.speedup = self.samples_per_second / theirs if theirs and self.samples_per_second else None
-        self.steps_done = int(own[-1].get("step") or 0) if own else 0
-        self.samples = int(total(own, "samples"))
+        main_records = next(iter(self.steps.values()), [])
+        main = main_records[0].get("trainer") if main_records else None
+        current = [event for event in last if event["event"] == "step" and event.get("trainer") == main] or main_records
+        self.samples_per_second = _steady_speed(current) if main_records else None
+        compared_speed = self.compare.get("samples_per_second")
+        self.speedup = self.samples_per_second / compared_speed if compared_speed and self.samples_per_second else None
+        self.steps_done = int(main_records[-1].get("step") or 0) if main_records else 0
+        self.samples = int(total(main_records, "samples"))
         self.bytes_moved = int(total(records, "bytes"))
-        counted, steps = any(record.get("bytes") is not None for record in records), total(own, "steps")
+        counted, steps = any(record.get("bytes") is not None for record in records), total(main_records, "steps")
         self.bytes_per_step = self.bytes_moved / steps if counted and steps > 0 else None
-        self.time, self.waited_for = totals(own, "time"), totals(own, "waited_for")
+        self.time, self.waited_for = totals(main_records, "time"), totals(main_records, "waited_for")
         every = [event for event in events if event["event"] == "step"]
         self.made = {field: total(every, field) for field in ("steps", "samples", "bytes")}
         self.made_by = {field: totals(every, field) for field in ("computed", "waited_for")}
@@ -167,14 +169,14 @@ class Summary:
 
     def host_of(self, worker: int) -> str:
         """Empty where nobody told."""
-        told = [e["host"] for e in self.loaded if str(worker) in e["workers"]]
-        return told[-1] if told else self.hosts.get(str(worker), "")
+        reported_hosts = [e["host"] for e in self.loaded if str(worker) in e["workers"]]
+        return reported_hosts[-1] if reported_hosts else self.hosts.get(str(worker), "")
 
     @property
     def goodput(self) -> float | None:
         """The part of the wall clock that brought the training forward."""
-        whole = sum(self.account.values())
-        return sum(self.account.get(name, 0.0) for name in USEFUL) / whole if whole else None
+        total_seconds = sum(self.account.values())
+        return sum(self.account.get(name, 0.0) for name in USEFUL) / total_seconds if total_seconds else None
 
     def _add_values(self, events: list[Event]) -> None:
         """What was evaluated and then logged under the same name is one curve."""
@@ -266,10 +268,10 @@ class Newest(Generic[Made]):
 
 def config_of(events: list[Event]) -> dict[str, Any]:
     """What a script said by trainer.config(), by name; that of a later attempt counts."""
-    told = (e for e in events if e["event"] == "config")
+    config_events = (e for e in events if e["event"] == "config")
     return {
         (f"trainer {e['trainer']}/" if e.get("trainer") else "") + name: value
-        for e in told
+        for e in config_events
         for name, value in (e.get("values") or {}).items()
     }
 
@@ -286,8 +288,8 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
 
     What the agent writes before its workers start is left out: it would count the pause between two attempts.
     """
-    own = (e for e in attempt if e["event"] != "compare" and (e["event"] != "decision" or "trainer" in e))
-    stamps = [float(event.get("began") or event["at"]) for event in own if event.get("at")]
+    counted_events = (e for e in attempt if e["event"] != "compare" and (e["event"] != "decision" or "trainer" in e))
+    stamps = [float(event.get("began") or event["at"]) for event in counted_events if event.get("at")]
     return [(stamps[0], stamps[-1])] if stamps else []
 
 
@@ -304,17 +306,17 @@ def _up(attempt: list[Event]) -> dict[str, bool]:
     return up
 
 
-def _sent(told: list[Event]) -> dict[str, float]:
+def _sent(reports: list[Event]) -> dict[str, float]:
     """Bytes from host to host, by ``a to b``, the most first: what each agent told last. A host that nobody is on, or
     that has told nothing yet, is its address.
     """
-    newest = {event["agent"]: event for event in told if event.get("sent") and event.get("agent")}
+    newest = {event["agent"]: event for event in reports if event.get("sent") and event.get("agent")}
     names = {address: str(event["host"]) for event in newest.values() for address in event.get("here", ())}
-    found = Counter[str]()
+    bytes_by_link = Counter[str]()
     for event in newest.values():
         for address, count in event["sent"].items():
-            found[f"{event['host']} to {names.get(address, address)}"] += count
-    return {link: float(count) for link, count in found.most_common() if count}
+            bytes_by_link[f"{event['host']} to {names.get(address, address)}"] += count
+    return {link: float(count) for link, count in bytes_by_link.most_common() if count}
 
 
 def _once(events: list[Event], kind: str, key: str) -> list[Event]:
@@ -335,14 +337,14 @@ def _goodput(s: Summary) -> tuple[str, str]:
     """How much of the time brought the training forward, and where the rest went. Most of a short run is its start,
     which says nothing of a longer one: there it is the seconds alone.
     """
-    whole = sum(s.account.values())
+    total_seconds = sum(s.account.values())
     costs = sorted(((s.account[name], name) for name in COSTS if name in s.account), reverse=True)
-    if s.goodput is None or whole < SHORT:
+    if s.goodput is None or total_seconds < SHORT:
         spent = sorted(((seconds, name) for name, seconds in s.account.items()), reverse=True)
         return "wall clock", ", ".join(f"{name} {duration(seconds)}" for seconds, name in spent)
-    useful = ", ".join(f"{name} {s.account[name] / whole:.0%}" for name in USEFUL if name in s.account)
+    useful = ", ".join(f"{name} {s.account[name] / total_seconds:.0%}" for name in USEFUL if name in s.account)
     rest = ", ".join(f"{name} {duration(seconds)}" for seconds, name in costs)
-    return "goodput", f"{s.goodput:.0%} of {duration(whole)} ({useful})" + (f"; {rest}" if rest else "")
+    return "goodput", f"{s.goodput:.0%} of {duration(total_seconds)} ({useful})" + (f"; {rest}" if rest else "")
 
 
 def _by_kind(summary: Summary) -> Rows:
@@ -363,8 +365,10 @@ def _by_kind(summary: Summary) -> Rows:
 def _codec(event: Event) -> str:
     sent, full = event.get("sent") or 0, event.get("full") or 0
     ratio = f", {sent / full:.1%} of them" if full else ""
-    told = f"{size_of(sent)} sent to {event.get('to') or 'other hosts'} instead of {size_of(full)}{ratio}, by worker 0"
-    return f"{event.get('codec')} ({event.get('kind')}): {told}"
+    amounts = (
+        f"{size_of(sent)} sent to {event.get('to') or 'other hosts'} instead of {size_of(full)}{ratio}, by worker 0"
+    )
+    return f"{event.get('codec')} ({event.get('kind')}): {amounts}"
 
 
 def _links(event: Event) -> str:
@@ -398,8 +402,8 @@ def _out_of_step(windows: list[Event]) -> str:
         return ""
     if "late" in windows[0]:
         late = Counter(worker for event in windows for _, worker, *_ in event["late"])
-        told = ", ".join(f"worker {worker} in {plural(count, 'step')}" for worker, count in sorted(late.items()))
-        return f"late, and its rows dropped: {told}" if told else "nobody was late"
+        late_texts = ", ".join(f"worker {worker} in {plural(count, 'step')}" for worker, count in sorted(late.items()))
+        return f"late, and its rows dropped: {late_texts}" if late_texts else "nobody was late"
     mean = sum(others * times for others, times in missed.items()) / missed.total()
     made = ", ".join(f"{count} by worker {worker}" for worker, count in sorted(by.items()))
     dropped = sum(event["dropped"] for event in windows)
@@ -409,13 +413,13 @@ def _out_of_step(windows: list[Event]) -> str:
 
 def _late(events: list[Event]) -> str:
     """Which islands were too late for merges, and how many rows are not trained on for that."""
-    told = []
+    island_texts = []
     for island in sorted({str(i) for e in events for i in (*(e.get("late") or ()), *(e.get("missed") or ()))}):
         times = sum(int(island) in (event.get("late") or ()) for event in events)
         rows = sum((event.get("missed") or {}).get(island, [0, 0, 0])[2] for event in events)
         rows += sum(event.get("rows") or 0 for event in events if str(event.get("island")) == island)
-        told.append(f"island {island} for {plural(times, 'merge')}, {plural(rows, 'row')} not trained on")
-    return "; ".join(told)
+        island_texts.append(f"island {island} for {plural(times, 'merge')}, {plural(rows, 'row')} not trained on")
+    return "; ".join(island_texts)
 
 
 def _cause(event: Event, link: str) -> str:
@@ -443,7 +447,10 @@ def _shares(s: Summary) -> str:
     if not s.shares:
         grid = s.grids[-1] if s.grids else {}
         unit = int(grid.get("unit") or 1)
-        whose = (ranks([*range(place * unit, (place + 1) * unit)]) for place in range(len(grid.get("shares") or [])))
+        whose = (
+            ranks([*range(unit_index * unit, (unit_index + 1) * unit)])
+            for unit_index in range(len(grid.get("shares") or []))
+        )
         return ", ".join(f"{who}: {share}" for who, share in zip(whose, grid.get("shares") or [], strict=True))
     workers, dealt = s.shares[-1].get("workers") or [], s.shares[-1].get("parts") or []
     unit = max(1, len(workers) // max(1, len(dealt)))
@@ -459,9 +466,9 @@ def facts(summary: Summary) -> dict[str, Rows]:
         (f"loss {name}".strip(), f"{number(a)} at first, {number(b)} at last") for name, (a, b) in s.losses.items()
     ]
     evaluation = s.evaluations[-1] if s.evaluations else {}
-    found = (evaluation.get("results") or {}).items()
+    results = (evaluation.get("results") or {}).items()
     values = ", ".join(
-        f"{name} {v if isinstance(v, str) else number(v)}" for name, v in found if not isinstance(v, (list, dict))
+        f"{name} {v if isinstance(v, str) else number(v)}" for name, v in results if not isinstance(v, (list, dict))
     )
     done = f"{plural(s.steps_done, 'step')}, {plural(s.samples, 'sample')} in {duration(s.wall_seconds)}"
     rate = f"{number(round(s.samples_per_second, 1))} samples/s" if s.samples_per_second else ""
@@ -535,8 +542,8 @@ def facts(summary: Summary) -> dict[str, Rows]:
 
 def brief(summary: Summary) -> Rows:
     """The same in as few rows as tell how a good run went."""
-    told = {title: dict(rows) for title, rows in facts(summary).items()}
-    results, losses = told["Results"], summary.losses.items()
+    tables = {title: dict(rows) for title, rows in facts(summary).items()}
+    results, losses = tables["Results"], summary.losses.items()
     loss = ", ".join(f"{name} {number(a)} to {number(b)}" for name, (a, b) in losses) if len(losses) > 1 else ""
     rows = {"loss": loss, **results, "goodput": results.get("goodput", "").partition("; ")[0]}
     if summary.samples_per_second:
@@ -549,8 +556,8 @@ def _workers(s: Summary) -> list[tuple[str, str]]:
     several = len(s.explained) > 1
     return [
         (f"trainer {trainer}: {name}" if several else name, text)
-        for trainer, told in s.explained.items()
-        for name, text in told.figures()
+        for trainer, explanation in s.explained.items()
+        for name, text in explanation.figures()
     ]
 
 
@@ -567,8 +574,8 @@ def explain(folder: Path, svg: Path | None = None) -> str:
     lines: list[str] = []
     for title in ("Environment", "Plan", "Workers", "Decisions", "Results", "Costs", "What happened"):
         if title == "Decisions":
-            told = [[in_one_line(str(event.get(key))) for key in ("what", "why")] for event in summary.decisions]
-            rows = [f"  {what}\n    because {why}" for what, why in told]
+            decisions = [[in_one_line(str(event.get(key))) for key in ("what", "why")] for event in summary.decisions]
+            rows = [f"  {what}\n    because {why}" for what, why in decisions]
         else:
             width = max((len(name) for name, _ in tables[title]), default=0)
             rows = [f"  {in_one_line(f'{name:{width}}  {text}')}" for name, text in tables[title]]

@@ -79,13 +79,13 @@ def members(summary: Summary) -> list[OneWorker]:
 
 def by_host(team: Sequence[OneWorker]) -> list[tuple[str, list[OneWorker]]]:
     """The hosts and their workers; who has the slowest comes first."""
-    found: dict[str, list[OneWorker]] = {}
+    by_name: dict[str, list[OneWorker]] = {}
     for member in team:
-        found.setdefault(member.host, []).append(member)
-    return sorted(found.items(), key=lambda host: -max(member.slowness for member in host[1]))
+        by_name.setdefault(member.host, []).append(member)
+    return sorted(by_name.items(), key=lambda host: -max(member.slowness for member in host[1]))
 
 
-def told(team: Sequence[OneWorker]) -> str:
+def describe_team(team: Sequence[OneWorker]) -> str:
     """What all of them, or those of a host, come to."""
     up = sum(member.state == "up" for member in team)
     worst = max(team, key=lambda member: member.slowness)
@@ -127,19 +127,19 @@ def _shares(summary: Summary) -> dict[str, str]:
         grid: Event = summary.grids[-1] if summary.grids else {}
         parts = grid.get("shares") or [] if grid.get("unit", 1) == 1 else []
         workers = list(range(len(parts)))
-    whole = sum(parts) if all(isinstance(part, int | float) for part in parts) else 0
-    return {str(w): f"{part / whole:.0%}" for w, part in zip(workers, parts, strict=False)} if whole else {}
+    total = sum(parts) if all(isinstance(part, int | float) for part in parts) else 0
+    return {str(w): f"{part / total:.0%}" for w, part in zip(workers, parts, strict=False)} if total else {}
 
 
 def happened(summary: Summary) -> Rows:
     """What happened last to the team and its checkpoints, the newest at the end."""
-    told: list[tuple[float, str]] = []
+    entries: list[tuple[float, str]] = []
     for event in summary.lost:
-        told.append((event["at"], f"lost: {', '.join(map(str, event.get('workers') or []))}, {event.get('why')}"))
+        entries.append((event["at"], f"lost: {', '.join(map(str, event.get('workers') or []))}, {event.get('why')}"))
     for event in summary.formed:
-        told.append((event["at"], f"formed anew with {plural(len(event.get('workers') or []), 'worker')}"))
+        entries.append((event["at"], f"formed anew with {plural(len(event.get('workers') or []), 'worker')}"))
     for event in summary.failures:
-        told.append((event["at"], f"failed: {event.get('cause')}"))
+        entries.append((event["at"], f"failed: {event.get('cause')}"))
     for event in summary.checkpoints[-LATEST:]:
-        told.append((event["at"], f"checkpoint of step {event.get('step')}"))
-    return [(f"{datetime.fromtimestamp(at):%H:%M:%S}", text) for at, text in sorted(told)[-LATEST:]]
+        entries.append((event["at"], f"checkpoint of step {event.get('step')}"))
+    return [(f"{datetime.fromtimestamp(at):%H:%M:%S}", text) for at, text in sorted(entries)[-LATEST:]]

@@ -23,7 +23,7 @@ from paceline.errors import UsageError
 from paceline.observe.team_table import lanes_of
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
-TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
+INSTANTS = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
 GONE = "remove that file: the trace is made without it"
 MOST = 200_000  # records of steps of all workers, beyond which neighbours are added up
 Span = dict[str, Any]
@@ -38,7 +38,7 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
     out = out or folder / "trace.json.gz"
     made = Timeline(read_journal(folder), flights(folder))
     while steps is None and len(made.records) * len(made.workers) > MOST:
-        fewer = Timeline(thinned(made.told), made.flights)
+        fewer = Timeline(thinned(made.journal_events), made.flights)
         if len(fewer.records) == len(made.records):
             break
         made = fewer
@@ -54,20 +54,20 @@ def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
     """(whose, collectives) of each file of the flight recorder in a run folder, and in those of other hosts in it."""
     from paceline.base.file_types import FlightHead, FlightRecord  # needs msgspec
 
-    found: list[tuple[Event, list[Event]]] = []
+    recordings: list[tuple[Event, list[Event]]] = []
     for path in sorted([*folder.glob(f"{FOLDER}/*.jsonl"), *folder.glob(f"hosts/*/{FOLDER}/*.jsonl")]):
         first, *rest = [line for line in read_file(path).splitlines() if line.endswith(b"}")] or [b""]
         if first:
             head = dict(read_json(first, FlightHead, str(path), GONE))
-            found.append((head, [dict(read_json(line, FlightRecord, str(path), GONE)) for line in rest]))
-    return found
+            recordings.append((head, [dict(read_json(line, FlightRecord, str(path), GONE)) for line in rest]))
+    return recordings
 
 
 class Timeline:
     """What a run folder tells of time. `workers` are those that are known, with their hosts."""
 
     def __init__(self, events: Sequence[Event], flights: Sequence[tuple[Event, list[Event]]]) -> None:
-        self.told, self.flights = list(events), flights
+        self.journal_events, self.flights = list(events), flights
         self.offsets: dict[str, float] = {}  # seconds to be added to what a host's clock says
         self.workers: dict[int, str] = {}
         for event in events:
@@ -90,7 +90,7 @@ class Timeline:
 
     def events(self, first: float, last: float) -> list[Span]:
         """All within these Unix seconds, in the order of time, which begins with 0."""
-        spans = [*self._steps(), *self._collectives(), *self._told()]
+        spans = [*self._steps(), *self._collectives(), *self._journal_spans()]
         spans = [span for span in spans if first <= span["ts"] and span.get("end", span["ts"]) <= last]
         spans += [*_ties([span for span in spans if span["cat"] == "collective"])]
         zero = min((span["ts"] for span in spans), default=0.0)
@@ -111,8 +111,8 @@ class Timeline:
             yield _about("process_sort_index", pid, 0, sort_index=pid)
         for pid, tid in sorted({(span["pid"], span["tid"]) for span in spans}):
             lane = f"collectives {tid - COLLECTIVES + 1}" if tid >= COLLECTIVES else "steps"
-            own = "checkpoints" if tid else "what happened"
-            yield _about("thread_name", pid, tid, name=own if pid == RUN else lane)
+            run_lane = "checkpoints" if tid else "what happened"
+            yield _about("thread_name", pid, tid, name=run_lane if pid == RUN else lane)
 
     def _steps(self) -> Iterator[Span]:
         """The parts of steps; of more workers than have such, on worker 0, and on the others what they computed and the
@@ -130,13 +130,13 @@ class Timeline:
                 rest = max(0.0, record["seconds"] - computed)
                 parts.setdefault(worker, {"load and compute": computed, "reduce, wait and others": rest})
             for worker, spent in parts.items():
-                place = {"pid": int(worker) + 1, "tid": STEPS + (record.get("trainer") or 0) % (COLLECTIVES - STEPS)}
-                yield _span(name, "step", begin, end, args, **place)
+                track = {"pid": int(worker) + 1, "tid": STEPS + (record.get("trainer") or 0) % (COLLECTIVES - STEPS)}
+                yield _span(name, "step", begin, end, args, **track)
                 scale, at = (end - begin) / max(sum(spent.values()), 1e-9), begin
                 for part, seconds in spent.items():
                     if seconds > 0:
                         until = min(end, at + seconds * scale)
-                        yield _span(part, "part", at, until, {"seconds": seconds}, **place)
+                        yield _span(part, "part", at, until, {"seconds": seconds}, **track)
                         at = until
 
     def _collectives(self) -> Iterator[Span]:
@@ -147,20 +147,20 @@ class Timeline:
                 end = max(begin, (record.get("ended") or about.get("at") or record["begun"]) + offset)
                 args = {key: record.get(key) for key in ("group", "number", "site", "bytes", "failed")}
                 args |= {} if record.get("ended") else {"ended": "not yet"}
-                place = {"pid": about["worker"] + 1, "tid": COLLECTIVES + _lane(free, begin, end)}
-                yield _span(record["name"], "collective", begin, end, args, **place)
+                track = {"pid": about["worker"] + 1, "tid": COLLECTIVES + _lane(free, begin, end)}
+                yield _span(record["name"], "collective", begin, end, args, **track)
 
-    def _told(self) -> Iterator[Span]:
+    def _journal_spans(self) -> Iterator[Span]:
         """Of the journal, what happened to the run."""
         free: list[float] = []
-        for event in self.told:
+        for event in self.journal_events:
             kind = event["event"]
             if kind == "checkpoint":
                 took = event.get("took") or event.get("seconds") or 0.0
                 name = f"checkpoint of step {event.get('step')}"
                 lane = STEPS + _lane(free, event["at"] - took, event["at"])
                 yield _span(name, kind, event["at"] - took, event["at"], {}, pid=RUN, tid=lane)
-            elif kind in TOLD:
+            elif kind in INSTANTS:
                 what = {"worker": f"{ranks([event.get('worker') or 0])} {event.get('what')}", "hang": "hang"}.get(
                     kind, kind
                 )
@@ -209,14 +209,14 @@ def _meetings(alike: Mapping[Any, list[Span]]) -> Iterator[list[Span]]:
 
 def _lane(free: list[float], begin: float, end: float) -> int:
     """The first lane that is free when something begins, until whose end it is taken."""
-    lane = next((place for place, until in enumerate(free) if until <= begin), len(free))
+    lane = next((lane_index for lane_index, until in enumerate(free) if until <= begin), len(free))
     free[lane : lane + 1] = [end]
     return lane
 
 
-def _span(name: str, kind: str, begin: float, end: float, args: Mapping[str, Any], **place: int) -> Span:
-    told = {key: value for key, value in args.items() if value is not None}
-    return {"name": name, "cat": kind, "ph": "X", "ts": begin, "end": end, "args": told, **place}
+def _span(name: str, kind: str, begin: float, end: float, args: Mapping[str, Any], **track: int) -> Span:
+    known_args = {key: value for key, value in args.items() if value is not None}
+    return {"name": name, "cat": kind, "ph": "X", "ts": begin, "end": end, "args": known_args, **track}
 
 
 def _about(what: str, pid: int, tid: int, **args: Any) -> Span:

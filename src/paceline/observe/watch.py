@@ -43,9 +43,9 @@ def watch(
     console = console or Terminal()
     if folder is not None and re.fullmatch("[^/]+:[0-9]{1,5}", str(folder)) and not folder.exists():
         with tempfile.TemporaryDirectory(prefix="paceline-watch-") as copy:
-            there = Elsewhere(str(folder), _key(key_file, str(folder)), Path(copy))
-            there.follow()
-            return _follow(there.folder, once, console, there.follow)
+            remote_run = Elsewhere(str(folder), _key(key_file, str(folder)), Path(copy))
+            remote_run.follow()
+            return _follow(remote_run.folder, once, console, remote_run.follow)
     return _follow(folder or _newest(), once, console, lambda: None)
 
 
@@ -94,8 +94,8 @@ class Elsewhere:
         host, _, port = self.where.rpartition(":")
         with Wire((host, int(port)), self._key.encode(), 5.0) as wire:
             path = f"/journal?from={self._at}"
-            status, said = wire.fetch("GET", path, secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
-        return said if status == 200 else b""
+            status, body = wire.fetch("GET", path, secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
+        return body if status == 200 else b""
 
 
 def _follow(folder: Path, once: bool, console: Terminal, look: Callable[[], None]) -> int:
@@ -120,10 +120,10 @@ def _follow(folder: Path, once: bool, console: Terminal, look: Callable[[], None
 
 
 def _newest() -> Path:
-    found = sorted(Path("runs").glob(f"*/{NAME}"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    journals = sorted(Path("runs").glob(f"*/{NAME}"), key=lambda path: path.stat().st_mtime)
+    if not journals:
         raise UsageError("there is no run under runs/", "name its folder: paceline watch RUN")
-    return found[-1].parent
+    return journals[-1].parent
 
 
 def frame(summary: Summary, now: float) -> RenderableType:
@@ -154,7 +154,7 @@ def _state(summary: Summary, now: float) -> str:
         return summary.ending
     total = next((grid.get("steps") for grid in reversed(summary.grids) if grid.get("steps")), None)
     done = f"step {summary.steps_done:,}" + (f" of {total:,}" if total else "")
-    still = now - summary.heard
+    still = now - summary.last_event_at
     return f"{done}, {duration(summary.wall_seconds)}" + (f", no news for {duration(still)}" if still > 10 else "")
 
 
@@ -166,8 +166,8 @@ def _figures(summary: Summary) -> Rows:
         curve = [(float(r["step"]), float(r["loss"])) for r in records if r.get("loss") is not None and r.get("step")]
         rows.append((f"loss {trainer}".strip(), f"{number(newest)}, from {number(first)}  {_curve(curve)}"))
         known = {"lr": last.get("lr"), "gradient norm": last.get("grad_norm"), **(last.get("metrics") or {})}
-        told = [f"{name} {number(value)}" for name, value in known.items() if isinstance(value, int | float)]
-        rows.append((f"figures {trainer}".strip(), ", ".join(told)))
+        texts = [f"{name} {number(value)}" for name, value in known.items() if isinstance(value, int | float)]
+        rows.append((f"figures {trainer}".strip(), ", ".join(texts)))
         if last.get("seconds") and last.get("samples"):
             speed = f"{number(round(last['samples'] / last['seconds'], 1))} samples/s"
             tokens = f", {number(rounded(last['tokens'] / last['seconds']))} tokens/s" if last.get("tokens") else ""
@@ -188,10 +188,13 @@ def _curve(points: Sequence[tuple[float, float]], cells: int = 32) -> str:
 
 
 def _costs(summary: Summary) -> Rows:
-    costs, own = dict(facts(summary)["Costs"]), next(iter(summary.steps.values()), [])
+    costs, records = dict(facts(summary)["Costs"]), next(iter(summary.steps.values()), [])
     sent = ""
-    if own and own[-1].get("bytes") and own[-1].get("seconds"):
-        step, second = own[-1]["bytes"] / (own[-1].get("steps") or 1), own[-1]["bytes"] / own[-1]["seconds"]
+    if records and records[-1].get("bytes") and records[-1].get("seconds"):
+        step, second = (
+            records[-1]["bytes"] / (records[-1].get("steps") or 1),
+            records[-1]["bytes"] / records[-1]["seconds"],
+        )
         sent = f"{size_of(step)} a step, {rate_of(second)}, handed to collectives by worker 0"
     return [("bytes", sent), ("links", costs.get("links", ""))]
 
