@@ -50,11 +50,13 @@ State = Mapping[str, torch.Tensor]
 def write_together(
     state: Mapping[str, torch.Tensor | ShardedTensor], out: Path, main: bool, replica: Group | None, group: Group
 ) -> None:
-    """Writes `state` as `write_model` does, on the `main` worker of a `group`; what that raises all raise. Tensors of
-    which each worker of a `replica` has a piece are gathered one after another, by all. Collective.
+    """Writes `state` with `write_model` on the `main` worker of `group`. Collective.
+
+    Sharded tensors are gathered from the workers of `replica` one after another, so that memory holds one full tensor
+    at a time. An error of the main worker is raised on every worker of the group.
     """
     full_state: dict[str, torch.Tensor] = {}
-    pieces: dict[str, torch.Tensor] = {}  # that are not gathered yet
+    pieces: dict[str, torch.Tensor] = {}  # sharded tensors that are not gathered yet
 
     def gather(name: str, held: ShardedTensor) -> torch.Tensor:
         assert replica is not None
@@ -105,6 +107,7 @@ def write_model(state: State, out: Path) -> int:
 
 
 def refuse_other_suffix(out: Path) -> None:
+    """Raises UsageError unless the name of `out` ends in .safetensors."""
     if out.suffix != ".safetensors":
         what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
         raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
@@ -160,7 +163,8 @@ def export_model(
     ended = ended_in(checkpoint.manifest, checkpoint.storage, lines.append)
     trainers = trainers_in(with_ended(checkpoint.manifest, ended))
     if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
-        what = f"there is no trainer {trainer} in step {checkpoint.step} of {in_one_line(run_dir)}, which has {len(trainers)}"
+        where = f"step {checkpoint.step} of {in_one_line(run_dir)}"
+        what = f"there is no trainer {trainer} in {where}, which has {len(trainers)}"
         raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
     source = ended.get(trainer, checkpoint)
     state = deferred(lambda: unflatten(trainers[trainer]["model"], source.tensors(mapped=True)), kind)
@@ -187,7 +191,7 @@ def _best(run_dir: str | Path, trainer: int) -> dict[str, Any]:
 
 
 def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
-    """What to say where the run has no checkpoint, or none of `step`."""
+    """Builds the error for a run that has no checkpoint, or none of `step`."""
     others = ", ".join(str(number) for number, _ in reversed(list_checkpoints(checkpoints_of(run_dir))))
     cure = f"choose one of the steps {others}" if others else "give the --run-dir of a run that saved one"
     which = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -195,7 +199,7 @@ def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``500MB`` or ``2.5GB``: powers of 1000. Raises UsageError."""
+    """Converts ``500MB`` or ``2.5GB`` to bytes; units are powers of 1000. Raises UsageError."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMGT]?B?)", text.strip().upper())
     unit = match and (match[2] if match[2] in _UNITS else f"{match[2].removesuffix('B')}B")
     size = int(float(match[1]) * _UNITS.get(unit or "", 1)) if match else 0
@@ -208,9 +212,10 @@ def parse_size(text: str) -> int:
 
 
 def _write_folder(out: Path, state: State, checkpoint: Checkpoint, most: int | None) -> list[int]:
-    """Writes a folder that appears under its name only whole; the sizes of its files with weights.
+    """Writes the folder `out` atomically and returns the sizes of its weight files.
 
-    Hugging Face's with `most` bytes in a file, torch.distributed.checkpoint's with None.
+    With `most`, the layout is Hugging Face's and no file is larger than `most` bytes; with None, the layout is that of
+    torch.distributed.checkpoint. The folder is built under another name and renamed when it is complete.
     """
     final = out.resolve()
     temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
@@ -243,7 +248,7 @@ def _write_folder(out: Path, state: State, checkpoint: Checkpoint, most: int | N
 
 
 def _refuse_others(out: Path) -> None:
-    """Raises UsageError unless the place is free, or holds nothing but what an export wrote."""
+    """Raises UsageError if `out` holds files that no export wrote."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file, and the export is a folder", "choose another name")
     names = {path.name for path in out.iterdir()} if out.exists() else set()
@@ -260,7 +265,7 @@ def _refuse_others(out: Path) -> None:
 
 
 def _sweep(final: Path) -> None:
-    """Tidies up after exports that were killed, also in the moment between two names."""
+    """Removes what killed exports left, and restores a folder that one had moved away but not yet replaced."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.*-*"):
         kind, _, pid = path.name.rpartition(".")[2].partition("-")
         if kind in ("tmp", "old") and pid.isdigit() and (int(pid) == os.getpid() or not os.path.exists(f"/proc/{pid}")):

@@ -43,35 +43,35 @@ _TENSORS = {text: dtype for dtype, text in DTYPES.items()}
 
 _T = TypeVar("_T")
 Slice = tuple[str, Block | None]  # a tensor's name, and which block of it, if not all
-_PlacedPart = tuple[list[int], torch.Tensor]  # where it begins in the whole tensor
+_PlacedPart = tuple[list[int], torch.Tensor]  # the index in the full tensor at which the part begins
 Files = dict[str, list[Slice]]  # what each file holds
 FileDigests = Mapping[str, tuple[int, str]]  # bytes and SHA-256 of each
 
 
 def checkpoints_of(run: str | Path) -> Storage:
-    """Where the checkpoints of a run are: of its folder, or at the URL that they are kept at."""
+    """The storage that holds a run's checkpoints, for a run folder or for the URL of its checkpoints."""
     storage = storage_at(run)
     return storage if storage.shared else storage_at(Path(run) / FOLDER)
 
 
 class TensorInfo(NamedTuple):
-    """What a whole tensor is: without memory, and without what even an empty tensor takes to be made."""
+    """Dtype and shape of a full tensor. It holds no data and costs less than an empty or meta tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def of(self, block: Block | None) -> TensorInfo:
-        """What a block of it is, or all."""
+        """Dtype and shape of a block of the tensor, or of all of it."""
         return self if block is None else TensorInfo(self.dtype, block.shape)
 
     def nbytes(self, block: Block | None) -> int:
-        """Of a block of it, or of all."""
+        """The bytes of a block of the tensor, or of all of it."""
         return math.prod(self.of(block).shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; `manifest` is what `commit` got, and step, format, files, tensors."""
+    """A verified checkpoint. `manifest` holds the fields given to `commit`, and step, format, files and tensors."""
 
     step: int
     storage: Storage
@@ -82,10 +82,11 @@ class Checkpoint:
         return f"{self.storage}/{self.folder}"
 
     def tensors(self, mapped: bool = False) -> dict[str, torch.Tensor]:
-        """Every tensor by name, on the CPU; if `mapped` as pages of its file instead of memory of its own, or, where
-        several files have parts of it, deferred.
+        """Reads every tensor, by name, to the CPU.
 
-        Raises CheckpointError where names, dtypes or shapes differ from the manifest's.
+        With `mapped`, tensors are memory-mapped instead of copied; a tensor whose parts lie in several files is then a
+        `Deferred` one, which reads its rows when they are needed. Raises CheckpointError if names, dtypes or shapes
+        differ from the manifest's.
         """
         parts: dict[str, dict[str, torch.Tensor]] = {}
         try:
@@ -110,7 +111,7 @@ class Checkpoint:
         return tensors
 
     def _placed(self, name: str, entry: dict[str, Any], parts: dict[str, dict[str, torch.Tensor]]) -> list[_PlacedPart]:
-        """The parts of a tensor and where each begins, taken out of those of each file."""
+        """Pops the parts of a tensor, with the index at which each begins, from the tensors of each file."""
         placed_parts: list[_PlacedPart] = []
         for file, at, shape in _part_locations(entry):
             part = parts[file].pop(name, None)
@@ -126,14 +127,14 @@ class Checkpoint:
 
 
 def _part_locations(entry: dict[str, Any]) -> list[tuple[str, list[int], list[int]]]:
-    """File, first indices and shape of each part of a tensor."""
+    """The file, the first indices and the shape of each part of a tensor."""
     if "parts" in entry:
         return [(part["file"], part["at"], part["shape"]) for part in entry["parts"]]
     return [(entry["file"], [0] * len(entry["shape"]), entry["shape"])]
 
 
 def _assembled(entry: dict[str, Any], placed_parts: list[_PlacedPart], first: int, end: int) -> torch.Tensor:
-    """Some rows of a tensor, of the parts that have them."""
+    """Rows `first` to `end` of a tensor, copied from the parts that hold them."""
     rows = torch.empty([end - first, *entry["shape"][1:]], dtype=_TENSORS[entry["dtype"]])
     return assemble(rows, placed_parts, first)
 
@@ -142,9 +143,9 @@ def _assembled(entry: dict[str, Any], placed_parts: list[_PlacedPart], first: in
 
 
 def list_checkpoints(storage: Storage) -> list[tuple[int, str]]:
-    """(step, folder) of every checkpoint, newest first, not verified, and some perhaps not finished.
+    """Lists (step, folder) of every checkpoint, newest first. They are not verified, and may be unfinished.
 
-    Raises CheckpointError where they cannot be listed.
+    Raises CheckpointError if the storage cannot be listed.
     """
     try:
         matches = [(_NAME.fullmatch(name), name) for name in storage.folders()]
@@ -157,10 +158,10 @@ def list_checkpoints(storage: Storage) -> list[tuple[int, str]]:
 
 
 def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = True) -> Checkpoint | str:
-    """The checkpoint in `folder`, or in a few words what is damaged there.
+    """Verifies the checkpoint in `folder`. Returns it, or a short text that says what is damaged.
 
-    Without `hashes` files only need their size. Raises CheckpointError where a newer Paceline wrote it, or what is
-    behind a URL cannot be reached.
+    Without `hashes`, only the sizes of files are compared. Raises CheckpointError if a newer Paceline wrote the
+    checkpoint, or if a remote storage cannot be reached.
     """
     current = MANIFEST
     try:
@@ -205,7 +206,7 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
 
 
 def _find_wrong(manifest: Any) -> str:
-    """The first field of a manifest that is not what it must be, or names what is not there."""
+    """Describes the first invalid field of a manifest, or the first tensor that its files cannot hold; else empty."""
     from paceline.checkpoint.file_types import Manifest  # needs msgspec
 
     if wrong := find_wrong(manifest, Manifest):
@@ -222,7 +223,7 @@ def _find_wrong(manifest: Any) -> str:
 
 
 def trainers_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a checkpoint has saved of each trainer. CheckpointError: no run of version 2 wrote it, or it is damaged."""
+    """The saved state of each trainer. Raises CheckpointError if no run of version 2 wrote it, or if it is damaged."""
     from paceline.checkpoint.file_types import SavedTree  # needs msgspec
 
     if "tree" not in manifest:
@@ -237,10 +238,10 @@ def trainers_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or that of step `only`; None where none was ever finished.
+    """Finds the newest intact checkpoint, or that of step `only`; None if no checkpoint was ever finished.
 
-    Every one that is passed over is told through `say`. Raises CheckpointError when there are damaged ones and none
-    verifies, and when a newer Paceline wrote the newest.
+    Calls `say` with a line for each checkpoint that was skipped. Raises CheckpointError if there are damaged
+    checkpoints and no intact one, or if a newer Paceline wrote the newest.
     """
     skipped: list[tuple[int, str]] = []
     chosen: Checkpoint | None = None
@@ -264,14 +265,14 @@ def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | No
 
 
 def last_weights(storage: Storage, trainer: int) -> Storage:
-    """Where the last weights of a trainer that has ended are, beside the checkpoints of a run."""
+    """The storage of the last weights of an ended trainer, in a folder beside the run's checkpoints."""
     return storage.inside(f"trainer-{trainer}")
 
 
 def ended_in(manifest: Mapping[str, Any], storage: Storage, say: Callable[[str], None]) -> dict[int, Checkpoint]:
-    """The last weights of those trainers in a checkpoint's tree that have ended, by their number.
+    """Opens the last weights of each trainer that the manifest says has ended; returns them by trainer number.
 
-    Raises CheckpointError where they are missing or damaged.
+    Raises CheckpointError if such weights are missing or damaged.
     """
     last_checkpoints = {}
     for number, saved in enumerate(trainers_in(manifest)):
@@ -287,7 +288,7 @@ def ended_in(manifest: Mapping[str, Any], storage: Storage, say: Callable[[str],
 
 
 def with_ended(manifest: Mapping[str, Any], ended: Mapping[int, Checkpoint]) -> dict[str, Any]:
-    """The manifest of a checkpoint, with the last weights of trainers that have ended in its tree and its tensors."""
+    """Returns `manifest` with the last weights of `ended` trainers added to its tree and its tensors."""
     trainers, tensors = list(trainers_in(manifest)), dict(manifest["tensors"])
     for number, checkpoint in ended.items():
         trainers[number] = {**trainers_in(checkpoint.manifest)[number], **trainers[number]}
@@ -299,6 +300,7 @@ def with_ended(manifest: Mapping[str, Any], ended: Mapping[int, Checkpoint]) -> 
 
 
 def folder_of(step: int) -> str:
+    """The name of the folder that holds the checkpoint of `step`."""
     return f"step-{step:012d}"
 
 
@@ -310,11 +312,12 @@ def layout(
     attempt: str,
     file_bytes: int = FILE_BYTES,
 ) -> list[Files]:
-    """What each of the `writers`, by rank, writes: `main_only` is the first one's, the bytes of what all have in `common` are
-    dealt, and so are the rows of each block of what is `cut` over the writers that hold it.
+    """Plans which files each writer writes; returns one plan per rank in `writers`.
 
-    The same for all whose common and cut tensors have the same names, shapes and dtypes. Files are of at most
-    `file_bytes` each, unless a tensor alone is larger. Raises CheckpointError where nobody writes some rows.
+    The first writer writes the `main_only` tensors. The bytes of the `common` tensors, which all workers have, are
+    divided equally. The rows of each block of the `cut` tensors are divided among the writers that hold the block.
+    Workers get the same plan if the names, shapes and dtypes of their common and cut tensors agree. A file has at most
+    `file_bytes`, unless one tensor is larger. Raises CheckpointError if no writer holds some rows of a tensor.
     """
     shares = _divide(common, len(writers))
     for name, held in cut.items():
@@ -338,6 +341,7 @@ def layout(
 
 
 def tensor_infos(tensors: Mapping[str, torch.Tensor | ShardedTensor]) -> dict[str, TensorInfo]:
+    """Dtype and full shape of each tensor; of a sharded tensor those of all its shards together."""
     return {
         n: TensorInfo(t.tensor.dtype if isinstance(t, ShardedTensor) else t.dtype, tuple(t.shape))
         for n, t in tensors.items()
@@ -345,7 +349,7 @@ def tensor_infos(tensors: Mapping[str, torch.Tensor | ShardedTensor]) -> dict[st
 
 
 def _divide_blocks(name: str, cut: ShardingSpec, writers: Sequence[int]) -> list[list[Slice]]:
-    """The rows of each block, for those who hold it."""
+    """Divides the rows of each block of a sharded tensor among the writers that hold the block."""
     shares: list[list[Slice]] = [[] for _ in writers]
     at: dict[int, list[int]] = {}
     for number, rank in enumerate(writers):
@@ -365,7 +369,7 @@ def _divide_blocks(name: str, cut: ShardingSpec, writers: Sequence[int]) -> list
 
 
 def _apart(share: list[Slice]) -> list[list[Slice]]:
-    """A file has one part of a tensor, under its name: the second ones of a share go into others."""
+    """Splits a share into layers with at most one slice of each tensor, because a file holds one slice per name."""
     layers: list[list[Slice]] = []
     seen: Counter[str] = Counter()
     for slice_ in share:
@@ -377,7 +381,7 @@ def _apart(share: list[Slice]) -> list[list[Slice]]:
 
 
 def grouped(sized: Iterable[tuple[_T, int]], most: int) -> list[list[_T]]:
-    """Things in order, in groups whose sizes add up to at most `most`, unless one alone is larger."""
+    """Groups items in order so that the sizes in a group add up to at most `most`, unless one item is larger."""
     groups: list[list[_T]] = []
     room = 0
     for thing, size in sized:
@@ -390,7 +394,7 @@ def grouped(sized: Iterable[tuple[_T, int]], most: int) -> list[list[_T]]:
 
 
 def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slice]]:
-    """Equal bytes for each writer: large tensors by rows, small ones whole."""
+    """Divides tensors among the writers by bytes: large tensors by rows, small tensors undivided."""
     total, at = sum(tensor.nbytes for tensor in tensors.values()), 0
     shares: list[list[Slice]] = [[] for _ in range(writers)]
     for name, tensor in tensors.items():
@@ -406,6 +410,7 @@ def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slic
 
 
 def take(tensor: torch.Tensor | ShardedTensor, block: Block | None) -> torch.Tensor:
+    """A view of one `block` of this worker's tensor or shard, or of all of it."""
     local = tensor.tensor if isinstance(tensor, ShardedTensor) else tensor
     return local if block is None else block.of(local)
 
@@ -417,8 +422,10 @@ def write_files(
     fetch: Callable[[str, Block | None], torch.Tensor],
     need: Callable[[], int],
 ) -> dict[str, tuple[int, str]]:
-    """Writes one writer's files; bytes and SHA-256 of each. Raises CheckpointError, and then leaves none behind. `need`
-    are the bytes of the whole checkpoint.
+    """Writes one writer's files; returns the bytes and the SHA-256 of each.
+
+    `fetch` returns the values of a tensor's block; `need` returns the bytes of the whole checkpoint, for the error
+    text. Raises CheckpointError after removing the files that were written.
     """
     written: dict[str, tuple[int, str]] = {}
     try:
@@ -435,7 +442,7 @@ def write_files(
 
 
 def write_error(storage: Storage, step: int, error: OSError, need: int | None = None) -> CheckpointError:
-    """What to say where the checkpoint of `step` could not be written, which is of `need` bytes."""
+    """Builds the error for a checkpoint of `step`, of `need` bytes, that could not be written."""
     cure = write_cure(error, need, storage.another)
     if storage.shared:
         cure = "see that it can be reached and written to, or give other --checkpoints"
@@ -464,7 +471,7 @@ def commit(
     try:
         storage.put(folder_of(step), MANIFEST, text)
     except OSError as error:
-        with suppress(OSError):  # the manifest first: it may be there all the same
+        with suppress(OSError):  # the manifest first: it may exist in spite of the error
             storage.remove(folder_of(step), [MANIFEST, *digests])
         give_up(storage, step)
         need = sum(size for size, _ in digests.values()) + len(text)
@@ -474,7 +481,7 @@ def commit(
 
 
 def bytes_of(step: int, plan: Iterable[Files], tensors: Mapping[str, TensorInfo], manifest: Mapping[str, Any]) -> int:
-    """How large a whole checkpoint is."""
+    """The bytes of all files of a checkpoint, with its manifest."""
     contents = {
         file: {name: tensors[name].of(block) for name, block in held} for part in plan for file, held in part.items()
     }
@@ -490,7 +497,7 @@ def _sealed(
     tensors: Mapping[str, TensorInfo],
     manifest: Mapping[str, Any],
 ) -> tuple[dict[str, Any], bytes]:
-    """The whole manifest, and the text that is written of it."""
+    """The complete manifest, and its text with the SHA-256 at the end."""
     entries: dict[str, dict[str, Any]] = {}
     held = [(file, *slice_) for files in plan for file, slices in files.items() for slice_ in slices]
     for file, name, block in held:
@@ -517,7 +524,7 @@ def write_checkpoint(
     keep: int = 2,
     file_bytes: int = FILE_BYTES,
 ) -> Checkpoint:
-    """Writes a whole checkpoint, as one writer. Raises CheckpointError; what was there before is intact then."""
+    """Writes a checkpoint as its only writer. If it raises CheckpointError, earlier checkpoints are intact."""
     plan = layout(tensors, {}, {}, [0], new_attempt(), file_bytes)
     try:
         need = partial(bytes_of, step, plan, tensor_infos(tensors), manifest)
@@ -529,19 +536,20 @@ def write_checkpoint(
 
 
 def give_up(storage: Storage, step: int) -> None:
-    """Leaves nothing of an attempt whose writers have removed their files."""
+    """Removes the folder of a failed attempt whose writers have removed their files."""
     with suppress(OSError):
         storage.tidy(folder_of(step))
 
 
 def new_attempt() -> str:
-    """A name for the files of one attempt at a checkpoint, so that they never meet those of another."""
+    """A random name for the files of one attempt at a checkpoint, so that two attempts never share a file."""
     return secrets.token_hex(4)
 
 
 def _prune(storage: Storage, step: int, keep: int) -> None:
-    """Removes older checkpoints beyond `keep`, damaged and unfinished older ones, and files of other attempts at this
-    one; nothing unless that of `step` is whole.
+    """Removes older checkpoints beyond `keep`, damaged or unfinished older ones, and files of other attempts at `step`.
+
+    Removes nothing unless the checkpoint of `step` is intact.
     """
     newest = open_checkpoint(storage, step, folder_of(step), hashes=False)
     if isinstance(newest, str):
@@ -562,13 +570,14 @@ def _prune(storage: Storage, step: int, keep: int) -> None:
 
 
 def best_in(checkpoint: Checkpoint) -> dict[int, dict[str, Any]]:
-    """What makes a checkpoint the best so far, by trainer: name, mode and value."""
+    """Name, mode and value of each trainer whose best value so far belongs to this checkpoint."""
     return {mark["trainer"]: mark for mark in checkpoint.manifest.get("best", ())}
 
 
 def best_of(newest_first: Iterable[Checkpoint | str]) -> dict[int, dict[str, Any]]:
-    """What `best_in` says of each trainer's best checkpoint, and its step: the newest, for each was better than those
-    before it.
+    """The step of each trainer's best checkpoint, with what `best_in` returns for it.
+
+    The newest marked checkpoint is the best one: each was better than those before it.
     """
     best: dict[int, dict[str, Any]] = {}
     for checkpoint in (opened for opened in newest_first if isinstance(opened, Checkpoint)):
@@ -586,7 +595,7 @@ def _doomed(storage: Storage, newest: Checkpoint, keep: int) -> Iterator[tuple[i
         try:
             opened = open_checkpoint(storage, number, folder, hashes=False)
         except CheckpointError:
-            continue  # a newer Paceline's: not ours to remove
+            continue  # a newer Paceline wrote it: this version must not remove it
         marks = best_in(opened) if isinstance(opened, Checkpoint) else {}
         if isinstance(opened, Checkpoint) and number not in kept and (len(kept) < keep or marks.keys() - best.keys()):
             kept.add(number)
@@ -596,7 +605,7 @@ def _doomed(storage: Storage, newest: Checkpoint, keep: int) -> Iterator[tuple[i
 
 
 def write_cure(error: OSError, need: int | None, instead: str) -> str:
-    """What to do about a failed write of `need` bytes; `instead` names the other place to choose."""
+    """Says how to repair a failed write of `need` bytes; `instead` names another target to choose."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         space = "some space" if need is None else f"some space (it needs {size_text(need)})"
         return f"free {space} or choose {instead}"

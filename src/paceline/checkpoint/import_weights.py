@@ -73,7 +73,7 @@ def import_model(
 
 
 def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """Each safetensors file of the source, and the names in it that count (None: all)."""
+    """Each safetensors file of the source, and the names of the tensors to read from it (None: all)."""
     if not source.exists():
         raise UsageError(f"there is no {in_one_line(source)}", _GIVE)
     if source.is_file():
@@ -106,7 +106,7 @@ def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 
 def _read(files: Sequence[tuple[Path, list[str] | None]]) -> dict[str, torch.Tensor]:
-    """Every tensor of the source by its own name, as pages of the files."""
+    """Memory-maps every tensor of the source, by its name there."""
     tensors: dict[str, torch.Tensor] = {}
     for path, names in files:
         try:
@@ -118,7 +118,7 @@ def _read(files: Sequence[tuple[Path, list[str] | None]]) -> dict[str, torch.Ten
 
 
 def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict[str, str]:
-    """The name in the run of each name in the source."""
+    """Applies `renames` to the names in the source; returns {name in the source: name in the run}."""
     pairs = [text.partition("=") for text in renames]
     for text, (old, equals, _) in zip(renames, pairs, strict=True):
         if not equals:
@@ -138,6 +138,7 @@ def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict
 
 
 def _shorten_list(items: Sequence[str]) -> str:
+    """The first few items as text, and the number of the others."""
     return ", ".join(items[:_NAMED]) + (f" and {len(items) - _NAMED} more" if len(items) > _NAMED else "")
 
 
@@ -152,11 +153,11 @@ def adopted(
     source: str,
     cuts: Mapping[str, ShardingSpec] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The state that ``model.load_state_dict`` takes strictly, from imported `weights`. Of what has `cuts` the model
-    has but pieces.
+    """Turns imported `weights` into the state that ``model.load_state_dict`` accepts with strict=True.
 
-    Tied weights may be there once or under each name. Raises CheckpointError where names, shapes or dtypes are not the
-    model's, with up to five of each kind.
+    `cuts` holds the full shapes of parameters of which the model has only shards. Tied weights may be given once or
+    under each name. Raises CheckpointError if names, shapes or dtypes differ from the model's, and lists up to five of
+    each kind.
     """
     wanted: dict[str, Any] = model.state_dict(keep_vars=True)
     ties: dict[int, list[str]] = {}
@@ -182,7 +183,7 @@ def adopted(
 def refuse_another_model(
     model: nn.Module, saved: Mapping[str, Any], trainer: int, checkpoint: str, cuts: Mapping[str, ShardingSpec]
 ) -> None:
-    """Raises CheckpointError where a resumed run's model has other names or shapes than the checkpoint."""
+    """Raises CheckpointError if the model of a resumed run has other names or shapes than the checkpoint."""
     kinds = _other_names_and_shapes(model.state_dict(keep_vars=True), saved, cuts)
     cure = "make the model as it was, or train the new one from the start in another --run-dir"
     _refuse(f"the {checkpoint} does not fit the model of trainer {trainer}", kinds, cure)

@@ -40,10 +40,10 @@ _LARGE = 2_000_000_000  # bytes whose verification takes long enough to say so f
 
 
 def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = False, as_json: bool = False) -> str:
-    """Every checkpoint of the run, verified by its hashes, and what that of `step`, or the newest whole one, holds.
+    """Verifies every checkpoint of the run, and lists the contents of that of `step`, or of the newest intact one.
 
     `tensors` adds a line for each tensor. Returns tables, or with `as_json` one JSON object. Raises CheckpointError
-    where there is no such checkpoint, or none that is whole.
+    if there is no such checkpoint, or no intact one.
     """
     storage = checkpoints_of(run_dir)
     listed = list_checkpoints(storage)
@@ -88,7 +88,7 @@ def _look(storage: Storage, step: int, folder: str) -> Checkpoint | str:
 def _listing(storage: Storage, step: int, folder: str, opened: Checkpoint | str, size: int) -> dict[str, Any]:
     damage = opened if isinstance(opened, str) else None
     written = ""
-    with suppress(OSError, FormatError, AttributeError):  # of a damaged one too, if that is not where the damage is
+    with suppress(OSError, FormatError, AttributeError):  # a damaged checkpoint may still have a readable manifest
         written = str(parse(storage.read(folder, MANIFEST), MANIFEST).get("written", ""))
     path = f"{storage}/{folder}"
     return {"step": step, "written": written, "bytes": size, "whole": damage is None, "damage": damage, "path": path}
@@ -158,7 +158,7 @@ def _total(tensors: dict[str, Any], names: Iterable[str], what: str) -> int:
 
 
 def _entries(node: Any) -> dict[Any, Any]:
-    """The pairs of a dict of the skeleton, however it is written."""
+    """The items of a dict of the skeleton, in either of its two encodings."""
     return {str(key): value for key, value in node["$dict"]} if "$dict" in node else node
 
 
@@ -172,7 +172,7 @@ def _names(node: Any) -> Iterator[str]:
 
 
 def _plain(node: Any) -> Any:
-    """A part of the skeleton as JSON that says the same without forms of our own; a tensor is only named as one."""
+    """A part of the skeleton as plain JSON: tagged objects become their values, and a tensor becomes a text."""
     if isinstance(node, list):
         return [_plain(item) for item in node]
     if not isinstance(node, dict):
@@ -186,7 +186,7 @@ def _plain(node: Any) -> Any:
 
 
 def _type_of(saved: list[Any], tensors: dict[str, Any]) -> str:
-    """The type of a value of `trainer.state`, as people name it."""
+    """The type of a value of `trainer.state`, as text for people."""
     kind, node = saved
     if kind == "object":
         return f"object with state_dict(), {size_text(_total(tensors, set(_names(node)), 'bytes'))} of tensors"

@@ -21,7 +21,7 @@ LARGEST = 2**40  # half an index fits 20 bits, so no product below reaches 2**63
 
 
 class _Cipher(NamedTuple):
-    """What one (size, seed, epoch) needs: indices are pairs of a < `rows` and b < `columns`."""
+    """The cipher of one (size, seed, epoch). It encrypts an index as the pair (a, b), a < `rows` and b < `columns`."""
 
     size: int
     rows: int
@@ -48,7 +48,7 @@ def sample_index(position: int | Tensor, size: int, seed: int = 0, epoch: int = 
     """
     if not 1 <= size <= LARGEST:
         raise UsageError(f"a dataset of {size} samples has no order", "give a size from 1 to 2**40")
-    # ints proper, because the cache takes 1, 1.0 and True for the same key
+    # plain ints, because the cache takes 1, 1.0 and True for the same key
     cipher = _cipher(index(size), index(seed), index(epoch))
     if isinstance(position, int):
         return _index(position, cipher)
@@ -101,7 +101,7 @@ def _cipher(size: int, seed: int, epoch: int) -> _Cipher:
 
 
 def _encrypt(value: _IntOrTensor, cipher: _Cipher) -> _IntOrTensor:
-    """A permutation of range(rows * columns), which holds `size` and few more.
+    """Applies a permutation of range(rows * columns), which is `size` or slightly more.
 
     Python ints and int64 tensors go through the very same expressions, and none of them overflows.
     """
@@ -114,7 +114,7 @@ def _encrypt(value: _IntOrTensor, cipher: _Cipher) -> _IntOrTensor:
 
 
 def _mix(half: _IntOrTensor, key: tuple[int, int]) -> _IntOrTensor:
-    """A function of `half` with the look of a random one, below 2**32; the factors are below 2**31."""
+    """Hashes `half` to a pseudo-random number below 2**32; the factors are below 2**31, so that int64 is enough."""
     x = half ^ key[0]
     x = (x ^ (x >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
     x = (x ^ (x >> 15) ^ key[1]) * 0x7FEB352D & 0xFFFFFFFF

@@ -53,7 +53,7 @@ class _Piece(NamedTuple):
 
 
 class _Recipe(NamedTuple):
-    """What every process needs."""
+    """The settings that every tokenizing process needs."""
 
     tokenizer: Any
     dtype: str
@@ -123,7 +123,7 @@ def _summary(out: Path, made: dict[str, Any]) -> str:
 
 
 def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Size and time of change of each file, in the order in which they are read; each once."""
+    """Finds the input files; returns {path: (bytes, time of change in ns)} in reading order, each file once."""
     paths: dict[str, None] = {}
     for given in inputs:
         matches = [given]
@@ -143,7 +143,7 @@ def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def _tokenizer(given: str) -> tuple[Any, bytes, str]:
-    """The tokenizer, its file's bytes, and a name for readers."""
+    """Loads a tokenizer; returns it, the bytes of its file, and its name for people."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -175,7 +175,10 @@ def _tokenizer(given: str) -> tuple[Any, bytes, str]:
 
 
 def _lock(out: Path, stack: ExitStack) -> None:
-    """For this process until its end or the stack's. Not flock: our processes would hold that, too, after a kill."""
+    """Locks the folder for this process until `stack` closes.
+
+    The lock is not flock's: child processes inherit that, and would hold it after this process is killed.
+    """
     out.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context((out / ".lock").open("a"))
     try:
@@ -185,7 +188,7 @@ def _lock(out: Path, stack: ExitStack) -> None:
 
 
 def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any] | None:
-    """Compares `out` with what is wanted, or begins it; returns the index where it is whole."""
+    """Checks that `out` was begun with the same `source`, or begins it; returns the index if it is complete."""
     if not (out / MADE_FROM).exists():
         if any(not path.name.startswith(".") for path in out.iterdir()):
             raise UsageError(f"{out} holds something else", "give a new folder as --out")
@@ -219,7 +222,7 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name when it is whole and on the disk."""
+    """Opens a file under a temporary name; renames it to `path` once it is complete and flushed."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "wb") as file:
         yield file
@@ -237,7 +240,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 def _make(
     out: Path, files: dict[str, tuple[int, int]], recipe: _Recipe, shard_tokens: int, workers: int
 ) -> dict[str, Any]:
-    """Writes the shards that are missing; the parts of the index that tell of them."""
+    """Writes the missing shards; returns the fields of the index that describe all shards."""
     position: dict[str, Any] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
     shards: list[dict[str, Any]] = []
     if (out / PROGRESS).exists():
@@ -266,7 +269,7 @@ def _make(
 
 
 class _TokenStream:
-    """The tokens of all pieces in a row, from a place on."""
+    """The tokens of all pieces as one stream, from a position on."""
 
     def __init__(self, results: Iterator[tuple[_Piece, Any, int]], position: dict[str, int], line: _Line) -> None:
         self._results, self._line = results, line
@@ -282,27 +285,27 @@ class _TokenStream:
         return result is not None
 
     def more(self) -> bool:
-        """Whether there are tokens left; the next piece is waited for where the present one is used up."""
+        """Whether there are tokens left; waits for the next piece if the current one is used up."""
         while self._used >= len(self._tokens):
             if not self._next():
                 return False
         return True
 
     def take(self, most: int) -> Any:
-        """At most so many tokens of the present piece."""
+        """Takes at most `most` tokens, all of one piece."""
         part = self._tokens[self._used : self._used + most]
         self._used += len(part)
         self._line.add(self._piece, len(part))
         return part
 
     def resume_position(self) -> dict[str, int]:
-        """Where to begin again for the tokens that follow."""
+        """The position from which another stream yields the tokens that follow."""
         piece = self._piece
         return {"file": piece.file, "offset": piece.offset, "skip": self._used, "documents": self.documents}
 
 
 def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Iterator[_Piece]:
-    """The inputs from a place on. What has been appended to a file since we began is left alone."""
+    """Cuts the inputs into pieces, from a position on; ignores text that was appended after the start."""
     for which in range(file, len(paths)):
         path, size = paths[which], sizes[which]
         try:
@@ -323,8 +326,11 @@ def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Itera
 def _tokenized(
     pieces: Iterator[_Piece], recipe: _Recipe, workers: int, stack: ExitStack
 ) -> Iterator[tuple[_Piece, Any, int]]:
-    """Each piece without its text, its tokens, and the documents that end in it; in the order of the pieces."""
-    # Forked: the tokenizer is there at once. Nothing runs beside us yet, and the executor forks all before its threads.
+    """Tokenizes the pieces in parallel; yields, in order, each piece without its text, its tokens, and the number of
+    documents that end in it.
+    """
+    # Forking shares the tokenizer at no cost. It is safe: this process has no other threads yet, and the executor forks
+    # all processes before it starts its own.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # a pool half begun could not be shut down
     try:
         pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (os.getpid(), recipe))
@@ -336,7 +342,7 @@ def _tokenized(
     try:
         more = True
         while more or ahead:
-            while more and len(ahead) < 3 * workers:  # so much text is held, and no more
+            while more and len(ahead) < 3 * workers:  # bounds the text in memory
                 piece = next(pieces, None)
                 more = piece is not None
                 if piece is not None:
@@ -352,7 +358,7 @@ def _tokenized(
         raise LaunchError(what, f"give fewer --workers; {AGAIN}") from None
 
 
-_recipe: _Recipe  # in the processes that tokenize
+_recipe: _Recipe  # set in each tokenizing process
 
 
 def _start(parent: int, recipe: _Recipe) -> None:
@@ -368,7 +374,7 @@ def _start(parent: int, recipe: _Recipe) -> None:
 
 
 def _encode(piece: _Piece) -> tuple[Any, int, tuple[str, str] | None]:
-    """A piece's tokens, the documents that end in it, and what is wrong with it."""
+    """A piece's tokens, the number of documents that end in it, and its error (what, cure), if there is one."""
     ids: list[int] = []
     documents, whole_file = 0, piece.path.endswith(".txt")
     try:
@@ -417,22 +423,24 @@ def _fields(piece: _Piece) -> Iterator[str]:
 
 
 class _Line:
-    """How far it is, on standard error: one line on a terminal, elsewhere one every ten seconds and at the end."""
+    """The progress line on standard error: repainted on a terminal, else printed every ten seconds and at the end."""
 
     def __init__(self, sizes: list[int], position: dict[str, int], tokens: int) -> None:
-        self._before = np.cumsum([0, *sizes])
+        self._before = np.cumsum([0, *sizes])  # bytes before each file
         self.end = _Piece(len(sizes), "", 0, b"", True)
         self._done = self._first = int(self._before[position["file"]]) + position["offset"]
         self._tokens, self._began, self._shown = tokens, time.monotonic(), 0.0
         self._live = sys.stderr.isatty()
 
     def add(self, piece: _Piece, tokens: int) -> None:
+        """Counts tokens that were written, and shows the line if it is due."""
         self._done = int(self._before[piece.file]) + piece.offset
         self._tokens += tokens
         if time.monotonic() - self._shown >= (0.1 if self._live else 10):
             self.show()
 
     def show(self, last: bool = False) -> None:
+        """Writes the line; the `last` one says that all is done."""
         self._shown, total = time.monotonic(), int(self._before[-1])
         self._done = total if last else self._done
         speed = (self._done - self._first) / max(self._shown - self._began, 1e-3)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMAT, INDEX = 1, "tokens.json"
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _BLOCK = 16 << 20  # bytes that `verify` holds at once
-Span = tuple[str, int, int]  # a file, the first byte and the end
+Span = tuple[str, int, int]  # file, first byte, end
 
 
 class Tokens:
@@ -173,7 +173,7 @@ class Tokens:
         return row_index
 
     def _read(self, spans: Sequence[tuple[int, int]]) -> Iterator[Any]:
-        """The tokens from a position to an end, for each span; one may lie in several shards."""
+        """Reads the tokens of each (begin, end) span; a span may lie in several shards."""
         width, owners, pieces = self._dtype.itemsize, list[int](), list[Span]()
         for owner, (begin, end) in enumerate(spans):
             shard = bisect_right(self._starts, begin) - 1
@@ -209,7 +209,7 @@ def read_index(text: bytes, where: str) -> dict[str, Any]:
 
 
 def _npy_header(head: bytes, where: str) -> tuple[np.dtype[Any], int, int]:
-    """The dtype, the bytes before the data, and the length. Raises DatasetError."""
+    """The dtype, the offset of the data in bytes, and the number of tokens. Raises DatasetError."""
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
@@ -243,7 +243,7 @@ def _check_length(data: Any, span: Span) -> Any:
 
 
 class _Local:
-    """Files of this machine, mapped when first read."""
+    """Token files of this machine, memory-mapped when first read."""
 
     MAPS = 128  # each keeps a descriptor, and a process may have no more than 1024
 
@@ -254,17 +254,21 @@ class _Local:
         return _Local, ()
 
     def root(self, url: str) -> str:
+        """The path of the files, as the other methods take it."""
         return url
 
     def read_all(self, path: str, where: str) -> bytes:
+        """The bytes of a file."""
         with _reading(where):
             return read_file(path)
 
     def sizes(self, paths: Sequence[str], where: str) -> list[int]:
+        """The bytes of each file."""
         with _reading(where):
             return [os.stat(path).st_size for path in paths]
 
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
+        """The bytes of each span, as uint8 arrays."""
         blocks = []
         for span in spans:
             with _reading(span[0]):
@@ -278,7 +282,7 @@ def _mapped(path: str) -> Any:
 
 
 class _Remote:
-    """Files that fsspec reads. It keeps connections, so there is nothing to keep open for each file."""
+    """Token files that fsspec reads. It keeps its connections, so no file is kept open."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.url, self.options = url, options
@@ -303,14 +307,17 @@ class _Remote:
         return self._system
 
     def root(self, url: str) -> str:
+        """The path of the files, as the other methods take it."""
         self._opened()
         return self._root
 
     def read_all(self, path: str, where: str) -> bytes:
+        """The bytes of a file."""
         with _reading(where):
             return bytes(self._opened().cat_file(path))
 
     def sizes(self, paths: Sequence[str], where: str) -> list[int]:
+        """The bytes of each file."""
         with _reading(where):
             sizes = self._opened().sizes(list(paths))
         if None in sizes:
@@ -319,6 +326,7 @@ class _Remote:
         return list(sizes)
 
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
+        """The bytes of each span, as uint8 arrays."""
         paths, starts, stops = ([span[part] for span in spans] for part in range(3))
         with _reading(self.url):
             blocks = self._opened().cat_ranges(paths, starts, stops, on_error="raise")
