@@ -26,11 +26,11 @@ from paceline.compute.rng import RngState
 from paceline.data.loader import Feed, Slot, Source
 from paceline.errors import DatasetError
 
-SAMPLED = 4  # rows
-_STDLIB = sys.stdlib_module_names  # its objects may be other threads'
-_DEPTH, _MANY = 5, 64  # how deep is looked into a row and a dataset, and into how many things side by side
-_STREAM = 1 << 44  # apart from those of loading
-# What loading a row may raise. Training raises it again, if it comes to the row.
+SAMPLED = 4  # rows that are compared
+_STDLIB = sys.stdlib_module_names  # objects of these may belong to other threads
+_DEPTH, _MANY = 5, 64  # levels of nesting in a row or dataset, and items of a container, that are looked at
+_STREAM = 1 << 44  # keeps these random streams apart from those of loading
+# What loading a row may raise. It is ignored: training raises it again if it needs the row.
 _LOADING_ERRORS = (
     RuntimeError,
     ValueError,
@@ -59,29 +59,29 @@ _ORDER = "give all workers the same seed= and an order= that depends on its argu
 
 
 class Fingerprint:
-    """The dataset of a loop, as all workers must have it. In `lockstep` all of them begin an epoch in the same step."""
+    """Compares the dataset of a loop on all workers. In `lockstep` all workers begin an epoch in the same step."""
 
     def __init__(self, source: Source, tell: Callable[..., None], of: str = "", lockstep: bool = True) -> None:
         self._source, self._tell, self._of, self._lockstep = source, tell, of, lockstep
         self._local_sample: dict[str, Any] = {}
-        self._generation: int | None = None  # whose members are known to have the same
-        self._epoch: int | None = None  # of an iterable dataset, whose first rows are known to be the same
+        self._generation: int | None = None  # the last generation whose members were compared
+        self._epoch: int | None = None  # the last epoch of an iterable dataset whose first rows were compared
 
     def compare(self, group: Group, generation: int) -> str:
-        """In a generation that somebody has come to. For people: rows that cannot be compared, if there are any.
-        Collective.
+        """Compares lengths, order and a few rows, once per generation that workers have joined. Collective.
 
-        Raises DatasetError where lengths, the order or rows differ: on newcomers alone, where there are others.
+        Returns a text that names rows which cannot be compared, else an empty one. Raises DatasetError if the datasets
+        differ; if some workers were compared in an earlier generation, only the new workers raise it.
         """
         if group.size == 1 or generation == self._generation or self._source.rows is None:
             return ""
         group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
         known = self._generation is not None
         before = group.gather_json(known)
-        if all(before):  # nobody has come to those who were compared
+        if all(before):  # no worker has joined since they were compared
             self._generation = generation
             return ""
-        self._local_sample = _sample(self._source, self._tell)  # anew: the script may have changed the dataset since
+        self._local_sample = _sample(self._source, self._tell)  # again, because the script may have changed the dataset
         samples = group.gather_json(self._local_sample)
         try:
             return self._judge(group, samples, _SAME_LATER if any(before) else _SAME)
@@ -93,8 +93,9 @@ class Fingerprint:
             self._generation = generation
 
     def compare_stream(self, group: Group, generation: int, feed: Feed, step: int, epoch: int) -> str:
-        """The same for an iterable dataset, whose first rows in the global batch of this `step` are compared: once in a
-        generation, and in lockstep when an epoch begins. Collective.
+        """Compares the first rows that an iterable dataset yields for the global batch of `step`. Collective.
+
+        Compares once per generation, and in lockstep also when an epoch begins. Returns and raises as `compare`.
         """
         if self._source.rows is not None or group.size == 1:
             return ""
@@ -110,12 +111,13 @@ class Fingerprint:
         if any(group.gather_json(local_rows != _read_again(feed, step))):
             return f"{_DRAWN}; {_SEED_OWN}"
         if known and not all(newcomers):
-            return ""  # the newcomers alone have others
+            return ""  # only the new workers differ, and they raise
         number, usual, deviating = difference
         what = f"workers disagree about the dataset: row {feed.grid.global_batch * step + number} of what it yields"
         raise DatasetError(f"{what} is another one on {deviating} than on {usual}", _WHOLE_STREAM)
 
     def _judge(self, group: Group, samples: list[dict[str, Any]], cure: str) -> str:
+        """Compares the `samples` of all workers; returns and raises as `compare`."""
         everyone, names, drawn = range(group.size), group.names, list[int]()
         same_lengths([sample["length"] for sample in samples], group, "the dataset")
         for number, position in enumerate(self._local_sample["at"]):
@@ -129,7 +131,7 @@ class Fingerprint:
             if None in digests or [] in digests:
                 continue
             exact, floats = zip(*digests, strict=True)
-            # Floats that are computed come out otherwise on other processors.
+            # Computed floats may differ between kinds of processors.
             alike = [
                 [r for r in everyone if samples[r]["kind"] == kind]
                 for kind in {sample["kind"]: 0 for sample in samples}
@@ -145,7 +147,7 @@ class Fingerprint:
 
 
 def first_rows(feed: Feed) -> list[list[str]]:
-    """The digests of the first rows of the global batch that was given last, of an iterable dataset."""
+    """The digests of the first rows of the last global batch of an iterable dataset."""
     digests = list[list[str]]()
     for row in feed.read[:SAMPLED]:
         exact, floats = hashlib.sha256(), hashlib.sha256()
@@ -155,7 +157,7 @@ def first_rows(feed: Feed) -> list[list[str]]:
 
 
 def _read_again(feed: Feed, step: int) -> list[list[str]]:
-    """The digests of the same rows in another pass over the dataset."""
+    """The digests of the same rows, read in another pass over the dataset."""
     source = replace(feed.source, options=None)
     again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.get_assignment, lambda *_, **__: None)
     with RngState(torch.device("cpu")).lent():
@@ -163,10 +165,10 @@ def _read_again(feed: Feed, step: int) -> list[list[str]]:
 
 
 def _find_different_row(group: Group, samples: Sequence[Sequence[Sequence[str]]]) -> tuple[int, str, str] | None:
-    """The first row that some workers have otherwise than the rest, and who these are; None where all have the same."""
+    """The first row that differs, the workers that agree and those that deviate; None if all rows are the same."""
     for number in range(max(map(len, samples), default=0)):
         rows = [tuple(sample[number]) if number < len(sample) else () for sample in samples]
-        # Floats that are computed come out otherwise on other processors.
+        # Computed floats may differ between kinds of processors.
         kinds = {row[2] for row in rows if row}
         alike = [row if len(kinds) == 1 else row[:1] for row in rows]
         if split := parted(range(group.size), alike):
@@ -176,8 +178,8 @@ def _find_different_row(group: Group, samples: Sequence[Sequence[Sequence[str]]]
 
 
 def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[str]], what: str) -> None:
-    """Raises DatasetError where workers have read another number of rows of an iterable dataset, or other
-    `first_rows` of it. Part of the entered collective.
+    """Raises DatasetError if workers have read different numbers of rows of an iterable dataset, or different
+    `first_rows`. Part of the entered collective.
     """
     reports = group.gather_json([rows, first]) if group.size > 1 and feed.source.rows is None else []
     _refuse_lengths(group, f"{what}, which yields", [read for read, _ in reports])
@@ -189,7 +191,7 @@ def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[s
 
 
 def refuse_lengths(group: Group, read: int) -> None:
-    """Raises DatasetError where workers have `read` different numbers of rows of an iterable dataset. Collective."""
+    """Raises DatasetError if workers have `read` different numbers of rows of an iterable dataset. Collective."""
     group.enter("the lengths of an iterable dataset", check=False, kind="rows compared")
     _refuse_lengths(group, "the dataset, which yields for this global batch", group.gather_json(read))
 
@@ -201,7 +203,7 @@ def _refuse_lengths(group: Group, what: str, lengths: Sequence[int]) -> None:
 
 
 def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None:
-    """Raises DatasetError where a dataset is longer on some workers."""
+    """Raises DatasetError if the dataset has different lengths on some workers."""
     if split := parted(range(group.size), lengths):
         each = [f"{lengths[members[0]]} rows on {ranks(group.names[rank] for rank in members)}" for members in split]
         cure = "give all workers the same whole dataset: its rows are dealt out to them"
@@ -209,8 +211,9 @@ def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None
 
 
 def compare_rows(group: Group, source: Source, tell: Callable[..., None], what: str) -> None:
-    """Raises DatasetError where a dataset is longer on some workers, or where one of a few rows is another one: these
-    are loaded the first time that a dataset is met. Part of the entered collective.
+    """Raises DatasetError if the dataset has different lengths on some workers, or if one of a few rows differs.
+
+    The rows are loaded only the first time that a dataset is compared. Part of the entered collective.
     """
     digests, rows = list[Any](), list[int]()
     if source.rows is not None and group.size > 1:
@@ -223,8 +226,8 @@ def compare_rows(group: Group, source: Source, tell: Callable[..., None], what: 
     for number, row in enumerate(rows):
         row_digests = [worker_digests[number] if worker_digests else None for _, _, worker_digests in reports]
         if not all(row_digests[rank] for rank in known):
-            continue  # it is drawn, or cannot be loaded
-        # Floats that are computed come out otherwise on other processors.
+            continue  # some worker drew it at random, or cannot load it
+        # Computed floats may differ between kinds of processors.
         equal = len({reports[rank][1] for rank in known}) == 1
         if split := parted(
             known,
@@ -236,15 +239,15 @@ def compare_rows(group: Group, source: Source, tell: Callable[..., None], what: 
             usual, deviating = (ranks(group.names[rank] for rank in members) for members in split)
             raise DatasetError(f"row {row} of {what} is another one on {deviating} than on {usual}", _SAME)
     if digests:
-        with suppress(TypeError):  # a list, say, which is compared each time
+        with suppress(TypeError):  # a list, for example, has no weak references and is compared each time
             _compared[id(source.dataset)] = source.dataset
 
 
-_compared = weakref.WeakValueDictionary[int, Any]()  # datasets of evaluate() and predict()
+_compared = weakref.WeakValueDictionary[int, Any]()  # datasets of evaluate() and predict() that were compared
 
 
 def _sample(source: Source, tell: Callable[..., None]) -> dict[str, Any]:
-    """What this worker tells: positions over all of an epoch, the rows there, and the digests of each."""
+    """This worker's sample: positions spread over an epoch, the rows at these, and the digests of the rows."""
     assert source.rows is not None
     at = sorted({(source.rows - 1) * part // (SAMPLED - 1) for part in range(SAMPLED)})
     slots = [Slot(number, source.first_epoch, position, position + 1) for number, position in enumerate(at)]
@@ -254,7 +257,7 @@ def _sample(source: Source, tell: Callable[..., None]) -> dict[str, Any]:
 
 
 class _Twice:
-    """A dataset of one item: the digests of some rows, each loaded twice; None for one that differs."""
+    """A dataset of one item: the digests of some rows, each loaded twice; None for a row that differs between both."""
 
     def __init__(self, source: Source, rows: Sequence[int]) -> None:
         self.source, self.rows = source, rows
@@ -279,7 +282,7 @@ class _Twice:
 
 
 def _digests(source: Source, row: int) -> list[str]:
-    """Of all of a row but its floats, and of these; none where it cannot be loaded."""
+    """The digests of a row without its floats, and of its floats; empty if the row cannot be loaded."""
     exact, floats = hashlib.sha256(), hashlib.sha256()
     try:
         _digest(source.samples([row])[0], exact, floats, _DEPTH)
@@ -289,7 +292,7 @@ def _digests(source: Source, row: int) -> list[str]:
 
 
 def _digest(value: Any, exact: Any, floats: Any, depth: int) -> None:
-    """Adds tensors, arrays, numbers and text, and nestings of them; of anything else nothing."""
+    """Adds a value to the digests: tensors, arrays, numbers, texts and nestings of these; ignores all else."""
     if value is None or isinstance(value, bool | int | str | bytes):
         exact.update(f"{value!r};".encode("utf-8", "backslashreplace"))
     elif isinstance(value, float | complex):
@@ -315,8 +318,8 @@ def _digest(value: Any, exact: Any, floats: Any, depth: int) -> None:
 
 
 def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Callable[[], Any]]:
-    """Calls that bring back what loading a row may change in a dataset and in what it holds: counts, caches, files that
-    are open now, generators.
+    """Yields functions that undo what loading a row may change in a dataset: counts, caches, positions of open files,
+    and random generators.
     """
     if not depth or id(value) in seen or isinstance(value, type | ModuleType | FunctionType | torch.Tensor):
         return
