@@ -1,14 +1,15 @@
 """`paceline doctor RUN`: says why a run is slow or failed.
 
-The model of a step, for what-ifs. Worker w needs F seconds for its update, and would need T seconds of its own for all
-rows of a global batch, its pace: D of it for waiting for rows, the rest for forward and backward. All wait for the
-slowest, and C seconds come on top. What would be is replayed: in each record, with its own T of each worker and its
-C, rows are dealt so that by the usual T all end together, and the slowest takes max(F + T * part) + C; the usual of
-these is told. With the loader fixed each T is without its D, which is of the same records: who computes a part of a
-micro-batch loads all of it, so that of few rows each takes longer. Who comes is as the usual worker was in other
-records. Twice the link halves the seconds that sums between hosts take: those that worker 0 spends on sums without
-waiting for the slowest. Of the records of steps of the present team, without the first tenth and in any case without
-the first one, the medians count. No torch.
+The model of a step, which answers what-ifs: worker w needs F seconds for its update, and its *pace* T is the seconds it
+would need to compute all rows of a global batch alone: D seconds of T are waiting for rows, the rest is forward and
+backward. All workers wait for the slowest, and C seconds (the overhead) are added. A prediction replays the records
+with each worker's T and C in that record: rows are assigned so that all workers would end together at their median T,
+and the step takes max(F + T * part) + C of the slowest worker. The median over the records is the result.
+
+With the loader fixed, D of the same record is subtracted from T: a worker that computes a part of a micro-batch loads
+all of it, so with few rows both grow. An added worker behaves as the median worker did in other records. Twice the
+link halves the seconds that sums between hosts take: those that worker 0 spends on sums without waiting for the slowest
+worker. Only records of the current team count, without the first tenth and always without the first one. No torch.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from paceline.observe.summary import Summary
 from paceline.observe.team_table import a_step
 from paceline.observe.timeline import flights
 
-SLOW = 1.35  # times the median pace of the others: from here on a worker is slow
-OFTEN = 0.7  # of the records in which it was the slowest
-ENOUGH = 3, 8  # records, and steps in these, from which on a step is usual
-LOADER, LINK = 0.4, 1 / 3  # of a worker's own seconds, of a step: from here on it is what they wait for
-APART = 0.1  # of a worker's own seconds: who waits for rows so much longer than the others is named alone
-LEAST = 0.002  # seconds of a step that are looked at
-FEW = 0.02  # of a step: a part that is smaller tells nothing
-LESS = 0.9  # of a step: what changes less is told of the verdict alone
-SEVERAL = 3  # checkpoints: one that took long is no habit
-COSTLY, LONG = 0.1, 60.0  # part of the wall clock from which on a cost is told of, in runs of so many seconds
+SLOW = 1.35  # a worker is slow from this multiple of the others' median pace on
+OFTEN = 0.7  # and if it was the slowest in this part of the records
+ENOUGH = 3, 8  # records, and steps in these, that a verdict needs
+LOADER, LINK = 0.4, 1 / 3  # part of a worker's seconds, and of a step, from which on these are a cause
+APART = 0.1  # part of a worker's seconds: workers that wait for rows so much longer than others are named alone
+LEAST = 0.002  # seconds of a step below which a cause is ignored
+FEW = 0.02  # part of a global batch below which a record says nothing about a worker
+LESS = 0.9  # of a step: what-ifs that save less are shown only for the verdict
+SEVERAL = 3  # checkpoints: fewer do not count as a cost, even if one took long
+COSTLY, LONG = 0.1, 60.0  # part of the wall clock from which on a cost is reported, and the least seconds of a run
 COSTS = {
     "saving": ("checkpoints", "save more seldom (--save-every), or to a faster disk"),
     "redone": ("steps that were made again", "see the losses, or resume from newer checkpoints (--save-every)"),
@@ -62,7 +63,7 @@ _Change = tuple[int, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong, of which `kind` and `worker`, and what tells so. `kind` is empty where nothing is."""
+    """What is wrong with a run: a `kind` (empty: nothing is wrong), the `worker` at fault, evidence and cure."""
 
     kind: str
     what: str
@@ -73,9 +74,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class UsualStep:
-    """What a usual step is made of: seconds in all, C, those of the link, by worker T `pace` and D `loading`; `slowest`
-    is the part of the records in which each was that, and `parts` what each has of the rows now. `fixed` is F, and
-    `records` have C, and T and D of each. It is `known` from enough of them.
+    """Median seconds of a step, and of what it consists of, in the model that the module describes.
+
+    `overhead` is C, `link` the seconds of sums between hosts; by worker, `pace` is T, `loading` D and `fixed` F,
+    `slowest` the part of the records in which it was the slowest, and `parts` its current part of the rows. `records`
+    hold (C, T by worker, D by worker). `known` says whether there are enough records for a verdict.
     """
 
     step_seconds: float
@@ -90,7 +93,10 @@ class UsualStep:
     known: bool = True
 
     def predict_step_seconds(self, pace: Mapping[int, float], like: Mapping[int, int] = NOBODY) -> float:
-        """With workers of this pace, which otherwise vary as they did, or `like` others did elsewhere."""
+        """Predicts the seconds of a step of workers with this `pace`, which vary over the records as they did.
+
+        Workers in `like`, {new worker: old worker}, vary as the old worker did in another record.
+        """
         total_speed, predictions = sum(1 / max(seconds, 1e-6) for seconds in pace.values()), list[float]()
         for record_index, (overhead, *_) in enumerate(self.records):
             worker_seconds = []
@@ -107,18 +113,18 @@ class UsualStep:
         return median(predictions)
 
     def compute_seconds(self, worker: int) -> float:
-        """Of the pace what is not loading."""
+        """The part T - D of a worker's pace that is not loading."""
         return max(1e-6, self.pace[worker] - self.loading.get(worker, 0.0))
 
     def with_fast_loading(self) -> UsualStep:
-        """With rows that are there when they are wanted."""
+        """The same step if no worker waits for rows."""
         without = [
             (overhead, {w: paces[w] - loading[w] for w in paces}, NONE) for overhead, paces, loading in self.records
         ]
         return replace(self, pace={w: self.compute_seconds(w) for w in self.pace}, loading=NONE, records=without)
 
     def what_if(self) -> dict[str, float]:
-        """Seconds of a step if it were so."""
+        """Predicts the seconds of a step for each hypothetical change, by its name."""
         predictions = {
             "loader fixed": (fast_loading := self.with_fast_loading()).predict_step_seconds(fast_loading.pace)
         }
@@ -136,7 +142,7 @@ class UsualStep:
 
 
 def doctor(folder: Path) -> str:
-    """The verdict in lines. UsageError: it is no run folder."""
+    """The verdict on a run as text for the terminal. Raises UsageError if `folder` is no run folder."""
     summary = Summary(folder)
     steps = usual_step(summary)
     diagnosis = verdict(summary, steps)
@@ -158,14 +164,14 @@ def doctor(folder: Path) -> str:
 
 
 def usual_step(summary: Summary) -> UsualStep | None:
-    """Of the first trainer's records; None where there is none yet, or of more workers than they tell of."""
+    """The usual step of the first trainer; None if there are no records, or if these leave the workers out."""
     records = [
         r for r in next(iter(summary.steps.values()), []) if r.get("steps") and r.get("computed") and r.get("seconds")
     ]
     team = [record for record in records if record["computed"].keys() == records[-1]["computed"].keys()]
     if not team:
         return None
-    team = team[max(len(team) // 10, len(team) > 1) :]  # much is looked at in a first step
+    team = team[max(len(team) // 10, len(team) > 1) :]  # the first step is never usual
     workers = [int(worker) for worker in team[-1]["computed"]]
     changes = _changes(summary, team[-1].get("trainer"))
     batches_of_workers = [_computed_batches(workers, changes, record) for record in team]
@@ -173,7 +179,7 @@ def usual_step(summary: Summary) -> UsualStep | None:
     waiting = {w: _waiting(summary, w, team, records) for w in workers}
 
     def paces(least: float) -> list[tuple[dict[int, float], dict[int, float]]]:
-        """T and D in each record, of the workers that had so large a part of the rows."""
+        """T and D in each record, of the workers with more than the part `least` of the rows."""
         pace_records = list[tuple[dict[int, float], dict[int, float]]]()
         for record_index, (record, parts) in enumerate(zip(team, batches_of_workers, strict=True)):
             eligible = [w for w in workers if parts[w] > least * record["steps"]]
@@ -182,7 +188,7 @@ def usual_step(summary: Summary) -> UsualStep | None:
             pace_records.append(({w: compute_seconds[w] / parts[w] for w in eligible}, waits))
         return pace_records
 
-    strict_paces, lenient_paces = paces(1 / (2 * len(workers))), paces(FEW)  # of very few rows each takes longer
+    strict_paces, lenient_paces = paces(1 / (2 * len(workers))), paces(FEW)  # with very few rows each row takes longer
     measured = {
         w: [pair for pair in strict_paces if w in pair[0]] or [pair for pair in lenient_paces if w in pair[0]]
         for w in workers
@@ -202,7 +208,7 @@ def usual_step(summary: Summary) -> UsualStep | None:
         waits.append((max(worker_seconds) - worker_seconds[0]) / record["steps"])
         rest.append(max(0.0, record["seconds"] - max(worker_seconds)) / record["steps"])
     hosts = {summary.host_of(worker) for worker in workers} - {""}
-    recent = team[-max(3, len(team) // 3) :]  # shares follow the speed of workers
+    recent = team[-max(3, len(team) // 3) :]  # shares follow the speed of workers, so old records differ
     return UsualStep(
         median(record["seconds"] / record["steps"] for record in recent),
         median(rest),
@@ -218,8 +224,9 @@ def usual_step(summary: Summary) -> UsualStep | None:
 
 
 def _computed_batches(workers: Sequence[int], changes: Sequence[_Change], record: Event) -> dict[int, float]:
-    """How many global batches each worker has computed in a record, in all, as they were dealt after each of the steps
-    of `changes`. Where nobody says, all have equal parts.
+    """How many global batches, as a sum of parts, each worker has computed in a record.
+
+    The parts are those of `changes`, each from its step on; equal parts where these do not fit the workers.
     """
     last, parts = int(record.get("step") or 0), dict.fromkeys(workers, 0.0)
     first = last - record["steps"]
@@ -236,10 +243,10 @@ def _computed_batches(workers: Sequence[int], changes: Sequence[_Change], record
 
 
 def _changes(summary: Summary, trainer: Any) -> list[_Change]:
-    """After which step rows were dealt in which parts, first those of the grid."""
+    """The parts of the rows by worker, each with the step after which they applied; the grid's parts come first."""
     grid = next((grid for grid in reversed(summary.grids) if grid.get("trainer") == trainer), {})
     shares = grid.get("shares") or []
-    # Micro-batches that may be merged are divided as well: then those that are dealt evenly are, to the row.
+    # Micro-batches that may be merged may also be divided: if all shares are even then, the rows are, too.
     even = any("may be merged" in str(event.get("what")) for event in summary.decisions)
     even &= max(shares, default=0) - min(shares, default=0) <= 1
     begin: Mapping[int, float] = {} if even or (grid.get("unit") or 1) > 1 else dict(enumerate(shares))
@@ -251,8 +258,10 @@ def _changes(summary: Summary, trainer: Any) -> list[_Change]:
 
 
 def _waiting(summary: Summary, worker: int, team: Sequence[Event], records: Sequence[Event]) -> list[float]:
-    """Seconds that a worker waited for rows in each record of the team: those of its lanes; where none has these, the
-    part of its own seconds that its present process did; where nobody tells, none.
+    """Seconds that a worker waited for rows in each record of the team.
+
+    They are in the record's lanes. Without lanes, they are estimated from what the worker's current process reported
+    of all its steps; without a report they are 0.
     """
     data_lane, worker_key = f"{worker} data", str(worker)
     if any(data_lane in (record.get("lanes") or {}) for record in team):
@@ -270,7 +279,7 @@ def _waiting(summary: Summary, worker: int, team: Sequence[Event], records: Sequ
 
 
 def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:
-    """The first that is wrong: how it failed, who hangs, what most of a step is spent on, what else costs time."""
+    """Finds the first problem, in this order: a failure, a hang, a cause of slow steps, other costs of time."""
     if summary.outcome is not None and summary.outcome["event"] == "failed":
         return _failed(summary)
     if summary.hang is not None and summary.outcome is None:
@@ -307,8 +316,10 @@ def _failed(summary: Summary) -> Verdict:
 
 
 def _find_deviating_worker(folder: Path, cause: str) -> tuple[int | None, bool]:
-    """Who is elsewhere than most, and whether it left out what they are in: it has ended, or went on to what it did
-    after that, or after the collective before, at an earlier time. The flight recorder knows.
+    """The worker that is in another collective than most, and whether it has skipped the collective of the others.
+
+    It has skipped it if it has ended, or if the flight recorder shows that it went on to a collective that followed
+    theirs, or the one before, at an earlier time.
     """
     positions = [([*map(int, members.split(", "))], ended) for members, ended in re.findall(_WHERE, cause)]
     fewest = min((len(members) for members, _ in positions), default=0)
@@ -332,32 +343,32 @@ def _find_deviating_worker(folder: Path, cause: str) -> tuple[int | None, bool]:
 
 
 def _called(records: Sequence[Event]) -> Iterator[str]:
-    """What the team did together, as names without numbers of steps, each once for all its parts."""
+    """The names of the team's collectives in order, without step numbers; neighbours of one name count once."""
     names = (re.sub(r"^step \d+", "step", record["name"]) for record in records if record["group"] == "team")
     return (name for name, _ in groupby(names))
 
 
 def _hangs(event: Event) -> Verdict:
-    """It stands still now."""
+    """The verdict on a run whose worker makes no progress now."""
     worker, busy = event["worker"], "busy" if event.get("busy") else "waiting"
     line = f"no progress for {event['seconds']:.0f} s: {busy} at {event.get('line') or 'an unknown line'}"
     return Verdict("hang", f"worker {worker} hangs", worker, (line,), f"see RUN/stacks/worker-{worker}.txt")
 
 
 def _of_others(seconds: Mapping[int, float], worker: int) -> float:
-    """The usual of the other workers."""
+    """The median over the other workers."""
     return median([value for other, value in seconds.items() if other != worker] or [0.0])
 
 
 def _waits_for_rows(steps: UsualStep, worker: int) -> bool:
-    """Whether much of its own time is that, or most of what it takes longer than the others."""
+    """Whether waiting for rows is much of a worker's time, or most of what it takes longer than the others."""
     pace, loading = steps.pace[worker], steps.loading[worker]
     usual, excess = _of_others(steps.pace, worker), loading - _of_others(steps.loading, worker)
     return loading > LOADER * pace or (pace > SLOW * usual > 0 and excess > (pace - usual) / 2)
 
 
 def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
-    """What most of a step is waited for: of rows, a slow worker and the link what costs most."""
+    """The costliest cause of slow steps: loading, a slow worker or the link between hosts; None if there is none."""
     candidates, count, hosts = list[tuple[float, Verdict]](), len(steps.pace), summary.host_of
     loaders = [w for w, seconds in steps.loading.items() if seconds > LEAST * count and _waits_for_rows(steps, w)]
     more = {w: steps.loading[w] - _of_others(steps.loading, w) for w in loaders}

@@ -11,10 +11,10 @@ from paceline.base.text import plural, size_of
 from paceline.observe.plan_explanation import DRAWN, HELD, PlanExplanation, took
 from paceline.parallel.pipeline.schedule import FORWARD
 
-Box = tuple[float, float, str]  # its width and height, and what is drawn from its upper left corner on
-SHOWN = 2, 4  # places along an axis: one below the other, or side by side
-WIDTH, GAP, DROP, PAD = 176.0, 92.0, 34.0, 10.0  # of a worker, between neighbours in a row and below, inside of boxes
-STEP, NAMED = 620.0, 96.0  # of the schedule, and of what its rows are called
+Box = tuple[float, float, str]  # width, height, and SVG drawn from the upper left corner on
+SHOWN = 2, 4  # workers along an axis that are drawn: below each other, side by side
+WIDTH, GAP, DROP, PAD = 176.0, 92.0, 34.0, 10.0  # width of a worker, gaps to its right and below, padding in boxes
+STEP, NAMED = 620.0, 96.0  # width of the schedule, and of the names of its rows
 TRAVELS = {"data": "gradients", "pipeline": "activations", "context": "heads", "tensor": "activations"}
 STYLE = """
 .plan{font:12px ui-sans-serif,system-ui,"Segoe UI",Roboto,"Helvetica Neue","DejaVu Sans",sans-serif}
@@ -32,7 +32,7 @@ STYLE = """
 
 
 def draw(explanation: PlanExplanation) -> str:
-    """The whole picture, with its own colours for a light and a dark page."""
+    """Draws the plan as one SVG picture, with colours for light and dark pages."""
     axes = [axis for axis in AXES if getattr(explanation.mesh, axis) > 1]
     kinds = [kind for kind in HELD if any(one.get(kind) for one in [*explanation.predicted, *explanation.measured])]
     parts = [_along(explanation, axes, 0), _key([(f"k{HELD.index(kind)}", kind) for kind in kinds])]
@@ -50,12 +50,12 @@ def draw(explanation: PlanExplanation) -> str:
 
 
 def save(explanation: PlanExplanation, path: Path) -> None:
-    """The same as a file of its own."""
+    """Writes the picture to the SVG file `path`."""
     path.write_text(draw(explanation).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1), encoding="utf-8")
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", most: int = 999) -> str:
-    """Of one that is too long the end, which tells paths apart."""
+    """A text of at most `most` characters; of a longer one only the end, which differs between paths."""
     short = text if len(text) <= most else f"\u2026{text[1 - most :]}"
     title = f"<title>{markup(text)}</title>" * (short != text)
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{title}{markup(short)}</text>'
@@ -85,7 +85,7 @@ def _key(kinds: Sequence[tuple[str, str]]) -> Box:
 
 
 def _worker(explanation: PlanExplanation, axis: str, rank: int) -> Box:
-    """A worker, with bars of what it holds, as predicted and as measured, on one scale for all."""
+    """Draws a worker with bars of the memory it holds, predicted and measured, on one scale for all workers."""
     inner, down = _text(PAD, 20, f"worker {rank}", "bold"), 20.0
     for line in filter(None, (explanation.position_text(rank, axis), explanation.blocks(rank))):
         down += 16
@@ -104,7 +104,7 @@ def _worker(explanation: PlanExplanation, axis: str, rank: int) -> Box:
     )
     for name, by_worker in sources:
         x, down, amounts = PAD, down + 34, by_worker[explanation.mesh.place(rank)]
-        if name and rank >= explanation.mesh.replica:  # it is known of the first replica alone
+        if name and rank >= explanation.mesh.replica:  # only the first replica is measured
             continue
         for number, kind in enumerate(HELD):
             wide = (WIDTH - 2 * PAD) * (amounts.get(kind) or 0) / most
@@ -116,7 +116,7 @@ def _worker(explanation: PlanExplanation, axis: str, rank: int) -> Box:
 
 
 def _along(explanation: PlanExplanation, axes: Sequence[str], rank: int) -> Box:
-    """The places along the first axis, each with those along the others in a frame."""
+    """Draws the workers along the first axis, each in a frame with those along the other axes."""
     axis, *others = axes
     peers, across = (
         explanation.mesh.peers(rank, axis),
@@ -142,7 +142,7 @@ def _along(explanation: PlanExplanation, axes: Sequence[str], rank: int) -> Box:
 
 
 def _sideways(travels: str, x: float, y: float, stages: bool) -> str:
-    """What goes to the next one, and the same or, among `stages`, gradients back."""
+    """Draws arrows to the right neighbour and back; between `stages`, gradients go back."""
     arrows = _arrow(x + 6, y, GAP - 12) + _arrow(x + GAP - 6, y + 10 * stages, 12 - GAP)
     back = _text(x + GAP / 2, y + 24, "gradients", "soft", "middle") * stages
     return arrows + _text(x + GAP / 2, y - 6, travels, "soft", "middle") + back
@@ -154,7 +154,7 @@ def _below(travels: str, x: float, y: float) -> str:
 
 
 def _schedule(explanation: PlanExplanation) -> Box:
-    """Who computes what when; what is left of a row is waiting."""
+    """Draws which stage computes which micro-batch when; the rest of each row is waiting."""
     simulation, down = explanation.schedule(DRAWN), 46.0
     scale = STEP / simulation.end
     inner = _key([("k4", "forward"), ("k5", "backward"), ("wait", "waiting")])[2] + _text(

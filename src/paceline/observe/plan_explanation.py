@@ -13,11 +13,11 @@ from paceline.base.text import duration, plural, ranks, size_of
 from paceline.parallel.pipeline.schedule import KINDS, Simulated, drawn, kept, simulate, table
 from paceline.plan import Plan
 
-DRAWN = 12  # micro-batches, at most
+DRAWN = 12  # micro-batches in a drawn schedule, at most
 HELD = ("parameters", "gradients", "optimizer", "activations")
 _PLACES = dict(zip(AXES, ("replica", "shard", "stage", "stretch", "part"), strict=True))
 _EACH = "gradients, once a step"
-# By word: what each of its N workers holds, what it sends, and when it waits.
+# For each word of a plan: what each of its N workers holds, what it sends, and when it waits.
 _WORDS = {
     "data": (
         "a copy of its part of the model, for 1/{n} of the micro-batches",
@@ -68,29 +68,32 @@ _WORDS = {
 
 
 class PlanExplanation:
-    """A plan for so many workers, and what an `event` knows besides: the `model`; `micro_batches` of a global batch and
-    the `micro` rows of one; of each of the `stages` its `blocks`, the bytes that it `passes` on and the seconds of
-    `forward` and `backward` of a micro-batch; by worker of the first replica what is `predicted` and was `measured`:
-    bytes of `HELD`, of the whole `process` and `sent` in a step by kind, `seconds` of forward and backward in a step,
-    and those `waited` for other stages.
+    """Explains a plan for `workers` workers, with the figures of an `event`.
+
+    The event has the `model`, the number of `micro_batches` of a global batch, the `micro` rows of one, the `stages`
+    (`blocks`, bytes that a stage `passes` on, seconds of `forward` and `backward` of a micro-batch), and, for each
+    worker of the first replica, `predicted` and `measured` amounts: bytes of each kind in `HELD` and of the `process`,
+    bytes `sent` in a step by kind, `seconds` of forward and backward in a step, and seconds `waited` for other stages.
     """
 
     def __init__(self, plan: Plan, workers: int, event: Mapping[str, Any]) -> None:
         self.plan, self.workers, self.mesh = plan, workers, plan.mesh(workers)
         self.model, self.micro = event.get("model") or "", event.get("micro")
         self.micro_batches = int(event.get("micro_batches") or 8)
-        islands = plan.local or 1  # each of them has its run of micro-batches, and one replica or more
-        self.islands = -(-islands // self.mesh.data)  # of a replica, at most
+        islands = plan.local or 1  # each island has a run of micro-batches and at least one replica
+        self.islands = -(-islands // self.mesh.data)  # islands of a replica, at most
         units = max(1, self.mesh.data // islands) * self.mesh.shard
-        self.each = self.islands * -(-self.micro_batches // islands // units)  # of a unit in a step, at most
+        self.each = self.islands * -(
+            -self.micro_batches // islands // units
+        )  # micro-batches of a unit in a step, at most
         self.stages, self.predicted, self.measured = (
             list[Event](event.get(name) or ()) for name in ("stages", "predicted", "measured")
         )
         if min(len(self.predicted or self.measured), len(self.measured or self.predicted)) < self.mesh.replica:
-            self.predicted = self.measured = []  # they are those of another team
+            self.predicted = self.measured = []  # the figures are of another team
         waited = sum(amounts.get("waited") or 0.0 for amounts in self.measured)
         busy = sum(amounts.get("seconds") or 0.0 for amounts in self.measured)
-        self.waited = waited / (waited + busy) if busy else None  # the part of a step, as measured
+        self.waited = waited / (waited + busy) if busy else None  # the part of a step, measured
         self.kind = plan.schedule or KINDS[0], self.mesh.pipeline, plan.virtual or 1
         count = self.kind[1] * self.kind[2]
         self.bubble = simulate(table(*self.kind, self.each), [1.0] * count, [2.0] * count).bubble
@@ -101,12 +104,15 @@ class PlanExplanation:
 
     @classmethod
     def of(cls, event: Event) -> PlanExplanation:
-        """What was written as JSON, maybe of a team that has become another one since its plan was said."""
+        """The explanation of a journal event, whose team may have changed since its plan was chosen."""
         plan, workers = replace(Plan.parse(event["plan"]), data=None), int(event["workers"])
         return cls(plan.validate(workers), workers, event)
 
     def schedule(self, most: int) -> Simulated:
-        """A step of a unit with the seconds of its stages where they are known, or as if all took equally long."""
+        """Simulates a step of a unit with at most `most` micro-batches.
+
+        Uses the seconds of its stages if they are known, otherwise equal ones.
+        """
         taken = [
             (stage["forward"], stage["backward"]) for stage in self.stages if {"forward", "backward"} <= stage.keys()
         ]
@@ -130,7 +136,7 @@ class PlanExplanation:
         return text + f"; drawn with {DRAWN} of {m} micro-batches" * (m > DRAWN)
 
     def position_text(self, rank: int, *axes: str) -> str:
-        """Where a worker is along these axes: ``stage 0, part 1``, or with several of these ``stages 0, 2``."""
+        """A worker's position along these axes, as ``stage 0, part 1``; with virtual stages as ``stages 0, 2``."""
         at = {axis: str(self.mesh.coordinate(rank, axis)) for axis in axes if getattr(self.mesh, axis) > 1}
         _, p, v = self.kind
         if "pipeline" in at and v > 1:
@@ -138,14 +144,15 @@ class PlanExplanation:
         return ", ".join(f"{_PLACES[axis]} {number}".replace(" s ", "s ") for axis, number in at.items())
 
     def stages_of(self, rank: int) -> list[Event]:
-        """The stages of a worker."""
+        """The events of a worker's stages."""
         return self.stages[self.mesh.coordinate(rank, "pipeline") :: self.mesh.pipeline]
 
     def blocks(self, rank: int) -> str:
+        """The blocks of a worker's stages, as text."""
         return ", ".join(str(stage["blocks"]) for stage in self.stages_of(rank) if stage.get("blocks"))
 
     def _map(self) -> Iterator[tuple[str, str]]:
-        """The first units, with their workers by stage, stretch and part."""
+        """The workers of the first units by stage, sequence shard and part, as (name, text) rows."""
         for first in range(0, self.workers, self.mesh.unit)[:4]:
             stages = [
                 [self.mesh.peers(rank, "tensor") for rank in self.mesh.peers(stage, "context")]
@@ -158,7 +165,7 @@ class PlanExplanation:
             yield "", f"and {self.mesh.units - 4} more like these"
 
     def _words(self) -> Iterator[tuple[str, str]]:
-        """What each word of the plan means for a worker."""
+        """Explains what each word of the plan means for a worker, as (word, text) rows."""
         _, p, v = self.kind
         values: dict[str, Any] = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
         values["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
@@ -180,7 +187,7 @@ class PlanExplanation:
                 yield from ((name, f"{verb} {text.format(n=value, **values)}") for name, verb, text in verbs)
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """What the workers of each stage hold, send and take, the most of any of them."""
+        """What the workers of each stage hold, send and compute, at most, as (name, text) rows."""
         for stage_ranks in self.lines:
             passes = sum(stage.get("passes") or 0 for stage in self.stages_of(stage_ranks[0]))
             description = ": ".join(
@@ -196,7 +203,7 @@ class PlanExplanation:
             yield "waiting", self.waiting
 
     def text(self) -> str:
-        """All of it, for a terminal."""
+        """The whole explanation, as text for a terminal."""
         line = f"{self.plan}: {plural(self.workers, 'worker')}" + f", {self.model}" * bool(self.model)
         line += f"; a step of {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
         line += f" of {plural(self.micro or 0, 'row')}" * bool(self.micro)
@@ -219,7 +226,7 @@ class PlanExplanation:
 
 
 def took(seconds: float) -> str:
-    """With three digits below a second: stages are compared."""
+    """A duration; below a second with three digits, so that stages can be compared."""
     return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 

@@ -24,9 +24,12 @@ Rows = list[list[str]]
 
 
 def runs(folders: Sequence[Path] = (), as_json: bool = False) -> str:
-    """The runs in these folders, or below them, the oldest first: a line each. UsageError: there is none."""
+    """Lists the runs in these folders, or one level below them, oldest first, one per line.
+
+    Returns a table, or with `as_json` a JSON list. Raises UsageError if there is no run.
+    """
     paths = [Path(path) for folder in folders or [Path("runs")] for path in _runs_in(Path(folder))]
-    run_folders = {path.resolve(): path for path in paths}.values()  # each once
+    run_folders = {path.resolve(): path for path in paths}.values()  # each run once
     if not run_folders:
         where = ", ".join(map(str, folders)) or "runs/"
         raise UsageError(f"there is no run in {in_one_line(where)}", "name a folder of runs: paceline runs FOLDER")
@@ -46,7 +49,7 @@ def _runs_in(folder: Path) -> list[Path]:
 
 
 def _run_entry(folder: Path) -> dict[str, Any]:
-    """Of one run; where its journal cannot be read, why."""
+    """The table entry of a run; if its journal cannot be read, `ended` says why."""
     unknown: dict[str, Any] = dict.fromkeys(("began", "plan", "workers", "steps", "loss", "metrics", "seconds"))
     try:
         summary = Summary(folder)
@@ -60,7 +63,7 @@ def _run_entry(folder: Path) -> dict[str, Any]:
 
 
 def _last(summary: Summary) -> dict[str, float]:
-    """What was evaluated or logged last, and else the metrics of the last step."""
+    """The last evaluated and logged values, or else the metrics of the last step."""
     last_values = {name: curve[-1][1] for name, curve in summary.series.items()}
     records = next(iter(summary.steps.values()), [])
     return last_values or dict((records[-1].get("metrics") if records else None) or {})
@@ -76,8 +79,9 @@ def _line(entry: Mapping[str, Any]) -> list[str]:
 
 
 def compare(folders: Sequence[Path], html: Path | None = None) -> str:
-    """What differs between runs, and what they came to, as tables; with `html`, also as a page with their curves.
-    UsageError: these are not two runs or more.
+    """Compares two or more runs: what they were made with, losses and metrics, and speed, as tables.
+
+    With `html`, also writes a page with their curves to that file. Raises UsageError for fewer than two runs.
     """
     summaries = [Summary(Path(folder)) for folder in folders]
     if len(summaries) < 2:
@@ -91,7 +95,7 @@ def compare(folders: Sequence[Path], html: Path | None = None) -> str:
 
 
 def _made(summaries: Sequence[Summary]) -> Rows:
-    """What is not the same of what they were made with; - where there is none, or nobody wrote it down."""
+    """The facts that differ between runs, as rows; "-" stands for a fact that a run's journal does not have."""
     columns = [_facts(summary) for summary in summaries]
     names = dict.fromkeys(name for column in columns for name in column)
     rows = [[name, *(_short(column.get(name)) for column in columns)] for name in names]
@@ -113,7 +117,7 @@ def _facts(summary: Summary) -> dict[str, Any]:
 
 
 def _at_steps(summaries: Sequence[Summary]) -> Rows:
-    """Loss and metrics at steps that all have told of, spread over all there are, with the last one."""
+    """Loss and metrics at a few common steps, spread over all of them up to the last."""
     rows: Rows = []
     for name, curves in _together(summaries).items():
         values = [dict(points) for points in curves]
@@ -125,7 +129,7 @@ def _at_steps(summaries: Sequence[Summary]) -> Rows:
 
 
 def _together(summaries: Sequence[Summary]) -> dict[str, list[Any]]:
-    """The curves over steps that all have, by name."""
+    """The curves over steps that all runs have, by name."""
     columns = [
         {n.strip(): p for n, p, counts in curves_of(summary) if counts == "step" and len(p) > 0}
         for summary in summaries
@@ -153,7 +157,7 @@ def _short(value: Any) -> str:
 
 
 def _columns(rows: Rows) -> str:
-    """Rows in columns; control characters are visible."""
+    """Formats rows as aligned columns, with control characters made visible."""
     clean = [[in_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
     lines = ("  ".join(f"{cell:{wide}}" for cell, wide in zip(row, widths, strict=True)) for row in clean)
@@ -161,7 +165,7 @@ def _columns(rows: Rows) -> str:
 
 
 def _page(summaries: Sequence[Summary], tables: Mapping[str, Rows]) -> str:
-    """All curves over steps that at least one of them has, overlaid."""
+    """A page with the tables, and with the curves of all runs overlaid."""
     keys = "".join(
         f'<li><svg class="key" viewBox="0 0 10 10" aria-hidden="true"><line class="curve {stroke(run_index)}" x1="0" '
         f'x2="10" y1="5" y2="5"/></svg>{markup(str(summary.folder))}</li>'
