@@ -15,14 +15,17 @@ from typing import Any
 from paceline.base.journal import Event
 from paceline.observe.summary import Summary
 
-MOST = 1000  # values of a label
-ModelValues = Mapping[str, float | None]  # by the label, "" without one
+MOST = 1000  # values of a label, at most
+ModelValues = Mapping[str, float | None]  # {label: value}; the label is "" if there is none
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`name` is Prometheus's, `tag` TensorBoard's, in which {} stands for the `label`; "": it is not there. It is `of`
-    a summary, or of a record of steps (`record`), of which the newest counts. `counter`: it only grows.
+    """A metric of a run.
+
+    `name` is Prometheus's name; `tag` is TensorBoard's, where {} stands for the `label` (empty: the metric is not for
+    TensorBoard). Its values come from a summary (`of`) or from the newest record of steps (`record`). A `counter` only
+    grows.
     """
 
     name: str
@@ -35,7 +38,7 @@ class Metric:
     record: Callable[[Event], ModelValues] | None = None
 
     def values(self, summary: Summary) -> Iterator[tuple[tuple[str, str], float]]:
-        """((trainer, label), value): the trainer's name where there are several."""
+        """Yields ((trainer, label), value); the trainer is "" unless there are several."""
         if self.of is not None:
             by_label = {("", label): value for label, value in self.of(summary).items()}
         else:
@@ -194,8 +197,9 @@ RESERVED = {metric.tag for metric in METRICS}
 
 
 def values_of(event: Event) -> dict[str, float | str]:
-    """What a logger is told of an event, by TensorBoard's tag; a value that was not finite is NaN. The user's own names
-    are as they are, but for those that are ours already.
+    """The values of an event for loggers, by TensorBoard's tag; a value that was not finite is NaN.
+
+    Names that the user has given are kept, with the prefix own/ if Paceline has a tag of that name.
     """
     values: dict[str, Any] = {}
     user_values: Mapping[str, Any] = {}
@@ -215,7 +219,7 @@ def values_of(event: Event) -> dict[str, float | str]:
 
 
 def table() -> str:
-    """The table as docs/watching.md has it."""
+    """The table of metrics in docs/watching.md, as Markdown."""
     rows = ["| Prometheus | TensorBoard | unit | what it is |", "| --- | --- | --- | --- |"]
     for metric in METRICS:
         labels = f"{{{metric.label}}}" if metric.label else ""

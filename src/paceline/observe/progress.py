@@ -27,7 +27,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 class _Track:
-    """What is known of one trainer, which has made so many steps `before`."""
+    """The progress of one trainer, which had made `before` steps when the run was started or resumed."""
 
     def __init__(self, before: int = 0) -> None:
         self.before = before
@@ -43,6 +43,7 @@ class _Track:
         return int(self.events[-1].get("step") or 0) if self.events else self.before
 
     def add(self, event: Event) -> None:
+        """Adds a record of steps, and drops those older than `WINDOW` seconds of training."""
         self.updated_at = time.monotonic()
         self.events.append(event)
         while len(self.events) > 1 and total(self.events, "seconds") - (self.events[0].get("seconds") or 0.0) >= WINDOW:
@@ -50,11 +51,11 @@ class _Track:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows how far the run is, on standard error unless told otherwise: a script's own output stays clean.
+    """Shows how far the run is, by default on standard error, so that the script's own output stays clean.
 
-    `live`: one line, painted over and over; the default where the console is a terminal. Else plain lines: at
-    the first step, then at most one every `every` seconds, and the last one at `close`. A reader that goes
-    away (a closed pipe) silences it; the training goes on.
+    With `live`, the default on a terminal, one line is repainted. Otherwise plain lines are printed: at the first step,
+    then at most one every `every` seconds, and the last one at `close`. If the reader goes away (a closed pipe),
+    nothing more is shown and the training goes on.
     """
 
     def __init__(self, console: Terminal | None = None, live: bool | None = None, every: float = 10.0) -> None:
@@ -72,7 +73,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.close()
 
     def phase(self, event: Event) -> None:
-        """A trainer was asked for steps: prints the grid's sentence. Fields as in the journal's ``grid``."""
+        """Begins a loop of a trainer, and prints its grid. `event` has the fields of the journal's ``grid``."""
         for trainer, before in enumerate(event.get("done") or ()):
             self._tracks.setdefault(trainer, _Track(before))
         track = self._tracks.setdefault(event.get("trainer"), _Track())
@@ -81,14 +82,14 @@ class Progress(AbstractContextManager["Progress"]):
             self.line(str(event["text"]))
 
     def step(self, event: Event) -> None:
-        """Steps were done. Fields as in the journal's ``step``; may come several times a second."""
+        """Adds steps. `event` has the fields of the journal's ``step``; may be called several times a second."""
         self._tracks.setdefault(event.get("trainer"), _Track()).add(event)
         self._pending = True
         if time.monotonic() - self._shown >= (REFRESH if self._live else self._every):
             self._show()
 
     def evaluate(self, event: Event) -> None:
-        """Something was evaluated. Fields as in the journal's ``evaluate``."""
+        """Takes the results of an evaluation. `event` has the fields of the journal's ``evaluate``."""
         self._tracks.setdefault(event.get("trainer"), _Track()).evaluated = event.get("results") or {}
 
     def line(self, text: str) -> None:
@@ -101,7 +102,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._write(lambda: say(text, cast(TextIO, self._console.file)))
 
     def close(self) -> None:
-        """Shows what was not shown yet and gives the terminal back. Closing twice is harmless."""
+        """Shows the last line and restores the terminal. Closing twice is harmless."""
         self._ended = True
         if self._pending or self._painter is not None:
             self._show()
@@ -118,7 +119,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _paint(self) -> None:
         if self._painter is None:
-            both = sys.stdout.isatty()  # else what the script prints belongs into its file or pipe
+            both = sys.stdout.isatty()  # if not a terminal, the script's output must stay in its file or pipe
             self._painter = Live(console=self._console, auto_refresh=False, redirect_stdout=both)
             self._painter.start()
             self._console.show_cursor(True)  # a killed process could not bring it back
@@ -181,7 +182,7 @@ class Progress(AbstractContextManager["Progress"]):
                 self._mute()
 
     def _mute(self) -> None:
-        """Nobody reads any more: writes no more, and lets the interpreter's last flush go nowhere."""
+        """Stops writing because nobody reads, and sends the interpreter's last flush to the null device."""
         self._quiet = self._console.quiet = True
         try:
             stream = self._console.file.fileno()

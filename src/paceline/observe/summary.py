@@ -31,25 +31,29 @@ from paceline.observe.plan_explanation import PlanExplanation
 
 Rows = list[tuple[str, str]]
 Made = TypeVar("Made")
-SHORT = 60.0  # seconds
-LINKS = 12  # of those over which most was sent
+SHORT = 60.0  # seconds of a run below which no goodput is shown
+LINKS = 12  # links that are listed, those with the most bytes first
 
 
 class Summary:
-    """A run, summed up over its attempts from its journal up to the event of a `number`. What a later attempt did again
-    counts once, but in `wall_seconds` and `made`. UsageError: there is no journal, or it is of a later version.
+    """A run, summed up over its attempts from its journal up to the event `number`.
 
-    `start` is the last attempt's record, `outcome` how it ended (None: killed, or still running), `live` whether it is
-    known to run, `compare` the run to compare with. `steps` are the step records by trainer ("" where there is one);
-    `series` the numbers evaluated or logged, as (step, value) by name; `texts` the logged strings, the last of each
-    name, with its step.
-    `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
-    0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `made` and `made_by` are
-    counts of all trainers, with what was done again; `each` is the last record of what each of very many workers
-    computed; `up` says which workers are of the team, `hosts` where they
-    were. `loaded` says how long workers waited for rows, `sent` are bytes between hosts by link (``a to b``), `hang`
-    says who stands still since the last step. `collectives` are calls, bytes and seconds waited by kind. Of several
-    trainers, `steps_done`, `samples`, speed and times are the first one's.
+    Steps that a later attempt repeated count once, except in `wall_seconds`, `made` and `made_by`. Raises UsageError if
+    there is no journal, or if a later version wrote it.
+
+    - `start` is the first event of the last attempt, `outcome` its end (None: killed, or still running), `live` whether
+      the run is known to run, `compare` the run to compare with.
+    - `steps` are the step records by trainer ("" if there is one), `series` the evaluated and logged numbers as
+      (step, value) by name, `texts` the last logged text of each name, with its step.
+    - `samples_per_second` is the speed of the last attempt without the first tenth of its steps, `time` the seconds of
+      worker 0 by part, `bytes_moved` the bytes it sent, `waited_for` the seconds others waited for each worker.
+    - `made` and `made_by` are counts of all trainers, with repeated steps; `each` is the last record of what each of
+      very many workers computed.
+    - `up` says which workers belong to the team now, `hosts` where they were, `loaded` how long they waited for rows,
+      `sent` the bytes between hosts by link (``a to b``), `hang` which worker has made no progress since the last step.
+    - `collectives` are calls, bytes and seconds waited by kind.
+
+    If there are several trainers, `steps_done`, `samples`, speed and times are those of the first one.
     """
 
     live = False
@@ -65,7 +69,7 @@ class Summary:
         self.last_event_at = float(events[-1].get("at") or 0.0) if events else 0.0
         starts = [index for index, event in enumerate(events) if event["event"] == "start"] or [0]
         while len(starts) > 1 and any(event.get("already") for event in events[starts[-1] :]):
-            events = events[: starts.pop()]  # an attempt that found nothing left to do
+            events = events[: starts.pop()]  # this attempt found nothing left to do
         attempts = [events[first:after] for first, after in zip(starts, [*starts[1:], len(events)], strict=True)]
         self.attempts = [span for attempt in attempts for span in _span(attempt)]
         last = attempts[-1]
@@ -73,14 +77,18 @@ class Summary:
         self.workers = int(self.start.get("workers") or 1)
         self.script = str(self.start.get("script") or "")
         endings = [event for event in last if event["event"] in ("finished", "stopped", "failed")]
-        endings.sort(key=lambda event: event["event"] == "failed")  # one failed, so the others were stopped
+        endings.sort(
+            key=lambda event: event["event"] == "failed"
+        )  # a failure comes last: when one trainer fails, the others are stopped
         self.outcome = endings[-1] if endings else None
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.healed = effective_steps(events, "healed")
         self.formed = [event for event in events if event["event"] == "formed"]
-        late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be told twice
+        late = effective_steps(events, "late") + effective_steps(
+            events, "uncounted"
+        )  # each may be in the journal twice
         self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
         self.windows = effective_steps(events, "window")
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
@@ -108,7 +116,9 @@ class Summary:
             ]
         up = _up(last)
         self.up = {} if self.outcome else up
-        processes = [event for event in events if event["event"] == "worker"]  # which begin before their attempt does
+        processes = [
+            event for event in events if event["event"] == "worker"
+        ]  # their events may precede the start of the attempt
         current_workers = {*up, *(str(event["worker"]) for event in last if event["event"] == "worker")}
         self.hosts = {
             str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in current_workers
@@ -126,7 +136,7 @@ class Summary:
         self._add_account(events)
         self._add_values(events)
         media = {(event.get("trainer"), event.get("name")): event for event in effective_steps(events, "media")}
-        self.media = [*media.values()]  # pictures and histograms, the last of each name
+        self.media = [*media.values()]  # the last picture or histogram of each name
 
     def _add_steps(self, events: list[Event], last: list[Event]) -> None:
         records = effective_steps(events)
@@ -153,7 +163,7 @@ class Summary:
         self.made_by = {field: totals(every, field) for field in ("computed", "waited_for")}
 
     def _add_account(self, events: list[Event]) -> None:
-        """Where the wall clock went. Steps that a later attempt did again were made for nothing."""
+        """Adds up where the wall clock went; steps that a later attempt repeated count as redone."""
         kept = {id(record) for record in effective_steps(events)}
         spent = dict.fromkeys((*USEFUL, *COSTS), 0.0)
         for event in events:
@@ -168,7 +178,7 @@ class Summary:
         self.account = {name: seconds for name, seconds in spent.items() if seconds > 0}
 
     def host_of(self, worker: int) -> str:
-        """Empty where nobody told."""
+        """The host of a worker; empty if the journal does not have it."""
         reported_hosts = [e["host"] for e in self.loaded if str(worker) in e["workers"]]
         return reported_hosts[-1] if reported_hosts else self.hosts.get(str(worker), "")
 
@@ -179,7 +189,7 @@ class Summary:
         return sum(self.account.get(name, 0.0) for name in USEFUL) / total_seconds if total_seconds else None
 
     def _add_values(self, events: list[Event]) -> None:
-        """What was evaluated and then logged under the same name is one curve."""
+        """Collects curves and texts; values evaluated and logged under the same name form one curve."""
         self.texts: dict[str, tuple[int | None, str]] = {}
         curves: dict[str, dict[float, float]] = {}
         several = len({str(event.get("trainer")) for event in self.evaluations}) > 1
@@ -199,17 +209,17 @@ class Summary:
 
     @property
     def losses(self) -> dict[str, tuple[float | None, float | None]]:
-        """First and last loss by trainer; None is one that was not finite."""
+        """First and last loss by trainer; None stands for a loss that was not finite."""
         return {name: (kept[0].get("loss"), kept[-1].get("loss")) for name, kept in self.steps.items()}
 
     @property
     def waits(self) -> list[tuple[float, str]]:
-        """How long the others waited for a worker, and its name, the slowest first."""
+        """(seconds that others waited for a worker, its name), the slowest worker first."""
         return sorted(((wait, name) for name, wait in self.waited_for.items() if wait > 0), reverse=True)
 
     @property
     def running(self) -> bool:
-        """Whether it is known to run, and not only to have no end."""
+        """Whether the run is known to be running, not only without an end in the journal."""
         return self.live and self.outcome is None
 
     @property
@@ -226,7 +236,7 @@ class Summary:
 
     @property
     def command(self) -> str:
-        """The command that makes the most of the run as it stands."""
+        """The command to run next: export the weights of a finished run, or resume another."""
         if self.finished:
             return command_line(["paceline", "export", str(self.folder), "model.safetensors"])
         if not self.script:
@@ -239,14 +249,16 @@ class Summary:
     def script_line(self) -> list[str]:
         """The script and its arguments."""
         args = [str(arg) for arg in self.start.get("argv") or []]
-        module = self.start.get("module")  # unless it is an older version's
+        module = self.start.get("module")  # older versions did not record it
         script = ["-m", str(module)] if module else [self.script] if self.script else []
         return [*script, *(args[1:] if args and self.script.endswith(args[0]) else args)]
 
 
 class Newest(Generic[Made]):
-    """What is to `make` of the newest summary of a run that goes on: anew at most every so many seconds, and so seldom
-    that it takes a twentieth of the time at most, however long the journal is. UsageError as for a `Summary`.
+    """Keeps the result of `make` for the newest summary of a running run.
+
+    It is made again at most every `every` seconds, and so seldom that this takes at most a twentieth of the time,
+    however long the journal is. Raises UsageError as `Summary` does.
     """
 
     def __init__(self, folder: Path, every: float, make: Callable[[Summary], Made]) -> None:
@@ -255,7 +267,7 @@ class Newest(Generic[Made]):
         self._made: tuple[int, Made] | None = None
 
     def get(self, anew: bool = False) -> tuple[int, Made]:
-        """With the number of its last event; with `anew` as it is now."""
+        """(number of the last event, result of `make`); with `anew` made of the journal as it is now."""
         began = time.monotonic()
         if self._made is None or anew or began >= self._due:
             summary = Summary(self._folder, self._reader)
@@ -267,7 +279,7 @@ class Newest(Generic[Made]):
 
 
 def config_of(events: list[Event]) -> dict[str, Any]:
-    """What a script said by trainer.config(), by name; that of a later attempt counts."""
+    """The values that a script gave to `trainer.config()`, by name; later attempts replace earlier ones."""
     config_events = (e for e in events if e["event"] == "config")
     return {
         (f"trainer {e['trainer']}/" if e.get("trainer") else "") + name: value
@@ -277,7 +289,7 @@ def config_of(events: list[Event]) -> dict[str, Any]:
 
 
 def code_of(event: Event) -> str:
-    """The commit that ran, and whether it was changed."""
+    """The commit that ran, and whether the working tree had changes, as text."""
     changed = f", changed ({event['diff']})" if event.get("diff") else ""
     remote = f" of {event['remote']}" if event.get("remote") else ""
     return f"{event['commit'][:12]}{remote}{changed}" if event.get("commit") else ""
@@ -307,8 +319,9 @@ def _up(attempt: list[Event]) -> dict[str, bool]:
 
 
 def _sent(reports: list[Event]) -> dict[str, float]:
-    """Bytes from host to host, by ``a to b``, the most first: what each agent told last. A host that nobody is on, or
-    that has told nothing yet, is its address.
+    """Bytes sent between hosts by link (``a to b``), largest first, from each agent's last report.
+
+    A host without a report is named by its address.
     """
     newest = {event["agent"]: event for event in reports if event.get("sent") and event.get("agent")}
     names = {address: str(event["host"]) for event in newest.values() for address in event.get("here", ())}
@@ -320,7 +333,7 @@ def _sent(reports: list[Event]) -> dict[str, float]:
 
 
 def _once(events: list[Event], kind: str, key: str) -> list[Event]:
-    """The events of a kind, each once by trainer and `key`: an attempt that resumes repeats them."""
+    """The events of a kind, the last for each trainer and `key`, because resumed attempts repeat them."""
     return list({(str(e.get("trainer")), str(e.get(key))): e for e in events if e["event"] == kind}.values())
 
 
@@ -334,8 +347,9 @@ def _steady_speed(records: list[Event]) -> float | None:
 
 
 def _goodput(s: Summary) -> tuple[str, str]:
-    """How much of the time brought the training forward, and where the rest went. Most of a short run is its start,
-    which says nothing of a longer one: there it is the seconds alone.
+    """The part of the time that brought the training forward, and where the rest went, as a row.
+
+    A short run mostly starts up, which says nothing about a longer one, so only its seconds are shown.
     """
     total_seconds = sum(s.account.values())
     costs = sorted(((s.account[name], name) for name in COSTS if name in s.account), reverse=True)
@@ -348,7 +362,7 @@ def _goodput(s: Summary) -> tuple[str, str]:
 
 
 def _by_kind(summary: Summary) -> Rows:
-    """What each kind of collective cost; those below a hundredth of the bytes and of the time together."""
+    """What each kind of collective cost; kinds below a hundredth of bytes and time are added up as one."""
     kinds, rest = dict(summary.collectives), [0, 0, 0.0]
     total = sum(size for _, size, _ in kinds.values())
     for kind, costs in summary.collectives.items():
@@ -393,7 +407,7 @@ def _lost(event: Event) -> str:
 
 
 def _out_of_step(windows: list[Event]) -> str:
-    """How many updates each worker made, and how many came between a worker's reading of the weights and its update."""
+    """The number of updates of each worker, and how many others came between its reading of the weights and its own."""
     by, missed = Counter[int](), Counter[int]()
     for event in windows:
         by.update(dict(event["workers"]))
@@ -412,7 +426,7 @@ def _out_of_step(windows: list[Event]) -> str:
 
 
 def _late(events: list[Event]) -> str:
-    """Which islands were too late for merges, and how many rows are not trained on for that."""
+    """The islands that were too late for merges, and the rows that were not trained on because of that."""
     island_texts = []
     for island in sorted({str(i) for e in events for i in (*(e.get("late") or ()), *(e.get("missed") or ()))}):
         times = sum(int(island) in (event.get("late") or ()) for event in events)
@@ -423,7 +437,7 @@ def _late(events: list[Event]) -> str:
 
 
 def _cause(event: Event, link: str) -> str:
-    """Of a failure; it may be that of no worker."""
+    """The cause of a failure, with its worker if it belongs to one."""
     worker = f"worker {event['worker']}{link}" if event.get("worker") is not None else ""
     return f"{worker}{event.get('cause')}"
 
@@ -435,7 +449,7 @@ def _memory(event: Event) -> str:
 
 
 def _teams(formed: list[Event]) -> str:
-    """How often the team formed anew, and how long nobody trained for that."""
+    """How often the team formed anew, and how long training stood still for that."""
     if not formed:
         return ""
     workers = plural(len(formed[-1].get("workers") or []), "worker")
@@ -443,7 +457,7 @@ def _teams(formed: list[Event]) -> str:
 
 
 def _shares(s: Summary) -> str:
-    """The parts of the global batch that workers had at last, or the micro-batches where nothing was measured."""
+    """The workers' last parts of the global batch, or their micro-batches if nothing was measured."""
     if not s.shares:
         grid = s.grids[-1] if s.grids else {}
         unit = int(grid.get("unit") or 1)
@@ -460,7 +474,7 @@ def _shares(s: Summary) -> str:
 
 
 def facts(summary: Summary) -> dict[str, Rows]:
-    """The run in words, as (name, text) rows by title; what the journal does not hold is left out."""
+    """Describes the run as (name, text) rows by title; leaves out what the journal does not hold."""
     s, start = summary, summary.start
     losses = [
         (f"loss {name}".strip(), f"{number(a)} at first, {number(b)} at last") for name, (a, b) in s.losses.items()
@@ -541,7 +555,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
 
 
 def brief(summary: Summary) -> Rows:
-    """The same in as few rows as tell how a good run went."""
+    """The few rows of `facts` that show how a good run went."""
     tables = {title: dict(rows) for title, rows in facts(summary).items()}
     results, losses = tables["Results"], summary.losses.items()
     loss = ", ".join(f"{name} {number(a)} to {number(b)}" for name, (a, b) in losses) if len(losses) > 1 else ""
@@ -562,8 +576,9 @@ def _workers(s: Summary) -> list[tuple[str, str]]:
 
 
 def explain(folder: Path, svg: Path | None = None) -> str:
-    """What ``paceline explain RUN`` prints: a run's choices and their reasons; with `svg`, its plan is drawn there.
-    UsageError: not the folder of a run.
+    """The text of ``paceline explain RUN``: a run's choices and their reasons.
+
+    With `svg`, also draws its plan to that file. Raises UsageError if `folder` is no run folder.
     """
     summary = Summary(folder)
     if svg is not None:

@@ -22,16 +22,18 @@ from paceline.base.text import plural, ranks
 from paceline.errors import UsageError
 from paceline.observe.team_table import lanes_of
 
-RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
+RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of the run's events; the first thread numbers of a worker
 INSTANTS = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
 GONE = "remove that file: the trace is made without it"
-MOST = 200_000  # records of steps of all workers, beyond which neighbours are added up
+MOST = 200_000  # step records times workers, beyond which neighbouring records are added up
 Span = dict[str, Any]
 
 
 def trace(folder: Path, out: Path | None, steps: str | None) -> str:
-    """Writes the trace of a run, gzipped where the name ends so, and says where. UsageError: it is no run folder, or
-    `steps` is no A:B, or of none that was made.
+    """Writes the trace of a run to `out`, gzipped if its name ends in .gz; returns the text to print.
+
+    `steps` is "A:B" or None for all. Raises UsageError if `folder` is no run folder, or if `steps` is malformed or fits
+    no step of the journal.
     """
     if not (folder / NAME).exists():
         raise UsageError(f"{in_one_line(folder)} is no run folder: it has no {NAME}", "name one that --run-dir made")
@@ -51,7 +53,7 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
 
 
 def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
-    """(whose, collectives) of each file of the flight recorder in a run folder, and in those of other hosts in it."""
+    """Reads the flight recorder's files of a run, of all hosts, as (head with worker and host, collectives)."""
     from paceline.base.file_types import FlightHead, FlightRecord  # needs msgspec
 
     recordings: list[tuple[Event, list[Event]]] = []
@@ -64,11 +66,11 @@ def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
 
 
 class Timeline:
-    """What a run folder tells of time. `workers` are those that are known, with their hosts."""
+    """When everything in a run happened. `workers` maps the known workers to their hosts."""
 
     def __init__(self, events: Sequence[Event], flights: Sequence[tuple[Event, list[Event]]]) -> None:
         self.journal_events, self.flights = list(events), flights
-        self.offsets: dict[str, float] = {}  # seconds to be added to what a host's clock says
+        self.offsets: dict[str, float] = {}  # seconds to add to a host's clock
         self.workers: dict[int, str] = {}
         for event in events:
             if event["event"] == "clock":
@@ -79,7 +81,9 @@ class Timeline:
             elif event["event"] == "step":
                 self.workers |= {int(w): "" for w in event.get("computed") or {} if int(w) not in self.workers}
         self.workers |= {about["worker"]: about["host"] for about, _ in flights}
-        self.records: list[tuple[float, float, Event]] = []  # begin, end, record of steps: none begins before one ends
+        self.records: list[
+            tuple[float, float, Event]
+        ] = []  # begin, end and record of steps; those of a trainer do not overlap
         ends: dict[Any, float] = {}
         for event in events:
             if event["event"] == "step" and event.get("seconds"):
@@ -89,13 +93,13 @@ class Timeline:
                 ends[event.get("trainer")] = event["at"]
 
     def events(self, first: float, last: float) -> list[Span]:
-        """All within these Unix seconds, in the order of time, which begins with 0."""
+        """All trace events between these Unix seconds, in the order of time, which begins at 0."""
         spans = [*self._steps(), *self._collectives(), *self._journal_spans()]
         spans = [span for span in spans if first <= span["ts"] and span.get("end", span["ts"]) <= last]
         spans += [*_ties([span for span in spans if span["cat"] == "collective"])]
         zero = min((span["ts"] for span in spans), default=0.0)
         for span in spans:
-            begin = round(1e9 * (span["ts"] - zero))  # whole nanoseconds: what is within another stays so
+            begin = round(1e9 * (span["ts"] - zero))  # whole nanoseconds, so that nested spans stay nested
             span["ts"] = begin / 1000
             if "end" in span:
                 span["dur"] = (round(1e9 * (span.pop("end") - zero)) - begin) / 1000
@@ -115,9 +119,10 @@ class Timeline:
             yield _about("thread_name", pid, tid, name=run_lane if pid == RUN else lane)
 
     def _steps(self) -> Iterator[Span]:
-        """The parts of steps; of more workers than have such, on worker 0, and on the others what they computed and the
-        rest. A record is of one step, or has the sums of several: they are drawn one after another. Others'
-        seconds of reduce, update and other are those of a step earlier.
+        """The parts of steps on each worker that has lanes, else on worker 0; on the others computing and the rest.
+
+        A record is of one step, or has the sums of several steps, which are drawn one after another. The seconds of
+        reduce, update and other are, on workers other than 0, those of the step before.
         """
         for begin, end, record in self.records:
             steps, last = record.get("steps") or 1, int(record.get("step") or 0)
@@ -151,7 +156,7 @@ class Timeline:
                 yield _span(record["name"], "collective", begin, end, args, **track)
 
     def _journal_spans(self) -> Iterator[Span]:
-        """Of the journal, what happened to the run."""
+        """The events of the journal that concern the whole run."""
         free: list[float] = []
         for event in self.journal_events:
             kind = event["event"]
@@ -178,7 +183,7 @@ class Timeline:
 
 
 def _ties(spans: Sequence[Span]) -> Iterator[Span]:
-    """Flows through the same collective on several workers, which begin where it does on each."""
+    """Yields flow events that connect the same collective on several workers."""
     alike: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
     for span in spans:
         if number := span["args"].get("number"):
@@ -191,8 +196,10 @@ def _ties(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _meetings(alike: Mapping[Any, list[Span]]) -> Iterator[list[Span]]:
-    """The same collective on several workers. A number comes again in another generation: one that begins a second
-    after all others have ended is another one, and so is a second one of a worker.
+    """Groups the spans of one collective on several workers.
+
+    Numbers repeat in another generation: a span that begins a second after all others of the group have ended, or a
+    second span of the same worker, belongs to another collective.
     """
     for spans in alike.values():
         together: list[Span] = []
@@ -208,7 +215,7 @@ def _meetings(alike: Mapping[Any, list[Span]]) -> Iterator[list[Span]]:
 
 
 def _lane(free: list[float], begin: float, end: float) -> int:
-    """The first lane that is free when something begins, until whose end it is taken."""
+    """Takes the first lane that is free at `begin`, and occupies it until `end`."""
     lane = next((lane_index for lane_index, until in enumerate(free) if until <= begin), len(free))
     free[lane : lane + 1] = [end]
     return lane
@@ -224,7 +231,7 @@ def _about(what: str, pid: int, tid: int, **args: Any) -> Span:
 
 
 def _window(made: Timeline, steps: str | None) -> tuple[float, float]:
-    """Unix seconds of the records that have steps A to B."""
+    """The Unix seconds between which the steps A to B were made."""
     if steps is None:
         return 0.0, float("inf")
     first, _, last = steps.partition(":")

@@ -32,7 +32,7 @@ MOST, LONGEST, LARGEST = 256, 64, 2**31 - 1  # metrics; characters of a name or 
 
 
 def status(summary: Summary) -> dict[str, Any]:
-    """What is posted. The steps of several trainers are one count; what is not known is left out."""
+    """The body to post. The steps of several trainers are added up; unknown fields are left out."""
     newest = [records[-1] for records in summary.steps.values()]
     done = sum(int(record.get("step") or 0) for record in newest)
     aims: dict[Any, Any] = {grid.get("trainer"): grid.get("steps") for grid in summary.grids}
@@ -59,13 +59,15 @@ def status(summary: Summary) -> dict[str, Any]:
 
 
 def post(server: Mapping[str, str], body: Mapping[str, Any]) -> None:
-    """`server` has its ``url``, and the files of its ``certificate`` and our ``token``, which both change now and then.
-    OSError, HTTPException, ValueError: it does not take it.
+    """Posts `body` to Kubeflow's `server`: its ``url`` and the paths of its ``certificate`` and of our ``token``.
+
+    Both files are read at each call, because Kubernetes replaces them now and then. Raises OSError, HTTPException or
+    ValueError if the server does not accept the body.
     """
     where = urlsplit(server["url"])
     context = ssl.create_default_context(cafile=server["certificate"] or None)
     token = read_file(server["token"]).decode().strip()
-    # By itself: what is in the cluster is not asked for by way of a proxy.
+    # http.client ignores proxies, which must not be used for servers in the cluster.
     connection = HTTPSConnection(where.hostname or "", where.port, timeout=PATIENCE, context=context)
     try:
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -79,7 +81,7 @@ def post(server: Mapping[str, str], body: Mapping[str, Any]) -> None:
 
 
 async def report(folder: Path, server: Mapping[str, str], ended: Event) -> None:
-    """Posts what is new until the run has `ended`, and then its end. That it cannot it prints once."""
+    """Posts the status of the run until it has `ended`, and then its end. Prints only the first failure."""
     newest, sent, warned = Newest(folder, EVERY, status), -1, False
     while True:
         last = ended.is_set()

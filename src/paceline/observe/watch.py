@@ -28,17 +28,18 @@ from paceline.observe.team_table import HEAD, a_step, happened, members, slowest
 from paceline.team.coordinator_client import NUMBERS, UnsignedError, Wire
 
 EVERY = 0.5  # seconds between two looks
-QUIET = 1.0  # seconds without news after which a run that has ended is over
+QUIET = 1.0  # seconds without news after which a run with an end is taken to be over
 HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def watch(
     folder: Path | None = None, once: bool = False, key_file: Path | None = None, console: Terminal | None = None
 ) -> int:
-    """Shows a run, by default the newest one under runs/, until it has ended; `once`, and where the console is no
-    terminal, as it is now. Where the folder is HOST:PORT it is the run whose live page is there. UsageError: there is
-    none, or the key in `key_file` is another one's; LaunchError: nothing answers. Ctrl-C ends the watching, and nothing
-    else.
+    """Shows a run, by default the newest one under runs/, until it has ended; returns the exit code 0.
+
+    With `once`, or if the console is no terminal, prints the current state and returns. A `folder` of the form
+    HOST:PORT is the address of a run's live page. Raises UsageError if there is no such run or if the key in `key_file`
+    is wrong, LaunchError if nothing answers. Ctrl-C ends only the watching.
     """
     console = console or Terminal()
     if folder is not None and re.fullmatch("[^/]+:[0-9]{1,5}", str(folder)) and not folder.exists():
@@ -64,20 +65,20 @@ def _key(file: Path | None, where: str) -> str:
 
 
 class Elsewhere:
-    """A copy, in a `folder` here, of the journal of the run whose live page is at `where`."""
+    """Copies the journal of a remote run, whose live page is at `where`, to the local `folder`."""
 
     def __init__(self, where: str, key: str, folder: Path) -> None:
         self.where, self.folder, self._key = where, folder, key
         self._at = self._failed = 0
 
     def follow(self) -> None:
-        """Takes what is new. Raises UsageError and LaunchError the first time; later it waits for the next one."""
+        """Fetches what is new. Only the first fetch raises UsageError or LaunchError; later ones are tried again."""
         try:
             while piece := self._ask():
                 with (self.folder / NAME).open("ab") as file:
                     file.write(piece)
                 self._at += len(piece)
-        except UnsignedError as error:  # which is never believed
+        except UnsignedError as error:  # an answer without the right signature is ignored
             if not self._at:
                 what = f"what answers at {self.where} does not know this reading key"
                 if error.code == 401:
@@ -90,7 +91,7 @@ class Elsewhere:
                 raise LaunchError(what, cure) from error
 
     def _ask(self) -> bytes:
-        """The next piece of the journal. The key itself does not travel."""
+        """Fetches the next piece of the journal. The key signs the request and is not sent."""
         host, _, port = self.where.rpartition(":")
         with Wire((host, int(port)), self._key.encode(), 5.0) as wire:
             path = f"/journal?from={self._at}"
@@ -127,7 +128,7 @@ def _newest() -> Path:
 
 
 def frame(summary: Summary, now: float) -> RenderableType:
-    """All of it, made of the journal up to the event that it names; `now` is in Unix seconds."""
+    """Renders the whole screen from the journal up to the event named at its end; `now` is in Unix seconds."""
     style = "bold green" if summary.finished else "bold red" if summary.outcome else "bold"
     head = Text(in_one_line(Path(summary.script).name or str(summary.folder)), "bold")
     head.append(f"  {in_one_line(_state(summary, now))}", style)
@@ -179,7 +180,7 @@ def _figures(summary: Summary) -> Rows:
 
 
 def _curve(points: Sequence[tuple[float, float]], cells: int = 32) -> str:
-    """The course of a value in as many characters."""
+    """A sparkline of a value in `cells` characters."""
     values = [value for _, value in thin(points, 2 * cells)]
     size = -(-len(values) // cells)
     means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size or 1)]
