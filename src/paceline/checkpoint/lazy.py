@@ -59,8 +59,8 @@ def float_named(name: str | None) -> torch.dtype | None:
 def deferred(read: Callable[[], Mapping[str, Any]], dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Returns the mapping of `read` with every tensor deferred; floating-point tensors are converted to `dtype`.
 
-    `read` maps files. It is called again from time to time, because touched pages count as memory until their mapping is
-    dropped. Using a tensor raises CheckpointError if it holds finite values that are too large for `dtype`.
+    `read` maps files. It is called again from time to time, because touched pages count as memory until their mapping
+    is dropped. Using a tensor raises CheckpointError if it holds finite values that are too large for `dtype`.
     """
     held, used = read(), 0
 
