@@ -132,7 +132,7 @@ def main() -> None:
         for one in (before, then):
             if one not in known:
                 known[one] = make(one, options.row, options.steps)
-        was, said, found = known[before].whole, known[before].what_if()[name], known[then].whole
+        was, said, found = known[before].step_seconds, known[before].what_if()[name], known[then].step_seconds
         results[case] = {"before": was, "said": said, "made": found, "ratio": said / found}
         told = f"{1000 * was:.0f} ms, {name} {1000 * said:.0f} said, {1000 * found:.0f} made"
         mark = "within" if abs(said / found - 1) <= AIM else "BEYOND"

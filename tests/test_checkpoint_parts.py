@@ -105,7 +105,7 @@ def test_blocks_of_any_cut_are_one_checkpoint(shard: int, tmp_path: Path) -> Non
         assert files.layout({}, {}, mine, writers, "cccccccc") == plan
         fetch = lambda name, block, mine=mine: files.take(mine[name], block)
         told |= files.write_files(storage, 7, plan[rank], fetch, lambda: 0)
-    files.commit(storage, 7, plan, told, files.whole_shapes(held(0)), {})
+    files.commit(storage, 7, plan, told, files.tensor_infos(held(0)), {})
     found = find_checkpoint(tmp_path, pytest.fail)
     assert found is not None
     assert equal(found.tensors(), wholes)
@@ -131,7 +131,7 @@ def test_parts_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:
     for part in reversed(plan):
         assert find_checkpoint(tmp_path, lambda _: None) is None  # not before the last one has come, and the manifest
         told |= files.write_files(storage, 7, part, lambda name, rows: files.take(state[name], rows), lambda: 0)
-    files.commit(storage, 7, plan, told, files.whole_shapes(state), {"seed": 3})
+    files.commit(storage, 7, plan, told, files.tensor_infos(state), {"seed": 3})
     found = find_checkpoint(tmp_path, pytest.fail)
     assert found is not None
     entries = found.manifest["tensors"]

@@ -107,7 +107,7 @@ def test_a_slow_link(cluster: Callable[[int], Cluster]) -> None:
     steps = usual_step(Summary(folder))
     assert steps is not None
     assert "twice the link" in said[-2]
-    assert steps.what_if()["twice the link"] < 0.7 * steps.whole
+    assert steps.what_if()["twice the link"] < 0.7 * steps.step_seconds
     assert steps.link > 0.25, "4 MB at 100 Mbit/s, each way"
     (one, there), (other, back) = Summary(folder).sent.items()
     assert {one, other} == {"nowhere-1 to nowhere-2", "nowhere-2 to nowhere-1"}
@@ -138,7 +138,7 @@ def test_the_model_of_a_step(tmp_path: Path) -> None:
     summary = told(tmp_path / "a", *(step(number, own, 0.7) for number in range(1, 21)))
     steps = usual_step(summary)
     assert steps is not None
-    assert steps.rest == pytest.approx(0.1)
+    assert steps.overhead == pytest.approx(0.1)
     dealt = {"without worker 3": 0.1 + 0.8 / 3, "rows dealt by speed": 0.1 + 0.24, "loader fixed": 0.1 + 0.24}
     dealt["two more workers"] = 0.1 + 1 / (5 / 0.8 + 1 / 2.4)
     assert steps.what_if() == pytest.approx(dealt)
@@ -158,7 +158,7 @@ def test_the_model_of_a_step(tmp_path: Path) -> None:
     summary = told(tmp_path / "b", *before, shares, *after)
     steps = usual_step(summary)
     assert steps is not None
-    assert (steps.whole, steps.what_if()) == (pytest.approx(0.34), pytest.approx(dealt))
+    assert (steps.step_seconds, steps.what_if()) == (pytest.approx(0.34), pytest.approx(dealt))
     assert verdict(summary, steps).worker == 3, "also where it has few rows"
 
 
@@ -255,7 +255,7 @@ def test_what_if_is_replayed(tmp_path: Path) -> None:
     lanes = {f"{worker} update": 0.01 for worker in range(4)}
     steps = usual_step(told(tmp_path, *(step(number, own[number], 0.4, lanes=lanes) for number in range(1, 31))))
     assert steps is not None
-    assert steps.rest == pytest.approx(0.09)
+    assert steps.overhead == pytest.approx(0.09)
     assert steps.fixed == pytest.approx(dict.fromkeys(range(4), 0.01))
     (without,) = (seconds for name, seconds in steps.what_if().items() if name.startswith("without"))
     assert without == pytest.approx(0.09 + 0.01 + 0.3 * 4 / 3)

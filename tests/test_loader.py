@@ -86,7 +86,7 @@ def test_a_worker_with_a_share_of_an_epochs_last_batch_alone_looks_at_no_other(
     """The paradox of the largest remainder: of three micro-batches worker 0 gets one, of four none."""
     feed = feed_of(Grid(16, 4), 16 * 999 + 12, 10**7, Place(0, (1.0, 3.0, 3.0)), [])
     looked = looks_at(feed, monkeypatch)
-    slots = feed.slots(5, feed.place())
+    slots = feed.slots(5, feed.get_assignment())
     assert [next(slots).epoch for _ in range(3)] == [0, 1, 2]
     assert looked == [999, 1999, 2999]
 

@@ -59,7 +59,7 @@ def test_weights_are_told_to_the_others_in_one_pass() -> None:
 def test_a_checkpoint_is_laid_out_without_making_tensors() -> None:
     tensors = {str(number): torch.zeros(4) for number in range(MANY)}
     with Operations() as operations:
-        shapes = files.whole_shapes(tensors)
+        shapes = files.tensor_infos(tensors)
         plan = files.layout({}, tensors, {}, [0, 1], "aaaaaaaa")
     assert operations.count == 0
     assert shapes["0"] == (torch.float32, (4,))

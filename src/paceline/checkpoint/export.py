@@ -50,11 +50,13 @@ State = Mapping[str, torch.Tensor]
 def write_together(
     state: Mapping[str, torch.Tensor | ShardedTensor], out: Path, main: bool, replica: Group | None, group: Group
 ) -> None:
-    """Writes `state` as `write_model` does, on the `main` worker of a `group`; what that raises all raise. Tensors of
-    which each worker of a `replica` has a piece are gathered one after another, by all. Collective.
+    """Writes `state` with `write_model` on the `main` worker of `group`. Collective.
+
+    Sharded tensors are gathered from the workers of `replica` one after another, so that memory holds one full tensor
+    at a time. An error of the main worker is raised on every worker of the group.
     """
-    whole: dict[str, torch.Tensor] = {}
-    pieces: dict[str, torch.Tensor] = {}  # that are not gathered yet
+    full_state: dict[str, torch.Tensor] = {}
+    pieces: dict[str, torch.Tensor] = {}  # sharded tensors that are not gathered yet
 
     def gather(name: str, held: ShardedTensor) -> torch.Tensor:
         assert replica is not None
@@ -66,11 +68,11 @@ def write_together(
             assert replica is not None
             replica.enter("the pieces of an export", check=False, kind="all_gather")
             value = pieces[name] = Deferred(partial(gather, name, value), value.shape, value.tensor.dtype)
-        whole[name] = value
+        full_state[name] = value
     trouble: list[Any] = []
     try:
         if main:
-            write_model(whole, out)
+            write_model(full_state, out)
     except (CheckpointError, UsageError) as error:
         trouble = [isinstance(error, UsageError), error.what, error.cure]
     if pieces:
@@ -105,6 +107,7 @@ def write_model(state: State, out: Path) -> int:
 
 
 def refuse_other_suffix(out: Path) -> None:
+    """Raises UsageError unless the name of `out` ends in .safetensors."""
     if out.suffix != ".safetensors":
         what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
         raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
@@ -154,26 +157,25 @@ def export_model(
             raise UsageError("both --best and --step were given", "give one of them")
         mark = _best(run_dir, trainer)
         step = mark["step"]
-    found = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
-    if found is None:
+    checkpoint = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
+    if checkpoint is None:
         raise no_checkpoint(run_dir, step)
-    ended = ended_in(found.manifest, found.storage, lines.append)
-    trainers = trainers_in(with_ended(found.manifest, ended))
+    ended = ended_in(checkpoint.manifest, checkpoint.storage, lines.append)
+    trainers = trainers_in(with_ended(checkpoint.manifest, ended))
     if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
-        what = (
-            f"there is no trainer {trainer} in step {found.step} of {in_one_line(run_dir)}, which has {len(trainers)}"
-        )
+        where = f"step {checkpoint.step} of {in_one_line(run_dir)}"
+        what = f"there is no trainer {trainer} in {where}, which has {len(trainers)}"
         raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
-    source = ended.get(trainer, found)
+    source = ended.get(trainer, checkpoint)
     state = deferred(lambda: unflatten(trainers[trainer]["model"], source.tensors(mapped=True)), kind)
     if single:
         text = size_text(write_model(state, out))
     else:
         _check(state)
-        files = _write_folder(out, state, found, most if layout != "dcp" else None)
+        files = _write_folder(out, state, checkpoint, most if layout != "dcp" else None)
         text = f"{size_text(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}"
     text += f", floating point as {dtype}" if dtype else ""
-    text += f", from step {found.step} of {in_one_line(run_dir)}"
+    text += f", from step {checkpoint.step} of {in_one_line(run_dir)}"
     text += f", the best {mark['name']}: {mark['value']:.6g}" if best else ""
     lines.append(f"wrote {out}: {len(state)} tensors, {text}")
     return "\n".join(lines)
@@ -189,7 +191,7 @@ def _best(run_dir: str | Path, trainer: int) -> dict[str, Any]:
 
 
 def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
-    """What to say where the run has no checkpoint, or none of `step`."""
+    """Builds the error for a run that has no checkpoint, or none of `step`."""
     others = ", ".join(str(number) for number, _ in reversed(list_checkpoints(checkpoints_of(run_dir))))
     cure = f"choose one of the steps {others}" if others else "give the --run-dir of a run that saved one"
     which = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -197,7 +199,7 @@ def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``500MB`` or ``2.5GB``: powers of 1000. Raises UsageError."""
+    """Converts ``500MB`` or ``2.5GB`` to bytes; units are powers of 1000. Raises UsageError."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMGT]?B?)", text.strip().upper())
     unit = match and (match[2] if match[2] in _UNITS else f"{match[2].removesuffix('B')}B")
     size = int(float(match[1]) * _UNITS.get(unit or "", 1)) if match else 0
@@ -209,10 +211,11 @@ def parse_size(text: str) -> int:
 # -- folders ---------------------------------------------------------------------------------------------------------
 
 
-def _write_folder(out: Path, state: State, found: Checkpoint, most: int | None) -> list[int]:
-    """Writes a folder that appears under its name only whole; the sizes of its files with weights.
+def _write_folder(out: Path, state: State, checkpoint: Checkpoint, most: int | None) -> list[int]:
+    """Writes the folder `out` atomically and returns the sizes of its weight files.
 
-    Hugging Face's with `most` bytes in a file, torch.distributed.checkpoint's with None.
+    With `most`, the layout is Hugging Face's and no file is larger than `most` bytes; with None, the layout is that of
+    torch.distributed.checkpoint. The folder is built under another name and renamed when it is complete.
     """
     final = out.resolve()
     temporary = final.with_name(f".{final.name}.tmp-{os.getpid()}")
@@ -226,7 +229,7 @@ def _write_folder(out: Path, state: State, found: Checkpoint, most: int | None) 
         else:
             _fill_split(temporary, state, most)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-        mark = {"format": 1, "step": found.step, "files": list(sizes)}
+        mark = {"format": 1, "step": checkpoint.step, "files": list(sizes)}
         write_file(temporary / _MARK, [json.dumps(mark, indent=1).encode()], _MODE)
         flush_folder(temporary)
         if final.is_dir() and any(final.iterdir()):
@@ -245,24 +248,24 @@ def _write_folder(out: Path, state: State, found: Checkpoint, most: int | None) 
 
 
 def _refuse_others(out: Path) -> None:
-    """Raises UsageError unless the place is free, or holds nothing but what an export wrote."""
+    """Raises UsageError if `out` holds files that no export wrote."""
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out} is a file, and the export is a folder", "choose another name")
-    there = {path.name for path in out.iterdir()} if out.exists() else set()
-    ours: set[str] = set()
-    if _MARK in there:
+    names = {path.name for path in out.iterdir()} if out.exists() else set()
+    exported: set[str] = set()
+    if _MARK in names:
         from paceline.checkpoint.file_types import Mark  # needs msgspec
 
         with contextlib.suppress(FormatError):
-            ours = {_MARK, *read_json(out / _MARK, Mark, _MARK)["files"]}
-    if others := sorted(there - ours):
+            exported = {_MARK, *read_json(out / _MARK, Mark, _MARK)["files"]}
+    if others := sorted(names - exported):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
         what = f"{out} holds what no export wrote: {', '.join(others[:3])}{more}"
         raise UsageError(what, "choose another folder, or move that away first")
 
 
 def _sweep(final: Path) -> None:
-    """Tidies up after exports that were killed, also in the moment between two names."""
+    """Removes what killed exports left, and restores a folder that one had moved away but not yet replaced."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.*-*"):
         kind, _, pid = path.name.rpartition(".")[2].partition("-")
         if kind in ("tmp", "old") and pid.isdigit() and (int(pid) == os.getpid() or not os.path.exists(f"/proc/{pid}")):

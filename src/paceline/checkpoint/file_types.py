@@ -20,18 +20,22 @@ Finite = Annotated[float, Meta(ge=-1.7e308, le=1.7e308)]
 
 
 class SavedFile(TypedDict):
+    """Size and SHA-256 of a file of a checkpoint."""
+
     bytes: Size
     sha256: Hash
 
 
 class SavedPart(TypedDict):
+    """A block of a tensor that lies in one file: the index at which it begins, and its shape."""
+
     file: str
     at: Shape
     shape: Shape
 
 
 class SavedTensor(TypedDict):
-    """In one file, or in parts."""
+    """Dtype and full shape of a tensor, and the file that holds it, or the parts that do."""
 
     dtype: Dtype
     shape: Shape
@@ -40,6 +44,8 @@ class SavedTensor(TypedDict):
 
 
 class SavedPhase(TypedDict):
+    """How far one loop over `steps()` has come."""
+
     number: Size
     rows: Size | None
     epochs: Size | None
@@ -53,15 +59,21 @@ class SavedPhase(TypedDict):
 
 
 class SavedGroup(TypedDict):
+    """A parameter group of an optimizer: the names of its parameters; its options are extra fields."""
+
     params: list[str]
 
 
 class SavedOptimizer(TypedDict):
+    """Parameter groups and state of an optimizer."""
+
     groups: list[SavedGroup]
     state: dict[str, Any]
 
 
 class SavedTrainer(TypedDict):
+    """The saved state of a trainer; `closed` is the step at which it ended."""
+
     model: NotRequired[dict[str, Any]]
     optimizers: NotRequired[list[SavedOptimizer]]
     schedulers: NotRequired[list[dict[str, Any]]]
@@ -80,11 +92,15 @@ class SavedTrainer(TypedDict):
 
 
 class SavedTree(TypedDict):
+    """The saved state of all trainers, in the order in which the script makes them."""
+
     trainers: list[SavedTrainer]
     results: NotRequired[list[Any]]
 
 
 class SavedBest(TypedDict):
+    """The value that made this checkpoint the best so far of a trainer."""
+
     trainer: Size
     name: str
     mode: str
@@ -92,6 +108,8 @@ class SavedBest(TypedDict):
 
 
 class SavedStreams(TypedDict):
+    """The states of a worker's random number generators."""
+
     torch: Annotated[str, Meta(pattern="^[0-9a-f]*$")]
     random: tuple[int, list[int], float | None]
     numpy: NotRequired[list[Any]]
@@ -99,6 +117,8 @@ class SavedStreams(TypedDict):
 
 
 class Manifest(TypedDict):
+    """The manifest of a checkpoint."""
+
     format: Size
     step: Size
     files: dict[str, SavedFile]
@@ -116,10 +136,12 @@ class Manifest(TypedDict):
 
 
 class Index(TypedDict):
+    """The index of a Hugging Face folder with several safetensors files: the file of each tensor."""
+
     weight_map: dict[str, Annotated[str, Meta(pattern="^[^/\\0]+\\.safetensors$")]]
 
 
 class Mark(TypedDict):
-    """What an export wrote into a folder."""
+    """The names of the files that an export wrote into a folder."""
 
     files: list[str]

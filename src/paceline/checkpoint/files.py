@@ -43,35 +43,35 @@ _TENSORS = {text: dtype for dtype, text in DTYPES.items()}
 
 _T = TypeVar("_T")
 Slice = tuple[str, Block | None]  # a tensor's name, and which block of it, if not all
-_Placed = tuple[list[int], torch.Tensor]  # where it begins in the whole tensor
+_PlacedPart = tuple[list[int], torch.Tensor]  # the index in the full tensor at which the part begins
 Files = dict[str, list[Slice]]  # what each file holds
-RoundReport = Mapping[str, tuple[int, str]]  # bytes and SHA-256 of each
+FileDigests = Mapping[str, tuple[int, str]]  # bytes and SHA-256 of each
 
 
 def checkpoints_of(run: str | Path) -> Storage:
-    """Where the checkpoints of a run are: of its folder, or at the URL that they are kept at."""
+    """The storage that holds a run's checkpoints, for a run folder or for the URL of its checkpoints."""
     storage = storage_at(run)
     return storage if storage.shared else storage_at(Path(run) / FOLDER)
 
 
-class Whole(NamedTuple):
-    """What a whole tensor is: without memory, and without what even an empty tensor takes to be made."""
+class TensorInfo(NamedTuple):
+    """Dtype and shape of a full tensor. It holds no data and costs less than an empty or meta tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
-    def of(self, block: Block | None) -> Whole:
-        """What a block of it is, or all."""
-        return self if block is None else Whole(self.dtype, block.shape)
+    def of(self, block: Block | None) -> TensorInfo:
+        """Dtype and shape of a block of the tensor, or of all of it."""
+        return self if block is None else TensorInfo(self.dtype, block.shape)
 
     def nbytes(self, block: Block | None) -> int:
-        """Of a block of it, or of all."""
+        """The bytes of a block of the tensor, or of all of it."""
         return math.prod(self.of(block).shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint; `manifest` is what `commit` got, and step, format, files, tensors."""
+    """A verified checkpoint. `manifest` holds the fields given to `commit`, and step, format, files and tensors."""
 
     step: int
     storage: Storage
@@ -82,10 +82,11 @@ class Checkpoint:
         return f"{self.storage}/{self.folder}"
 
     def tensors(self, mapped: bool = False) -> dict[str, torch.Tensor]:
-        """Every tensor by name, on the CPU; if `mapped` as pages of its file instead of memory of its own, or, where
-        several files have parts of it, deferred.
+        """Reads every tensor, by name, to the CPU.
 
-        Raises CheckpointError where names, dtypes or shapes differ from the manifest's.
+        With `mapped`, tensors are memory-mapped instead of copied; a tensor whose parts lie in several files is then a
+        `Deferred` one, which reads its rows when they are needed. Raises CheckpointError if names, dtypes or shapes
+        differ from the manifest's.
         """
         parts: dict[str, dict[str, torch.Tensor]] = {}
         try:
@@ -94,55 +95,57 @@ class Checkpoint:
                     parts[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self} could not be read: {error}", "take another checkpoint") from error
-        found = {}
+        tensors = {}
         for name, entry in self.manifest["tensors"].items():
-            placed = self._placed(name, entry, parts)
-            if len(placed) == 1:
-                found[name] = placed[0][1] if mapped else placed[0][1].clone()
+            placed_parts = self._placed(name, entry, parts)
+            if len(placed_parts) == 1:
+                tensors[name] = placed_parts[0][1] if mapped else placed_parts[0][1].clone()
             else:
-                some = partial(_assembled, entry, placed)
-                whole = partial(some, 0, entry["shape"][0])
-                found[name] = Deferred(whole, entry["shape"], _TENSORS[entry["dtype"]], some) if mapped else whole()
-        if odd := [key for held in parts.values() for key in held]:
-            raise self._differs(min(odd))
-        return found
+                read_rows = partial(_assembled, entry, placed_parts)
+                read_all = partial(read_rows, 0, entry["shape"][0])
+                tensors[name] = (
+                    Deferred(read_all, entry["shape"], _TENSORS[entry["dtype"]], read_rows) if mapped else read_all()
+                )
+        if leftover := [key for held in parts.values() for key in held]:
+            raise self._differs(min(leftover))
+        return tensors
 
-    def _placed(self, name: str, entry: dict[str, Any], parts: dict[str, dict[str, torch.Tensor]]) -> list[_Placed]:
-        """The parts of a tensor and where each begins, taken out of those of each file."""
-        found: list[_Placed] = []
-        for file, at, shape in _places(entry):
+    def _placed(self, name: str, entry: dict[str, Any], parts: dict[str, dict[str, torch.Tensor]]) -> list[_PlacedPart]:
+        """Pops the parts of a tensor, with the index at which each begins, from the tensors of each file."""
+        placed_parts: list[_PlacedPart] = []
+        for file, at, shape in _part_locations(entry):
             part = parts[file].pop(name, None)
             if part is None or [DTYPES[part.dtype], list(part.shape)] != [entry["dtype"], shape]:
                 raise self._differs(name)
-            found.append((at, part))
-        if sum(part.numel() for _, part in found) != math.prod(entry["shape"]):
+            placed_parts.append((at, part))
+        if sum(part.numel() for _, part in placed_parts) != math.prod(entry["shape"]):
             raise self._differs(name)
-        return found
+        return placed_parts
 
     def _differs(self, name: str) -> CheckpointError:
         return CheckpointError(f"{self}: {name!r} is not what the manifest says", "take another checkpoint")
 
 
-def _places(entry: dict[str, Any]) -> list[tuple[str, list[int], list[int]]]:
-    """File, first indices and shape of each part of a tensor."""
+def _part_locations(entry: dict[str, Any]) -> list[tuple[str, list[int], list[int]]]:
+    """The file, the first indices and the shape of each part of a tensor."""
     if "parts" in entry:
         return [(part["file"], part["at"], part["shape"]) for part in entry["parts"]]
     return [(entry["file"], [0] * len(entry["shape"]), entry["shape"])]
 
 
-def _assembled(entry: dict[str, Any], placed: list[_Placed], first: int, end: int) -> torch.Tensor:
-    """Some rows of a tensor, of the parts that have them."""
-    whole = torch.empty([end - first, *entry["shape"][1:]], dtype=_TENSORS[entry["dtype"]])
-    return assemble(whole, placed, first)
+def _assembled(entry: dict[str, Any], placed_parts: list[_PlacedPart], first: int, end: int) -> torch.Tensor:
+    """Rows `first` to `end` of a tensor, copied from the parts that hold them."""
+    rows = torch.empty([end - first, *entry["shape"][1:]], dtype=_TENSORS[entry["dtype"]])
+    return assemble(rows, placed_parts, first)
 
 
 # -- finding ---------------------------------------------------------------------------------------------------------
 
 
 def list_checkpoints(storage: Storage) -> list[tuple[int, str]]:
-    """(step, folder) of every checkpoint, newest first, not verified, and some perhaps not finished.
+    """Lists (step, folder) of every checkpoint, newest first. They are not verified, and may be unfinished.
 
-    Raises CheckpointError where they cannot be listed.
+    Raises CheckpointError if the storage cannot be listed.
     """
     try:
         matches = [(_NAME.fullmatch(name), name) for name in storage.folders()]
@@ -150,15 +153,15 @@ def list_checkpoints(storage: Storage) -> list[tuple[int, str]]:
         cure = f"see that it is a folder that you may read, or choose {storage.another}"
         cure = "see that it can be reached, then start again" if storage.shared else cure
         raise CheckpointError(f"{storage} could not be read: {error.strerror}", cure) from error
-    found = [(int(match[1] or match[2]), match[1] is not None, name) for match, name in matches if match]
-    return [(step, name) for step, _, name in sorted(found, reverse=True)]
+    checkpoints = [(int(match[1] or match[2]), match[1] is not None, name) for match, name in matches if match]
+    return [(step, name) for step, _, name in sorted(checkpoints, reverse=True)]
 
 
 def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = True) -> Checkpoint | str:
-    """The checkpoint in `folder`, or in a few words what is damaged there.
+    """Verifies the checkpoint in `folder`. Returns it, or a short text that says what is damaged.
 
-    Without `hashes` files only need their size. Raises CheckpointError where a newer Paceline wrote it, or what is
-    behind a URL cannot be reached.
+    Without `hashes`, only the sizes of files are compared. Raises CheckpointError if a newer Paceline wrote the
+    checkpoint, or if a remote storage cannot be reached.
     """
     current = MANIFEST
     try:
@@ -203,24 +206,24 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
 
 
 def _find_wrong(manifest: Any) -> str:
-    """The first field of a manifest that is not what it must be, or names what is not there."""
+    """Describes the first invalid field of a manifest, or the first tensor that its files cannot hold; else empty."""
     from paceline.checkpoint.file_types import Manifest  # needs msgspec
 
     if wrong := find_wrong(manifest, Manifest):
         return wrong
     for name, entry in manifest["tensors"].items():
         fits = ("parts" in entry) != ("file" in entry)
-        for file, at, shape in _places(entry) if fits else ():
+        for file, at, shape in _part_locations(entry) if fits else ():
             ends = [*zip(at, shape, entry["shape"], strict=False)]
             fits &= file in manifest["files"] and len(at) == len(shape) == len(entry["shape"])
-            fits &= all(begin + length <= whole for begin, length, whole in ends)
+            fits &= all(begin + length <= dim_size for begin, length, dim_size in ends)
         if not fits:
             return f"tensors[{json.dumps(name)}] is not in the files"
     return ""
 
 
 def trainers_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a checkpoint has saved of each trainer. CheckpointError: no run of version 2 wrote it, or it is damaged."""
+    """The saved state of each trainer. Raises CheckpointError if no run of version 2 wrote it, or if it is damaged."""
     from paceline.checkpoint.file_types import SavedTree  # needs msgspec
 
     if "tree" not in manifest:
@@ -230,66 +233,66 @@ def trainers_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
         raise CheckpointError(
             f"the checkpoint of step {manifest['step']} is damaged: {wrong}", "take another checkpoint"
         )
-    found: list[dict[str, Any]] = manifest["tree"]["trainers"]
-    return found
+    trainers: list[dict[str, Any]] = manifest["tree"]["trainers"]
+    return trainers
 
 
 def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | None = None) -> Checkpoint | None:
-    """The newest checkpoint that verifies, or that of step `only`; None where none was ever finished.
+    """Finds the newest intact checkpoint, or that of step `only`; None if no checkpoint was ever finished.
 
-    Every one that is passed over is told through `say`. Raises CheckpointError when there are damaged ones and none
-    verifies, and when a newer Paceline wrote the newest.
+    Calls `say` with a line for each checkpoint that was skipped. Raises CheckpointError if there are damaged
+    checkpoints and no intact one, or if a newer Paceline wrote the newest.
     """
-    passed: list[tuple[int, str]] = []
-    taken: Checkpoint | None = None
+    skipped: list[tuple[int, str]] = []
+    chosen: Checkpoint | None = None
     for step, folder in list_checkpoints(storage):
         if only not in (None, step):
             continue
-        found = open_checkpoint(storage, step, folder)
-        if isinstance(found, Checkpoint):
-            taken = found
+        opened = open_checkpoint(storage, step, folder)
+        if isinstance(opened, Checkpoint):
+            chosen = opened
             break
-        passed.append((step, found))
-    if taken is None and any(reason != UNFINISHED for _, reason in passed):
-        reasons = ", ".join(f"step {step} ({reason})" for step, reason in passed)
+        skipped.append((step, opened))
+    if chosen is None and any(reason != UNFINISHED for _, reason in skipped):
+        reasons = ", ".join(f"step {step} ({reason})" for step, reason in skipped)
         cure = f"restore one from a copy, or choose {storage.another} to train from the start"
         raise CheckpointError(f"no checkpoint in {storage} is whole: {reasons}", cure)
-    then = f"taking step {taken.step}" if taken is not None else "there is none before it"
-    for step, reason in passed:
-        said = "was not finished" if reason == UNFINISHED else f"is damaged ({reason})"
-        say(f"checkpoint of step {step} {said}; {then}")
-    return taken
+    then = f"taking step {chosen.step}" if chosen is not None else "there is none before it"
+    for step, reason in skipped:
+        state = "was not finished" if reason == UNFINISHED else f"is damaged ({reason})"
+        say(f"checkpoint of step {step} {state}; {then}")
+    return chosen
 
 
 def last_weights(storage: Storage, trainer: int) -> Storage:
-    """Where the last weights of a trainer that has ended are, beside the checkpoints of a run."""
+    """The storage of the last weights of an ended trainer, in a folder beside the run's checkpoints."""
     return storage.inside(f"trainer-{trainer}")
 
 
 def ended_in(manifest: Mapping[str, Any], storage: Storage, say: Callable[[str], None]) -> dict[int, Checkpoint]:
-    """The last weights of those trainers in a checkpoint's tree that have ended, by their number.
+    """Opens the last weights of each trainer that the manifest says has ended; returns them by trainer number.
 
-    Raises CheckpointError where they are missing or damaged.
+    Raises CheckpointError if such weights are missing or damaged.
     """
-    found = {}
+    last_checkpoints = {}
     for number, saved in enumerate(trainers_in(manifest)):
         step = saved.get("closed")
         if step is not None:
-            place = last_weights(storage, number)
-            one = find_checkpoint(place, say, step)
-            if one is None or len(trainers_in(one.manifest)) <= number:
-                what = f"the weights that trainer {number} ended with are not in {place}/{folder_of(step)}"
+            weights_storage = last_weights(storage, number)
+            checkpoint = find_checkpoint(weights_storage, say, step)
+            if checkpoint is None or len(trainers_in(checkpoint.manifest)) <= number:
+                what = f"the weights that trainer {number} ended with are not in {weights_storage}/{folder_of(step)}"
                 raise CheckpointError(what, f"restore them from a copy, or choose {storage.another}")
-            found[number] = one
-    return found
+            last_checkpoints[number] = checkpoint
+    return last_checkpoints
 
 
 def with_ended(manifest: Mapping[str, Any], ended: Mapping[int, Checkpoint]) -> dict[str, Any]:
-    """The manifest of a checkpoint, with the last weights of trainers that have ended in its tree and its tensors."""
+    """Returns `manifest` with the last weights of `ended` trainers added to its tree and its tensors."""
     trainers, tensors = list(trainers_in(manifest)), dict(manifest["tensors"])
-    for number, one in ended.items():
-        trainers[number] = {**trainers_in(one.manifest)[number], **trainers[number]}
-        tensors |= one.manifest["tensors"]
+    for number, checkpoint in ended.items():
+        trainers[number] = {**trainers_in(checkpoint.manifest)[number], **trainers[number]}
+        tensors |= checkpoint.manifest["tensors"]
     return {**manifest, "tree": {**manifest["tree"], "trainers": trainers}, "tensors": tensors}
 
 
@@ -297,73 +300,76 @@ def with_ended(manifest: Mapping[str, Any], ended: Mapping[int, Checkpoint]) -> 
 
 
 def folder_of(step: int) -> str:
+    """The name of the folder that holds the checkpoint of `step`."""
     return f"step-{step:012d}"
 
 
 def layout(
-    own: Mapping[str, torch.Tensor],
+    main_only: Mapping[str, torch.Tensor],
     common: Mapping[str, torch.Tensor],
     cut: Mapping[str, ShardedTensor],
     writers: Sequence[int],
     attempt: str,
     file_bytes: int = FILE_BYTES,
 ) -> list[Files]:
-    """What each of the `writers`, by rank, writes: `own` is the first one's, the bytes of what all have in `common` are
-    dealt, and so are the rows of each block of what is `cut` over the writers that hold it.
+    """Plans which files each writer writes; returns one plan per rank in `writers`.
 
-    The same for all whose common and cut tensors have the same names, shapes and dtypes. Files are of at most
-    `file_bytes` each, unless a tensor alone is larger. Raises CheckpointError where nobody writes some rows.
+    The first writer writes the `main_only` tensors. The bytes of the `common` tensors, which all workers have, are
+    divided equally. The rows of each block of the `cut` tensors are divided among the writers that hold the block.
+    Workers get the same plan if the names, shapes and dtypes of their common and cut tensors agree. A file has at most
+    `file_bytes`, unless one tensor is larger. Raises CheckpointError if no writer holds some rows of a tensor.
     """
     shares = _divide(common, len(writers))
     for name, held in cut.items():
-        for share, more in zip(shares, _divide_blocks(name, held.cut, writers), strict=True):
-            share += more
-    shares[0] = [*((name, None) for name in own), *shares[0]]
-    made: list[Files] = []
-    tensors = whole_shapes({**own, **common, **cut})
+        for share, block_share in zip(shares, _divide_blocks(name, held.cut, writers), strict=True):
+            share += block_share
+    shares[0] = [*((name, None) for name in main_only), *shares[0]]
+    plans: list[Files] = []
+    tensors = tensor_infos({**main_only, **common, **cut})
     for number, share in enumerate(shares, start=1):
-        sized = [[(slice_, tensors[slice_[0]].nbytes(slice_[1])) for slice_ in some] for some in _apart(share)]
-        groups = [group for some in sized for group in grouped(some, file_bytes)]
+        sized = [[(slice_, tensors[slice_[0]].nbytes(slice_[1])) for slice_ in layer] for layer in _apart(share)]
+        groups = [group for layer in sized for group in grouped(layer, file_bytes)]
         of = f"-{number:05d}-of-{len(writers):05d}" if len(writers) > 1 else ""
         last = len(groups)
-        made.append(
+        plans.append(
             {
                 f"model-{attempt}{of}{f'.{count}' if last > 1 else ''}.safetensors": group
                 for count, group in enumerate(groups, start=1)
             }
         )
-    return made
+    return plans
 
 
-def whole_shapes(tensors: Mapping[str, torch.Tensor | ShardedTensor]) -> dict[str, Whole]:
+def tensor_infos(tensors: Mapping[str, torch.Tensor | ShardedTensor]) -> dict[str, TensorInfo]:
+    """Dtype and full shape of each tensor; of a sharded tensor those of all its shards together."""
     return {
-        n: Whole(t.tensor.dtype if isinstance(t, ShardedTensor) else t.dtype, tuple(t.shape))
+        n: TensorInfo(t.tensor.dtype if isinstance(t, ShardedTensor) else t.dtype, tuple(t.shape))
         for n, t in tensors.items()
     }
 
 
 def _divide_blocks(name: str, cut: ShardingSpec, writers: Sequence[int]) -> list[list[Slice]]:
-    """The rows of each block, for those who hold it."""
+    """Divides the rows of each block of a sharded tensor among the writers that hold the block."""
     shares: list[list[Slice]] = [[] for _ in writers]
     at: dict[int, list[int]] = {}
     for number, rank in enumerate(writers):
         at.setdefault(cut.place_of(rank), []).append(number)
     for (first, shape), held in cut.blocks.items():
-        having = sorted((number, place) for place in held for number in at.get(place, ()))
+        holders = sorted((number, shard_index) for shard_index in held for number in at.get(shard_index, ()))
         begin, length = (first or (0,))[0], (shape or (1,))[0]
-        if length and not having:
+        if length and not holders:
             what = f"nobody who has rows {begin}-{begin + length - 1} of {name} reaches the place of the checkpoints"
             raise CheckpointError(what, "give a folder that all hosts share, or a URL, as --checkpoints")
-        among = RowShards(len(having))
-        for part, (number, place) in enumerate(having):
-            mine = among.rows(length, part)
-            if mine:
-                shares[number].append((name, held[place].rows(mine)))
+        among = RowShards(len(holders))
+        for part, (number, shard_index) in enumerate(holders):
+            part_rows = among.rows(length, part)
+            if part_rows:
+                shares[number].append((name, held[shard_index].rows(part_rows)))
     return shares
 
 
 def _apart(share: list[Slice]) -> list[list[Slice]]:
-    """A file has one part of a tensor, under its name: the second ones of a share go into others."""
+    """Splits a share into layers with at most one slice of each tensor, because a file holds one slice per name."""
     layers: list[list[Slice]] = []
     seen: Counter[str] = Counter()
     for slice_ in share:
@@ -375,7 +381,7 @@ def _apart(share: list[Slice]) -> list[list[Slice]]:
 
 
 def grouped(sized: Iterable[tuple[_T, int]], most: int) -> list[list[_T]]:
-    """Things in order, in groups whose sizes add up to at most `most`, unless one alone is larger."""
+    """Groups items in order so that the sizes in a group add up to at most `most`, unless one item is larger."""
     groups: list[list[_T]] = []
     room = 0
     for thing, size in sized:
@@ -388,7 +394,7 @@ def grouped(sized: Iterable[tuple[_T, int]], most: int) -> list[list[_T]]:
 
 
 def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slice]]:
-    """Equal bytes for each writer: large tensors by rows, small ones whole."""
+    """Divides tensors among the writers by bytes: large tensors by rows, small tensors undivided."""
     total, at = sum(tensor.nbytes for tensor in tensors.values()), 0
     shares: list[list[Slice]] = [[] for _ in range(writers)]
     for name, tensor in tensors.items():
@@ -397,15 +403,16 @@ def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slic
         ends = [min(rows, max(0, -((at * writers - end * total) // (width * writers or 1)))) for end in range(writers)]
         for number, (first, end) in enumerate(zip(ends, [*ends[1:], rows], strict=True)):
             if first < end:
-                (whole,) = ShardingSpec.whole(tensor.shape).pieces[0].blocks if end - first < rows else (None,)
-                shares[number].append((name, whole and whole.rows(range(first, end))))
+                (block,) = ShardingSpec.whole(tensor.shape).pieces[0].blocks if end - first < rows else (None,)
+                shares[number].append((name, block and block.rows(range(first, end))))
         at += tensor.nbytes
     return shares
 
 
 def take(tensor: torch.Tensor | ShardedTensor, block: Block | None) -> torch.Tensor:
-    here = tensor.tensor if isinstance(tensor, ShardedTensor) else tensor
-    return here if block is None else block.of(here)
+    """A view of one `block` of this worker's tensor or shard, or of all of it."""
+    local = tensor.tensor if isinstance(tensor, ShardedTensor) else tensor
+    return local if block is None else block.of(local)
 
 
 def write_files(
@@ -415,8 +422,10 @@ def write_files(
     fetch: Callable[[str, Block | None], torch.Tensor],
     need: Callable[[], int],
 ) -> dict[str, tuple[int, str]]:
-    """Writes one writer's files; bytes and SHA-256 of each. Raises CheckpointError, and then leaves none behind. `need`
-    are the bytes of the whole checkpoint.
+    """Writes one writer's files; returns the bytes and the SHA-256 of each.
+
+    `fetch` returns the values of a tensor's block; `need` returns the bytes of the whole checkpoint, for the error
+    text. Raises CheckpointError after removing the files that were written.
     """
     written: dict[str, tuple[int, str]] = {}
     try:
@@ -433,7 +442,7 @@ def write_files(
 
 
 def write_error(storage: Storage, step: int, error: OSError, need: int | None = None) -> CheckpointError:
-    """What to say where the checkpoint of `step` could not be written, which is of `need` bytes."""
+    """Builds the error for a checkpoint of `step`, of `need` bytes, that could not be written."""
     cure = write_cure(error, need, storage.another)
     if storage.shared:
         cure = "see that it can be reached and written to, or give other --checkpoints"
@@ -449,8 +458,8 @@ def commit(
     storage: Storage,
     step: int,
     plan: Iterable[Files],
-    told: RoundReport,
-    tensors: Mapping[str, Whole],
+    digests: FileDigests,
+    tensors: Mapping[str, TensorInfo],
     manifest: Mapping[str, Any],
     keep: int = 2,
 ) -> Checkpoint:
@@ -458,33 +467,37 @@ def commit(
 
     `manifest` is any JSON object; its fields come back in `Checkpoint.manifest`. Raises CheckpointError.
     """
-    whole, text = _sealed(step, plan, told, tensors, manifest)
+    sealed, text = _sealed(step, plan, digests, tensors, manifest)
     try:
         storage.put(folder_of(step), MANIFEST, text)
     except OSError as error:
-        with suppress(OSError):  # the manifest first: it may be there all the same
-            storage.remove(folder_of(step), [MANIFEST, *told])
+        with suppress(OSError):  # the manifest first: it may exist in spite of the error
+            storage.remove(folder_of(step), [MANIFEST, *digests])
         give_up(storage, step)
-        need = sum(size for size, _ in told.values()) + len(text)
+        need = sum(size for size, _ in digests.values()) + len(text)
         raise write_error(storage, step, error, need) from error
     _prune(storage, step, keep)
-    return Checkpoint(step, storage, folder_of(step), whole)
+    return Checkpoint(step, storage, folder_of(step), sealed)
 
 
-def bytes_of(step: int, plan: Iterable[Files], tensors: Mapping[str, Whole], manifest: Mapping[str, Any]) -> int:
-    """How large a whole checkpoint is."""
+def bytes_of(step: int, plan: Iterable[Files], tensors: Mapping[str, TensorInfo], manifest: Mapping[str, Any]) -> int:
+    """The bytes of all files of a checkpoint, with its manifest."""
     contents = {
         file: {name: tensors[name].of(block) for name, block in held} for part in plan for file, held in part.items()
     }
     sizes = {file: file_bytes(held) for file, held in contents.items()}
-    told = {file: (size, hashlib.sha256().hexdigest()) for file, size in sizes.items()}
-    return sum(sizes.values()) + len(_sealed(step, plan, told, tensors, manifest)[1])
+    digests = {file: (size, hashlib.sha256().hexdigest()) for file, size in sizes.items()}
+    return sum(sizes.values()) + len(_sealed(step, plan, digests, tensors, manifest)[1])
 
 
 def _sealed(
-    step: int, plan: Iterable[Files], told: RoundReport, tensors: Mapping[str, Whole], manifest: Mapping[str, Any]
+    step: int,
+    plan: Iterable[Files],
+    digests: FileDigests,
+    tensors: Mapping[str, TensorInfo],
+    manifest: Mapping[str, Any],
 ) -> tuple[dict[str, Any], bytes]:
-    """The whole manifest, and the text that is written of it."""
+    """The complete manifest, and its text with the SHA-256 at the end."""
     entries: dict[str, dict[str, Any]] = {}
     held = [(file, *slice_) for files in plan for file, slices in files.items() for slice_ in slices]
     for file, name, block in held:
@@ -495,12 +508,12 @@ def _sealed(
         else:
             part = {"file": file, "at": list(block.at), "shape": list(block.shape)}
             entry.setdefault("parts", []).append(part)
-    files = {file: {"bytes": size, "sha256": digest} for file, (size, digest) in told.items()}
+    files = {file: {"bytes": size, "sha256": digest} for file, (size, digest) in digests.items()}
     written = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    whole = {**manifest, "format": VERSION, "written": written, "step": step, "files": files, "tensors": entries}
-    body = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in whole.items())
+    sealed = {**manifest, "format": VERSION, "written": written, "step": step, "files": files, "tensors": entries}
+    body = "{\n" + ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in sealed.items())
     seal = hashlib.sha256(body.encode()).hexdigest()
-    return whole, f'{body}{_SEAL}{seal}"\n}}\n'.encode()
+    return sealed, f'{body}{_SEAL}{seal}"\n}}\n'.encode()
 
 
 def write_checkpoint(
@@ -511,37 +524,38 @@ def write_checkpoint(
     keep: int = 2,
     file_bytes: int = FILE_BYTES,
 ) -> Checkpoint:
-    """Writes a whole checkpoint, as one writer. Raises CheckpointError; what was there before is intact then."""
+    """Writes a checkpoint as its only writer. If it raises CheckpointError, earlier checkpoints are intact."""
     plan = layout(tensors, {}, {}, [0], new_attempt(), file_bytes)
     try:
-        need = partial(bytes_of, step, plan, whole_shapes(tensors), manifest)
-        told = write_files(storage, step, plan[0], lambda name, block: take(tensors[name], block), need)
+        need = partial(bytes_of, step, plan, tensor_infos(tensors), manifest)
+        digests = write_files(storage, step, plan[0], lambda name, block: take(tensors[name], block), need)
     except CheckpointError:
         give_up(storage, step)
         raise
-    return commit(storage, step, plan, told, whole_shapes(tensors), manifest, keep)
+    return commit(storage, step, plan, digests, tensor_infos(tensors), manifest, keep)
 
 
 def give_up(storage: Storage, step: int) -> None:
-    """Leaves nothing of an attempt whose writers have removed their files."""
+    """Removes the folder of a failed attempt whose writers have removed their files."""
     with suppress(OSError):
         storage.tidy(folder_of(step))
 
 
 def new_attempt() -> str:
-    """A name for the files of one attempt at a checkpoint, so that they never meet those of another."""
+    """A random name for the files of one attempt at a checkpoint, so that two attempts never share a file."""
     return secrets.token_hex(4)
 
 
 def _prune(storage: Storage, step: int, keep: int) -> None:
-    """Removes older checkpoints beyond `keep`, damaged and unfinished older ones, and files of other attempts at this
-    one; nothing unless that of `step` is whole.
+    """Removes older checkpoints beyond `keep`, damaged or unfinished older ones, and files of other attempts at `step`.
+
+    Removes nothing unless the checkpoint of `step` is intact.
     """
-    found = open_checkpoint(storage, step, folder_of(step), hashes=False)
-    if isinstance(found, str):
+    newest = open_checkpoint(storage, step, folder_of(step), hashes=False)
+    if isinstance(newest, str):
         cure = f"check that disk, or choose {storage.another}; older checkpoints were kept"
-        raise CheckpointError(f"checkpoint of step {step} was written to {storage} and is damaged ({found})", cure)
-    for number, folder in _doomed(storage, found, keep):
+        raise CheckpointError(f"checkpoint of step {step} was written to {storage} and is damaged ({newest})", cure)
+    for number, folder in _doomed(storage, newest, keep):
         try:
             # The manifest first: an interrupted removal must not leave what looks like a damaged checkpoint.
             storage.remove(folder, [MANIFEST])
@@ -552,22 +566,23 @@ def _prune(storage: Storage, step: int, keep: int) -> None:
             what = f"checkpoint of step {step} is written, but that of step {number} could not be removed"
             raise CheckpointError(f"{what} from {storage}: {error.strerror}", "remove it by hand") from error
     with suppress(OSError):
-        storage.remove(folder_of(step), storage.sizes(folder_of(step)).keys() - {MANIFEST, *found.manifest["files"]})
+        storage.remove(folder_of(step), storage.sizes(folder_of(step)).keys() - {MANIFEST, *newest.manifest["files"]})
 
 
-def best_in(found: Checkpoint) -> dict[int, dict[str, Any]]:
-    """What makes a checkpoint the best so far, by trainer: name, mode and value."""
-    return {mark["trainer"]: mark for mark in found.manifest.get("best", ())}
+def best_in(checkpoint: Checkpoint) -> dict[int, dict[str, Any]]:
+    """Name, mode and value of each trainer whose best value so far belongs to this checkpoint."""
+    return {mark["trainer"]: mark for mark in checkpoint.manifest.get("best", ())}
 
 
 def best_of(newest_first: Iterable[Checkpoint | str]) -> dict[int, dict[str, Any]]:
-    """What `best_in` says of each trainer's best checkpoint, and its step: the newest, for each was better than those
-    before it.
+    """The step of each trainer's best checkpoint, with what `best_in` returns for it.
+
+    The newest marked checkpoint is the best one: each was better than those before it.
     """
     best: dict[int, dict[str, Any]] = {}
-    for found in (one for one in newest_first if isinstance(one, Checkpoint)):
-        for trainer, mark in best_in(found).items():
-            best.setdefault(trainer, {"step": found.step, **mark})
+    for checkpoint in (opened for opened in newest_first if isinstance(opened, Checkpoint)):
+        for trainer, mark in best_in(checkpoint).items():
+            best.setdefault(trainer, {"step": checkpoint.step, **mark})
     return best
 
 
@@ -578,19 +593,19 @@ def _doomed(storage: Storage, newest: Checkpoint, keep: int) -> Iterator[tuple[i
         if folder == folder_of(step) or number > step:
             continue
         try:
-            found = open_checkpoint(storage, number, folder, hashes=False)
+            opened = open_checkpoint(storage, number, folder, hashes=False)
         except CheckpointError:
-            continue  # a newer Paceline's: not ours to remove
-        more = best_in(found) if isinstance(found, Checkpoint) else {}
-        if isinstance(found, Checkpoint) and number not in kept and (len(kept) < keep or more.keys() - best.keys()):
+            continue  # a newer Paceline wrote it: this version must not remove it
+        marks = best_in(opened) if isinstance(opened, Checkpoint) else {}
+        if isinstance(opened, Checkpoint) and number not in kept and (len(kept) < keep or marks.keys() - best.keys()):
             kept.add(number)
-            best |= more
+            best |= marks
         else:
             yield number, folder
 
 
 def write_cure(error: OSError, need: int | None, instead: str) -> str:
-    """What to do about a failed write of `need` bytes; `instead` names the other place to choose."""
+    """Says how to repair a failed write of `need` bytes; `instead` names another target to choose."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         space = "some space" if need is None else f"some space (it needs {size_text(need)})"
         return f"free {space} or choose {instead}"

@@ -73,7 +73,7 @@ def import_model(
 
 
 def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """Each safetensors file of the source, and the names in it that count (None: all)."""
+    """Each safetensors file of the source, and the names of the tensors to read from it (None: all)."""
     if not source.exists():
         raise UsageError(f"there is no {in_one_line(source)}", _GIVE)
     if source.is_file():
@@ -106,26 +106,26 @@ def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 
 def _read(files: Sequence[tuple[Path, list[str] | None]]) -> dict[str, torch.Tensor]:
-    """Every tensor of the source by its own name, as pages of the files."""
-    found: dict[str, torch.Tensor] = {}
+    """Memory-maps every tensor of the source, by its name there."""
+    tensors: dict[str, torch.Tensor] = {}
     for path, names in files:
         try:
             with open_tensors(path) as file:
-                found |= {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
+                tensors |= {name: file.get_tensor(name) for name in (file.keys() if names is None else names)}
         except (OSError, SafetensorError, UnicodeEncodeError) as error:  # the last: no tensor can have such a name
             raise CheckpointError(f"{path} could not be read: {error}", _AGAIN) from error
-    return found
+    return tensors
 
 
 def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict[str, str]:
-    """The name in the run of each name in the source."""
+    """Applies `renames` to the names in the source; returns {name in the source: name in the run}."""
     pairs = [text.partition("=") for text in renames]
     for text, (old, equals, _) in zip(renames, pairs, strict=True):
         if not equals:
             raise UsageError(f"--map {text} names no new prefix", "write --map OLD=NEW, or --map OLD= to remove one")
         if not any(name.startswith(old) for name in names):
             what = f"--map {text} fits nothing: no name in {in_one_line(source)} begins with {old}"
-            raise UsageError(what, f"they are {_some(sorted(names))}")
+            raise UsageError(what, f"they are {_shorten_list(sorted(names))}")
     made: dict[str, str] = {}
     for name in names:
         old, new = next(((old, new) for old, _, new in pairs if name.startswith(old)), ("", ""))
@@ -137,7 +137,8 @@ def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict
     return made
 
 
-def _some(items: Sequence[str]) -> str:
+def _shorten_list(items: Sequence[str]) -> str:
+    """The first few items as text, and the number of the others."""
     return ", ".join(items[:_NAMED]) + (f" and {len(items) - _NAMED} more" if len(items) > _NAMED else "")
 
 
@@ -152,55 +153,55 @@ def adopted(
     source: str,
     cuts: Mapping[str, ShardingSpec] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """The state that ``model.load_state_dict`` takes strictly, from imported `weights`. Of what has `cuts` the model
-    has but pieces.
+    """Turns imported `weights` into the state that ``model.load_state_dict`` accepts with strict=True.
 
-    Tied weights may be there once or under each name. Raises CheckpointError where names, shapes or dtypes are not the
-    model's, with up to five of each kind.
+    `cuts` holds the full shapes of parameters of which the model has only shards. Tied weights may be given once or
+    under each name. Raises CheckpointError if names, shapes or dtypes differ from the model's, and lists up to five of
+    each kind.
     """
     wanted: dict[str, Any] = model.state_dict(keep_vars=True)
     ties: dict[int, list[str]] = {}
     for name, value in wanted.items():
         ties.setdefault(id(value), []).append(name)
-    found, whole = set(weights), dict(weights)
-    apart, dtypes = [], []
+    given_names, completed = set(weights), dict(weights)
+    untied, dtypes = [], []
     for names in ties.values():
-        there = [name for name in names if name in found]
-        whole |= {name: weights[there[0]] for name in names if there and name not in found}
-        apart += [f"{name} and {there[0]}" for name in there[1:] if not _equal(weights[name], weights[there[0]])]
-    for name in sorted(whole.keys() & wanted.keys()):
-        mine, theirs = wanted[name], whole[name]
-        if isinstance(mine, torch.Tensor) and mine.dtype != theirs.dtype:
-            dtypes.append(f"{name} ({theirs.dtype} instead of {mine.dtype})".replace("torch.", ""))
-    kinds = _other_names_and_shapes(wanted, whole, cuts)
-    kinds |= {"of another dtype": dtypes, "tied in the model and different here": apart}
+        given = [name for name in names if name in given_names]
+        completed |= {name: weights[given[0]] for name in names if given and name not in given_names}
+        untied += [f"{name} and {given[0]}" for name in given[1:] if not _equal(weights[name], weights[given[0]])]
+    for name in sorted(completed.keys() & wanted.keys()):
+        parameter, weight = wanted[name], completed[name]
+        if isinstance(parameter, torch.Tensor) and parameter.dtype != weight.dtype:
+            dtypes.append(f"{name} ({weight.dtype} instead of {parameter.dtype})".replace("torch.", ""))
+    kinds = _other_names_and_shapes(wanted, completed, cuts)
+    kinds |= {"of another dtype": dtypes, "tied in the model and different here": untied}
     cure = "import them again into a new run folder, with --map where names differ and --dtype where dtypes do"
     _refuse(f"the weights imported from {in_one_line(source)} do not fit the model of trainer {trainer}", kinds, cure)
-    return whole
+    return completed
 
 
 def refuse_another_model(
     model: nn.Module, saved: Mapping[str, Any], trainer: int, checkpoint: str, cuts: Mapping[str, ShardingSpec]
 ) -> None:
-    """Raises CheckpointError where a resumed run's model has other names or shapes than the checkpoint."""
+    """Raises CheckpointError if the model of a resumed run has other names or shapes than the checkpoint."""
     kinds = _other_names_and_shapes(model.state_dict(keep_vars=True), saved, cuts)
     cure = "make the model as it was, or train the new one from the start in another --run-dir"
     _refuse(f"the {checkpoint} does not fit the model of trainer {trainer}", kinds, cure)
 
 
 def _other_names_and_shapes(
-    wanted: Mapping[str, Any], found: Mapping[str, Any], cuts: Mapping[str, ShardingSpec]
+    wanted: Mapping[str, Any], saved: Mapping[str, Any], cuts: Mapping[str, ShardingSpec]
 ) -> dict[str, list[str]]:
     shapes = []
-    for name in sorted(wanted.keys() & found.keys()):
-        mine, theirs = cuts.get(name, wanted[name]), found[name]
-        if hasattr(mine, "shape") and tuple(mine.shape) != tuple(theirs.shape):
-            shapes.append(f"{name} ({list(theirs.shape)} instead of {list(mine.shape)})")
-    missing, unexpected = sorted(wanted.keys() - found.keys()), sorted(found.keys() - wanted.keys())
+    for name in sorted(wanted.keys() & saved.keys()):
+        expected, actual = cuts.get(name, wanted[name]), saved[name]
+        if hasattr(expected, "shape") and tuple(expected.shape) != tuple(actual.shape):
+            shapes.append(f"{name} ({list(actual.shape)} instead of {list(expected.shape)})")
+    missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
     return {"missing": missing, "unexpected": unexpected, "misshapen": shapes}
 
 
 def _refuse(what: str, kinds: Mapping[str, list[str]], cure: str) -> None:
     if any(kinds.values()):
-        told = "; ".join(f"{kind}: {_some(items)}" for kind, items in kinds.items() if items)
-        raise CheckpointError(f"{what}: {told}", cure)
+        details = "; ".join(f"{kind}: {_shorten_list(items)}" for kind, items in kinds.items() if items)
+        raise CheckpointError(f"{what}: {details}", cure)

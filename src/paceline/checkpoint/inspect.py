@@ -40,10 +40,10 @@ _LARGE = 2_000_000_000  # bytes whose verification takes long enough to say so f
 
 
 def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = False, as_json: bool = False) -> str:
-    """Every checkpoint of the run, verified by its hashes, and what that of `step`, or the newest whole one, holds.
+    """Verifies every checkpoint of the run, and lists the contents of that of `step`, or of the newest intact one.
 
     `tensors` adds a line for each tensor. Returns tables, or with `as_json` one JSON object. Raises CheckpointError
-    where there is no such checkpoint, or none that is whole.
+    if there is no such checkpoint, or no intact one.
     """
     storage = checkpoints_of(run_dir)
     listed = list_checkpoints(storage)
@@ -54,36 +54,41 @@ def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = Fa
         say(f"verifying {size_text(sum(sizes.values()))}")
     looks = [(number, folder, _look(storage, number, folder)) for number, folder in listed]
     chosen = next(
-        (found for _, _, found in looks if isinstance(found, Checkpoint) and step in (None, found.step)), None
+        (
+            checkpoint
+            for _, _, checkpoint in looks
+            if isinstance(checkpoint, Checkpoint) and step in (None, checkpoint.step)
+        ),
+        None,
     )
     if chosen is None:
-        reasons = ", ".join(f"step {number} ({said})" for number, _, said in looks if step in (None, number))
+        reasons = ", ".join(f"step {number} ({problem})" for number, _, problem in looks if step in (None, number))
         raise CheckpointError(f"no checkpoint in {storage} is whole: {reasons}", "restore one from a copy")
     with reading():
         facts = _facts(chosen)
-    told = {
+    contents = {
         "run": str(run_dir),
         "checkpoints": [_listing(storage, *look, sizes[look[1]]) for look in looks],
-        "best": list(best_of(found for _, _, found in looks).values()),
+        "best": list(best_of(checkpoint for _, _, checkpoint in looks).values()),
         **facts,
     }
     if tensors:
-        told["tensors"] = {name: _tensor(entry) for name, entry in sorted(chosen.manifest["tensors"].items())}
-    return json.dumps(told, indent=1) if as_json else _tables(told)
+        contents["tensors"] = {name: _tensor(entry) for name, entry in sorted(chosen.manifest["tensors"].items())}
+    return json.dumps(contents, indent=1) if as_json else _tables(contents)
 
 
 def _look(storage: Storage, step: int, folder: str) -> Checkpoint | str:
     try:
-        found = open_checkpoint(storage, step, folder)
-        return _OPEN if found == UNFINISHED else found
+        opened = open_checkpoint(storage, step, folder)
+        return _OPEN if opened == UNFINISHED else opened
     except CheckpointError as error:  # a newer Paceline wrote it
         return error.what
 
 
-def _listing(storage: Storage, step: int, folder: str, found: Checkpoint | str, size: int) -> dict[str, Any]:
-    damage = found if isinstance(found, str) else None
+def _listing(storage: Storage, step: int, folder: str, opened: Checkpoint | str, size: int) -> dict[str, Any]:
+    damage = opened if isinstance(opened, str) else None
     written = ""
-    with suppress(OSError, FormatError, AttributeError):  # of a damaged one too, if that is not where the damage is
+    with suppress(OSError, FormatError, AttributeError):  # a damaged checkpoint may still have a readable manifest
         written = str(parse(storage.read(folder, MANIFEST), MANIFEST).get("written", ""))
     path = f"{storage}/{folder}"
     return {"step": step, "written": written, "bytes": size, "whole": damage is None, "damage": damage, "path": path}
@@ -92,13 +97,13 @@ def _listing(storage: Storage, step: int, folder: str, found: Checkpoint | str, 
 # -- the manifest ----------------------------------------------------------------------------------------------------
 
 
-def _facts(found: Checkpoint) -> dict[str, Any]:
-    manifest = with_ended(found.manifest, ended_in(found.manifest, found.storage, lambda _: None))
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    manifest = with_ended(checkpoint.manifest, ended_in(checkpoint.manifest, checkpoint.storage, lambda _: None))
     tensors = {name: _tensor(entry) for name, entry in manifest["tensors"].items()}
     given = {name: manifest.get(name) for name in ("format", "plan", "workers", "versions", "imported")}
     files = [{"name": name, **entry} for name, entry in manifest["files"].items()]
     trainers = [_trainer(saved, tensors) for saved in trainers_in(manifest)]
-    return {"step": found.step, **given, "trainers": trainers, "files": files}
+    return {"step": checkpoint.step, **given, "trainers": trainers, "files": files}
 
 
 def _tensor(entry: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +158,7 @@ def _total(tensors: dict[str, Any], names: Iterable[str], what: str) -> int:
 
 
 def _entries(node: Any) -> dict[Any, Any]:
-    """The pairs of a dict of the skeleton, however it is written."""
+    """The items of a dict of the skeleton, in either of its two encodings."""
     return {str(key): value for key, value in node["$dict"]} if "$dict" in node else node
 
 
@@ -167,7 +172,7 @@ def _names(node: Any) -> Iterator[str]:
 
 
 def _plain(node: Any) -> Any:
-    """A part of the skeleton as JSON that says the same without forms of our own; a tensor is only named as one."""
+    """A part of the skeleton as plain JSON: tagged objects become their values, and a tensor becomes a text."""
     if isinstance(node, list):
         return [_plain(item) for item in node]
     if not isinstance(node, dict):
@@ -181,7 +186,7 @@ def _plain(node: Any) -> Any:
 
 
 def _type_of(saved: list[Any], tensors: dict[str, Any]) -> str:
-    """The type of a value of `trainer.state`, as people name it."""
+    """The type of a value of `trainer.state`, as text for people."""
     kind, node = saved
     if kind == "object":
         return f"object with state_dict(), {size_text(_total(tensors, set(_names(node)), 'bytes'))} of tensors"
@@ -197,26 +202,26 @@ def _type_of(saved: list[Any], tensors: dict[str, Any]) -> str:
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _tables(told: dict[str, Any]) -> str:
+def _tables(contents: dict[str, Any]) -> str:
     ahead = Terminal()
     console = TextPage(
         ahead.width if ahead.is_terminal else 240, ahead.is_terminal
     )  # in a file or a pipe nothing is folded
-    listing = [(row["step"], row["written"], size_text(row["bytes"]), _state(row)) for row in told["checkpoints"]]
+    listing = [(row["step"], row["written"], size_text(row["bytes"]), _state(row)) for row in contents["checkpoints"]]
     console.print(_table(("step", "written", "size", "state"), listing, right=(0, 2)))
-    for mark in told["best"]:
+    for mark in contents["best"]:
         console.print(Text("\nbest of trainer {trainer}: {name} {value:.6g} at step {step}".format(**mark)))
-    console.print(Text(f"\nstep {told['step']} of {in_one_line(told['run'])}", style="bold"))
-    versions = ", ".join(f"{name} {value}" for name, value in (told["versions"] or {}).items())
-    facts = [("format", told["format"]), ("plan", told["plan"]), ("workers", told["workers"] or "")]
-    console.print(_grid([*facts, ("versions", versions), ("imported", told["imported"] or "")]))
-    for number, trainer in enumerate(told["trainers"]):
+    console.print(Text(f"\nstep {contents['step']} of {in_one_line(contents['run'])}", style="bold"))
+    versions = ", ".join(f"{name} {value}" for name, value in (contents["versions"] or {}).items())
+    facts = [("format", contents["format"]), ("plan", contents["plan"]), ("workers", contents["workers"] or "")]
+    console.print(_grid([*facts, ("versions", versions), ("imported", contents["imported"] or "")]))
+    for number, trainer in enumerate(contents["trainers"]):
         console.print(Text(f"\ntrainer {number}", style="bold"))
         console.print(_grid(_rows(trainer)))
-    files = [(file["name"], size_text(file["bytes"]), f"{file['sha256'][:12]}...") for file in told["files"]]
+    files = [(file["name"], size_text(file["bytes"]), f"{file['sha256'][:12]}...") for file in contents["files"]]
     console.print("", _table(("file", "size", "SHA-256"), files, right=(1,)))
-    if "tensors" in told:
-        named = [(name, t["dtype"], t["shape"], f"{t['bytes']:,}") for name, t in told["tensors"].items()]
+    if "tensors" in contents:
+        named = [(name, t["dtype"], t["shape"], f"{t['bytes']:,}") for name, t in contents["tensors"].items()]
         console.print("", _table(("tensor", "dtype", "shape", "bytes"), named, right=(3,)))
     return console.text
 
@@ -239,9 +244,9 @@ def _rows(trainer: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "weights", f"{text}, {size_text(weights['bytes'])}"
     for number, optimizer in enumerate(trainer["optimizers"]):
         yield f"optimizer {number}", f"{size_text(optimizer['bytes'])} of state"
-        for place, group in enumerate(optimizer["groups"]):
-            said = [f"{name} {value}" for name, value in group.items() if name != "params" and value is not None]
-            yield f"  group {place}", f"{group['params']} parameters, {', '.join(said)}"
+        for group_index, group in enumerate(optimizer["groups"]):
+            settings = [f"{name} {value}" for name, value in group.items() if name != "params" and value is not None]
+            yield f"  group {group_index}", f"{group['params']} parameters, {', '.join(settings)}"
     for number, scheduler in enumerate(trainer["schedulers"]):
         short = {name: value for name, value in scheduler.items() if not isinstance(value, dict)}
         yield f"scheduler {number}", ", ".join(f"{name} {value}" for name, value in short.items())
@@ -261,8 +266,8 @@ def _grid(rows: Iterable[tuple[str, Any]]) -> Table:
 
 def _table(names: tuple[str, ...], rows: Iterable[tuple[Any, ...]], right: tuple[int, ...]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
-    for place, name in enumerate(names):
-        table.add_column(name, justify="right" if place in right else "left", overflow="fold")
+    for column_index, name in enumerate(names):
+        table.add_column(name, justify="right" if column_index in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(in_one_line(value)) for value in row))
     return table

@@ -15,8 +15,9 @@ _WINDOW = 64 << 20  # pages of a mapped file count as memory of the process unti
 
 
 class Deferred(torch.Tensor):
-    """A CPU tensor of a known shape and dtype, whose values `load` brings anew for each operation that needs them. Some
-    of its rows come by `rows`, if that is given, from the first one and up to the last.
+    """A CPU tensor of known shape and dtype whose values `load` reads again for each operation that needs them.
+
+    If `rows` is given, slices along the first dimension read only their rows, with ``rows(first, end)``.
     """
 
     load: Callable[[], torch.Tensor]
@@ -56,10 +57,10 @@ def float_named(name: str | None) -> torch.dtype | None:
 
 
 def deferred(read: Callable[[], Mapping[str, Any]], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """What `read` returns, with every tensor in it deferred; those of floating point are converted to `dtype`.
+    """Returns the mapping of `read` with every tensor deferred; floating-point tensors are converted to `dtype`.
 
-    `read` maps files and is called again and again: what was touched of a mapping stays in memory as long as it. A
-    tensor raises CheckpointError when it is used and holds values that are finite and too large for `dtype`.
+    `read` maps files. It is called again from time to time, because touched pages count as memory until their mapping
+    is dropped. Using a tensor raises CheckpointError if it holds finite values that are too large for `dtype`.
     """
     held, used = read(), 0
 

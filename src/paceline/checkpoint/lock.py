@@ -11,15 +11,15 @@ from pathlib import Path
 from paceline.base.console import in_one_line
 from paceline.errors import LaunchError
 
-PATIENCE = 5.0  # seconds in which forked children of a dead holder, who share its lock, may still be ending
+PATIENCE = 5.0  # seconds for which forked children of a dead holder may keep its lock
 
 
 def hold_lock(folder: Path, patience: float = 0.0) -> int:
-    """Makes `folder` where it is missing (mode 0700) and locks it for this process.
+    """Creates `folder` if it is missing (mode 0700) and locks it for this process.
 
-    The lock (flock on ``folder/lock``) lasts until the returned descriptor is closed or the process ends.
-    LaunchError: after `patience` seconds a living process still holds it, or a lost host's that a server of files
-    takes for living. Windows has no such lock.
+    The lock (flock on ``folder/lock``) lasts until the returned descriptor is closed or the process ends. Raises
+    LaunchError if another process still holds it after `patience` seconds; a file server may take the process of a lost
+    host for alive. Windows has no such lock.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by what is exec'd

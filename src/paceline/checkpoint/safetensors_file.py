@@ -43,7 +43,7 @@ DTYPES = {
 
 
 def size_text(count: int) -> str:
-    """`count` bytes for a reader: ``312 bytes``, ``40.2 MB``."""
+    """Formats a number of bytes: ``312 bytes``, ``40.2 MB``."""
     if count < 1000:
         return f"{count} bytes"
     for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1):
@@ -53,7 +53,7 @@ def size_text(count: int) -> str:
 
 
 class Shaped(Protocol):
-    """A tensor, or what one is."""
+    """Anything with the dtype and the shape of a tensor."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -62,12 +62,12 @@ class Shaped(Protocol):
 
 
 def ordered(tensors: Mapping[str, Shaped]) -> list[str]:
-    """The widest elements first: then every tensor of a mapped file is aligned."""
+    """The names of the tensors, widest dtype first, so that every tensor of a mapped file is aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
 def head(tensors: Mapping[str, Shaped]) -> tuple[bytes, int]:
-    """What is before the tensors in a file, and the bytes of those."""
+    """The header of a file with these tensors, and the bytes of the tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in ordered(tensors):
@@ -80,7 +80,7 @@ def head(tensors: Mapping[str, Shaped]) -> tuple[bytes, int]:
 
 
 def file_bytes(tensors: Mapping[str, Shaped]) -> int:
-    """How large the file of these tensors is."""
+    """The size of the file of these tensors, in bytes."""
     first, rest = head(tensors)
     return len(first) + rest
 

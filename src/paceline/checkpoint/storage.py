@@ -42,53 +42,59 @@ _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
 class Storage(Protocol):
-    """Every method raises OSError where the place cannot be read or written; FileNotFoundError where nothing is."""
+    """Where checkpoints are kept: a folder or an object store, with one level of folders that hold files.
 
-    shared: bool  # everybody reaches it by the same text
-    another: str  # what to choose for another place, in words
+    Every method raises OSError if the storage cannot be read or written, FileNotFoundError if a file is missing.
+    """
+
+    shared: bool  # whether all hosts reach it by the same text, as a URL
+    another: str  # for error texts: the option that chooses another storage
 
     def __str__(self) -> str: ...
 
     def inside(self, folder: str) -> Storage:
-        """The storage in a folder of this one, which need not be there yet."""
+        """The storage in a folder of this one, which need not exist yet."""
 
     def folders(self) -> list[str]:
-        """The names of the folders in it; none where the place itself is not there."""
+        """The names of the folders in the storage; none if the storage does not exist."""
 
     def sizes(self, folder: str) -> dict[str, int]:
         """The bytes of each file in a folder."""
 
-    def read(self, folder: str, file: str) -> bytes: ...
+    def read(self, folder: str, file: str) -> bytes:
+        """The bytes of a file."""
 
     def local(self, folder: str, file: str) -> Path:
-        """A file of this machine with the same bytes, as long as this object lives."""
+        """The path of a local file with the same bytes, which exists as long as this object lives."""
 
     def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
-        """Makes a new file durable; its bytes and their SHA-256."""
+        """Writes a new file durably; returns its size in bytes and its SHA-256."""
 
     def put(self, folder: str, file: str, data: bytes) -> None:
-        """Makes a small file durable at once: it is there whole or not at all, and takes the place of another."""
+        """Writes a small file durably and atomically; it replaces a file of that name."""
 
     def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
-        """Removes these files, one after another, or the whole folder."""
+        """Removes these files of a folder one after another, or with None the whole folder."""
 
     def tidy(self, folder: str) -> None:
-        """Removes a folder that has no files; when nobody writes into it any more."""
+        """Removes a folder if it has no files. Call it only when nobody writes into the folder any more."""
 
 
-def is_url(place: str) -> bool:
-    return _URL.match(place) is not None
+def is_url(location: str) -> bool:
+    """Whether `location` is a URL (``scheme://...``) and not a path."""
+    return _URL.match(location) is not None
 
 
-def storage_at(place: str | Path, another: str = RUN_DIR) -> Storage:
-    """The storage at a URL (``s3://bucket/runs/a``) or in a folder, in `another` place of which there may be one.
-    UsageError: fsspec does not know the URL.
+def storage_at(location: str | Path, another: str = RUN_DIR) -> Storage:
+    """Opens the storage at a URL (``s3://bucket/runs/a``) or in a folder; error texts suggest `another` for a folder.
+
+    Raises UsageError if fsspec cannot open the URL.
     """
-    return ObjectStore(str(place)) if is_url(str(place)) else Folder(Path(place), another)
+    return ObjectStore(str(location)) if is_url(str(location)) else Folder(Path(location), another)
 
 
 class Folder:
-    """A folder of this machine, or one that several share. Made when first written to, for its owner alone."""
+    """A storage in a local or shared folder, which is created at the first write with access for its owner only."""
 
     shared = False
 
@@ -99,25 +105,30 @@ class Folder:
         return str(self.path)
 
     def inside(self, folder: str) -> Folder:
+        """The storage in a folder of this one, which need not exist yet."""
         return Folder(self.path / folder, self.another)
 
     def folders(self) -> list[str]:
+        """The names of the folders in the storage; none if it does not exist."""
         try:
             return [path.name for path in self.path.iterdir() if path.is_dir()]
         except FileNotFoundError:
             return []
 
     def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of each file in a folder."""
         return {path.name: path.stat().st_size for path in (self.path / folder).iterdir()}
 
     def read(self, folder: str, file: str) -> bytes:
+        """The bytes of a file."""
         return read_file(self.path / folder / file)
 
     def local(self, folder: str, file: str) -> Path:
+        """The path of the file itself."""
         return self.path / folder / file
 
     def make(self, folder: str = "") -> Path:
-        """The path of a folder, which is there from now on."""
+        """Creates a folder of the storage if it is missing; returns its path."""
         path = self.path / folder
         if not path.is_dir():
             for each in (self.path.parent, self.path, path):
@@ -127,12 +138,14 @@ class Folder:
         return path
 
     def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
+        """Writes a new file durably; returns its size in bytes and its SHA-256."""
         path = self.make(folder)
         written = write_file(path / file, chunks)
         flush_folder(path)
         return written
 
     def put(self, folder: str, file: str, data: bytes) -> None:
+        """Writes a small file durably and atomically; it replaces a file of that name."""
         path = self.make(folder)
         temporary = path / f".{file}.tmp"
         temporary.unlink(missing_ok=True)
@@ -144,6 +157,7 @@ class Folder:
         flush_folder(path)
 
     def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
+        """Removes these files of a folder one after another, or with None the whole folder."""
         path = self.path / folder
         if files is None:
             shutil.rmtree(path)
@@ -152,13 +166,15 @@ class Folder:
             (path / file).unlink(missing_ok=True)
 
     def tidy(self, folder: str) -> None:
+        """Removes a folder if it has no files."""
         if not any((self.path / folder).iterdir()):
             (self.path / folder).rmdir()
 
 
 class ObjectStore:
-    """A URL of fsspec's, as ``s3://bucket/runs/a``. What reaches it (keys, an endpoint) is the environment's business,
-    as the packages behind fsspec read it.
+    """A storage at a URL that fsspec opens, such as ``s3://bucket/runs/a``.
+
+    The packages behind fsspec read keys and endpoints from the environment.
     """
 
     shared, another = True, CHECKPOINTS
@@ -185,11 +201,12 @@ class ObjectStore:
         return self.url
 
     def inside(self, folder: str) -> ObjectStore:
+        """The storage in a folder of this one, which need not exist yet."""
         return ObjectStore(f"{self.url}/{folder}")
 
     @contextmanager
     def _reached(self) -> Iterator[Any]:
-        """The file system. What the packages behind it raise becomes an OSError."""
+        """Yields the file system; converts the exceptions of the packages behind fsspec to OSError."""
         try:
             yield self._system
         except OSError as error:
@@ -204,10 +221,11 @@ class ObjectStore:
     def _listed(self, path: str) -> list[dict[str, Any]]:
         with self._reached() as system:
             system.invalidate_cache()
-            found: list[dict[str, Any]] = system.ls(path, detail=True)
-            return [entry for entry in found if entry["name"].strip("/") != path.strip("/")]
+            entries: list[dict[str, Any]] = system.ls(path, detail=True)
+            return [entry for entry in entries if entry["name"].strip("/") != path.strip("/")]
 
     def folders(self) -> list[str]:
+        """The names of the folders in the storage; none if it does not exist."""
         try:
             listed = self._listed(self._path())
         except FileNotFoundError:
@@ -215,14 +233,17 @@ class ObjectStore:
         return [entry["name"].rstrip("/").rpartition("/")[2] for entry in listed if entry["type"] == "directory"]
 
     def sizes(self, folder: str) -> dict[str, int]:
+        """The bytes of each file in a folder."""
         listed = self._listed(self._path(folder))
         return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in listed if entry["type"] == "file"}
 
     def read(self, folder: str, file: str) -> bytes:
+        """The bytes of a file."""
         with self._reached() as system:
             return bytes(system.cat_file(self._path(folder, file)))
 
     def local(self, folder: str, file: str) -> Path:
+        """The path of a temporary copy of the file, which is downloaded at the first call."""
         if self._fetched is None:
             self._fetched = Path(tempfile.mkdtemp(prefix="paceline-"))
             weakref.finalize(self, shutil.rmtree, self._fetched, ignore_errors=True)
@@ -235,6 +256,7 @@ class ObjectStore:
         return path
 
     def write(self, folder: str, file: str, chunks: Chunks) -> tuple[int, str]:
+        """Writes a new file durably; returns its size in bytes and its SHA-256."""
         digest, size = hashlib.sha256(), 0
         with self._reached() as system:
             system.makedirs(self._path(folder), exist_ok=True)  # nothing, in an object store
@@ -246,11 +268,13 @@ class ObjectStore:
         return size, digest.hexdigest()
 
     def put(self, folder: str, file: str, data: bytes) -> None:
+        """Writes a small file durably and atomically; it replaces a file of that name."""
         with self._reached() as system:
             system.makedirs(self._path(folder), exist_ok=True)
             system.pipe_file(self._path(folder, file), data)
 
     def remove(self, folder: str, files: Iterable[str] | None = None) -> None:
+        """Removes these files of a folder one after another, or with None the whole folder."""
         with self._reached() as system:
             if files is None:
                 system.rm(self._path(folder), recursive=True)
@@ -259,14 +283,15 @@ class ObjectStore:
                 system.rm_file(self._path(folder, file))
 
     def tidy(self, folder: str) -> None:
+        """Removes a folder if it has no files."""
         if not self._listed(self._path(folder)):  # an object store has no folders without files
             self.remove(folder)
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """OSError, and those of `_FAILURES` whose package has been imported."""
-    found = [getattr(sys.modules[module], name) for module, name in _FAILURES if module in sys.modules]
-    return (OSError, *found)
+    """The exception classes of a failed access: OSError, and those of `_FAILURES` whose packages are imported."""
+    classes = [getattr(sys.modules[module], name) for module, name in _FAILURES if module in sys.modules]
+    return (OSError, *classes)
 
 
 def flush_folder(path: Path) -> None:
@@ -281,9 +306,7 @@ def flush_folder(path: Path) -> None:
 
 
 def blocks(chunks: Chunks) -> Iterator[memoryview]:
-    """The same bytes in pieces that are written and hashed fastest; small chunks, of which each would cost a write,
-    come together.
-    """
+    """Cuts and joins chunks to blocks of a size that is fast to hash and write; small chunks are joined."""
     small = bytearray()
     for chunk in chunks:
         view = memoryview(chunk)

@@ -83,12 +83,15 @@ def _refusal(path: tuple[Any, ...], what: str, cure: str = _CURE) -> UsageError:
 
 
 class _Flattener:
+    """Collects the tensors of a tree by name, and encodes the rest as a JSON skeleton."""
+
     def __init__(self, live: bool) -> None:
         self.live = live
         self.tensors: dict[str, torch.Tensor | ShardedTensor] = {}
         self.seen: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        """The JSON skeleton of `value`, which stands at `path` in the tree. Raises UsageError for other types."""
         if len(path) > _DEPTH:
             cure = "keep it flatter in a checkpoint; if it contains itself, remove that reference"
             raise UsageError(f"{_path_text(path[:4])}... is nested deeper than {_DEPTH} levels", cure)
@@ -218,10 +221,10 @@ def _fetch(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{name!r} is no dtype")
-    return found
+    return dtype
 
 
 def pack(tree: Any) -> torch.Tensor:

@@ -19,13 +19,15 @@ from paceline.checkpoint.storage import Storage
 from paceline.comm.shared_memory import raw_bytes
 from paceline.errors import CheckpointError
 
-_SMALL = 1 << 15  # bytes that torch, too, copies by one thread, and at a fraction of the cost of a view of them
-_NICE = 10  # of the thread while it hashes and writes: whoever trains comes first
+_SMALL = 1 << 15  # bytes up to which torch copies with one thread and faster than numpy
+_NICE = 10  # niceness of the thread while it hashes and writes, so that training has priority
 
 
 class Background:
-    """A piece of work on a thread of its own. Once it is `over` there is a `result`, or else `trouble`: what happened,
-    and what to do. `seconds` are those of a processor that it took.
+    """Runs a function in a thread of its own.
+
+    Once it is `over`, there is a `result`, or else `trouble`: what happened and what to do. `seconds` is the processor
+    time of the thread.
     """
 
     def __init__(self, work: Callable[[], Any], name: str) -> None:
@@ -51,11 +53,11 @@ class Background:
 
 
 class Part(Background):
-    """The files that one writer writes of the checkpoint of `step`, from slices of `tensors`.
+    """Writes one writer's files of the checkpoint of `step`, from slices of `tensors`, in a thread.
 
-    Of those named in `calm`, which only a step's update changes, the thread makes a copy; `copied` waits for it. The
-    others are copied here. With `still` nobody changes anything until it is over, and nothing is copied. The result are
-    bytes and SHA-256 of each file; all of the checkpoint `need` so many bytes.
+    The constructor copies the tensors, except those named in `calm`: only a step's update changes these, so the thread
+    copies them, and `copied` waits for that. With `still` nothing is copied, because nothing changes until the thread
+    ends. The result is the bytes and the SHA-256 of each file. `need` returns the bytes of the whole checkpoint.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class Part(Background):
         super().__init__(self._write, "paceline-save")
 
     def copied(self) -> float:
-        """Waits until the state may change; the seconds for which it did."""
+        """Waits until the state may change; returns the seconds waited."""
         began = time.monotonic()
         self._is_copied.wait()
         return time.monotonic() - began
@@ -91,7 +93,7 @@ class Part(Background):
             self._copy_later()
         finally:
             self._is_copied.set()
-        if sys.platform.startswith("linux"):  # elsewhere it is the whole process's
+        if sys.platform.startswith("linux"):  # on other systems the niceness is that of the whole process
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         self._reached("writing")
@@ -116,5 +118,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.nbytes <= _SMALL or not tensor.is_contiguous():
         return tensor.clone(memory_format=torch.contiguous_format)
     made = torch.empty_like(tensor)
-    numpy.copyto(raw_bytes(made).numpy(), raw_bytes(tensor).numpy())  # by one thread: torch's own have work
+    numpy.copyto(
+        raw_bytes(made).numpy(), raw_bytes(tensor).numpy()
+    )  # with one thread, because torch's threads are busy training
     return made

@@ -38,19 +38,22 @@ class WorkerCost:
     rate: float
 
     def of(self, part: float) -> float:
+        """Seconds for this part of a global batch; 0 without a part."""
         return self.fixed + self.rate * part if part else 0.0
 
 
 def solve(units: int, costs: Sequence[WorkerCost]) -> tuple[int, ...]:
-    """How many of `units` equal parts each worker gets so that the last one is done as early as can be.
+    """Divides `units` equal parts among the workers so that the slowest worker ends as early as possible.
 
-    One after another goes to whoever would be done first with it, which no other dealing beats: what a worker has only
-    grows. Of equals the first one gets it. What all have done by the time that no dealing beats they get at once: of a
-    thousand workers it is nearly all.
+    Each part goes to the worker that would end first with one part more; among equals, to the first. This greedy order
+    is optimal, because a worker's seconds only grow with its parts. To be fast with thousands of workers, each one
+    first gets at once what it can compute within the lower bound `soonest`.
     """
     level = soonest(costs) if all(cost.rate > 0 for cost in costs) else 0.0
     counts = [max(int((level - cost.fixed) / cost.rate * units) - 1, 0) if level else 0 for cost in costs]
-    done = [(cost.of((counts[worker] + 1) / units), worker) for worker, cost in enumerate(costs)]  # with one more
+    done = [
+        (cost.of((counts[worker] + 1) / units), worker) for worker, cost in enumerate(costs)
+    ]  # seconds with one part more
     heapify(done)
     for _ in range(units - sum(counts)):
         _, worker = done[0]
@@ -60,14 +63,16 @@ def solve(units: int, costs: Sequence[WorkerCost]) -> tuple[int, ...]:
 
 
 def slowest(units: int, counts: Sequence[int], costs: Sequence[WorkerCost]) -> float:
-    """Seconds until all are done."""
+    """Seconds of the slowest worker, where worker i computes `counts[i]` of `units` parts."""
     return max(cost.of(count / units) for cost, count in zip(costs, counts, strict=True))
 
 
 @dataclass(frozen=True)
 class Change:
-    """New shares, as parts of the global batch by rank, and the seconds of the slowest worker: seen, then expected; not
-    where the team has changed. Or a worker that had none is tried once more.
+    """New shares: `parts` of the global batch by rank.
+
+    `before` and `expected` are the slowest worker's seconds, measured and predicted; None after a change of the team.
+    `trial` is a worker without a share that is measured again.
     """
 
     parts: tuple[float, ...]
@@ -78,14 +83,16 @@ class Change:
 
 @dataclass
 class Balance:
-    """The shares of the workers with these numbers, by rank. Micro-batches are `fine`, divided among workers, once they
-    were seen to be no more than their rows, unless they must stay `whole`. Where so many workers are a `unit`, the
-    first one stands for it here, and it takes as long as its slowest.
+    """Measures the workers and divides global batches among them in proportion to their speed.
+
+    Micro-batches are divided among workers (`fine`) once a test has shown that their rows do not depend on each other,
+    unless they must stay `undivided`. If several workers form a `unit`, its first worker represents it, and the unit
+    takes as long as its slowest worker.
     """
 
     grid: Grid
     workers: tuple[int, ...]
-    whole: bool = False
+    undivided: bool = False
     unit: int = 1
     fine: bool = False
     counts: tuple[int, ...] = ()  # of units, by rank; empty: equal shares
@@ -93,14 +100,20 @@ class Balance:
     _rows: list[tuple[float, ...]] = field(default_factory=list)  # seconds of the last steps, by rank
     _steps: int = 0
     _changed: list[int] = field(default_factory=list)  # the steps after which shares changed
-    _earlier: dict[int, tuple[float, float]] = field(default_factory=dict)  # by worker: its part before, its seconds
-    news: list[tuple[str, str]] = field(default_factory=list)  # for people: what was decided, and why
+    _earlier: dict[int, tuple[float, float]] = field(
+        default_factory=dict
+    )  # by worker: its part before the last change, and its seconds
+    news: list[tuple[str, str]] = field(default_factory=list)  # what was decided, and why: texts for people
     _kept: float = 0.0  # seconds of steps since shares changed
-    _untold: dict[str, tuple[str, str]] = field(default_factory=dict)  # of the news, what the console has not shown
-    _told: str = ""  # the shares that it showed last
+    _untold: dict[str, tuple[str, str]] = field(
+        default_factory=dict
+    )  # the part of `news` that the console has not shown
+    _shown_shares: str = ""  # the text of the shares that the console showed last
     _before: float | None = None  # seconds before the last change, while it is not known what it gained
     _hinted: bool = False
-    _idle: dict[int, tuple[int, int]] = field(default_factory=dict)  # without a share: since when, to wait how long
+    _idle: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # {worker without a share: (since which step, steps to wait)}
     _trial: int | None = None
 
     @property
@@ -109,53 +122,53 @@ class Balance:
 
     @property
     def weights(self) -> tuple[float, ...]:
-        """For dealing, by rank."""
+        """The weight of each worker's share, by rank."""
         return tuple(map(float, self.counts)) if self.counts else (1.0,) * len(self.members)
 
     @property
     def units(self) -> int:
-        """Equal parts of a global batch that can be dealt."""
-        whole, rest = divmod(self.grid.global_batch, self.grid.micro)
+        """The number of equal parts of a global batch that can be assigned."""
+        full_micro_batches, rest_rows = divmod(self.grid.global_batch, self.grid.micro)
         if not self.fine:
-            return whole + (rest > 0)
+            return full_micro_batches + (rest_rows > 0)
         grain = self.grid.grain
-        return whole * -(-self.grid.micro // grain) + -(-rest // grain)
+        return full_micro_batches * -(-self.grid.micro // grain) + -(-rest_rows // grain)
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """Of the global batch, by rank."""
+        """The part of the global batch that each worker computes, by rank."""
         units = self.units
         return tuple(len(share) / units for share in deal(units, self.weights))
 
     # -- a team that changes
 
     def state(self) -> dict[str, Any]:
-        """What newcomers must know, as JSON keeps it."""
+        """The state that a new worker needs, as a JSON object."""
         costs = {str(worker): [cost.fixed, cost.rate] for worker, cost in self._costs.items()}
-        return {"fine": self.fine, "whole": self.whole, "costs": costs}
+        return {"fine": self.fine, "whole": self.undivided, "costs": costs}
 
-    def reform(self, workers: Sequence[int], said: Mapping[str, Any]) -> Change | None:
-        """Another team, of whose workers this much is known: its shares, where others are of it than before."""
+    def reform(self, workers: Sequence[int], state: Mapping[str, Any]) -> Change | None:
+        """Takes over the workers and the `state` of a new team; returns its shares if its members have changed."""
         before, self.workers = self.workers, tuple(workers)
-        self.fine, self.whole = said["fine"], said["whole"]
-        self._costs = {int(worker): WorkerCost(*cost) for worker, cost in said["costs"].items()}
+        self.fine, self.undivided = state["fine"], state["whole"]
+        self._costs = {int(worker): WorkerCost(*cost) for worker, cost in state["costs"].items()}
         self._earlier, self._idle, self._changed, self._steps = {}, {}, [], 0
         self._trial = self._before = None
         self._begin(solve(self.units, self._known()) if self._costs else ())
         return Change(self.parts) if self.workers != before else None
 
     def _known(self) -> list[WorkerCost]:
-        """What the members cost; of one that has not been measured the same as of others."""
-        here = [self._costs[worker] for worker in self.members if worker in self._costs] or [*self._costs.values()]
-        usual = WorkerCost(median(cost.fixed for cost in here), median(cost.rate for cost in here))
+        """The cost of each member; one that has not been measured counts as the median of the others."""
+        measured = [self._costs[worker] for worker in self.members if worker in self._costs] or [*self._costs.values()]
+        usual = WorkerCost(median(cost.fixed for cost in measured), median(cost.rate for cost in measured))
         return [self._costs.get(worker, usual) for worker in self.members]
 
     # -- whether micro-batches may be divided
 
     def divide(self, tested: bool, strict: bool) -> None:
-        """What the workers agreed on: a whole may be computed in pieces; or it was seen that it may not."""
-        self.whole |= strict
-        if (tested or self.fine) and not self.whole:
+        """Applies what the workers agreed on: micro-batches may be divided (`tested`), or must not be (`strict`)."""
+        self.undivided |= strict
+        if (tested or self.fine) and not self.undivided:
             self.fine = True
         elif self.fine:
             self.fine = False
@@ -164,7 +177,7 @@ class Balance:
     # -- measuring
 
     def learn(self, seconds: Sequence[float]) -> Change | None:
-        """Takes everybody's seconds of a step on a full global batch; new shares if they are worth it."""
+        """Takes all workers' seconds of a step on a full global batch; returns new shares if they save enough."""
         seconds = [max(seconds[at : at + self.unit]) for at in range(0, len(seconds), self.unit)]
         self._steps += 1
         self._kept += max(seconds)
@@ -184,7 +197,7 @@ class Balance:
         return change
 
     def _tell(self, seconds: float) -> None:
-        """Shares that were kept: what they gained, and what the grid costs."""
+        """Adds news about shares that were kept: the seconds they saved, and the speed that a coarse grid costs."""
         if self._before is not None:
             self.news.append((self.text(), f"a step takes them {seconds:.2g} s instead of {self._before:.2g}"))
             self._before, self._untold["shares"] = None, self.news[-1]
@@ -194,16 +207,16 @@ class Balance:
             self._untold["grid"] = self.news[-1]
 
     def settled(self) -> list[tuple[str, str]]:
-        """The news that people at the console are told by now: of shares that have been kept for a while, each once."""
+        """Returns the news for the console, each once, after the shares have been kept for `SETTLED` seconds."""
         if self._kept < SETTLED or not self._untold:
             return []
-        told = [pair for pair in self._untold.values() if pair[0] != self._told]
-        self._told = self._untold.get("shares", (self._told, ""))[0]
+        news_to_show = [pair for pair in self._untold.values() if pair[0] != self._shown_shares]
+        self._shown_shares = self._untold.get("shares", (self._shown_shares, ""))[0]
         self._untold.clear()
-        return told
+        return news_to_show
 
     def _hopeless(self, seconds: Sequence[float]) -> bool:
-        """Whether the worker that is tried takes so long that one step tells."""
+        """Whether the worker on trial is so slow that one step is enough to reject it."""
         by_worker = dict(zip(self.members, seconds, strict=True))
         tried = by_worker.pop(self._trial, 0.0) if self._trial is not None else 0.0
         return tried > HOPELESS * max(by_worker.values())
@@ -230,7 +243,7 @@ class Balance:
         return Change(self.parts, now, then, self._trial)
 
     def _to_try(self, parts: Sequence[float]) -> int | None:
-        """A worker that has had no share for so long that it may be another one by now."""
+        """Picks a worker without a share whose speed may have changed since it was measured; else None."""
         for worker, part in zip(self.members, parts, strict=True):
             since, wait = self._idle.get(worker, (self._steps, AGAIN))
             if part and worker != self._trial:
@@ -244,9 +257,9 @@ class Balance:
 
     @staticmethod
     def _with_one(counts: Sequence[int], tried: int) -> tuple[int, ...]:
-        """The shares, but that who is tried has a unit of the largest one."""
+        """Moves one unit from the largest share to the worker on trial."""
         largest = counts.index(max(counts))
-        return tuple(n + (place == tried) - (place == largest) for place, n in enumerate(counts))
+        return tuple(n + (index == tried) - (index == largest) for index, n in enumerate(counts))
 
     def _begin(self, counts: Sequence[int]) -> None:
         self.counts, self._rows, self._warm = tuple(counts), [], WARM
@@ -257,15 +270,15 @@ class Balance:
         self._warm = WARM
 
     def _forget_other_speeds(self) -> None:
-        """What was measured before somebody's speed changed."""
+        """Drops the measurements that are older than a change of some worker's speed."""
         before, last = self._rows[:-BLOCK], self._rows[-BLOCK:]
-        for place, part in enumerate(self.parts):
-            old, new = ([row[place] for row in rows] for rows in (before, last))
+        for index, part in enumerate(self.parts):
+            old, new = ([row[index] for row in rows] for rows in (before, last))
             if part and before and not 1 / MOVED < median(new) / max(median(old), 1e-9) < MOVED:
                 self._rows = last
 
     def _times(self) -> tuple[list[float], float]:
-        """Each worker's seconds, and the relative standard error of what is known of those who compute."""
+        """Each worker's median seconds, and the relative standard error of the medians of those with a share."""
         times, errors = [], []
         for part, column in zip(self.parts, zip(*self._rows, strict=True), strict=True):
             middle = median(column)
@@ -274,11 +287,11 @@ class Balance:
             if part:
                 errors.append(1.2533 * deviation / math.sqrt(len(column)) / max(middle, 1e-9))
         usual = math.sqrt(sum(error * error for error in errors) / len(errors))
-        # Four values may lie close together by chance: nobody is much surer than all are.
+        # Four values may lie close together by chance, so one worker's error is not taken for much less than all have.
         return times, max(*errors, 1.5 * usual)
 
     def _measure(self, parts: Sequence[float], times: Sequence[float]) -> None:
-        """What each worker costs, from what it took with its share, and with the one before."""
+        """Fits each worker's cost to its seconds with this share and with the one before."""
         for worker, part, time in zip(self.members, parts, times, strict=True):
             if not part:
                 continue
@@ -289,10 +302,10 @@ class Balance:
                 fixed = min(max(time - slope * part, 0.0), FIXED * time)
             self._costs[worker] = WorkerCost(fixed, (time - fixed) / part)
 
-    # -- what people are told
+    # -- texts for people
 
     def coarse(self) -> str:
-        """How much of the workers' speed the grid lets them use, and a better one; empty where that is enough."""
+        """Says what part of the workers' speed the grid uses, and which grid is better; empty if it uses enough."""
         if self.fine or not self._costs:
             return ""
         costs, micro = self._known(), self.grid.micro
@@ -306,19 +319,21 @@ class Balance:
         return f"{100 * used:.0f} % of their speed is used, {better}"
 
     def unit_of(self, member: int) -> str:
-        """Which workers, for people."""
+        """The numbers of a unit's workers, as text."""
         first = self.workers.index(member)
         return ranks(self.workers[first : first + self.unit]).split(" ", 1)[1]
 
     def text(self) -> str:
-        """The shares, for people."""
+        """The shares, as text."""
         percent = [f"{100 * part:.0f}" for part in self.parts]
-        one, costs = 1 / self.units, self._known() if self._costs else [WorkerCost(0.0, 1.0)] * len(self.members)
+        one_part, costs = 1 / self.units, self._known() if self._costs else [WorkerCost(0.0, 1.0)] * len(self.members)
         most = slowest(self.units, [round(part * self.units) for part in self.parts], costs)
-        places = [place for place, part in enumerate(self.parts) if not part and costs[place].of(one) > 1.01 * most]
-        idle = [w for place in places for w in self.workers[place * self.unit :][: self.unit]]
+        idle_indices = [
+            index for index, part in enumerate(self.parts) if not part and costs[index].of(one_part) > 1.01 * most
+        ]
+        idle = [w for index in idle_indices for w in self.workers[index * self.unit :][: self.unit]]
         units = [self.unit_of(member) for member in self.members]
-        who, much = (", ".join(some[:-1]) + f" and {some[-1]}" for some in (units, percent))
+        who, much = (", ".join(texts[:-1]) + f" and {texts[-1]}" for texts in (units, percent))
         whose = "workers" if self.unit == 1 else "the units of workers"
         what = f"{whose} {who} compute {much} % of each global batch"
         alone = f"; without {ranks(idle)} the others are done earlier" if idle else ""
@@ -326,13 +341,13 @@ class Balance:
 
 
 def used_by(grid: Grid, costs: Sequence[WorkerCost]) -> float:
-    """Part of the workers' speed that a grid of whole micro-batches lets them use."""
+    """The part of the workers' speed that they can use if micro-batches are not divided."""
     units = len(grid.cut(grid.global_batch))
     return soonest(costs) / slowest(units, solve(units, costs), costs)
 
 
 def soonest(costs: Sequence[WorkerCost]) -> float:
-    """Seconds until all are done where a global batch can be divided at will."""
+    """A lower bound of the slowest worker's seconds: a global batch divided into parts of any size."""
     speed, head, done = 0.0, 0.0, math.inf
     for cost in sorted(costs, key=lambda cost: cost.fixed):
         if cost.fixed < done:

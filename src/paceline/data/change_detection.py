@@ -54,8 +54,17 @@ _UNSEEN = (io.IOBase, threading.Thread)
 _IMMUTABLE = frozenset({"pyarrow"})  # packages whose objects cannot be changed
 _LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _HEADER = object.__basicsize__
-# What looking at an object may raise.
-_THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
+# What inspecting an object may raise.
+_INSPECTION_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    OSError,
+)
 
 
 class Snapshot:
@@ -67,32 +76,32 @@ class Snapshot:
     """
 
     def __init__(self, *known: Any, **roots: Any) -> None:
-        """`known` objects are not looked into."""
+        """Takes a snapshot of `roots`, by name; `known` objects are not inspected."""
         self.unseen = ""
-        self._probes: list[Callable[[], str]] = []  # each gives the name of a part that has changed, or an empty text
+        self._probes: list[Callable[[], str]] = []  # each returns the name of a part that has changed, or an empty text
         self._tensors: list[torch.Tensor] = []
         self._names: list[str] = []  # of the tensors
         self._seen: dict[int, Any] = {
             id(one): one for one in known
-        }  # what was looked into, which stays alive so that no other gets its id
+        }  # inspected objects, kept alive so that no other object gets the same id
         self._entries, self._bytes = ENTRIES, BYTES
         self._waiting = deque(roots.items())
         while self._waiting and not self._is_full():
             name, value = self._waiting.popleft()
             try:
                 self._look(name, value)
-            except _THEIRS:  # of code of the object's own
+            except _INSPECTION_ERRORS:  # raised by the object's own code
                 self._hide(name)
         self._waiting.clear()
         self._versions = _versions(self._tensors)
 
     def changed(self) -> str:
-        """The name of something that is no longer as it was; empty if nothing has changed."""
+        """The name of something that has changed since the snapshot; empty if nothing has."""
         if (now := _versions(self._tensors)) != self._versions:
             return next(name for name, a, b in zip(self._names, now, self._versions, strict=True) if a != b)
         try:
             return next(filter(None, (probe() for probe in self._probes)), "")
-        except _THEIRS:
+        except _INSPECTION_ERRORS:
             return "an object that could be compared before"
 
     def _is_full(self) -> bool:
@@ -191,8 +200,8 @@ class Snapshot:
         elif slots:
             self._compare_names(name, lambda: {slot.__name__: _slot(slot, value) for slot in slots})
         if kind.__dictoffset__:
-            ours = kind.__module__.startswith("paceline.")  # of which the rest are caches
-            self._compare_names(name, lambda: _attributes(value, _is_private if ours else None))
+            is_paceline = kind.__module__.startswith("paceline.")  # of which the rest are caches
+            self._compare_names(name, lambda: _attributes(value, _is_private if is_paceline else None))
         if not _is_library(kind.__module__):
             self._refer([(kind.__qualname__, kind)])
 
@@ -441,5 +450,5 @@ def _is_library(name: str | None) -> bool:
     root = (name or "").partition(".")[0]
     if root in ("torch", "numpy", "paceline") or (root in sys.stdlib_module_names and root != "__main__"):
         return True
-    found = sys.modules.get(name or "") or sys.modules.get(root)
-    return bool(_LIBRARIES.search(getattr(found, "__file__", None) or ""))
+    module = sys.modules.get(name or "") or sys.modules.get(root)
+    return bool(_LIBRARIES.search(getattr(module, "__file__", None) or ""))

@@ -13,29 +13,31 @@ USUAL = 4  # micro-batches, and more than half of them, whose tensors begin with
 
 
 class Collated:
-    """Looks at what a `collate` makes of micro-batches of `micro` rows. Where its tensors usually begin with the rows,
-    one where they begin with another number is told of; packed, time-first and graph batches are not like that.
+    """Checks that `collate` keeps the number of rows of micro-batches of `micro` rows.
+
+    If the first dimension of its tensors is usually the number of rows, a micro-batch with another first dimension is
+    reported. Packed, time-first and graph batches do not have that dimension first, and are not checked.
     """
 
     def __init__(self, collate: Callable[..., Any], micro: int) -> None:
         self._collate, self._micro = collate, micro
         self._usual = self._others = 0
-        self._odd = ""  # the first that was another
+        self._first_mismatch = ""  # describes the first mismatch
 
     def look(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Takes one with all of its rows; once it is clear that there was one with others, `odd` says so."""
+        """Checks a micro-batch that has all of its rows; sets its `odd` to the first mismatch once that is certain."""
         tensors = [tensor for tensor in tensors_of(micro_batch.batch) if tensor.dim()]
         first, second = {t.shape[0] for t in tensors}, {t.shape[1] for t in tensors if t.dim() > 1}
         if micro_batch.rows == self._micro and len(first) == 1:
             usual = first == {self._micro}
             self._usual += usual
-            if not usual and second != {self._micro}:  # else time comes first
+            if not usual and second != {self._micro}:  # else the time dimension comes first
                 self._others += 1
-                self._odd = self._odd or self._told(micro_batch, first.pop())
-            micro_batch.odd = self._odd if self._usual >= max(USUAL, self._others + 1) else ""
+                self._first_mismatch = self._first_mismatch or self._describe_mismatch(micro_batch, first.pop())
+            micro_batch.odd = self._first_mismatch if self._usual >= max(USUAL, self._others + 1) else ""
         return micro_batch
 
-    def _told(self, micro_batch: MicroBatch, made: int) -> str:
+    def _describe_mismatch(self, micro_batch: MicroBatch, made: int) -> str:
         collate = inspect.unwrap(getattr(self._collate, "func", self._collate))  # of a partial
         code = getattr(collate, "__code__", None) or getattr(type(collate).__call__, "__code__", None)
         at = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""

@@ -26,12 +26,21 @@ from paceline.compute.rng import RngState
 from paceline.data.loader import Feed, Slot, Source
 from paceline.errors import DatasetError
 
-SAMPLED = 4  # rows
-_STDLIB = sys.stdlib_module_names  # its objects may be other threads'
-_DEPTH, _MANY = 5, 64  # how deep is looked into a row and a dataset, and into how many things side by side
-_STREAM = 1 << 44  # apart from those of loading
-# What loading a row may raise. Training raises it again, if it comes to the row.
-_THEIRS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError, OSError)
+SAMPLED = 4  # rows that are compared
+_STDLIB = sys.stdlib_module_names  # objects of these may belong to other threads
+_DEPTH, _MANY = 5, 64  # levels of nesting in a row or dataset, and items of a container, that are looked at
+_STREAM = 1 << 44  # keeps these random streams apart from those of loading
+# What loading a row may raise. It is ignored: training raises it again if it needs the row.
+_LOADING_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    OSError,
+)
 _SAME = (
     "give all workers the same data in the same order: sort the names of files, seed what is split or made at random"
 )
@@ -50,32 +59,32 @@ _ORDER = "give all workers the same seed= and an order= that depends on its argu
 
 
 class Fingerprint:
-    """The dataset of a loop, as all workers must have it. In `lockstep` all of them begin an epoch in the same step."""
+    """Compares the dataset of a loop on all workers. In `lockstep` all workers begin an epoch in the same step."""
 
     def __init__(self, source: Source, tell: Callable[..., None], of: str = "", lockstep: bool = True) -> None:
         self._source, self._tell, self._of, self._lockstep = source, tell, of, lockstep
-        self._mine: dict[str, Any] = {}
-        self._generation: int | None = None  # whose members are known to have the same
-        self._epoch: int | None = None  # of an iterable dataset, whose first rows are known to be the same
+        self._local_sample: dict[str, Any] = {}
+        self._generation: int | None = None  # the last generation whose members were compared
+        self._epoch: int | None = None  # the last epoch of an iterable dataset whose first rows were compared
 
     def compare(self, group: Group, generation: int) -> str:
-        """In a generation that somebody has come to. For people: rows that cannot be compared, if there are any.
-        Collective.
+        """Compares lengths, order and a few rows, once per generation that workers have joined. Collective.
 
-        Raises DatasetError where lengths, the order or rows differ: on newcomers alone, where there are others.
+        Returns a text that names rows which cannot be compared, else an empty one. Raises DatasetError if the datasets
+        differ; if some workers were compared in an earlier generation, only the new workers raise it.
         """
         if group.size == 1 or generation == self._generation or self._source.rows is None:
             return ""
         group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
         known = self._generation is not None
         before = group.gather_json(known)
-        if all(before):  # nobody has come to those who were compared
+        if all(before):  # no worker has joined since they were compared
             self._generation = generation
             return ""
-        self._mine = _sample(self._source, self._tell)  # anew: the script may have changed the dataset since
-        told = group.gather_json(self._mine)
+        self._local_sample = _sample(self._source, self._tell)  # again, because the script may have changed the dataset
+        samples = group.gather_json(self._local_sample)
         try:
-            return self._judge(group, told, _SAME_LATER if any(before) else _SAME)
+            return self._judge(group, samples, _SAME_LATER if any(before) else _SAME)
         except DatasetError:
             if not known:
                 raise
@@ -84,8 +93,9 @@ class Fingerprint:
             self._generation = generation
 
     def compare_stream(self, group: Group, generation: int, feed: Feed, step: int, epoch: int) -> str:
-        """The same for an iterable dataset, whose first rows in the global batch of this `step` are compared: once in a
-        generation, and in lockstep when an epoch begins. Collective.
+        """Compares the first rows that an iterable dataset yields for the global batch of `step`. Collective.
+
+        Compares once per generation, and in lockstep also when an epoch begins. Returns and raises as `compare`.
         """
         if self._source.rows is not None or group.size == 1:
             return ""
@@ -94,135 +104,150 @@ class Fingerprint:
         group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
         known, self._generation, self._epoch = self._generation is not None, generation, epoch
         newcomers = group.gather_json(known)
-        mine = first_rows(feed)
-        found = _rows_apart(group, group.gather_json(mine))
-        if found is None:
+        local_rows = first_rows(feed)
+        difference = _find_different_row(group, group.gather_json(local_rows))
+        if difference is None:
             return ""
-        if any(group.gather_json(mine != _read_again(feed, step))):
+        if any(group.gather_json(local_rows != _read_again(feed, step))):
             return f"{_DRAWN}; {_SEED_OWN}"
         if known and not all(newcomers):
-            return ""  # the newcomers alone have others
-        number, usual, odd = found
+            return ""  # only the new workers differ, and they raise
+        number, usual, deviating = difference
         what = f"workers disagree about the dataset: row {feed.grid.global_batch * step + number} of what it yields"
-        raise DatasetError(f"{what} is another one on {odd} than on {usual}", _WHOLE_STREAM)
+        raise DatasetError(f"{what} is another one on {deviating} than on {usual}", _WHOLE_STREAM)
 
-    def _judge(self, group: Group, told: list[dict[str, Any]], cure: str) -> str:
+    def _judge(self, group: Group, samples: list[dict[str, Any]], cure: str) -> str:
+        """Compares the `samples` of all workers; returns and raises as `compare`."""
         everyone, names, drawn = range(group.size), group.names, list[int]()
-        same_lengths([mine["length"] for mine in told], group, "the dataset")
-        for number, position in enumerate(self._mine["at"]):
-            rows = [mine["rows"][number] for mine in told]
-            if apart := parted(everyone, rows):
-                one, other = (f"row {rows[some[0]]} on worker {names[some[0]]}" for some in apart)
+        same_lengths([sample["length"] for sample in samples], group, "the dataset")
+        for number, position in enumerate(self._local_sample["at"]):
+            rows = [sample["rows"][number] for sample in samples]
+            if split := parted(everyone, rows):
+                one, other = (f"row {rows[members[0]]} on worker {names[members[0]]}" for members in split)
                 raise DatasetError(f"position {position} of an epoch is {one} and {other}", _ORDER)
-        for number, row in sorted(enumerate(self._mine["rows"]), key=lambda pair: pair[1]):
-            digests = [mine["digests"][number] for mine in told]
+        for number, row in sorted(enumerate(self._local_sample["rows"]), key=lambda pair: pair[1]):
+            digests = [sample["digests"][number] for sample in samples]
             drawn += [row] if None in digests else []
             if None in digests or [] in digests:
                 continue
             exact, floats = zip(*digests, strict=True)
-            # Floats that are computed come out otherwise on other processors.
-            alike = [[r for r in everyone if told[r]["kind"] == kind] for kind in {mine["kind"]: 0 for mine in told}]
-            if apart := next(filter(None, (parted(everyone, exact), *(parted(some, floats) for some in alike))), None):
-                usual, odd = (ranks(names[rank] for rank in some) for some in apart)
-                raise DatasetError(f"row {row} of the dataset is another one on {odd} than on {usual}", cure)
+            # Computed floats may differ between kinds of processors.
+            alike = [
+                [r for r in everyone if samples[r]["kind"] == kind]
+                for kind in {sample["kind"]: 0 for sample in samples}
+            ]
+            if split := next(
+                filter(None, (parted(everyone, exact), *(parted(members, floats) for members in alike))), None
+            ):
+                usual, deviating = (ranks(names[rank] for rank in members) for members in split)
+                raise DatasetError(f"row {row} of the dataset is another one on {deviating} than on {usual}", cure)
         which = f"row{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))} of the dataset"
         what = "came out differently when loaded twice, by random numbers other than those of torch, random and numpy"
         return f"{which} {what}, and cannot be compared among the workers" if drawn else ""
 
 
 def first_rows(feed: Feed) -> list[list[str]]:
-    """The digests of the first rows of the global batch that was given last, of an iterable dataset."""
-    found = list[list[str]]()
+    """The digests of the first rows of the last global batch of an iterable dataset."""
+    digests = list[list[str]]()
     for row in feed.read[:SAMPLED]:
         exact, floats = hashlib.sha256(), hashlib.sha256()
         _digest(row, exact, floats, _DEPTH)
-        found.append([exact.hexdigest()[:16], floats.hexdigest()[:16], get_cpu_capability()])
-    return found
+        digests.append([exact.hexdigest()[:16], floats.hexdigest()[:16], get_cpu_capability()])
+    return digests
 
 
 def _read_again(feed: Feed, step: int) -> list[list[str]]:
-    """The digests of the same rows in another pass over the dataset."""
+    """The digests of the same rows, read in another pass over the dataset."""
     source = replace(feed.source, options=None)
-    again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.place, lambda *_, **__: None)
+    again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.get_assignment, lambda *_, **__: None)
     with RngState(torch.device("cpu")).lent():
         return first_rows(again) if again.has(step) else []
 
 
-def _rows_apart(group: Group, told: Sequence[Sequence[Sequence[str]]]) -> tuple[int, str, str] | None:
-    """The first row that some workers have otherwise than the rest, and who these are; None where all have the same."""
-    for number in range(max(map(len, told), default=0)):
-        rows = [tuple(mine[number]) if number < len(mine) else () for mine in told]
-        # Floats that are computed come out otherwise on other processors.
+def _find_different_row(group: Group, samples: Sequence[Sequence[Sequence[str]]]) -> tuple[int, str, str] | None:
+    """The first row that differs, the workers that agree and those that deviate; None if all rows are the same."""
+    for number in range(max(map(len, samples), default=0)):
+        rows = [tuple(sample[number]) if number < len(sample) else () for sample in samples]
+        # Computed floats may differ between kinds of processors.
         kinds = {row[2] for row in rows if row}
         alike = [row if len(kinds) == 1 else row[:1] for row in rows]
-        if apart := parted(range(group.size), alike):
-            usual, odd = (ranks(group.names[rank] for rank in some) for some in apart)
-            return number, usual, odd
+        if split := parted(range(group.size), alike):
+            usual, deviating = (ranks(group.names[rank] for rank in members) for members in split)
+            return number, usual, deviating
     return None
 
 
 def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[str]], what: str) -> None:
-    """Raises DatasetError where workers have read another number of rows of an iterable dataset, or other
-    `first_rows` of it. Part of the entered collective.
+    """Raises DatasetError if workers have read different numbers of rows of an iterable dataset, or different
+    `first_rows`. Part of the entered collective.
     """
-    told = group.gather_json([rows, first]) if group.size > 1 and feed.source.rows is None else []
-    _refuse_lengths(group, f"{what}, which yields", [read for read, _ in told])
-    found = _rows_apart(group, [rows for _, rows in told])
-    if found is not None and not any(group.gather_json(first != _read_again(feed, 0))):
-        raise DatasetError(f"workers disagree about {what}: row {found[0]} differs on {found[2]}", _WHOLE_STREAM)
+    reports = group.gather_json([rows, first]) if group.size > 1 and feed.source.rows is None else []
+    _refuse_lengths(group, f"{what}, which yields", [read for read, _ in reports])
+    difference = _find_different_row(group, [rows for _, rows in reports])
+    if difference is not None and not any(group.gather_json(first != _read_again(feed, 0))):
+        raise DatasetError(
+            f"workers disagree about {what}: row {difference[0]} differs on {difference[2]}", _WHOLE_STREAM
+        )
 
 
 def refuse_lengths(group: Group, read: int) -> None:
-    """Raises DatasetError where workers have `read` different numbers of rows of an iterable dataset. Collective."""
+    """Raises DatasetError if workers have `read` different numbers of rows of an iterable dataset. Collective."""
     group.enter("the lengths of an iterable dataset", check=False, kind="rows compared")
     _refuse_lengths(group, "the dataset, which yields for this global batch", group.gather_json(read))
 
 
 def _refuse_lengths(group: Group, what: str, lengths: Sequence[int]) -> None:
-    if apart := parted(range(len(lengths)), lengths):
-        each = [f"{lengths[some[0]]} rows on {ranks(group.names[rank] for rank in some)}" for some in apart]
+    if split := parted(range(len(lengths)), lengths):
+        each = [f"{lengths[members[0]]} rows on {ranks(group.names[rank] for rank in members)}" for members in split]
         raise DatasetError(f"workers disagree about {what} {' and '.join(each)}", _WHOLE_STREAM)
 
 
 def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None:
-    """Raises DatasetError where a dataset is longer on some workers."""
-    if apart := parted(range(group.size), lengths):
-        each = [f"{lengths[some[0]]} rows on {ranks(group.names[rank] for rank in some)}" for some in apart]
+    """Raises DatasetError if the dataset has different lengths on some workers."""
+    if split := parted(range(group.size), lengths):
+        each = [f"{lengths[members[0]]} rows on {ranks(group.names[rank] for rank in members)}" for members in split]
         cure = "give all workers the same whole dataset: its rows are dealt out to them"
         raise DatasetError(f"{what} has {' and '.join(each)}", cure)
 
 
 def compare_rows(group: Group, source: Source, tell: Callable[..., None], what: str) -> None:
-    """Raises DatasetError where a dataset is longer on some workers, or where one of a few rows is another one: these
-    are loaded the first time that a dataset is met. Part of the entered collective.
+    """Raises DatasetError if the dataset has different lengths on some workers, or if one of a few rows differs.
+
+    The rows are loaded only the first time that a dataset is compared. Part of the entered collective.
     """
     digests, rows = list[Any](), list[int]()
     if source.rows is not None and group.size > 1:
         rows = sorted({0, source.rows // 2, source.rows - 1})
         if _compared.get(id(source.dataset)) is not source.dataset:
             digests = source.loaded(_Twice(source, rows), tell)
-    told = group.gather_json([source.rows, get_cpu_capability(), digests])
-    same_lengths([length for length, _, _ in told], group, what)
-    known = [rank for rank in range(group.size) if told[rank][2]]
+    reports = group.gather_json([source.rows, get_cpu_capability(), digests])
+    same_lengths([length for length, _, _ in reports], group, what)
+    known = [rank for rank in range(group.size) if reports[rank][2]]
     for number, row in enumerate(rows):
-        found = [theirs[number] if theirs else None for _, _, theirs in told]
-        if not all(found[rank] for rank in known):
-            continue  # it is drawn, or cannot be loaded
-        # Floats that are computed come out otherwise on other processors.
-        equal = len({told[rank][1] for rank in known}) == 1
-        if apart := parted(known, [theirs and (tuple(theirs) if equal else theirs[0]) for theirs in found]):
-            usual, odd = (ranks(group.names[rank] for rank in some) for some in apart)
-            raise DatasetError(f"row {row} of {what} is another one on {odd} than on {usual}", _SAME)
+        row_digests = [worker_digests[number] if worker_digests else None for _, _, worker_digests in reports]
+        if not all(row_digests[rank] for rank in known):
+            continue  # some worker drew it at random, or cannot load it
+        # Computed floats may differ between kinds of processors.
+        equal = len({reports[rank][1] for rank in known}) == 1
+        if split := parted(
+            known,
+            [
+                worker_digests and (tuple(worker_digests) if equal else worker_digests[0])
+                for worker_digests in row_digests
+            ],
+        ):
+            usual, deviating = (ranks(group.names[rank] for rank in members) for members in split)
+            raise DatasetError(f"row {row} of {what} is another one on {deviating} than on {usual}", _SAME)
     if digests:
-        with suppress(TypeError):  # a list, say, which is compared each time
+        with suppress(TypeError):  # a list, for example, has no weak references and is compared each time
             _compared[id(source.dataset)] = source.dataset
 
 
-_compared = weakref.WeakValueDictionary[int, Any]()  # datasets of evaluate() and predict()
+_compared = weakref.WeakValueDictionary[int, Any]()  # datasets of evaluate() and predict() that were compared
 
 
 def _sample(source: Source, tell: Callable[..., None]) -> dict[str, Any]:
-    """What this worker tells: positions over all of an epoch, the rows there, and the digests of each."""
+    """This worker's sample: positions spread over an epoch, the rows at these, and the digests of the rows."""
     assert source.rows is not None
     at = sorted({(source.rows - 1) * part // (SAMPLED - 1) for part in range(SAMPLED)})
     slots = [Slot(number, source.first_epoch, position, position + 1) for number, position in enumerate(at)]
@@ -232,7 +257,7 @@ def _sample(source: Source, tell: Callable[..., None]) -> dict[str, Any]:
 
 
 class _Twice:
-    """A dataset of one item: the digests of some rows, each loaded twice; None for one that differs."""
+    """A dataset of one item: the digests of some rows, each loaded twice; None for a row that differs between both."""
 
     def __init__(self, source: Source, rows: Sequence[int]) -> None:
         self.source, self.rows = source, rows
@@ -257,17 +282,17 @@ class _Twice:
 
 
 def _digests(source: Source, row: int) -> list[str]:
-    """Of all of a row but its floats, and of these; none where it cannot be loaded."""
+    """The digests of a row without its floats, and of its floats; empty if the row cannot be loaded."""
     exact, floats = hashlib.sha256(), hashlib.sha256()
     try:
         _digest(source.samples([row])[0], exact, floats, _DEPTH)
-    except _THEIRS:
+    except _LOADING_ERRORS:
         return []
     return [exact.hexdigest()[:16], floats.hexdigest()[:16]]
 
 
 def _digest(value: Any, exact: Any, floats: Any, depth: int) -> None:
-    """Adds tensors, arrays, numbers and text, and nestings of them; of anything else nothing."""
+    """Adds a value to the digests: tensors, arrays, numbers, texts and nestings of these; ignores all else."""
     if value is None or isinstance(value, bool | int | str | bytes):
         exact.update(f"{value!r};".encode("utf-8", "backslashreplace"))
     elif isinstance(value, float | complex):
@@ -293,8 +318,8 @@ def _digest(value: Any, exact: Any, floats: Any, depth: int) -> None:
 
 
 def _kept(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Callable[[], Any]]:
-    """Calls that bring back what loading a row may change in a dataset and in what it holds: counts, caches, files that
-    are open now, generators.
+    """Yields functions that undo what loading a row may change in a dataset: counts, caches, positions of open files,
+    and random generators.
     """
     if not depth or id(value) in seen or isinstance(value, type | ModuleType | FunctionType | torch.Tensor):
         return

@@ -53,9 +53,10 @@ _FIXED = {
 
 @dataclass(frozen=True)
 class Slot:
-    """One micro-batch: its number in the grid, the epoch, first position and end, and its rows' dataset indices; `part`
-    are the rows in it that this worker computes, if not all, and `apart` says that no others were loaded; a `blank` one
-    is not computed but run (see Place).
+    """A micro-batch to load: its number in the grid, its epoch, its positions and its rows' indices in the dataset.
+
+    `part` are the rows in it that this worker computes (None: all); with `apart` only those were loaded. A `dummy`
+    micro-batch is run but does not count (see Place).
     """
 
     index: int
@@ -64,7 +65,7 @@ class Slot:
     stop: int
     rows: tuple[int, ...] = ()
     part: range | None = None
-    blank: bool = False
+    dummy: bool = False
     apart: bool = False
 
 
@@ -82,7 +83,7 @@ class Source:
 
     @property
     def tokens(self) -> int | None:
-        """Those of a row, where they are known."""
+        """The tokens of a row, if the dataset is a `Tokens`."""
         return self.dataset.length if isinstance(self.dataset, Tokens) else None
 
     @staticmethod
@@ -93,7 +94,7 @@ class Source:
         order: Order | None,
         options: Mapping[str, Any],
     ) -> Source:
-        """Checks a user's dataset and options. Raises DatasetError and UsageError with what to do."""
+        """Checks a user's dataset and options; returns them as a source. Raises DatasetError and UsageError."""
         for name in options:
             if name in _FIXED:
                 raise UsageError(f"loader option {name!r} is decided by the grid", f"use {_FIXED[name]}")
@@ -117,13 +118,14 @@ class Source:
         return Source(dataset, rows, seed, collate or default_collate, order or sample_index, options)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
-        """Rows of the dataset, at once where it has a way to."""
+        """Loads rows of the dataset, with one call if it has `__getitems__`."""
         many = getattr(self.dataset, "__getitems__", None)
         return list(many(list(indices))) if many else [self.dataset[index] for index in indices]
 
     def columns(self) -> Sequence[torch.Tensor]:
-        """Of a TensorDataset whose rows default_collate stacks: its tensors, from which many rows may be taken in one
-        go, without a draw. None of all else.
+        """The tensors of a TensorDataset whose rows `default_collate` stacks; empty for any other dataset.
+
+        Rows of these can be taken with one `index_select`, which draws no random numbers.
         """
         data = self.dataset
         usual = type(data) is TensorDataset and self.stacks
@@ -131,16 +133,19 @@ class Source:
 
     @property
     def stacks(self) -> bool:
-        """Whether tensors in rows are stacked, each row by itself."""
+        """Whether collate stacks the tensors of rows, so that a part of a micro-batch can be collated alone."""
         return self.collate is default_collate and default_collate_fn_map.get(torch.Tensor) is collate_tensor_fn
 
     def snapshot(self) -> Snapshot:
-        """The state that rows depend on besides their number."""
+        """A snapshot of all objects that rows depend on besides their number."""
         order = {} if self.order is sample_index else {"order": self.order}
         return Snapshot(dataset=self.dataset, collate=self.collate, **order)
 
     def loaded(self, one: Any, tell: Callable[..., None]) -> Any:
-        """The item of a dataset that has one, made as rows are: where the user has processes for it, in such a one."""
+        """Loads the item of `one`, a dataset of one item, in a loader process if the user's options ask for processes.
+
+        `tell` gets the event that names the process.
+        """
         options, more = self.options or {}, dict[str, Any]()
         if count := min(1, options.get("num_workers", 0)):
             more = {"worker_init_fn": _Start(options.get("worker_init_fn"))}
@@ -149,36 +154,36 @@ class Source:
         iterator = iter(loader)
         if count:
             tell("loaders", pids=[child.pid for child in active_children()])
-        (found,) = iterator
-        return found
+        (item,) = iterator
+        return item
 
     def filled(self, slots: Iterator[Slot]) -> Iterator[Slot]:
-        """The slots with the dataset indices of their rows: a vectorised order is asked for many at once."""
+        """Yields the slots with their rows' dataset indices, which a vectorised order gives for many slots at once."""
         assert self.rows is not None
         for epoch, run in groupby(slots, key=lambda slot: slot.epoch):
-            # An order of the script's is asked when its rows are wanted: it may look at what the loop's body changes.
-            while some := list(_about(run, AHEAD if self.order is sample_index else 1)):
-                positions = [position for slot in some for position in range(slot.start, slot.stop)]
+            # A script's order is called only when the rows are needed: it may depend on what the loop's body changes.
+            while chunk := list(_about(run, AHEAD if self.order is sample_index else 1)):
+                positions = [position for slot in chunk for position in range(slot.start, slot.stop)]
                 if self.order is sample_index:
-                    places = torch.tensor(positions, dtype=torch.int64)
-                    found = sample_index(places, self.rows, self.seed, epoch).tolist()
+                    position_tensor = torch.tensor(positions, dtype=torch.int64)
+                    dataset_indices = sample_index(position_tensor, self.rows, self.seed, epoch).tolist()
                 else:
-                    found = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
-                indices = iter(found)
-                for slot in some:
-                    mine = tuple(islice(indices, slot.stop - slot.start))
-                    yield Slot(slot.index, slot.epoch, slot.start, slot.stop, mine, slot.part, slot.blank)
+                    dataset_indices = [int(self.order(position, self.rows, self.seed, epoch)) for position in positions]
+                indices = iter(dataset_indices)
+                for slot in chunk:
+                    slot_indices = tuple(islice(indices, slot.stop - slot.start))
+                    yield Slot(slot.index, slot.epoch, slot.start, slot.stop, slot_indices, slot.part, slot.dummy)
 
 
 def _plain(tensor: Any) -> bool:
-    """Whether its rows stacked have the strides of as many taken at once: other strides may go into a stack."""
+    """Whether `index_select` of rows gives the same strides as stacking them one by one."""
     usual = type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.layout is torch.strided
     usual = usual and not (tensor.is_nested or tensor.is_quantized or tensor.requires_grad) and tensor.numel() > 0
     return usual and tensor.stride() == torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
 
 
 def _about(slots: Iterator[Slot], rows: int) -> Iterator[Slot]:
-    """Slots until they hold `rows` rows."""
+    """Takes slots until they hold at least `rows` rows."""
     while rows > 0 and (slot := next(slots, None)) is not None:
         rows -= slot.stop - slot.start
         yield slot
@@ -191,66 +196,66 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         self.source = source
         self.streams = RngState(torch.device("cpu"))
         self.draws = False
-        self.still: tuple[Any, ...] = ()  # the streams' state after seed(0)
-        self._apart = False  # a part of a micro-batch was all that is needed of it
-        self._tensors: Any = None  # the dataset's, as they were seen last, and
-        self._columns: Sequence[torch.Tensor] = ()  # what rows are taken of at once
+        self.still: tuple[Any, ...] = ()  # the random state after seed(0)
+        self._apart = False  # whether a part of a micro-batch can be loaded without the rest
+        self._tensors: Any = None  # the dataset's tensors, when `_columns` was set
+        self._columns: Sequence[torch.Tensor] = ()  # the tensors from which rows are taken with one call
 
     @property
     def quiet(self) -> bool:
-        """Whether rows are taken of tensors at once, in an order of ours: nothing is drawn."""
+        """Whether loading draws no random numbers: rows are taken from tensors, in Paceline's own order."""
         if (tensors := getattr(self.source.dataset, "tensors", None)) is not self._tensors:
             self._tensors, self._columns = tensors, self.source.columns()
         return bool(self._columns) and self.source.order is sample_index
 
     def at_once(self, indices: Sequence[int]) -> list[torch.Tensor] | None:
-        """What default_collate makes of rows of a TensorDataset; None of all else."""
+        """The collated rows of a TensorDataset; None if they have to be loaded one by one."""
         if not (self.quiet or self._columns) or min(indices) < 0 or max(indices) >= len(self._columns[0]):
             return None
         wanted = torch.frombuffer(array("q", indices), dtype=torch.int64)  # in a quarter of torch.tensor's time
         return [tensor.index_select(0, wanted) for tensor in self._columns]
 
     def __getitem__(self, slot: Slot) -> tuple[Slot, Any]:
-        if (found := self.at_once(slot.rows)) is not None:
-            return slot, found
-        if self._apart and slot.part is not None and in_rows(found := self._load(slot, slot.part), len(slot.part)):
-            return replace(slot, apart=True), found
-        found = self._load(slot, range(len(slot.rows)))
+        if (batch := self.at_once(slot.rows)) is not None:
+            return slot, batch
+        if self._apart and slot.part is not None and in_rows(batch := self._load(slot, slot.part), len(slot.part)):
+            return replace(slot, apart=True), batch
+        batch = self._load(slot, range(len(slot.rows)))
         if slot.part is not None:
-            self._apart = self.source.stacks and in_rows(found, len(slot.rows))
-        return slot, found
+            self._apart = self.source.stacks and in_rows(batch, len(slot.rows))
+        return slot, batch
 
-    def _load(self, slot: Slot, some: range) -> Any:
-        """Some rows of a micro-batch, collated."""
-        source, indices = self.source, slot.rows[some.start : some.stop]
+    def _load(self, slot: Slot, part: range) -> Any:
+        """Loads and collates the rows `part` of a micro-batch."""
+        source, indices = self.source, slot.rows[part.start : part.stop]
         if not self.draws:
-            # One seed for all rows serves as long as rows draw nothing; the first draw is noticed and undone.
+            # As long as rows draw no random numbers, one seed for all is enough. If a row draws, they are loaded again.
             self.streams.seed(0)
             self.still = self.still or self.streams.mark()
             samples = source.samples(indices)
             self.draws = self.streams.moved(self.still)
         if self.draws:
             samples = []
-            for position, index in zip(range(slot.start + some.start, slot.start + some.stop), indices, strict=True):
+            for position, index in zip(range(slot.start + part.start, slot.start + part.stop), indices, strict=True):
                 self.streams.seed(stream_seed(source.seed, _ROWS + slot.epoch, position))
                 samples.append(source.dataset[index])
-        if source.collate is not default_collate:  # which draws nothing
+        if source.collate is not default_collate:  # default_collate draws no random numbers
             self.streams.seed(stream_seed(source.seed, _COLLATE + slot.epoch, slot.start))
         return source.collate(samples)
 
 
 def _die_with_parent(_: int) -> None:
-    """A loader's child must not outlive its worker: it holds the worker's sockets open."""
+    """Makes a loader process end with its worker, whose sockets it would otherwise hold open."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
         parent = parent_process()
-        if parent is not None and os.getppid() != parent.pid:  # it died before that
+        if parent is not None and os.getppid() != parent.pid:  # the parent had ended before prctl
             os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Start:
-    """worker_init_fn: ours, then the user's."""
+    """The worker_init_fn of loader processes: ties the process to its parent, then calls the user's function."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self.then = then
@@ -263,11 +268,13 @@ class _Start:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker's unit is in the present team: its number, and all units' weights in dealing micro-batches.
-    `generation` tells one dealing from another. `fine`: also parts of micro-batches are dealt. Where `together` units,
-    one after another, must run equally many micro-batches, those that have fewer also get blank ones. Of a unit's
-    workers one `speaks`. Global batches that come in no order are `scattered`. The micro-batches are in so many runs as
-    there are islands, of which these are its team's: `islands` says how many, and which.
+    """How the micro-batches of a global batch are assigned to the units of the team, and which unit this worker has.
+
+    `rank` is the number of its unit, `weights` are the shares of all units, and `generation` distinguishes one
+    assignment from another. With `fine`, micro-batches are divided among units. If `together` consecutive units must
+    run the same number of micro-batches, shorter shares are padded with dummy micro-batches. One worker of each unit
+    `speaks` for it. With `scattered`, global batches come in no order. `islands` is (number of islands, those that this
+    worker computes): the micro-batches are divided into one run for each island.
     """
 
     rank: int
@@ -281,23 +288,30 @@ class Place:
 
 
 @lru_cache(maxsize=8)  # asked for twice a step, and almost always the same
-def share_of(place: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | None, bool], ...]:
-    """A worker's micro-batches of those of a global batch of so many rows, which of their rows, if not all, and whether
-    it is a blank one.
+def share_of(assignment: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | None, bool], ...]:
+    """The micro-batches of a global batch of `rows` rows that this worker computes, as (number, part, is a dummy).
+
+    The part is the range of rows within the micro-batch, None for all.
     """
-    cuts, (islands, mine) = grid.cut(rows), place.islands
+    cuts, (islands, local_islands) = grid.cut(rows), assignment.islands
     runs = deal(len(cuts), [1.0] * islands)
-    return tuple(one for island in mine for one in _share(place, grid, cuts[: runs[island].stop], runs[island].start))
+    return tuple(
+        entry
+        for island in local_islands
+        for entry in _share(assignment, grid, cuts[: runs[island].stop], runs[island].start)
+    )
 
 
-def _share(place: Place, grid: Grid, cuts: Sequence[range], first: int) -> Iterator[tuple[int, range | None, bool]]:
-    """Of one run of the `cuts`, which begins with the `first`."""
-    shares = deal_rows(cuts[first:], place.weights, grid.grain if place.fine else None)
-    dealt = [(first + number, rows) for number, rows in shares[place.rank]]
-    beside = [shares[rank] for rank in run_of(place.rank, place.together) if shares[rank]]
-    any_of_ours = (shares[place.rank] or beside[0])[0][0] + first if beside else 0
-    yield from [(any_of_ours, None, True)] * (max(map(len, beside), default=0) - len(dealt))
-    for number, rows in dealt:
+def _share(
+    assignment: Place, grid: Grid, cuts: Sequence[range], first: int
+) -> Iterator[tuple[int, range | None, bool]]:
+    """The worker's micro-batches of one island, whose run is the cuts from number `first` on."""
+    shares = deal_rows(cuts[first:], assignment.weights, grid.grain if assignment.fine else None)
+    share = [(first + number, rows) for number, rows in shares[assignment.rank]]
+    peer_shares = [shares[rank] for rank in run_of(assignment.rank, assignment.together) if shares[rank]]
+    dummy_index = (shares[assignment.rank] or peer_shares[0])[0][0] + first if peer_shares else 0
+    yield from [(dummy_index, None, True)] * (max(map(len, peer_shares), default=0) - len(share))
+    for number, rows in share:
         start = cuts[number].start
         yield number, None if rows == cuts[number] else range(rows.start - start, rows.stop - start), False
 
@@ -306,39 +320,40 @@ Batch = tuple[int, int, list[MicroBatch]]  # epoch, rows of the global batch, th
 
 
 class Feed:
-    """This worker's micro-batches, global batch after global batch, from batch `start` of the phase on.
+    """Loads this worker's micro-batches, one global batch after another, from batch `start` of the phase on.
 
-    `batches` ends the feed (None: when an iterable's epochs end); `place` is asked how to deal. While the user leaves
-    `num_workers` open, loading that holds training up for more than `SLOW` seconds and a tenth of a step moves to a
-    process of its own, ahead of need. `tell` hears which processes there are.
+    `batches` is the number at which the feed ends (None: when the epochs of an iterable dataset end).
+    `get_assignment` returns how micro-batches are assigned now. `tell` gets events that name the loader processes.
+    While the user leaves `num_workers` open, loading moves to a process of its own, ahead of need, if it delays each
+    step by more than `SLOW` seconds and a tenth of the step.
 
     The rows of a step are always loaded from the dataset as it is when the step begins. A loader process has the
-    dataset as it was when the process was forked: if the script has changed it since (see Snapshot), what was loaded
-    ahead is dropped, and loading starts anew. Paceline moves loading to a process by itself only where every change
-    would be noticed, and moves it back after a change. Processes that the user asked for are forked anew; where changes
-    may go unnoticed also at each epoch, as torch's are, unless they are persistent. `news` are decisions, with
-    their reasons.
+    dataset as it was when the process was forked: if the script has changed it since (see Snapshot), the rows that were
+    loaded ahead are dropped, and loading starts again. Paceline itself moves loading to a process only if it would
+    notice every change, and moves it back after a change. Processes that the user asked for are forked again after a
+    change; if changes may go unnoticed, also at each epoch, as torch's are, unless they are persistent. `news` holds
+    decisions and their reasons.
     """
 
     SLOW = 0.005
     TRIES = 5
-    RETURNS = 3  # moves after which a dataset was changed at once: then rows are loaded in the step for good
-    WORTH = 20  # steps that a move must last to count as one that was of use
+    RETURNS = 3  # moves undone by a change soon after: from then on rows are loaded in the step
+    WORTH = 20  # steps that a move must last to count as useful
 
     def __init__(
         self,
         source: Source,
         grid: Grid,
         span: tuple[int, int | None, int],
-        place: Callable[[], Place],
+        get_assignment: Callable[[], Place],
         tell: Callable[..., None],
         watched: bool = False,
     ) -> None:
-        self.source, self.grid, self.place, self._tell = source, grid, place, tell
+        self.source, self.grid, self.get_assignment, self._tell = source, grid, get_assignment, tell
         self.start, self.batches, self.epochs = span
         self.news: dict[str, str] = {}
-        self._told = set[str]()  # those that were taken
-        self.fine = False  # whether the last global batch was dealt in parts of micro-batches
+        self._taken_news = set[str]()  # the news that `take_news` has returned
+        self.fine = False  # whether micro-batches of the last global batch were divided
         self.options = dict(source.options or {})
         self._open = "num_workers" not in self.options and source.rows is not None
         self._tries: list[float] = []
@@ -346,22 +361,22 @@ class Feed:
         self._dealt: Place | None = None
         self._next = self.start
         self.collated = Collated(source.collate, grid.micro) if source.collate is not default_collate else None
-        self._iterator: Any = None  # begun when there is something to load
-        self._rows: _Rows | None = None  # where they are loaded in this process
+        self._iterator: Any = None  # created when there is something to load
+        self._rows: _Rows | None = None  # the rows, if they are loaded in this process
         self.watched = watched  # whether the script may change the dataset between two global batches
         self._length = len(source.dataset) if watched and source.rows is not None else None
         self._begun = self._epoch_of(self.start)  # the epoch whose first global batch was reached last
-        self._asked = bool(self.options.get("num_workers"))  # for loader processes
-        self._state: Snapshot | None = None  # of what a loader process has a copy of
+        self._asked = bool(self.options.get("num_workers"))  # whether the user asked for loader processes
+        self._state: Snapshot | None = None  # of the objects that loader processes have a copy of
         self._forks_each_epoch = False
-        self._until: int | None = None  # where the present processes end
+        self._until: int | None = None  # the step at which the loader processes end
         self._moved = self.start  # at which step loading moved to a process
         self._returns = 0
         self._stream = _RowStream(self) if source.rows is None else None
 
     @property
     def read(self) -> list[Any]:
-        """The rows of the global batch that was given last, of an iterable dataset: every worker reads all of them."""
+        """All rows of the last global batch of an iterable dataset, which every worker reads; else none."""
         return [] if self._stream is None else self._stream.rows
 
     def _epoch_of(self, step: int) -> int:
@@ -385,8 +400,9 @@ class Feed:
         return self.source.first_epoch + epoch, rows.start, self.grid.cut(len(rows))
 
     def later_single_row(self, step: int) -> str:
-        """With the first global batch of the loop, which has none: the first micro-batch of a single row that comes
-        later; empty if there is none.
+        """Describes the first later micro-batch that has a single row; empty if there is none.
+
+        Only the first step of a loop, which must have none itself, gets an answer.
         """
         rows, grid = self.source.rows, self.grid
         if step != self.start or rows is None or self.batches is None or grid.ends_in_single_row(0, rows):
@@ -397,31 +413,32 @@ class Feed:
         epoch, first, cuts = self.grid_of(last)
         return self._where(Slot(len(cuts) - 1, epoch, first + cuts[-1].start, first + cuts[-1].stop))
 
-    def slots(self, start: int, place: Place) -> Iterator[Slot]:
-        """The micro-batches of a worker, from global batch `start` on; batches in which it has none cost nothing."""
-        steps = self._with_share(start, place)
+    def slots(self, start: int, assignment: Place) -> Iterator[Slot]:
+        """Yields this worker's micro-batches from global batch `start` on; batches without any cost no time."""
+        steps = self._with_share(start, assignment)
         if self._forks_each_epoch:
             steps = steps[: bisect_left(steps, self._end_of_epoch(start))]
         for step in steps:
             epoch, first, cuts = self.grid_of(step)
-            for index, part, blank in share_of(place, self.grid, sum(map(len, cuts))):
-                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, blank)
+            for index, part, dummy in share_of(assignment, self.grid, sum(map(len, cuts))):
+                yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, dummy)
 
-    def _with_share(self, start: int, place: Place) -> range:
-        """The global batches, from `start` on, in which a worker may have a share. All of an epoch but the last are
-        dealt alike, so two tell.
+    def _with_share(self, start: int, assignment: Place) -> range:
+        """The global batches, from `start` on, in which this worker may have a share.
+
+        All global batches of an epoch but the last are divided alike, so it is enough to look at two of them.
         """
         assert self.source.rows is not None
         assert self.batches is not None
         epoch = self.grid.batches(self.source.rows)
         sizes = (len(self.grid.batch_rows(batch, self.source.rows)) for batch in (0, epoch - 1))
-        usual, last = (bool(share_of(place, self.grid, rows)) for rows in sizes)
+        usual, last = (bool(share_of(assignment, self.grid, rows)) for rows in sizes)
         if usual:
             return range(start, self.batches)
         return range(start + (-1 - start) % epoch, self.batches if last else 0, epoch)
 
     def has(self, step: int) -> bool:
-        """Whether there is a global batch of this number. At the end, what loads ahead is let go."""
+        """Whether there is a global batch of this number; closes the feed if there is none."""
         more = self.batches is None or step < self.batches
         if more and self._stream is not None:
             more = self._stream.reach(step)
@@ -432,18 +449,18 @@ class Feed:
         return more
 
     def at(self, step: int) -> Batch:
-        """This worker's part of a global batch, in the present team: of the next one, or of the last one again."""
+        """Loads this worker's share of a global batch in the current team: the next one, or the last one again."""
         began = time.perf_counter()
-        place = self.place()
-        self.fine = place.fine
+        assignment = self.get_assignment()
+        self.fine = assignment.fine
         if self._stream is not None:
-            batch = self._stream.deal(step, place)
+            batch = self._stream.deal(step, assignment)
         else:
-            if (place, step) != (self._dealt, self._next) or self._is_stale(step):
-                self._dealt, self._iterator = place, None
+            if (assignment, step) != (self._dealt, self._next) or self._is_stale(step):
+                self._dealt, self._iterator = assignment, None
             epoch, _, cuts = self.grid_of(step)
             count = sum(map(len, cuts))
-            share = len(share_of(place, self.grid, count))
+            share = len(share_of(assignment, self.grid, count))
             if share and self._iterator is None:
                 self._iterator = self._loader(step)
             quiet = self._rows is not None and self._rows.quiet
@@ -456,18 +473,18 @@ class Feed:
         return batch
 
     def _taken(self, step: int, number: int) -> MicroBatch:
-        """The next micro-batch: of this worker's of a global batch the one with this number."""
+        """Loads the next micro-batch, which is the one with this number in the worker's share of a global batch."""
 
-        def told() -> str:
+        def describe() -> str:
             assert self._dealt is not None
             (slot,) = self.source.filled(islice(self.slots(step, self._dealt), number, number + 1))
             return rows_told([slot.index], slot.rows)
 
-        with AddNote(told):
+        with AddNote(describe):
             slot, batch = next(self._iterator)
         HEARTBEAT.beat()
         where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
-        taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.blank, slot.rows, start)
+        taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.dummy, slot.rows, start)
         if slot.apart:
             taken.is_part()
         return taken if self.collated is None else self.collated.look(taken)
@@ -482,7 +499,7 @@ class Feed:
             self.close()
 
     def close(self) -> None:
-        """At once, not when the cycle through slots() is collected: in a later loader's child, perhaps."""
+        """Ends loading now. Garbage collection would do so later, perhaps in a process of a later loader."""
         self._iterator = self._dealt = None
         if self._stream is not None:
             self._stream.samples = iter(())
@@ -495,7 +512,10 @@ class Feed:
 
     def _loader(self, start: int) -> Iterator[Any]:
         assert self._dealt is not None
-        options = {"num_workers": 0, **({} if self._dealt.scattered else self.options)}  # ahead of what?
+        options = {
+            "num_workers": 0,
+            **({} if self._dealt.scattered else self.options),
+        }  # scattered batches come in no order, so none can be loaded ahead
         if options["num_workers"] and self.watched:
             self._state = self.source.snapshot()
             self._forks_each_epoch = bool(self._state.unseen) and not options.get("persistent_workers")
@@ -504,7 +524,7 @@ class Feed:
                 what = "loader processes are forked anew at each epoch, from which on they see what the script changes"
                 self.news.setdefault(what, f"{self._state.unseen} cannot be compared from step to step")
         slots, rows = self.source.filled(self.slots(start, self._dealt)), _Rows(self.source)
-        if options == {"num_workers": 0}:  # a DataLoader would do the same, and take longer than small rows do
+        if options == {"num_workers": 0}:  # a DataLoader would do the same, but costs more time than small rows
             self._rows = rows
             return map(rows.__getitem__, slots)
         self._rows = None
@@ -512,8 +532,8 @@ class Feed:
             options["worker_init_fn"] = _Start(options.get("worker_init_fn"))
             share = max(1, len(share_of(self._dealt, self.grid, self.grid.global_batch)))
             options.setdefault("prefetch_factor", max(2, -(-2 * share // options["num_workers"])))
-            options.setdefault("pin_memory", torch.cuda.is_initialized())  # a copy to the GPU then holds nobody up
-        # DataLoader draws a seed: not from the user's stream.
+            options.setdefault("pin_memory", torch.cuda.is_initialized())  # so that copies to the GPU are asynchronous
+        # DataLoader draws a seed, which must not come from the user's generator.
         options.setdefault("generator", torch.Generator())
         return self.begun(DataLoader(rows, None, sampler=slots, collate_fn=_same, **options))
 
@@ -524,7 +544,7 @@ class Feed:
         return (step // epoch + 1) * epoch
 
     def _is_stale(self, step: int) -> bool:
-        """Whether loader processes may have another dataset than this process has now."""
+        """Whether loader processes may have an outdated copy of the dataset."""
         if self._state is None or self._iterator is None or not self.options.get("num_workers"):
             return False
         if self._until is not None and step >= self._until:
@@ -543,14 +563,14 @@ class Feed:
         return True
 
     def begun(self, loader: DataLoader[Any]) -> Iterator[Any]:
-        """The loader's iterator. The agent hears of its processes, after which it tidies up if they are killed."""
+        """Starts the loader, and tells the agent its processes, after which the agent tidies up if they are killed."""
         iterator = iter(loader)
         if loader.num_workers:
             self._tell("loaders", pids=[child.pid for child in active_children()])
         return iterator
 
     def measured(self, step: float) -> None:
-        """Takes the measure of a step of so many seconds; moves loading ahead of need when it holds training up."""
+        """Measures a step of so many seconds; moves loading to a process if it has delayed several steps."""
         if not self._open or (self._dealt is not None and self._dealt.scattered):
             return
         loading = self._loading
@@ -558,11 +578,13 @@ class Feed:
         count = len(self._tries)
         typical = sorted(self._tries[1:])[count // 2 - 1] if count > 1 else 0.0
         if count == self.TRIES - 1 and typical:
-            self._state = self.source.snapshot()  # a whole step before loading moves: does loading change the dataset?
+            self._state = (
+                self.source.snapshot()
+            )  # one step before the move, to see whether loading itself changes the dataset
         if count < self.TRIES:
             return
         state, self._state, self._open = self._state, None, False
-        if not typical or state is None or not sys.platform.startswith("linux"):  # where a process is forked
+        if not typical or state is None or not sys.platform.startswith("linux"):  # elsewhere processes are not forked
             return
         held = f"loading held each step up by {1000 * typical:.0f} ms (loader={{'num_workers': N}} overrides)"
         if state.unseen:
@@ -577,14 +599,14 @@ class Feed:
             self.news["rows are loaded ahead of need by a process of their own"] = held
 
     def take_news(self) -> list[tuple[str, str]]:
-        """Decisions since the last call and their reasons, each once."""
-        news = [(what, why) for what, why in self.news.items() if what not in self._told]
-        self._told |= self.news.keys()
+        """Returns the decisions since the last call and their reasons, each decision once."""
+        news = [(what, why) for what, why in self.news.items() if what not in self._taken_news]
+        self._taken_news |= self.news.keys()
         self.news.clear()
         return news
 
     def _try_again(self, name: str, step: int) -> None:
-        """Loading stays in this process for now, as the dataset was seen to change; for good after several times."""
+        """Keeps loading in this process because the dataset changed; for good if that has happened several times."""
         self._returns = self._returns + 1 if step - self._moved < self.WORTH else 1
         self._tries, self._open = [], self._returns < self.RETURNS
         again = "for now" if self._open else "from now on"
@@ -592,11 +614,11 @@ class Feed:
 
 
 class _EndOfEpoch:
-    """Stands where an epoch of an iterable dataset ends, so that nobody reads into the next one to find out."""
+    """Marks the end of an epoch of an iterable dataset, so that no reader has to begin the next epoch to notice it."""
 
 
 class _Numbered(IterableDataset[Any]):
-    """An iterable dataset's samples one by one, with the number of their epoch, drawn under streams of their own."""
+    """Yields (epoch, sample) of an iterable dataset, whose random draws come from a stream of the epoch."""
 
     def __init__(self, source: Source, epochs: range) -> None:
         self.source, self.epochs = source, epochs
@@ -628,10 +650,11 @@ class _Numbered(IterableDataset[Any]):
 
 
 class _RowStream:
-    """Deals an iterable dataset by row number. Every worker reads all rows and collates its own.
+    """Assigns the rows of an iterable dataset by their number. Every worker reads all rows and collates its own.
 
-    Rows of a global batch are read when it is wanted, and none before. A process that reads them ahead has the dataset
-    as it was when it was forked: at the first epoch, and anew at each epoch before which the dataset may have changed.
+    The rows of a global batch are read when the batch is needed, not before. A process that reads ahead has the dataset
+    as it was when the process was forked: at the first epoch, and again at each epoch before which the dataset may have
+    changed.
     """
 
     def __init__(self, feed: Feed) -> None:
@@ -648,7 +671,7 @@ class _RowStream:
         options.setdefault("generator", torch.Generator())
         self._epochs = range(source.first_epoch, source.first_epoch + feed.epochs)
         self._state: Snapshot | None = None
-        self._ended: int | None = None  # the epoch whose end was read last, if nothing was read since
+        self._ended: int | None = None  # the epoch that has just ended, until the next row is read
         self.samples = self._begin(self._epochs)
         self._epoch, self._rows = 0, list[Any]()
 
@@ -663,7 +686,7 @@ class _RowStream:
         return self._feed.begun(DataLoader(numbered, batch_size=None, collate_fn=_same, **self._options))
 
     def reach(self, step: int) -> bool:
-        """Reads on to a global batch, from the beginning if it was passed; whether there is one of this number."""
+        """Reads up to a global batch, from the start again if it has passed; returns whether the batch exists."""
         if step < self._step:
             self.samples, self._step, self._ended = self._begin(self._epochs), -1, None
         while self._step < step:
@@ -687,7 +710,7 @@ class _RowStream:
         return True
 
     def _begin_epoch(self) -> None:
-        """Where an epoch has ended: reads the next one by a new process if this one may have another dataset."""
+        """At the end of an epoch, forks a new process if the current one may have an outdated dataset."""
         if self._ended is None or self._ended + 1 not in self._epochs:
             return
         ended, self._ended = self._ended, None
@@ -696,20 +719,21 @@ class _RowStream:
         if self._state.unseen or self._state.changed():
             self.samples = self._begin(self._epochs[self._epochs.index(ended) + 1 :])
 
-    def deal(self, step: int, place: Place) -> Batch:
+    def deal(self, step: int, assignment: Place) -> Batch:
+        """Collates this worker's share of a global batch."""
         self.reach(step)
         if self._state is not None and (name := self._state.changed()):
             what = "an iterable dataset read by a loader process is changed between steps: seen from the next epoch on"
             self._feed.news.setdefault(what, f"{name} changed; leave num_workers= out, and each step sees it")
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = RngState(torch.device("cpu")), []
-        for index, part, blank in share_of(place, self._grid, len(self._rows)):
+        for index, part, dummy in share_of(assignment, self._grid, len(self._rows)):
             with streams.lent():
                 position = step * self._grid.global_batch + cuts[index].start
                 streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
                 batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])
             where = f"micro-batch {index} of epoch {epoch}"
-            taken = MicroBatch(index, len(cuts[index]), batch, where, part, blank, start=cuts[index].start)
+            taken = MicroBatch(index, len(cuts[index]), batch, where, part, dummy, start=cuts[index].start)
             share.append(taken if self._collated is None else self._collated.look(taken))
         return epoch, len(self._rows), share
 

@@ -14,14 +14,14 @@ from paceline.errors import UsageError, a
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Place = TypeVar("_Place", int, "Tensor")
+_IntOrTensor = TypeVar("_IntOrTensor", int, "Tensor")
 
 _CURE = "give an int, or a tensor of integers as from torch.arange"
 LARGEST = 2**40  # half an index fits 20 bits, so no product below reaches 2**63
 
 
 class _Cipher(NamedTuple):
-    """What one (size, seed, epoch) needs: indices are pairs of a < `rows` and b < `columns`."""
+    """The cipher of one (size, seed, epoch). It encrypts an index as the pair (a, b), a < `rows` and b < `columns`."""
 
     size: int
     rows: int
@@ -48,7 +48,7 @@ def sample_index(position: int | Tensor, size: int, seed: int = 0, epoch: int = 
     """
     if not 1 <= size <= LARGEST:
         raise UsageError(f"a dataset of {size} samples has no order", "give a size from 1 to 2**40")
-    # ints proper, because the cache takes 1, 1.0 and True for the same key
+    # plain ints, because the cache takes 1, 1.0 and True for the same key
     cipher = _cipher(index(size), index(seed), index(epoch))
     if isinstance(position, int):
         return _index(position, cipher)
@@ -62,13 +62,13 @@ def sample_index(position: int | Tensor, size: int, seed: int = 0, epoch: int = 
         raise UsageError(f"a position is {a(type(position).__name__)}", _CURE) from None
 
 
-def _index(place: int, cipher: _Cipher) -> int:
-    if not 0 <= place < cipher.size:
-        raise _out_of_range(place, cipher.size)
-    place = _encrypt(place, cipher)
-    while place >= cipher.size:
-        place = _encrypt(place, cipher)
-    return place
+def _index(value: int, cipher: _Cipher) -> int:
+    if not 0 <= value < cipher.size:
+        raise _out_of_range(value, cipher.size)
+    value = _encrypt(value, cipher)
+    while value >= cipher.size:
+        value = _encrypt(value, cipher)
+    return value
 
 
 def _indices(position: Tensor, cipher: _Cipher) -> Tensor:
@@ -76,14 +76,14 @@ def _indices(position: Tensor, cipher: _Cipher) -> Tensor:
 
     if position.is_floating_point() or position.is_complex() or position.dtype == torch.bool:
         raise UsageError(f"positions are of {position.dtype}", _CURE)
-    place = position.reshape(-1).to(torch.int64)
-    outside = (place < 0) | (place >= cipher.size)
+    values = position.reshape(-1).to(torch.int64)
+    outside = (values < 0) | (values >= cipher.size)
     if outside.any():
-        raise _out_of_range(int(place[outside][0]), cipher.size)
-    place = _encrypt(place, cipher)
-    while (outside := place >= cipher.size).any():
-        place[outside] = _encrypt(place[outside], cipher)
-    return place.reshape(position.shape)
+        raise _out_of_range(int(values[outside][0]), cipher.size)
+    values = _encrypt(values, cipher)
+    while (outside := values >= cipher.size).any():
+        values[outside] = _encrypt(values[outside], cipher)
+    return values.reshape(position.shape)
 
 
 def _out_of_range(position: int, size: int) -> UsageError:
@@ -100,12 +100,12 @@ def _cipher(size: int, seed: int, epoch: int) -> _Cipher:
     return _Cipher(size, rows, -(-size // rows), tuple(zip(words[::2], words[1::2], strict=True)))
 
 
-def _encrypt(place: _Place, cipher: _Cipher) -> _Place:
-    """A permutation of range(rows * columns), which holds `size` and few more.
+def _encrypt(value: _IntOrTensor, cipher: _Cipher) -> _IntOrTensor:
+    """Applies a permutation of range(rows * columns), which is `size` or slightly more.
 
     Python ints and int64 tensors go through the very same expressions, and none of them overflows.
     """
-    a, b = place // cipher.columns, place % cipher.columns
+    a, b = value // cipher.columns, value % cipher.columns
     modulus, other = cipher.rows, cipher.columns
     for key in cipher.keys:
         a, b = b, (a + (_mix(b, key) * modulus >> 32)) % modulus
@@ -113,8 +113,8 @@ def _encrypt(place: _Place, cipher: _Cipher) -> _Place:
     return a * cipher.columns + b
 
 
-def _mix(half: _Place, key: tuple[int, int]) -> _Place:
-    """A function of `half` with the look of a random one, below 2**32; the factors are below 2**31."""
+def _mix(half: _IntOrTensor, key: tuple[int, int]) -> _IntOrTensor:
+    """Hashes `half` to a pseudo-random number below 2**32; the factors are below 2**31, so that int64 is enough."""
     x = half ^ key[0]
     x = (x ^ (x >> 16)) * 0x21F0AAAD & 0xFFFFFFFF
     x = (x ^ (x >> 15) ^ key[1]) * 0x7FEB352D & 0xFFFFFFFF

@@ -35,13 +35,13 @@ class ParquetRows:
         except ModuleNotFoundError as error:
             raise UsageError("Parquet files need pyarrow", "pip install 'paceline[parquet]'") from error
         self.url, self._columns, self._cache = os.fspath(url), columns and list(columns), cache
-        place = self.url if re.match(r"[A-Za-z][\w+.-]*://", self.url) else f"file://{os.path.abspath(self.url)}"
+        location = self.url if re.match(r"[A-Za-z][\w+.-]*://", self.url) else f"file://{os.path.abspath(self.url)}"
         try:
-            self._store, root = fs.FileSystem.from_uri(place)
-            found = [self._store.get_file_info(root)]
-            if found[0].type == fs.FileType.Directory:
-                found = self._store.get_file_info(fs.FileSelector(root, recursive=True))
-            paths = sorted(one.path for one in found if one.is_file and one.base_name[0] not in "_.")
+            self._store, root = fs.FileSystem.from_uri(location)
+            infos = [self._store.get_file_info(root)]
+            if infos[0].type == fs.FileType.Directory:
+                infos = self._store.get_file_info(fs.FileSelector(root, recursive=True))
+            paths = sorted(info.path for info in infos if info.is_file and info.base_name[0] not in "_.")
             ends = [parquet.read_metadata(path, filesystem=self._store) for path in paths]
         except (OSError, ArrowException) as error:
             raise DatasetError(f"{self.url} cannot be read ({first_line(error)})", "see its path and rights") from error
@@ -55,7 +55,7 @@ class ParquetRows:
         self._starts: list[int] = [0, *accumulate(filter(None, sizes))]
         if not self._groups:
             raise DatasetError(f"{self.url} holds no rows of Parquet", "give the folder that the table was written to")
-        self._files: tuple[int, dict[str, Any]] = (0, {})  # those that a process has open
+        self._files: tuple[int, dict[str, Any]] = (0, {})  # (process id, {path: open file})
         self._read: OrderedDict[int, tuple[int, dict[str, Any]]] = OrderedDict()  # {row group: (bytes, its columns)}
         self._shuffled: tuple[Any, list[int], list[int]] = (None, [], [])
 
@@ -66,17 +66,18 @@ class ParquetRows:
         return self._starts[-1]
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        place = index(row) + (len(self) if row < 0 else 0)
-        if not 0 <= place < len(self):
+        row_index = index(row) + (len(self) if row < 0 else 0)
+        if not 0 <= row_index < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        group = bisect_right(self._starts, place) - 1
-        at = place - self._starts[group]
+        group = bisect_right(self._starts, row_index) - 1
+        at = row_index - self._starts[group]
         return {name: column[at] for name, column in self._group(group).items()}
 
     def order(self, position: int, size: int, seed: int = 0, epoch: int = 0) -> int:
-        """For ``steps(order=rows.order)``: row groups in an order of chance, and the rows inside of each. So each group
-        is read once in an epoch by whoever needs some of it, while any order of all rows would read it again and again.
-        UsageError: `size` is not their number.
+        """A sample order for ``steps(order=rows.order)``: shuffles the row groups, and the rows within each group.
+
+        A worker so reads a row group once per epoch; an order over all rows would read it again and again. Raises
+        UsageError if `size` is not the number of rows.
         """
         if size != len(self):
             raise UsageError(f"an order of {len(self)} rows is asked for {size}", "give the rows themselves to steps()")
@@ -109,7 +110,7 @@ class ParquetRows:
 
 
 class _Lists:
-    """A column of lists of numbers."""
+    """A column whose values are lists of numbers."""
 
     def __init__(self, array: Any) -> None:
         self._numbers = array.flatten().to_numpy(zero_copy_only=False)
@@ -120,7 +121,7 @@ class _Lists:
 
 
 def _values(column: Any) -> Any:
-    """A column, whose values come by their number."""
+    """The values of a column, as a sequence."""
     from pyarrow import types
 
     array = column.chunk(0)

@@ -53,7 +53,7 @@ class _Piece(NamedTuple):
 
 
 class _Recipe(NamedTuple):
-    """What every process needs."""
+    """The settings that every tokenizing process needs."""
 
     tokenizer: Any
     dtype: str
@@ -103,16 +103,16 @@ def tokenize(
     try:
         with ExitStack() as stack:
             _lock(out, stack)
-            whole, before = _begin(out, source, text), " (it was whole before)"
-            if whole is None:
+            index, before = _begin(out, source, text), " (it was whole before)"
+            if index is None:
                 made, before = _make(out, files, recipe, shard_tokens, workers or len(os.sched_getaffinity(0))), ""
                 if not made["shards"]:
                     raise DatasetError("there is no text in the inputs", "give files that are not empty")
-                whole = head | {"tokenizer": source["tokenizer"]} | made
-                _write(out / INDEX, whole)
+                index = head | {"tokenizer": source["tokenizer"]} | made
+                _write(out / INDEX, index)
             for rest in (PROGRESS, ".lock"):
                 (out / rest).unlink(missing_ok=True)
-            return _summary(out, whole) + before
+            return _summary(out, index) + before
     except OSError as error:
         raise DatasetError(f"{out} cannot be written ({first_line(error)})", f"see to that; {AGAIN}") from error
 
@@ -123,18 +123,18 @@ def _summary(out: Path, made: dict[str, Any]) -> str:
 
 
 def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Size and time of change of each file, in the order in which they are read; each once."""
+    """Finds the input files; returns {path: (bytes, time of change in ns)} in reading order, each file once."""
     paths: dict[str, None] = {}
     for given in inputs:
-        found = [given]
+        matches = [given]
         if os.path.isdir(given):
-            found = sorted(str(path) for path in Path(given).rglob("*") if path.suffix in (".txt", ".jsonl"))
+            matches = sorted(str(path) for path in Path(given).rglob("*") if path.suffix in (".txt", ".jsonl"))
         elif not os.path.exists(given):
-            found = sorted(glob.glob(given, recursive=True))
-        if not found:
+            matches = sorted(glob.glob(given, recursive=True))
+        if not matches:
             what = f"there is no text in {in_one_line(given)}"
             raise UsageError(what, "give .txt or .jsonl files, folders of them, or globs")
-        paths |= dict.fromkeys(found)
+        paths |= dict.fromkeys(matches)
     for path in paths:
         if Path(path).suffix not in (".txt", ".jsonl"):
             what = f"{in_one_line(path)} is neither .txt nor .jsonl"
@@ -143,7 +143,7 @@ def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def _tokenizer(given: str) -> tuple[Any, bytes, str]:
-    """The tokenizer, its file's bytes, and a name for readers."""
+    """Loads a tokenizer; returns it, the bytes of its file, and its name for people."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -175,7 +175,10 @@ def _tokenizer(given: str) -> tuple[Any, bytes, str]:
 
 
 def _lock(out: Path, stack: ExitStack) -> None:
-    """For this process until its end or the stack's. Not flock: our processes would hold that, too, after a kill."""
+    """Locks the folder for this process until `stack` closes.
+
+    The lock is not flock's: child processes inherit that, and would hold it after this process is killed.
+    """
     out.mkdir(parents=True, exist_ok=True)
     file = stack.enter_context((out / ".lock").open("a"))
     try:
@@ -185,7 +188,7 @@ def _lock(out: Path, stack: ExitStack) -> None:
 
 
 def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any] | None:
-    """Compares `out` with what is wanted, or begins it; returns the index where it is whole."""
+    """Checks that `out` was begun with the same `source`, or begins it; returns the index if it is complete."""
     if not (out / MADE_FROM).exists():
         if any(not path.name.startswith(".") for path in out.iterdir()):
             raise UsageError(f"{out} holds something else", "give a new folder as --out")
@@ -198,7 +201,7 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
         for name, value in source["options"].items()
         if before["options"].get(name) != value
     ]
-    one, other = ("{name} ({sha256:.12})".format(**some["tokenizer"]) for some in (before, source))
+    one, other = ("{name} ({sha256:.12})".format(**made_from["tokenizer"]) for made_from in (before, source))
     if before["tokenizer"]["sha256"] != source["tokenizer"]["sha256"]:
         differences.append(f"the tokenizer was {one} and is {other}")
     old, new = before["inputs"], source["inputs"]
@@ -219,7 +222,7 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes its name when it is whole and on the disk."""
+    """Opens a file under a temporary name; renames it to `path` once it is complete and flushed."""
     temporary = path.with_name(f".{path.name}.partial")
     with open(temporary, "wb") as file:
         yield file
@@ -237,19 +240,19 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 def _make(
     out: Path, files: dict[str, tuple[int, int]], recipe: _Recipe, shard_tokens: int, workers: int
 ) -> dict[str, Any]:
-    """Writes the shards that are missing; the parts of the index that tell of them."""
-    place: dict[str, Any] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
+    """Writes the missing shards; returns the fields of the index that describe all shards."""
+    position: dict[str, Any] = {"file": 0, "offset": 0, "skip": 0, "documents": 0}
     shards: list[dict[str, Any]] = []
     if (out / PROGRESS).exists():
         from paceline.base.file_types import TokenProgress  # needs msgspec
 
         cure = "remove it: the same command begins anew"
         progress = read_json(out / PROGRESS, TokenProgress, str(out / PROGRESS), cure)
-        place, shards = dict(progress["next"]), [dict(shard) for shard in progress["shards"]]
+        position, shards = dict(progress["next"]), [dict(shard) for shard in progress["shards"]]
     with ExitStack() as stack:
-        pieces = _pieces(list(files), [size for size, _ in files.values()], place["file"], place["offset"])
-        line = _Line([size for size, _ in files.values()], place, sum(shard["tokens"] for shard in shards))
-        stream = _TokenStream(_tokenized(pieces, recipe, workers, stack), place, line)
+        pieces = _pieces(list(files), [size for size, _ in files.values()], position["file"], position["offset"])
+        line = _Line([size for size, _ in files.values()], position, sum(shard["tokens"] for shard in shards))
+        stream = _TokenStream(_tokenized(pieces, recipe, workers, stack), position, line)
         while stream.more():
             name, count, digest = f"{len(shards):05}.bin", 0, hashlib.sha256()
             with _replacing(out / name) as file:
@@ -260,49 +263,49 @@ def _make(
                     count += len(part)
             size = count * np.dtype(recipe.dtype).itemsize
             shards.append({"file": name, "tokens": count, "bytes": size, "sha256": digest.hexdigest()})
-            _write(out / PROGRESS, {"next": stream.place(), "shards": shards})
+            _write(out / PROGRESS, {"next": stream.resume_position(), "shards": shards})
         line.show(last=True)
     return {"tokens": sum(shard["tokens"] for shard in shards), "documents": stream.documents, "shards": shards}
 
 
 class _TokenStream:
-    """The tokens of all pieces in a row, from a place on."""
+    """The tokens of all pieces as one stream, from a position on."""
 
-    def __init__(self, results: Iterator[tuple[_Piece, Any, int]], place: dict[str, int], line: _Line) -> None:
+    def __init__(self, results: Iterator[tuple[_Piece, Any, int]], position: dict[str, int], line: _Line) -> None:
         self._results, self._line = results, line
-        self.documents, self._inside = place["documents"], 0  # before the present piece, and in it
+        self.documents, self._inside = position["documents"], 0  # before the present piece, and in it
         self._piece, self._tokens = line.end, np.empty(0)
         self._next()
-        self._used = place["skip"]
+        self._used = position["skip"]
 
     def _next(self) -> bool:
         self.documents, self._used = self.documents + self._inside, 0
-        found = next(self._results, None)
-        self._piece, self._tokens, self._inside = found or (self._line.end, self._tokens[:0], 0)
-        return found is not None
+        result = next(self._results, None)
+        self._piece, self._tokens, self._inside = result or (self._line.end, self._tokens[:0], 0)
+        return result is not None
 
     def more(self) -> bool:
-        """Whether there are tokens left; the next piece is waited for where the present one is used up."""
+        """Whether there are tokens left; waits for the next piece if the current one is used up."""
         while self._used >= len(self._tokens):
             if not self._next():
                 return False
         return True
 
     def take(self, most: int) -> Any:
-        """At most so many tokens of the present piece."""
+        """Takes at most `most` tokens, all of one piece."""
         part = self._tokens[self._used : self._used + most]
         self._used += len(part)
         self._line.add(self._piece, len(part))
         return part
 
-    def place(self) -> dict[str, int]:
-        """Where to begin again for the tokens that follow."""
+    def resume_position(self) -> dict[str, int]:
+        """The position from which another stream yields the tokens that follow."""
         piece = self._piece
         return {"file": piece.file, "offset": piece.offset, "skip": self._used, "documents": self.documents}
 
 
 def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Iterator[_Piece]:
-    """The inputs from a place on. What has been appended to a file since we began is left alone."""
+    """Cuts the inputs into pieces, from a position on; ignores text that was appended after the start."""
     for which in range(file, len(paths)):
         path, size = paths[which], sizes[which]
         try:
@@ -323,8 +326,11 @@ def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Itera
 def _tokenized(
     pieces: Iterator[_Piece], recipe: _Recipe, workers: int, stack: ExitStack
 ) -> Iterator[tuple[_Piece, Any, int]]:
-    """Each piece without its text, its tokens, and the documents that end in it; in the order of the pieces."""
-    # Forked: the tokenizer is there at once. Nothing runs beside us yet, and the executor forks all before its threads.
+    """Tokenizes the pieces in parallel; yields, in order, each piece without its text, its tokens, and the number of
+    documents that end in it.
+    """
+    # Forking shares the tokenizer at no cost. It is safe: this process has no other threads yet, and the executor forks
+    # all processes before it starts its own.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # a pool half begun could not be shut down
     try:
         pool = ProcessPoolExecutor(workers, get_context("fork"), _start, (os.getpid(), recipe))
@@ -336,7 +342,7 @@ def _tokenized(
     try:
         more = True
         while more or ahead:
-            while more and len(ahead) < 3 * workers:  # so much text is held, and no more
+            while more and len(ahead) < 3 * workers:  # bounds the text in memory
                 piece = next(pieces, None)
                 more = piece is not None
                 if piece is not None:
@@ -352,7 +358,7 @@ def _tokenized(
         raise LaunchError(what, f"give fewer --workers; {AGAIN}") from None
 
 
-_recipe: _Recipe  # in the processes that tokenize
+_recipe: _Recipe  # set in each tokenizing process
 
 
 def _start(parent: int, recipe: _Recipe) -> None:
@@ -368,7 +374,7 @@ def _start(parent: int, recipe: _Recipe) -> None:
 
 
 def _encode(piece: _Piece) -> tuple[Any, int, tuple[str, str] | None]:
-    """A piece's tokens, the documents that end in it, and what is wrong with it."""
+    """A piece's tokens, the number of documents that end in it, and its error (what, cure), if there is one."""
     ids: list[int] = []
     documents, whole_file = 0, piece.path.endswith(".txt")
     try:
@@ -376,9 +382,9 @@ def _encode(piece: _Piece) -> tuple[Any, int, tuple[str, str] | None]:
             # One at a time, because the library would give several to threads of its own. Special tokens that it adds
             # itself (a start, a separator) belong to the model it was made for, not into a stream.
             (encoding,) = _recipe.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-            found = encoding.ids
-            ids += found
-            begun = bool(found) or (whole_file and piece.offset > 0)
+            token_ids = encoding.ids
+            ids += token_ids
+            begun = bool(token_ids) or (whole_file and piece.offset > 0)
             if begun and (piece.last or not whole_file):
                 documents += 1
                 ids += [] if _recipe.end is None else [_recipe.end]
@@ -402,35 +408,39 @@ def _fields(piece: _Piece) -> Iterator[str]:
         if line.strip():
             text, where = _decoded(line, piece, offset), f"the line at byte {piece.offset + offset} of {piece.path}"
             try:
-                found = json.loads(text)
+                record = json.loads(text)
             except (ValueError, RecursionError):
-                found = None
-            if not isinstance(found, dict):
+                record = None
+            if not isinstance(record, dict):
                 raise DatasetError(f"{where} is no JSON object", "repair or remove it")
-            if not isinstance(found.get(field), str):
-                raise DatasetError(f"{where} has no text in {field!r}", f"--field says where it is: {', '.join(found)}")
+            if not isinstance(record.get(field), str):
+                raise DatasetError(
+                    f"{where} has no text in {field!r}", f"--field says where it is: {', '.join(record)}"
+                )
             # Half a surrogate pair, which JSON can write, is no text: it becomes U+FFFD.
-            yield found[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            yield record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         offset += len(line) + 1
 
 
 class _Line:
-    """How far it is, on standard error: one line on a terminal, elsewhere one every ten seconds and at the end."""
+    """The progress line on standard error: repainted on a terminal, else printed every ten seconds and at the end."""
 
-    def __init__(self, sizes: list[int], place: dict[str, int], tokens: int) -> None:
-        self._before = np.cumsum([0, *sizes])
+    def __init__(self, sizes: list[int], position: dict[str, int], tokens: int) -> None:
+        self._before = np.cumsum([0, *sizes])  # bytes before each file
         self.end = _Piece(len(sizes), "", 0, b"", True)
-        self._done = self._first = int(self._before[place["file"]]) + place["offset"]
+        self._done = self._first = int(self._before[position["file"]]) + position["offset"]
         self._tokens, self._began, self._shown = tokens, time.monotonic(), 0.0
         self._live = sys.stderr.isatty()
 
     def add(self, piece: _Piece, tokens: int) -> None:
+        """Counts tokens that were written, and shows the line if it is due."""
         self._done = int(self._before[piece.file]) + piece.offset
         self._tokens += tokens
         if time.monotonic() - self._shown >= (0.1 if self._live else 10):
             self.show()
 
     def show(self, last: bool = False) -> None:
+        """Writes the line; the `last` one says that all is done."""
         self._shown, total = time.monotonic(), int(self._before[-1])
         self._done = total if last else self._done
         speed = (self._done - self._first) / max(self._shown - self._began, 1e-3)

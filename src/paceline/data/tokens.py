@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMAT, INDEX = 1, "tokens.json"
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _BLOCK = 16 << 20  # bytes that `verify` holds at once
-Span = tuple[str, int, int]  # a file, the first byte and the end
+Span = tuple[str, int, int]  # file, first byte, end
 
 
 class Tokens:
@@ -89,7 +89,7 @@ class Tokens:
     def _open_folder(self, url: str, dtype: str | None) -> None:
         root = self._store.root(url)
         where = f"{url.rstrip('/')}/{INDEX}"
-        self._index = read_index(self._store.whole(f"{root}/{INDEX}", where), where)
+        self._index = read_index(self._store.read_all(f"{root}/{INDEX}", where), where)
         name = self._index["dtype"]
         if dtype not in (None, name):
             raise UsageError(f"the tokens of {url} are {name}, not {dtype}", "leave dtype= out")
@@ -141,12 +141,12 @@ class Tokens:
                 runs[-1] = range(runs[-1].start, row + 1)
             else:
                 runs.append(range(row, row + 1))
-        found: dict[int, Any] = {}
+        token_rows: dict[int, Any] = {}
         read = self._read([(run.start * length, run.stop * length + 1) for run in runs])
         for run, tokens in zip(runs, read, strict=True):
             for row, start in zip(run, range(0, len(tokens), length), strict=False):
-                found[row] = tokens[start : start + length + 1]
-        return [torch.from_numpy(found[row].astype(np.int64)) for row in wanted]
+                token_rows[row] = tokens[start : start + length + 1]
+        return [torch.from_numpy(token_rows[row].astype(np.int64)) for row in wanted]
 
     def verify(self) -> None:
         """Reads everything: raises DatasetError where a shard's SHA-256 is not that of the index, or a token is not of
@@ -167,13 +167,13 @@ class Tokens:
                 raise DatasetError(what, "make the folder again with `paceline tokenize`")
 
     def _row(self, row: int) -> int:
-        place = index(row) + (len(self) if row < 0 else 0)
-        if not 0 <= place < len(self):
+        row_index = index(row) + (len(self) if row < 0 else 0)
+        if not 0 <= row_index < len(self):
             raise IndexError(f"row {row} of {len(self)}")
-        return place
+        return row_index
 
     def _read(self, spans: Sequence[tuple[int, int]]) -> Iterator[Any]:
-        """The tokens from a position to an end, for each span; one may lie in several shards."""
+        """Reads the tokens of each (begin, end) span; a span may lie in several shards."""
         width, owners, pieces = self._dtype.itemsize, list[int](), list[Span]()
         for owner, (begin, end) in enumerate(spans):
             shard = bisect_right(self._starts, begin) - 1
@@ -194,22 +194,22 @@ def read_index(text: bytes, where: str) -> dict[str, Any]:
     from paceline.base.file_types import TokenIndex  # needs msgspec
 
     try:
-        found = parse(text, where)
-        version = found["format"]
+        token_index = parse(text, where)
+        version = token_index["format"]
     except (FormatError, KeyError, TypeError, IndexError):
         raise DatasetError(f"{where} is no index of tokens", "make it with `paceline tokenize`") from None
     if version != FORMAT:
         what = f"{where} has format version {version}, and this Paceline reads {FORMAT}"
         raise DatasetError(what, "update Paceline, or make the folder again with `paceline tokenize`")
-    wrong = find_wrong(found, TokenIndex)
-    if wrong or any(s["bytes"] != s["tokens"] * np.dtype(found["dtype"]).itemsize for s in found["shards"]):
+    wrong = find_wrong(token_index, TokenIndex)
+    if wrong or any(s["bytes"] != s["tokens"] * np.dtype(token_index["dtype"]).itemsize for s in token_index["shards"]):
         why = f" ({wrong})" if wrong else ""
         raise DatasetError(f"{where} contradicts itself or lacks a part{why}", "make it again with `paceline tokenize`")
-    return dict(found)
+    return dict(token_index)
 
 
 def _npy_header(head: bytes, where: str) -> tuple[np.dtype[Any], int, int]:
-    """The dtype, the bytes before the data, and the length. Raises DatasetError."""
+    """The dtype, the offset of the data in bytes, and the number of tokens. Raises DatasetError."""
     file = io.BytesIO(head)
     try:
         version = np.lib.format.read_magic(file)
@@ -234,7 +234,7 @@ def _reading(where: str) -> Iterator[None]:
         raise DatasetError(f"{where} cannot be read ({first_line(error)})", "see to that, and start again") from error
 
 
-def _whole(data: Any, span: Span) -> Any:
+def _check_length(data: Any, span: Span) -> Any:
     path, start, stop = span
     if len(data) != stop - start:
         what = f"{path} gave {len(data)} bytes where {stop - start} were asked for"
@@ -243,7 +243,7 @@ def _whole(data: Any, span: Span) -> Any:
 
 
 class _Local:
-    """Files of this machine, mapped when first read."""
+    """Token files of this machine, memory-mapped when first read."""
 
     MAPS = 128  # each keeps a descriptor, and a process may have no more than 1024
 
@@ -254,22 +254,26 @@ class _Local:
         return _Local, ()
 
     def root(self, url: str) -> str:
+        """The path of the files, as the other methods take it."""
         return url
 
-    def whole(self, path: str, where: str) -> bytes:
+    def read_all(self, path: str, where: str) -> bytes:
+        """The bytes of a file."""
         with _reading(where):
             return read_file(path)
 
     def sizes(self, paths: Sequence[str], where: str) -> list[int]:
+        """The bytes of each file."""
         with _reading(where):
             return [os.stat(path).st_size for path in paths]
 
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
-        found = []
+        """The bytes of each span, as uint8 arrays."""
+        blocks = []
         for span in spans:
             with _reading(span[0]):
-                found.append(_whole(self._map(span[0])[span[1] : span[2]], span))
-        return found
+                blocks.append(_check_length(self._map(span[0])[span[1] : span[2]], span))
+        return blocks
 
 
 def _mapped(path: str) -> Any:
@@ -278,7 +282,7 @@ def _mapped(path: str) -> Any:
 
 
 class _Remote:
-    """Files that fsspec reads. It keeps connections, so there is nothing to keep open for each file."""
+    """Token files that fsspec reads. It keeps its connections, so no file is kept open."""
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self.url, self.options = url, options
@@ -303,23 +307,27 @@ class _Remote:
         return self._system
 
     def root(self, url: str) -> str:
+        """The path of the files, as the other methods take it."""
         self._opened()
         return self._root
 
-    def whole(self, path: str, where: str) -> bytes:
+    def read_all(self, path: str, where: str) -> bytes:
+        """The bytes of a file."""
         with _reading(where):
             return bytes(self._opened().cat_file(path))
 
     def sizes(self, paths: Sequence[str], where: str) -> list[int]:
+        """The bytes of each file."""
         with _reading(where):
-            found = self._opened().sizes(list(paths))
-        if None in found:
-            what = f"the server does not say how large {paths[found.index(None)]} is"
+            sizes = self._opened().sizes(list(paths))
+        if None in sizes:
+            what = f"the server does not say how large {paths[sizes.index(None)]} is"
             raise DatasetError(what, "copy the files to this machine")
-        return list(found)
+        return list(sizes)
 
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
+        """The bytes of each span, as uint8 arrays."""
         paths, starts, stops = ([span[part] for span in spans] for part in range(3))
         with _reading(self.url):
-            found = self._opened().cat_ranges(paths, starts, stops, on_error="raise")
-        return [np.frombuffer(_whole(data, span), np.uint8) for data, span in zip(found, spans, strict=True)]
+            blocks = self._opened().cat_ranges(paths, starts, stops, on_error="raise")
+        return [np.frombuffer(_check_length(data, span), np.uint8) for data, span in zip(blocks, spans, strict=True)]

@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy
 import torch
 
-from paceline.checkpoint.files import Whole, write_cure
+from paceline.checkpoint.files import TensorInfo, write_cure
 from paceline.checkpoint.safetensors_file import DTYPES, head, ordered
 from paceline.checkpoint.storage import write_file
 from paceline.checkpoint.tree import raw
@@ -156,7 +156,7 @@ class _File:
         if path.suffix not in (".npy", ".safetensors"):
             raise UsageError(f"predict() cannot write {path}", "name a file that ends in .npy or .safetensors")
         self._path, self._array, self._rows = path, path.suffix == ".npy", 0
-        self._kinds: dict[str, Whole] = {}  # of a row
+        self._kinds: dict[str, TensorInfo] = {}  # of a row
         self._parts: dict[str, IO[bytes]] = {}
 
     def add(self, rows: range, output: Any) -> None:
@@ -174,12 +174,12 @@ class _File:
             self._parts[name].write(raw(tensor).numpy().data)
         self._rows += len(rows)
 
-    def _kind(self, tensor: Any, rows: int) -> Whole | None:
+    def _kind(self, tensor: Any, rows: int) -> TensorInfo | None:
         """What is in a row; None: the file cannot hold it."""
         if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (rows,):
             return None
         held = _numpy(tensor.dtype) if self._array else tensor.dtype in DTYPES
-        return Whole(tensor.dtype, tuple(tensor.shape[1:])) if held else None
+        return TensorInfo(tensor.dtype, tuple(tensor.shape[1:])) if held else None
 
     def close(self) -> None:
         temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
@@ -190,7 +190,7 @@ class _File:
             temporary.unlink(missing_ok=True)
 
     def _chunks(self) -> Iterator[bytes]:
-        whole = {name: Whole(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
+        whole = {name: TensorInfo(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
         if self._array:
             text, one = io.BytesIO(), whole["output"]
             about = {"descr": _numpy(one.dtype), "fortran_order": False, "shape": one.shape}

@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.observe.metrics import METRICS, Metric
 
-# Name, expression, for how long, what it means.
+# Name, expression, how long it must hold, meaning.
 ALERTS = (
     ("PacelineFailed", "paceline_failed == 1", "0s", "the run failed: see its report"),
     (
@@ -32,11 +32,11 @@ ALERTS = (
     ),
 )
 UNITS = {"s": "s", "B": "bytes", "1/s": "short", "1": "short"}
-WIDE, HIGH = 8, 7  # of a panel, in Grafana's grid of 24
+WIDE, HIGH = 8, 7  # width and height of a panel, in Grafana's grid of 24 columns
 
 
 def rules() -> str:
-    """A file of alert rules."""
+    """The text of a file of Prometheus alert rules."""
     lines = ["# Made by `paceline metrics --rules`.", "groups:", "- name: paceline", "  rules:"]
     for name, expression, lasts, means in ALERTS:
         lines += [
@@ -49,21 +49,21 @@ def rules() -> str:
 
 
 def query(metric: Metric) -> str:
-    """What a panel shows of a metric: of one that only grows, how much in a second."""
+    """The PromQL query of a panel: the metric's value, or a counter's growth per second."""
     chosen = f'{metric.name}{{run=~"$run"}}'
     return f"rate({chosen}[1m])" if metric.counter else chosen
 
 
 def dashboard() -> str:
-    """A dashboard to import: a panel for each metric, for chosen runs."""
+    """The JSON of a Grafana dashboard with a panel for each metric."""
     source = {"type": "prometheus", "uid": "${source}"}
     panels: list[dict[str, Any]] = []
-    for place, metric in enumerate(METRICS):
+    for panel_index, metric in enumerate(METRICS):
         unit = "Bps" if metric.counter and metric.unit == "B" else "short" if metric.counter else UNITS[metric.unit]
-        row, column = divmod(place, 24 // WIDE)
+        row, column = divmod(panel_index, 24 // WIDE)
         panels.append(
             {
-                "id": place + 1,
+                "id": panel_index + 1,
                 "type": "timeseries",
                 "title": metric.name.removeprefix("paceline_").replace("_", " "),
                 "description": metric.meaning,

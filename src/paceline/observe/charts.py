@@ -12,17 +12,17 @@ from paceline.base.text import number
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 22  # room for the ticks' labels
-SHOWN = 240  # raw points in a chart, at most
+SHOWN = 240  # points in a chart, at most
 PARTS = {"compute": 0, "reduce": 1, "data": 2, "update": 3, "other": 5}
-PARTS |= {"load and compute": 0, "reduce, wait and others": 1}  # where no more is known
+PARTS |= {"load and compute": 0, "reduce, wait and others": 1}  # for workers of which only computing is known
 COLOURS = 6
-SMOOTH_FROM = 20  # fewer points are joined as they are
+SMOOTH_FROM = 20  # fewer points are not smoothed
 
 
-def ticks(low: float, high: float, count: int = 4, whole: bool = False) -> list[float]:
+def ticks(low: float, high: float, count: int = 4, integers: bool = False) -> list[float]:
     """About `count` round numbers in [low, high], 1, 2 or 5 times a power of ten apart.
 
-    At least two from a `count` of 4 on, unless the range is too narrow: for floats, or for `whole` numbers.
+    With `integers` they are whole numbers. At least two from a `count` of 4 on, unless the range is too narrow.
     """
     span = high - low
     if not math.isfinite(span) or span <= max(abs(low), abs(high)) * 1e-9:
@@ -30,10 +30,10 @@ def ticks(low: float, high: float, count: int = 4, whole: bool = False) -> list[
     rough = span / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = min((power * factor for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough)))
-    if whole:
+    if integers:
         step = max(1.0, round(step))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [place * step for place in range(first, last + 1)] or [low]
+    return [multiple * step for multiple in range(first, last + 1)] or [low]
 
 
 def label(value: float, step: float) -> str:
@@ -53,15 +53,15 @@ def smooth(points: Points) -> list[tuple[float, float]]:
     """A centred moving average over a fortieth of the points, narrower at the ends, which stay in place."""
     half, last = len(points) // 80 + 1, len(points) - 1
     sums = list(accumulate((value for _, value in points), initial=0.0))
-    reach = [min(half, place, last - place) for place in range(len(points))]
+    reach = [min(half, index, last - index) for index in range(len(points))]
     return [
-        (x, (sums[place + wide + 1] - sums[place - wide]) / (2 * wide + 1))
-        for place, ((x, _), wide) in enumerate(zip(points, reach, strict=True))
+        (x, (sums[index + wide + 1] - sums[index - wide]) / (2 * wide + 1))
+        for index, ((x, _), wide) in enumerate(zip(points, reach, strict=True))
     ]
 
 
 def thin(points: Points, most: int = SHOWN) -> list[tuple[float, float]]:
-    """At most `most` of the points: the lowest and the highest of each stretch, so that no spike is lost."""
+    """Keeps at most `most` points: the lowest and the highest of each interval, so that no spike is lost."""
     if len(points) <= most:
         return list(points)
     size = math.ceil(len(points) * 2 / most)
@@ -75,8 +75,9 @@ def thin(points: Points, most: int = SHOWN) -> list[tuple[float, float]]:
 def _frame(
     described: str, points: Points, x_name: str, from_zero: bool = False, apart: bool = False
 ) -> tuple[list[str], Callable[[float, float], tuple[float, float]], float]:
-    """Axes for these points: their SVG, where a point lies in it, and the height in values. The x axis begins at zero
-    where that is near, unless it stands `apart`.
+    """Draws axes for these points; returns their SVG, a function from values to pixels, and the range of values.
+
+    The x axis begins at zero if that is near, unless `apart`.
     """
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high = (min(0.0, *ys) if from_zero else min(ys)), max(ys)
@@ -98,7 +99,7 @@ def _frame(
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
     parts.append(f'<text x="{LEFT - 12}" y="{HEIGHT - 7}" text-anchor="end">{markup(x_name)}</text>')
-    columns = ticks(left, max(xs), 3, whole=x_name == "step")
+    columns = ticks(left, max(xs), 3, integers=x_name == "step")
     for value in columns:
         x, _ = at(value, low)
         text = label(value, columns[1] - columns[0] if len(columns) > 1 else 1)
@@ -107,7 +108,7 @@ def _frame(
 
 
 def _drawn(points: Points, at: Callable[[float, float], tuple[float, float]], height: float) -> str:
-    """The points of a line through these, smoothed where they are many and noisy."""
+    """The points of an SVG line through these, smoothed if they are many and noisy."""
     ys = [y for _, y in points]
     bends = sum(abs(a - 2 * b + c) for a, b, c in zip(ys, ys[1:], ys[2:], strict=False))
     noisy = len(points) >= SMOOTH_FROM and bends > 0.01 * height * len(ys)
@@ -116,7 +117,7 @@ def _drawn(points: Points, at: Callable[[float, float], tuple[float, float]], he
 
 
 def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool = False) -> str:
-    """One curve: the points as they are, and through many noisy ones a smoothed line."""
+    """A chart of one curve: its points, and a line through them, smoothed if they are many and noisy."""
     ys = [y for _, y in points]
     described = f"{name}: {number(ys[0])} to {number(ys[-1])} over {len(points)} points"
     parts, at, height = _frame(described, points, x_name, from_zero)
@@ -132,20 +133,20 @@ def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool 
 
 
 def overlay(name: str, curves: Sequence[tuple[int, Points]]) -> str:
-    """Curves over steps in one frame, each with the number of its colour."""
+    """A chart of several curves over steps, each with the index of its colour."""
     described = f"{name}: " + ", ".join(f"{number(points[0][1])} to {number(points[-1][1])}" for _, points in curves)
     parts, at, height = _frame(described, [point for _, points in curves for point in points], "step")
     parts += [f'<polyline class="curve {stroke(n)}" points="{_drawn(points, at, height)}"/>' for n, points in curves]
     return "".join([*parts, "</svg>"])
 
 
-def stroke(place: int) -> str:
-    """The style classes of the curve of this place: beyond the colours they are dashed."""
-    return f"line{place % COLOURS}" + (" dashed" if place >= COLOURS else "")
+def stroke(curve_index: int) -> str:
+    """The style classes of a curve: its colour, and dashes from the index on at which colours repeat."""
+    return f"line{curve_index % COLOURS}" + (" dashed" if curve_index >= COLOURS else "")
 
 
 def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
-    """Fractions of one whole side by side, each in the colour of its name."""
+    """A bar of named fractions side by side, each in the colour of its name."""
     drawn, begin = [], 0.0
     for name, share in parts:
         title = f"<title>{markup(name)}: {share:.1%}</title>"
@@ -157,7 +158,7 @@ def stacked_bar(parts: Sequence[tuple[str, float]]) -> str:
 
 
 def bars(name: str, edges: Sequence[float], counts: Sequence[int]) -> str:
-    """A histogram, of which `edges` has one more than `counts`."""
+    """Draws a histogram; `edges` has one entry more than `counts`."""
     described = f"{name}: {sum(counts):,} values from {number(edges[0])} to {number(edges[-1])}"
     corners = [(edges[0], 0.0), *zip(edges[1:], map(float, counts), strict=True)]
     parts, at, _ = _frame(described, corners, "", from_zero=True, apart=True)
@@ -175,7 +176,7 @@ def colour(name: str) -> str:
 
 
 def bar(fraction: float, strong: bool = True) -> str:
-    """One horizontal bar, `fraction` of the width of its place."""
+    """Draws one horizontal bar over `fraction` of the available width."""
     kind = "part0" if strong else "part5"
     rect = f'<rect class="{kind}" rx="2" width="{fraction:.2%}" height="100%"/>'
     return f'<svg class="bar" aria-hidden="true">{rect}</svg>'

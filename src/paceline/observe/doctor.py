@@ -1,14 +1,15 @@
 """`paceline doctor RUN`: says why a run is slow or failed.
 
-The model of a step, for what-ifs. Worker w needs F seconds for its update, and would need T seconds of its own for all
-rows of a global batch, its pace: D of it for waiting for rows, the rest for forward and backward. All wait for the
-slowest, and C seconds come on top. What would be is replayed: in each record, with its own T of each worker and its
-C, rows are dealt so that by the usual T all end together, and the slowest takes max(F + T * part) + C; the usual of
-these is told. With the loader fixed each T is without its D, which is of the same records: who computes a part of a
-micro-batch loads all of it, so that of few rows each takes longer. Who comes is as the usual worker was in other
-records. Twice the link halves the seconds that sums between hosts take: those that worker 0 spends on sums without
-waiting for the slowest. Of the records of steps of the present team, without the first tenth and in any case without
-the first one, the medians count. No torch.
+The model of a step, which answers what-ifs: worker w needs F seconds for its update, and its *pace* T is the seconds it
+would need to compute all rows of a global batch alone: D seconds of T are waiting for rows, the rest is forward and
+backward. All workers wait for the slowest, and C seconds (the overhead) are added. A prediction replays the records
+with each worker's T and C in that record: rows are assigned so that all workers would end together at their median T,
+and the step takes max(F + T * part) + C of the slowest worker. The median over the records is the result.
+
+With the loader fixed, D of the same record is subtracted from T: a worker that computes a part of a micro-batch loads
+all of it, so with few rows both grow. An added worker behaves as the median worker did in other records. Twice the
+link halves the seconds that sums between hosts take: those that worker 0 spends on sums without waiting for the slowest
+worker. Only records of the current team count, without the first tenth and always without the first one. No torch.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from paceline.observe.summary import Summary
 from paceline.observe.team_table import a_step
 from paceline.observe.timeline import flights
 
-SLOW = 1.35  # times the median pace of the others: from here on a worker is slow
-OFTEN = 0.7  # of the records in which it was the slowest
-ENOUGH = 3, 8  # records, and steps in these, from which on a step is usual
-LOADER, LINK = 0.4, 1 / 3  # of a worker's own seconds, of a step: from here on it is what they wait for
-APART = 0.1  # of a worker's own seconds: who waits for rows so much longer than the others is named alone
-LEAST = 0.002  # seconds of a step that are looked at
-FEW = 0.02  # of a step: a part that is smaller tells nothing
-LESS = 0.9  # of a step: what changes less is told of the verdict alone
-SEVERAL = 3  # checkpoints: one that took long is no habit
-COSTLY, LONG = 0.1, 60.0  # part of the wall clock from which on a cost is told of, in runs of so many seconds
+SLOW = 1.35  # a worker is slow from this multiple of the others' median pace on
+OFTEN = 0.7  # and if it was the slowest in this part of the records
+ENOUGH = 3, 8  # records, and steps in these, that a verdict needs
+LOADER, LINK = 0.4, 1 / 3  # part of a worker's seconds, and of a step, from which on these are a cause
+APART = 0.1  # part of a worker's seconds: workers that wait for rows so much longer than others are named alone
+LEAST = 0.002  # seconds of a step below which a cause is ignored
+FEW = 0.02  # part of a global batch below which a record says nothing about a worker
+LESS = 0.9  # of a step: what-ifs that save less are shown only for the verdict
+SEVERAL = 3  # checkpoints: fewer do not count as a cost, even if one took long
+COSTLY, LONG = 0.1, 60.0  # part of the wall clock from which on a cost is reported, and the least seconds of a run
 COSTS = {
     "saving": ("checkpoints", "save more seldom (--save-every), or to a faster disk"),
     "redone": ("steps that were made again", "see the losses, or resume from newer checkpoints (--save-every)"),
@@ -62,7 +63,7 @@ _Change = tuple[int, Mapping[int, float]]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is wrong, of which `kind` and `worker`, and what tells so. `kind` is empty where nothing is."""
+    """What is wrong with a run: a `kind` (empty: nothing is wrong), the `worker` at fault, evidence and cure."""
 
     kind: str
     what: str
@@ -73,13 +74,15 @@ class Verdict:
 
 @dataclass(frozen=True)
 class UsualStep:
-    """What a usual step is made of: seconds in all, C, those of the link, by worker T `pace` and D `loading`; `slowest`
-    is the part of the records in which each was that, and `parts` what each has of the rows now. `fixed` is F, and
-    `records` have C, and T and D of each. It is `known` from enough of them.
+    """Median seconds of a step, and of what it consists of, in the model that the module describes.
+
+    `overhead` is C, `link` the seconds of sums between hosts; by worker, `pace` is T, `loading` D and `fixed` F,
+    `slowest` the part of the records in which it was the slowest, and `parts` its current part of the rows. `records`
+    hold (C, T by worker, D by worker). `known` says whether there are enough records for a verdict.
     """
 
-    whole: float
-    rest: float
+    step_seconds: float
+    overhead: float
     link: float
     pace: Mapping[int, float]
     loading: Mapping[int, float]
@@ -89,135 +92,161 @@ class UsualStep:
     records: Sequence[tuple[float, Mapping[int, float], Mapping[int, float]]] = field(repr=False)
     known: bool = True
 
-    def dealt(self, pace: Mapping[int, float], as_of: Mapping[int, int] = NOBODY) -> float:
-        """With workers of this pace, which otherwise vary as they did, or `as_of` others did elsewhere."""
-        speed, found = sum(1 / max(seconds, 1e-6) for seconds in pace.values()), list[float]()
-        for place, (rest, *_) in enumerate(self.records):
-            own = []
-            for w in pace:
-                who = as_of.get(w, w)
-                took = self.records[(place + min(w, 0)) % len(self.records)][1].get(who, self.pace[who])
-                own.append(self.fixed.get(who, 0.0) + took / max(self.pace[who], 1e-6) / speed)
-            found.append(max(own) + rest)
-        return median(found)
+    def predict_step_seconds(self, pace: Mapping[int, float], like: Mapping[int, int] = NOBODY) -> float:
+        """Predicts the seconds of a step of workers with this `pace`, which vary over the records as they did.
 
-    def computing(self, worker: int) -> float:
-        """Of the pace what is not loading."""
+        Workers in `like`, {new worker: old worker}, vary as the old worker did in another record.
+        """
+        total_speed, predictions = sum(1 / max(seconds, 1e-6) for seconds in pace.values()), list[float]()
+        for record_index, (overhead, *_) in enumerate(self.records):
+            worker_seconds = []
+            for w in pace:
+                measured_worker = like.get(w, w)
+                pace_then = self.records[(record_index + min(w, 0)) % len(self.records)][1].get(
+                    measured_worker, self.pace[measured_worker]
+                )
+                worker_seconds.append(
+                    self.fixed.get(measured_worker, 0.0)
+                    + pace_then / max(self.pace[measured_worker], 1e-6) / total_speed
+                )
+            predictions.append(max(worker_seconds) + overhead)
+        return median(predictions)
+
+    def compute_seconds(self, worker: int) -> float:
+        """The part T - D of a worker's pace that is not loading."""
         return max(1e-6, self.pace[worker] - self.loading.get(worker, 0.0))
 
-    def loaded(self) -> UsualStep:
-        """With rows that are there when they are wanted."""
-        without = [(rest, {w: own[w] - waits[w] for w in own}, NONE) for rest, own, waits in self.records]
-        return replace(self, pace={w: self.computing(w) for w in self.pace}, loading=NONE, records=without)
+    def with_fast_loading(self) -> UsualStep:
+        """The same step if no worker waits for rows."""
+        without = [
+            (overhead, {w: paces[w] - loading[w] for w in paces}, NONE) for overhead, paces, loading in self.records
+        ]
+        return replace(self, pace={w: self.compute_seconds(w) for w in self.pace}, loading=NONE, records=without)
 
     def what_if(self) -> dict[str, float]:
-        """Seconds of a step if it were so."""
-        found = {"loader fixed": (loaded := self.loaded()).dealt(loaded.pace)}
+        """Predicts the seconds of a step for each hypothetical change, by its name."""
+        predictions = {
+            "loader fixed": (fast_loading := self.with_fast_loading()).predict_step_seconds(fast_loading.pace)
+        }
         if len(self.pace) > 1:
             worst = max(self.pace, key=lambda worker: self.pace[worker])
-            found["rows dealt by speed"] = self.dealt(self.pace)
+            predictions["rows dealt by speed"] = self.predict_step_seconds(self.pace)
             without = {worker: seconds for worker, seconds in self.pace.items() if worker != worst}
-            found[f"without worker {worst}"] = self.dealt(without)
+            predictions[f"without worker {worst}"] = self.predict_step_seconds(without)
             usual = sorted(self.pace, key=lambda worker: self.pace[worker])[(len(self.pace) - 1) // 2]
             pace = {**self.pace, -1: self.pace[usual], -2: self.pace[usual]}
-            found["two more workers"] = self.dealt(pace, {-1: usual, -2: usual})
+            predictions["two more workers"] = self.predict_step_seconds(pace, {-1: usual, -2: usual})
         if self.link > 0:
-            found["twice the link"] = self.whole - self.link / 2
-        return found
+            predictions["twice the link"] = self.step_seconds - self.link / 2
+        return predictions
 
 
 def doctor(folder: Path) -> str:
-    """The verdict in lines. UsageError: it is no run folder."""
+    """The verdict on a run as text for the terminal. Raises UsageError if `folder` is no run folder."""
     summary = Summary(folder)
     steps = usual_step(summary)
-    found = verdict(summary, steps)
-    lines = [found.what, *(f"  {line}" for line in found.evidence)]
-    if steps is not None and found.kind in ("", "worker", "loader", "link"):
-        meant = {"worker": f"without worker {found.worker}", "loader": "loader fixed", "link": "twice the link"}
-        faster = {
-            what: s for what, s in steps.what_if().items() if s < LESS * steps.whole or what == meant.get(found.kind)
+    diagnosis = verdict(summary, steps)
+    lines = [diagnosis.what, *(f"  {line}" for line in diagnosis.evidence)]
+    if steps is not None and diagnosis.kind in ("", "worker", "loader", "link"):
+        prediction_of_kind = {
+            "worker": f"without worker {diagnosis.worker}",
+            "loader": "loader fixed",
+            "link": "twice the link",
         }
-        told = "".join(f", {what} {a_step(s)}" for what, s in sorted(faster.items(), key=lambda item: item[1]))
-        lines.append(f"a step takes {a_step(steps.whole)}{told}")
-    return "\n".join(in_one_line(line) for line in [*lines, *([f"next: {found.cure}"] if found.cure else [])])
+        faster = {
+            what: s
+            for what, s in steps.what_if().items()
+            if s < LESS * steps.step_seconds or what == prediction_of_kind.get(diagnosis.kind)
+        }
+        faster_text = "".join(f", {what} {a_step(s)}" for what, s in sorted(faster.items(), key=lambda item: item[1]))
+        lines.append(f"a step takes {a_step(steps.step_seconds)}{faster_text}")
+    return "\n".join(in_one_line(line) for line in [*lines, *([f"next: {diagnosis.cure}"] if diagnosis.cure else [])])
 
 
 def usual_step(summary: Summary) -> UsualStep | None:
-    """Of the first trainer's records; None where there is none yet, or of more workers than they tell of."""
+    """The usual step of the first trainer; None if there are no records, or if these leave the workers out."""
     records = [
         r for r in next(iter(summary.steps.values()), []) if r.get("steps") and r.get("computed") and r.get("seconds")
     ]
     team = [record for record in records if record["computed"].keys() == records[-1]["computed"].keys()]
     if not team:
         return None
-    team = team[max(len(team) // 10, len(team) > 1) :]  # much is looked at in a first step
+    team = team[max(len(team) // 10, len(team) > 1) :]  # the first step is never usual
     workers = [int(worker) for worker in team[-1]["computed"]]
     changes = _changes(summary, team[-1].get("trainer"))
-    dealt = [_dealt(workers, changes, record) for record in team]
+    batches_of_workers = [_computed_batches(workers, changes, record) for record in team]
     fixed = {w: median((r.get("lanes") or {}).get(f"{w} update", 0.0) / r["steps"] for r in team) for w in workers}
     waiting = {w: _waiting(summary, w, team, records) for w in workers}
 
     def paces(least: float) -> list[tuple[dict[int, float], dict[int, float]]]:
-        """T and D in each record, of the workers that had so large a part of the rows."""
-        found = list[tuple[dict[int, float], dict[int, float]]]()
-        for place, (record, parts) in enumerate(zip(team, dealt, strict=True)):
-            some = [w for w in workers if parts[w] > least * record["steps"]]
-            own = {w: max(0.0, record["computed"][str(w)] - fixed[w] * record["steps"]) for w in some}
-            waits = {w: min(own[w], waiting[w][place]) / parts[w] for w in some}
-            found.append(({w: own[w] / parts[w] for w in some}, waits))
-        return found
+        """T and D in each record, of the workers with more than the part `least` of the rows."""
+        pace_records = list[tuple[dict[int, float], dict[int, float]]]()
+        for record_index, (record, parts) in enumerate(zip(team, batches_of_workers, strict=True)):
+            eligible = [w for w in workers if parts[w] > least * record["steps"]]
+            compute_seconds = {w: max(0.0, record["computed"][str(w)] - fixed[w] * record["steps"]) for w in eligible}
+            waits = {w: min(compute_seconds[w], waiting[w][record_index]) / parts[w] for w in eligible}
+            pace_records.append(({w: compute_seconds[w] / parts[w] for w in eligible}, waits))
+        return pace_records
 
-    most, some = paces(1 / (2 * len(workers))), paces(FEW)  # of very few rows each takes longer
-    found = {w: [one for one in most if w in one[0]] or [one for one in some if w in one[0]] for w in workers}
+    strict_paces, lenient_paces = paces(1 / (2 * len(workers))), paces(FEW)  # with very few rows each row takes longer
+    measured = {
+        w: [pair for pair in strict_paces if w in pair[0]] or [pair for pair in lenient_paces if w in pair[0]]
+        for w in workers
+    }
     pace, loading = (
-        {w: median(one[which][w] for one in those) for w, those in found.items() if those} for which in (0, 1)
+        {w: median(pair[which][w] for pair in pairs) for w, pairs in measured.items() if pairs} for which in (0, 1)
     )
-    slowest = [max(own, key=lambda worker: own[worker]) for own, _ in most if own]
+    slowest = [
+        max(worker_seconds, key=lambda worker: worker_seconds[worker])
+        for worker_seconds, _ in strict_paces
+        if worker_seconds
+    ]
     sums, waits, rest = [], [], []
     for record in team:
-        own = [record["computed"][str(worker)] for worker in workers]
+        worker_seconds = [record["computed"][str(worker)] for worker in workers]
         sums.append((record.get("time") or {}).get("reduce", 0.0) / record["steps"])
-        waits.append((max(own) - own[0]) / record["steps"])
-        rest.append(max(0.0, record["seconds"] - max(own)) / record["steps"])
+        waits.append((max(worker_seconds) - worker_seconds[0]) / record["steps"])
+        rest.append(max(0.0, record["seconds"] - max(worker_seconds)) / record["steps"])
     hosts = {summary.host_of(worker) for worker in workers} - {""}
-    recent = team[-max(3, len(team) // 3) :]  # shares follow the speed of workers
+    recent = team[-max(3, len(team) // 3) :]  # shares follow the speed of workers, so old records differ
     return UsualStep(
         median(record["seconds"] / record["steps"] for record in recent),
         median(rest),
         max(0.0, median(s - w for s, w in zip(sums, waits, strict=True))) if len(hosts) > 1 or summary.links else 0.0,
         pace,
         loading,
-        {worker: slowest.count(worker) / len(found[worker]) for worker in pace},
-        {worker: dealt[-1][worker] / team[-1]["steps"] for worker in workers},
+        {worker: slowest.count(worker) / len(measured[worker]) for worker in pace},
+        {worker: batches_of_workers[-1][worker] / team[-1]["steps"] for worker in workers},
         fixed,
-        [(left, *both) for left, both in zip(rest, most, strict=True)],
+        [(overhead, *pair) for overhead, pair in zip(rest, strict_paces, strict=True)],
         len(team) >= ENOUGH[0] and sum(record["steps"] for record in team) >= ENOUGH[1],
     )
 
 
-def _dealt(workers: Sequence[int], changes: Sequence[_Change], record: Event) -> dict[int, float]:
-    """How many global batches each worker has computed in a record, in all, as they were dealt after each of the steps
-    of `changes`. Where nobody says, all have equal parts.
+def _computed_batches(workers: Sequence[int], changes: Sequence[_Change], record: Event) -> dict[int, float]:
+    """How many global batches, as a sum of parts, each worker has computed in a record.
+
+    The parts are those of `changes`, each from its step on; equal parts where these do not fit the workers.
     """
     last, parts = int(record.get("step") or 0), dict.fromkeys(workers, 0.0)
     first = last - record["steps"]
-    for place in range(max(0, bisect_right(changes, first, key=lambda change: change[0]) - 1), len(changes)):
-        at, said = changes[place]
-        until = changes[place + 1][0] if place + 1 < len(changes) else last
-        steps, whole = min(until, last) - max(at, first), sum(said.values())
-        if at >= last and place:
+    for change_index in range(max(0, bisect_right(changes, first, key=lambda change: change[0]) - 1), len(changes)):
+        change_step, share_of_worker = changes[change_index]
+        until = changes[change_index + 1][0] if change_index + 1 < len(changes) else last
+        steps, share_total = min(until, last) - max(change_step, first), sum(share_of_worker.values())
+        if change_step >= last and change_index:
             break
-        fits = {*said} == {*workers} and whole > 0
+        fits = {*share_of_worker} == {*workers} and share_total > 0
         for worker in workers if steps > 0 else ():
-            parts[worker] += steps * (said[worker] / whole if fits else 1 / len(workers))
+            parts[worker] += steps * (share_of_worker[worker] / share_total if fits else 1 / len(workers))
     return parts
 
 
 def _changes(summary: Summary, trainer: Any) -> list[_Change]:
-    """After which step rows were dealt in which parts, first those of the grid."""
+    """The parts of the rows by worker, each with the step after which they applied; the grid's parts come first."""
     grid = next((grid for grid in reversed(summary.grids) if grid.get("trainer") == trainer), {})
     shares = grid.get("shares") or []
-    # Micro-batches that may be merged are divided as well: then those that are dealt evenly are, to the row.
+    # Micro-batches that may be merged may also be divided: if all shares are even then, the rows are, too.
     even = any("may be merged" in str(event.get("what")) for event in summary.decisions)
     even &= max(shares, default=0) - min(shares, default=0) <= 1
     begin: Mapping[int, float] = {} if even or (grid.get("unit") or 1) > 1 else dict(enumerate(shares))
@@ -229,39 +258,45 @@ def _changes(summary: Summary, trainer: Any) -> list[_Change]:
 
 
 def _waiting(summary: Summary, worker: int, team: Sequence[Event], records: Sequence[Event]) -> list[float]:
-    """Seconds that a worker waited for rows in each record of the team: those of its lanes; where none has these, the
-    part of its own seconds that its present process did; where nobody tells, none.
+    """Seconds that a worker waited for rows in each record of the team.
+
+    They are in the record's lanes. Without lanes, they are estimated from what the worker's current process reported
+    of all its steps; without a report they are 0.
     """
-    data, own = f"{worker} data", str(worker)
-    if any(data in (record.get("lanes") or {}) for record in team):
-        return [(record.get("lanes") or {}).get(data, 0.0) for record in team]
-    told = [event["workers"][own] for event in summary.loaded if own in event["workers"]]
-    waited, steps = told[-1] if told else (0.0, 0)
-    took = 0.0
+    data_lane, worker_key = f"{worker} data", str(worker)
+    if any(data_lane in (record.get("lanes") or {}) for record in team):
+        return [(record.get("lanes") or {}).get(data_lane, 0.0) for record in team]
+    reports = [event["workers"][worker_key] for event in summary.loaded if worker_key in event["workers"]]
+    waited, steps = reports[-1] if reports else (0.0, 0)
+    computed_seconds = 0.0
     for record in reversed(records):
         if steps > 0:
-            took += (record["computed"].get(own) or 0.0) * min(1.0, steps / record["steps"])
+            computed_seconds += (record["computed"].get(worker_key) or 0.0) * min(1.0, steps / record["steps"])
         steps -= record["steps"]
-    return [record["computed"][own] * (waited / took if took > 0 else 0.0) for record in team]
+    return [
+        record["computed"][worker_key] * (waited / computed_seconds if computed_seconds > 0 else 0.0) for record in team
+    ]
 
 
 def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:
-    """The first that is wrong: how it failed, who hangs, what most of a step is spent on, what else costs time."""
+    """Finds the first problem, in this order: a failure, a hang, a cause of slow steps, other costs of time."""
     if summary.outcome is not None and summary.outcome["event"] == "failed":
         return _failed(summary)
     if summary.hang is not None and summary.outcome is None:
         return _hangs(summary.hang)
-    found = _slow(summary, steps) if steps is not None and steps.known else None
-    if found is None and sum(summary.account.values()) > LONG:
-        whole = sum(summary.account.values())
-        few = ["saving"] * (len(summary.checkpoints) < SEVERAL)
-        costs = {name: summary.account.get(name, 0.0) for name in COSTS if name not in few}
+    diagnosis = _slow(summary, steps) if steps is not None and steps.known else None
+    if diagnosis is None and sum(summary.account.values()) > LONG:
+        wall_seconds = sum(summary.account.values())
+        rare = ["saving"] * (len(summary.checkpoints) < SEVERAL)
+        costs = {name: summary.account.get(name, 0.0) for name in COSTS if name not in rare}
         name = max(costs, key=lambda name: costs[name])
-        if costs[name] > COSTLY * whole:
+        if costs[name] > COSTLY * wall_seconds:
             what, cure = COSTS[name]
             lost = tuple(f"worker {e.get('workers')} {e.get('why')}" for e in summary.lost[-3:])
-            found = Verdict(name, f"{what} took {costs[name] / whole:.0%} of {duration(whole)}", None, lost, cure)
-    return found or Verdict("", f"nothing is wrong: {summary.ending}")
+            diagnosis = Verdict(
+                name, f"{what} took {costs[name] / wall_seconds:.0%} of {duration(wall_seconds)}", None, lost, cure
+            )
+    return diagnosis or Verdict("", f"nothing is wrong: {summary.ending}")
 
 
 def _failed(summary: Summary) -> Verdict:
@@ -273,63 +308,73 @@ def _failed(summary: Summary) -> Verdict:
     named = re.search(r"\bworkers? (\d+)", cause)
     worker = int(named[1]) if named and kind in ("not finite", "diverged") else event.get("worker")
     if kind == "mismatch":
-        worker, left_out = _odd(summary.folder, cause)
+        worker, left_out = _find_deviating_worker(summary.folder, cause)
         kind, what = ("skipped", "a collective was left out") if left_out else (kind, what)
     who = "" if worker is None else f" ({ranks([worker])})"
     cure = re.findall(r"^next: (.*)$", str(event.get("text")), re.M)
     return Verdict(kind, f"{what}{who}", worker, (cause,), cure[-1] if cure else "see its log")
 
 
-def _odd(folder: Path, cause: str) -> tuple[int | None, bool]:
-    """Who is elsewhere than most, and whether it left out what they are in: it has ended, or went on to what it did
-    after that, or after the collective before, at an earlier time. The flight recorder knows.
+def _find_deviating_worker(folder: Path, cause: str) -> tuple[int | None, bool]:
+    """The worker that is in another collective than most, and whether it has skipped the collective of the others.
+
+    It has skipped it if it has ended, or if the flight recorder shows that it went on to a collective that followed
+    theirs, or the one before, at an earlier time.
     """
-    places = [([*map(int, who.split(", "))], ended) for who, ended in re.findall(_WHERE, cause)]
-    fewest = min((len(who) for who, _ in places), default=0)
-    did = {about["worker"]: list(_called(records)) for about, records in flights(folder)}
-    odd = [(who[0], ended) for who, ended in places if len(who) == 1 == fewest]
-    for worker, ended in odd:
-        theirs = next((did[o][-1:] for who, _ in places for o in who if o != worker and o in did), [])
-        *before, now = did.get(worker) or [""]
-        ways = {*pairwise(before)} & {(one, now) for one in (*theirs, *before[-1:])}
-        if ended or (ways and theirs != [now]):
+    positions = [([*map(int, members.split(", "))], ended) for members, ended in re.findall(_WHERE, cause)]
+    fewest = min((len(members) for members, _ in positions), default=0)
+    calls_of = {about["worker"]: list(_called(records)) for about, records in flights(folder)}
+    deviating = [(members[0], ended) for members, ended in positions if len(members) == 1 == fewest]
+    for worker, ended in deviating:
+        others_last = next(
+            (
+                calls_of[other][-1:]
+                for members, _ in positions
+                for other in members
+                if other != worker and other in calls_of
+            ),
+            [],
+        )
+        *before, current = calls_of.get(worker) or [""]
+        transitions = {*pairwise(before)} & {(one, current) for one in (*others_last, *before[-1:])}
+        if ended or (transitions and others_last != [current]):
             return worker, True
-    return (odd[0][0], False) if len(odd) == 1 else (None, False)
+    return (deviating[0][0], False) if len(deviating) == 1 else (None, False)
 
 
 def _called(records: Sequence[Event]) -> Iterator[str]:
-    """What the team did together, as names without numbers of steps, each once for all its parts."""
+    """The names of the team's collectives in order, without step numbers; neighbours of one name count once."""
     names = (re.sub(r"^step \d+", "step", record["name"]) for record in records if record["group"] == "team")
     return (name for name, _ in groupby(names))
 
 
 def _hangs(event: Event) -> Verdict:
-    """It stands still now."""
+    """The verdict on a run whose worker makes no progress now."""
     worker, busy = event["worker"], "busy" if event.get("busy") else "waiting"
     line = f"no progress for {event['seconds']:.0f} s: {busy} at {event.get('line') or 'an unknown line'}"
     return Verdict("hang", f"worker {worker} hangs", worker, (line,), f"see RUN/stacks/worker-{worker}.txt")
 
 
 def _of_others(seconds: Mapping[int, float], worker: int) -> float:
-    """The usual of the other workers."""
-    return median([found for other, found in seconds.items() if other != worker] or [0.0])
+    """The median over the other workers."""
+    return median([value for other, value in seconds.items() if other != worker] or [0.0])
 
 
 def _waits_for_rows(steps: UsualStep, worker: int) -> bool:
-    """Whether much of its own time is that, or most of what it takes longer than the others."""
-    own, loading = steps.pace[worker], steps.loading[worker]
-    usual, more = _of_others(steps.pace, worker), loading - _of_others(steps.loading, worker)
-    return loading > LOADER * own or (own > SLOW * usual > 0 and more > (own - usual) / 2)
+    """Whether waiting for rows is much of a worker's time, or most of what it takes longer than the others."""
+    pace, loading = steps.pace[worker], steps.loading[worker]
+    usual, excess = _of_others(steps.pace, worker), loading - _of_others(steps.loading, worker)
+    return loading > LOADER * pace or (pace > SLOW * usual > 0 and excess > (pace - usual) / 2)
 
 
 def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
-    """What most of a step is waited for: of rows, a slow worker and the link what costs most."""
-    found, count, hosts = list[tuple[float, Verdict]](), len(steps.pace), summary.host_of
+    """The costliest cause of slow steps: loading, a slow worker or the link between hosts; None if there is none."""
+    candidates, count, hosts = list[tuple[float, Verdict]](), len(steps.pace), summary.host_of
     loaders = [w for w, seconds in steps.loading.items() if seconds > LEAST * count and _waits_for_rows(steps, w)]
     more = {w: steps.loading[w] - _of_others(steps.loading, w) for w in loaders}
     apart = [w for w in loaders if more[w] > max(APART * steps.pace[w], max(more.values()) / 2)]
     if loaders := apart or loaders:
-        told = tuple(
+        evidence = tuple(
             f"worker {w} takes {a_step(steps.pace[w] / count)} for an equal part of the rows, and waits for these"
             f" {a_step(steps.loading[w] / count)} of that"
             for w in sorted(loaders, key=lambda worker: -steps.loading[worker])[:8]
@@ -338,23 +383,27 @@ def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
         what = f"loading holds training up: {ranks(loaders)}" + (f" on {where}" if where else "")
         cure = "more loader workers (loader={'num_workers': N}), a faster disk, or less work for a row"
         worst = max(loaders, key=lambda worker: steps.loading[worker])
-        found.append((steps.whole - steps.what_if()["loader fixed"], Verdict("loader", what, worst, told, cure)))
+        candidates.append(
+            (steps.step_seconds - steps.what_if()["loader fixed"], Verdict("loader", what, worst, evidence, cure))
+        )
     if count > 1:
-        worst = max(steps.pace, key=steps.computing)
-        usual = _of_others({worker: steps.computing(worker) for worker in steps.pace}, worst)
-        ratio, often = steps.computing(worst) / usual, steps.slowest[worst]
-        if ratio > SLOW and often >= OFTEN and steps.computing(worst) > LEAST * count:
-            told = (
+        worst = max(steps.pace, key=steps.compute_seconds)
+        usual = _of_others({worker: steps.compute_seconds(worker) for worker in steps.pace}, worst)
+        ratio, often = steps.compute_seconds(worst) / usual, steps.slowest[worst]
+        if ratio > SLOW and often >= OFTEN and steps.compute_seconds(worst) > LEAST * count:
+            evidence = (
                 f"for the same rows it takes {ratio:.2f} times as long as the others, and was the slowest in"
                 f" {often:.0%} of the records",
                 f"it has {steps.parts[worst]:.0%} of the rows",
             )
             what = f"worker {worst} is slow" + (f" (on {hosts(worst)})" if hosts(worst) else "")
             cure = f"see what else runs on {hosts(worst) or 'its host'} (`top`), its clock rate and cooling"
-            as_others = steps.dealt({**steps.pace, worst: usual + steps.loading[worst]})
-            found.append((steps.whole - as_others, Verdict("worker", what, worst, told, cure)))
-    if steps.link > max(LEAST, LINK * steps.whole):
-        told = (f"sums between hosts take {a_step(steps.link)} of a step of {a_step(steps.whole)}",)
+            as_others = steps.predict_step_seconds({**steps.pace, worst: usual + steps.loading[worst]})
+            candidates.append((steps.step_seconds - as_others, Verdict("worker", what, worst, evidence, cure)))
+    if steps.link > max(LEAST, LINK * steps.step_seconds):
+        evidence = (f"sums between hosts take {a_step(steps.link)} of a step of {a_step(steps.step_seconds)}",)
         cure = "a codec (codec=bf16, int8), local steps (local=N every=H), a larger global batch, or a faster network"
-        found.append((steps.link, Verdict("link", "the link between hosts holds training up", None, told, cure)))
-    return max(found, key=lambda one: one[0])[1] if found else None
+        candidates.append(
+            (steps.link, Verdict("link", "the link between hosts holds training up", None, evidence, cure))
+        )
+    return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else None

@@ -11,10 +11,10 @@ from paceline.base.text import plural, size_of
 from paceline.observe.plan_explanation import DRAWN, HELD, PlanExplanation, took
 from paceline.parallel.pipeline.schedule import FORWARD
 
-Box = tuple[float, float, str]  # its width and height, and what is drawn from its upper left corner on
-SHOWN = 2, 4  # places along an axis: one below the other, or side by side
-WIDTH, GAP, DROP, PAD = 176.0, 92.0, 34.0, 10.0  # of a worker, between neighbours in a row and below, inside of boxes
-STEP, NAMED = 620.0, 96.0  # of the schedule, and of what its rows are called
+Box = tuple[float, float, str]  # width, height, and SVG drawn from the upper left corner on
+SHOWN = 2, 4  # workers along an axis that are drawn: below each other, side by side
+WIDTH, GAP, DROP, PAD = 176.0, 92.0, 34.0, 10.0  # width of a worker, gaps to its right and below, padding in boxes
+STEP, NAMED = 620.0, 96.0  # width of the schedule, and of the names of its rows
 TRAVELS = {"data": "gradients", "pipeline": "activations", "context": "heads", "tensor": "activations"}
 STYLE = """
 .plan{font:12px ui-sans-serif,system-ui,"Segoe UI",Roboto,"Helvetica Neue","DejaVu Sans",sans-serif}
@@ -31,13 +31,15 @@ STYLE = """
 """
 
 
-def draw(told: PlanExplanation) -> str:
-    """The whole picture, with its own colours for a light and a dark page."""
-    axes = [axis for axis in AXES if getattr(told.mesh, axis) > 1]
-    known = [kind for kind in HELD if any(one.get(kind) for one in [*told.predicted, *told.measured])]
-    parts = [_along(told, axes, 0), _key([(f"k{HELD.index(kind)}", kind) for kind in known])]
-    parts += [_schedule(told)] if told.mesh.pipeline > 1 else []
-    title = f"{told.plan}: {plural(told.workers, 'worker')}" + f", {told.model}" * bool(told.model)
+def draw(explanation: PlanExplanation) -> str:
+    """Draws the plan as one SVG picture, with colours for light and dark pages."""
+    axes = [axis for axis in AXES if getattr(explanation.mesh, axis) > 1]
+    kinds = [kind for kind in HELD if any(one.get(kind) for one in [*explanation.predicted, *explanation.measured])]
+    parts = [_along(explanation, axes, 0), _key([(f"k{HELD.index(kind)}", kind) for kind in kinds])]
+    parts += [_schedule(explanation)] if explanation.mesh.pipeline > 1 else []
+    title = f"{explanation.plan}: {plural(explanation.workers, 'worker')}" + f", {explanation.model}" * bool(
+        explanation.model
+    )
     inner, down = _text(PAD, 24, title, "bold"), 42.0
     for _, height, drawn in parts:
         inner, down = inner + _at(PAD, down, drawn), down + height + 18 * bool(height)
@@ -47,13 +49,13 @@ def draw(told: PlanExplanation) -> str:
     return f'<svg class="plan" {box}>{paper}{inner}</svg>\n'
 
 
-def save(told: PlanExplanation, path: Path) -> None:
-    """The same as a file of its own."""
-    path.write_text(draw(told).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1), encoding="utf-8")
+def save(explanation: PlanExplanation, path: Path) -> None:
+    """Writes the picture to the SVG file `path`."""
+    path.write_text(draw(explanation).replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1), encoding="utf-8")
 
 
 def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start", most: int = 999) -> str:
-    """Of one that is too long the end, which tells paths apart."""
+    """A text of at most `most` characters; of a longer one only the end, which differs between paths."""
     short = text if len(text) <= most else f"\u2026{text[1 - most :]}"
     title = f"<title>{markup(text)}</title>" * (short != text)
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{title}{markup(short)}</text>'
@@ -82,40 +84,53 @@ def _key(kinds: Sequence[tuple[str, str]]) -> Box:
     return 118.0 * len(cells), 12.0 * bool(cells), "".join(cells)
 
 
-def _worker(told: PlanExplanation, axis: str, rank: int) -> Box:
-    """A worker, with bars of what it holds, as predicted and as measured, on one scale for all."""
+def _worker(explanation: PlanExplanation, axis: str, rank: int) -> Box:
+    """Draws a worker with bars of the memory it holds, predicted and measured, on one scale for all workers."""
     inner, down = _text(PAD, 20, f"worker {rank}", "bold"), 20.0
-    for line in filter(None, (told.place(rank, axis), told.blocks(rank))):
+    for line in filter(None, (explanation.position_text(rank, axis), explanation.blocks(rank))):
         down += 16
         inner += _text(PAD, down, line, "soft", most=27)
-    both = [(name, some) for name, some in (("", told.predicted), ("measured ", told.measured)) if some]
-    most = max((sum(one.get(kind) or 0 for kind in HELD) for _, some in both for one in some), default=0) or 1
-    for name, some in both:
-        x, down, one = PAD, down + 34, some[told.mesh.place(rank)]
-        if name and rank >= told.mesh.replica:  # it is known of the first replica alone
+    sources = [
+        (name, by_worker)
+        for name, by_worker in (("", explanation.predicted), ("measured ", explanation.measured))
+        if by_worker
+    ]
+    most = (
+        max(
+            (sum(amounts.get(kind) or 0 for kind in HELD) for _, by_worker in sources for amounts in by_worker),
+            default=0,
+        )
+        or 1
+    )
+    for name, by_worker in sources:
+        x, down, amounts = PAD, down + 34, by_worker[explanation.mesh.place(rank)]
+        if name and rank >= explanation.mesh.replica:  # only the first replica is measured
             continue
         for number, kind in enumerate(HELD):
-            wide = (WIDTH - 2 * PAD) * (one.get(kind) or 0) / most
-            inner += _rect(f"k{number}", x, down - 20, wide, 7, f"{name}{kind}: {size_of(one.get(kind) or 0)}")
+            wide = (WIDTH - 2 * PAD) * (amounts.get(kind) or 0) / most
+            inner += _rect(f"k{number}", x, down - 20, wide, 7, f"{name}{kind}: {size_of(amounts.get(kind) or 0)}")
             x += wide
-        seconds = f", {took(one['seconds'])}" if one.get("seconds") else ""
-        inner += _text(PAD, down, f"{name}{size_of(sum(one.get(kind) or 0 for kind in HELD))}{seconds}", "soft")
+        seconds = f", {took(amounts['seconds'])}" if amounts.get("seconds") else ""
+        inner += _text(PAD, down, f"{name}{size_of(sum(amounts.get(kind) or 0 for kind in HELD))}{seconds}", "soft")
     return WIDTH, down + PAD, _rect("box", 0, 0, WIDTH, down + PAD) + inner
 
 
-def _along(told: PlanExplanation, axes: Sequence[str], rank: int) -> Box:
-    """The places along the first axis, each with those along the others in a frame."""
+def _along(explanation: PlanExplanation, axes: Sequence[str], rank: int) -> Box:
+    """Draws the workers along the first axis, each in a frame with those along the other axes."""
     axis, *others = axes
-    peers, across = told.mesh.peers(rank, axis), axis == "pipeline" or (not others and told.mesh.pipeline == 1)
+    peers, across = (
+        explanation.mesh.peers(rank, axis),
+        axis == "pipeline" or (not others and explanation.mesh.pipeline == 1),
+    )
     boxes = []
     for peer in peers[: SHOWN[across]]:
-        wide, high, inner = _along(told, others, peer) if others else _worker(told, axis, peer)
+        wide, high, inner = _along(explanation, others, peer) if others else _worker(explanation, axis, peer)
         if others:
-            inner = _text(PAD, 17, told.place(peer, axis), "soft") + _at(PAD, PAD + 14, inner)
+            inner = _text(PAD, 17, explanation.position_text(peer, axis), "soft") + _at(PAD, PAD + 14, inner)
             wide, high = wide + 2 * PAD, high + 2 * PAD + 14
             inner = _rect("frame", 0, 0, wide, high) + inner
         boxes.append(inner)
-    travels = TRAVELS.get(axis) or ("weights" if told.plan.zero == 1 else "parameters")
+    travels = TRAVELS.get(axis) or ("weights" if explanation.plan.zero == 1 else "parameters")
     right, down = (wide + GAP, 0.0) if across else (0.0, high + DROP)
     between = _sideways(travels, wide, high / 2, axis == "pipeline") if across else _below(travels, wide / 2, high)
     shown = "".join(_at(right * n, down * n, box) for n, box in enumerate(boxes))
@@ -127,7 +142,7 @@ def _along(told: PlanExplanation, axes: Sequence[str], rank: int) -> Box:
 
 
 def _sideways(travels: str, x: float, y: float, stages: bool) -> str:
-    """What goes to the next one, and the same or, among `stages`, gradients back."""
+    """Draws arrows to the right neighbour and back; between `stages`, gradients go back."""
     arrows = _arrow(x + 6, y, GAP - 12) + _arrow(x + GAP - 6, y + 10 * stages, 12 - GAP)
     back = _text(x + GAP / 2, y + 24, "gradients", "soft", "middle") * stages
     return arrows + _text(x + GAP / 2, y - 6, travels, "soft", "middle") + back
@@ -138,21 +153,26 @@ def _below(travels: str, x: float, y: float) -> str:
     return arrows + _text(x + 8, y + DROP / 2 + 4, travels, "soft")
 
 
-def _schedule(told: PlanExplanation) -> Box:
-    """Who computes what when; what is left of a row is waiting."""
-    found, down = told.schedule(DRAWN), 46.0
-    scale = STEP / found.end
-    inner = _key([("k4", "forward"), ("k5", "backward"), ("wait", "waiting")])[2] + _text(0, 34, told.waiting, "soft")
-    for some, row in zip(told.lines, found.spans, strict=True):
-        inner += _text(0, down + 14, told.place(some[0], "pipeline"), "soft", most=16)
+def _schedule(explanation: PlanExplanation) -> Box:
+    """Draws which stage computes which micro-batch when; the rest of each row is waiting."""
+    simulation, down = explanation.schedule(DRAWN), 46.0
+    scale = STEP / simulation.end
+    inner = _key([("k4", "forward"), ("k5", "backward"), ("wait", "waiting")])[2] + _text(
+        0, 34, explanation.waiting, "soft"
+    )
+    for stage_ranks, row in zip(explanation.lines, simulation.spans, strict=True):
+        inner += _text(0, down + 14, explanation.position_text(stage_ranks[0], "pipeline"), "soft", most=16)
         inner += _rect("wait", NAMED, down, STEP, 20)
         for action, (begin, end) in row.items():
             x, wide, ahead = NAMED + begin * scale, (end - begin) * scale, action.kind == FORWARD
             what = f"{'forward' if ahead else 'backward'} of micro-batch {action.micro_batch}, stage {action.stage}"
             inner += _rect("k4" if ahead else "k5", x + 0.5, down, max(wide - 1, 0.5), 20, what)
             inner += _text(x + wide / 2, down + 14, str(action.micro_batch), "on", "middle") * (wide > 14)
-        if told.waited is not None:
-            most = [took(max(told.measured[rank].get(key) or 0.0 for rank in some)) for key in ("seconds", "waited")]
+        if explanation.waited is not None:
+            most = [
+                took(max(explanation.measured[rank].get(key) or 0.0 for rank in stage_ranks))
+                for key in ("seconds", "waited")
+            ]
             inner += _text(NAMED + STEP + 10, down + 14, ", waited ".join(most), "soft")
         down += 26
-    return NAMED + STEP + 150 * (told.waited is not None), down, inner
+    return NAMED + STEP + 150 * (explanation.waited is not None), down, inner

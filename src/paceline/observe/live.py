@@ -151,19 +151,21 @@ class Views:
         self.streams = 0
 
     def look(self) -> tuple[int, Panels]:
-        """With the number of the last event that the panels hold."""
+        """(number of the last event, the panels made up to it)."""
         return self._newest.get()
 
 
 class Page(RequestHandler):
-    """One request. Where the host, the origin or the session is not ours, it gets nothing."""
+    """Answers one request; refuses it if the host, the origin or the session is unknown."""
 
-    _signature = ""  # of a signed request, whose answer is signed as well
+    _signature = ""  # of a signed request: its answer is signed, too
 
     def initialize(self, views: Views) -> None:
+        """Takes the route's arguments, as Tornado hands them over."""
         self._views = views
 
     def set_default_headers(self) -> None:
+        """Sets the security headers of every answer."""
         self.clear_header("Server")
         for name, value in {
             "Content-Security-Policy": POLICY,
@@ -175,6 +177,7 @@ class Page(RequestHandler):
             self.set_header(name, value)
 
     def prepare(self) -> None:
+        """Refuses requests from unknown hosts or origins, and those without a session or key."""
         host = str(self.request.headers.get("Host", ""))
         origin = self.request.headers.get("Origin")
         name = re.sub(r":\d+$", "", host).strip("[]").lower()
@@ -199,6 +202,7 @@ class Page(RequestHandler):
         self.finish(why + "\n")
 
     async def get(self) -> None:
+        """Answers with the method that is named after the path."""
         try:
             await getattr(self, f"_{self.request.path.strip('/') or 'shell'}")()
         except PacelineError as error:  # the journal is damaged, or of a later version
@@ -216,7 +220,7 @@ class Page(RequestHandler):
         return hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self._views.key}".encode())
 
     async def _journal(self) -> None:
-        """At most so many bytes at a time."""
+        """Sends the next piece of the journal, at most `PIECE` bytes."""
         begin = self.get_query_argument("from", "0")
         if not re.fullmatch("[0-9]{1,999}", begin):
             self._refuse(400, "from= is no number")
@@ -224,7 +228,7 @@ class Page(RequestHandler):
         self.set_header("Content-Type", "application/octet-stream")
         piece = b""
         with suppress(FileNotFoundError), open_file(self._views.folder / NAME) as file:
-            file.seek(min(int(begin), file.seek(0, os.SEEK_END)))  # no further than there is: seek() may refuse that
+            file.seek(min(int(begin), file.seek(0, os.SEEK_END)))  # not beyond the end, which seek() may refuse
             piece = file.read(PIECE)
         if self._signature:
             self.set_header(ANSWER, sign_answer(self._views.key.encode(), self._signature, 200, piece))
@@ -248,7 +252,7 @@ class Page(RequestHandler):
         self.finish(view.html(wanted))
 
     async def _events(self) -> None:
-        views, told = self._views, -1
+        views, sent = self._views, -1
         if views.streams >= STREAMS:
             self._refuse(503, "too many are watching")
             return
@@ -257,8 +261,8 @@ class Page(RequestHandler):
         try:
             while True:
                 number, _ = views.look()
-                self.write(f"id: {number}\ndata: {number}\n\n" if number > told else ":\n\n")
-                told = number
+                self.write(f"id: {number}\ndata: {number}\n\n" if number > sent else ":\n\n")
+                sent = number
                 await self.flush()  # a slow reader waits here, and holds nothing but its connection
                 await asyncio.sleep(OFTEN)
         except StreamClosedError:
@@ -268,4 +272,5 @@ class Page(RequestHandler):
 
 
 def routes(views: Views) -> list[Any]:
+    """The Tornado routes of the page."""
     return [("/(?:|session|view|events|journal)", Page, {"views": views})]

@@ -29,7 +29,7 @@ FOLDER = "tensorboard"  # in the run folder
 
 
 class Loggers:
-    """The loggers of a run. Told of the journal's lines by whoever writes it; nobody else's do anything."""
+    """The loggers of a run. Only those of the process that writes the journal are fed; the others do nothing."""
 
     def __init__(self, folder: Path | None, tensorboard: bool = False) -> None:
         self._folder, self._all, self._looked = folder, list[_Fed](), 0.0
@@ -37,7 +37,7 @@ class Loggers:
             self.add(TensorBoard(), lambda text: None)
 
     def add(self, logger: Any, say: Callable[..., None]) -> None:
-        """One more. UsageError: it cannot be written to."""
+        """Adds a logger. Raises UsageError if it has no `write` method."""
         if not callable(getattr(logger, "write", None)):
             what = f"log_to() is given {logger!r:.60}, which has no write(step, values)"
             raise UsageError(what, "give paceline.TensorBoard(), or an object with that method")
@@ -47,19 +47,19 @@ class Loggers:
             return
         same = [fed for fed in self._all if type(fed.logger).__name__ == kind]
         if isinstance(logger, TensorBoard):
-            if same:  # by --tensorboard, too
+            if same:  # --tensorboard has added one already
                 return
             logger.folder = logger.folder or self._folder / FOLDER
         name = kind + (f" {len(same) + 1}" if same else "")
         self._all.append(_Fed(logger, name, self._folder))
 
     def hear(self) -> None:
-        """There is more in the journal."""
+        """Feeds the loggers, at most every `EVERY` seconds. Called after each event of the journal."""
         if self._all and time.monotonic() - self._looked >= EVERY:
             self._hand_on()
 
     def close(self) -> None:
-        """The journal has ended."""
+        """Feeds the loggers for the last time and closes them. Called when the journal has ended."""
         if self._all:
             self._hand_on()
         for fed in self._all:
@@ -71,7 +71,7 @@ class Loggers:
         assert self._folder is not None
         path, known = self._folder / NAME, dict[str, Any]()
         if path.exists():
-            with suppress(FormatError):  # how far they were is not known: they are told anew
+            with suppress(FormatError):  # if their positions are lost, the loggers are fed from the start again
                 known = read_json(path, dict[str, tuple[int, int]], NAME)
         now = {**known, **{fed.name: fed.hand_on(known.get(fed.name)) for fed in self._all}}
         self._looked = time.monotonic()
@@ -80,16 +80,19 @@ class Loggers:
 
 
 class _Fed:
-    """A logger, and how far it is: at a byte of the journal, before which there is nothing of the last step."""
+    """A logger and its position: a byte of the journal before which there is nothing of the last step."""
 
     def __init__(self, logger: Any, name: str, folder: Path) -> None:
         self.logger, self.name, self._folder = logger, name, folder
         self._reader: Reader | None = None
         self._at, self._step = 0, 0
-        self._config: dict[str, Any] = {}  # which it has not been told yet
+        self._config: dict[str, Any] = {}  # values that the logger has not got yet
 
     def hand_on(self, known: Any) -> list[int]:
-        """What is new in the journal; `known` is how far another process was. Returns how far we are."""
+        """Feeds the logger what is new in the journal; returns its position, (byte, step).
+
+        `known` is the position of the process that fed this logger before.
+        """
         if self._reader is None:
             self._at, self._step = known or (0, 0)
             self._reader = Reader(self._folder, self._at, damaged=False)
@@ -117,15 +120,17 @@ class _Fed:
             self.logger.at = event["at"]
         self.tell_config()
         if media:
-            told = {key: value for key, value in event.items() if key not in ("at", "event", "trainer", "step", "name")}
-            if "file" in told:
-                told["file"] = str(self._folder / told["file"])
-            self.logger.media(step, prefix + str(event.get("name")), told)
+            fields = {
+                key: value for key, value in event.items() if key not in ("at", "event", "trainer", "step", "name")
+            }
+            if "file" in fields:
+                fields["file"] = str(self._folder / fields["file"])
+            self.logger.media(step, prefix + str(event.get("name")), fields)
         else:
             self.logger.write(step, {prefix + tag: value for tag, value in values.items()})
 
     def tell_config(self) -> None:
-        """Once for all of it, before the first values: TensorBoard takes no second one."""
+        """Hands over the config once, before the first values, because TensorBoard takes only one."""
         config, self._config = self._config, {}
         if config and callable(getattr(self.logger, "config", None)):
             self.logger.config(config)
@@ -135,9 +140,10 @@ class _Fed:
 
 
 class TensorBoard:
-    """TensorBoard's event files, in `folder` (by default ``tensorboard`` in the run folder). Each process that writes
-    adds a file, which begins with the step from which on it takes the place of those before: TensorBoard's readers drop
-    these. UsageError: the package tensorboard is not installed.
+    """A logger that writes TensorBoard's event files to `folder` (default: ``tensorboard`` in the run folder).
+
+    Each process that writes adds a file, which begins with the step from which on it replaces the earlier files:
+    TensorBoard's readers drop their later steps. Raises UsageError if the package tensorboard is not installed.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
@@ -145,7 +151,7 @@ class TensorBoard:
             what = "TensorBoard's files cannot be written: the package tensorboard is not installed"
             raise UsageError(what, "pip install 'paceline[tensorboard]'")
         self.folder = None if folder is None else Path(folder)
-        self.at = 0.0  # Unix seconds of what is written next
+        self.at = 0.0  # the Unix time of the next record
         self._file: BinaryIO | None = None
         self._warned = False
 
@@ -163,7 +169,7 @@ class TensorBoard:
         self._put(step=step, summary=summary)
 
     def media(self, step: int, name: str, told: Mapping[str, Any]) -> None:
-        """Adds a picture, of the ``file`` that has it as PNG, or a histogram."""
+        """Adds a histogram, or the picture in the PNG ``file``; `told` are the fields of its event."""
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
         summary = Summary()
@@ -180,24 +186,25 @@ class TensorBoard:
         self._put(step=step, summary=summary)
 
     def config(self, values: Mapping[str, Any]) -> None:
-        """What a run is made with, for the tab of hparams."""
+        """Adds the config of the run, for TensorBoard's HParams tab."""
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
 
         self._put(step=0, summary=hparams_pb(dict(values), trial_id=str(self.folder)))
 
     def rewind(self, step: int) -> None:
-        """What was written of this step and later ones does not count: it comes again."""
+        """Makes readers drop this step and later ones, which will be written again."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self._put(step=step, session_log=SessionLog(status=SessionLog.START))
 
     def close(self) -> None:
+        """Closes the file; the next record opens a new one."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _put(self, **fields: Any) -> None:
-        """Appends one record by one system call: what was written survives the death of this process."""
+        """Appends a record with one system call, so that what was written survives the death of this process."""
         from tensorboard.compat.proto.event_pb2 import Event as Record
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -215,10 +222,10 @@ class TensorBoard:
                 warnings.warn(f"{what}: the training goes on; free space on that disk", stacklevel=2)
 
     def _open(self) -> BinaryIO:
-        """A new file that its readers take after those that are there: they go by the name."""
+        """Creates a file whose name sorts after those of the existing files, the order in which they are read."""
         assert self.folder is not None
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = (re.match(r"events\.out\.tfevents\.(\d+)", name) for name in os.listdir(self.folder))
-        number = max([int(time.time()), *(1 + int(earlier[1]) for earlier in found if earlier)])
+        matches = (re.match(r"events\.out\.tfevents\.(\d+)", name) for name in os.listdir(self.folder))
+        number = max([int(time.time()), *(1 + int(earlier[1]) for earlier in matches if earlier)])
         path = self.folder / f"events.out.tfevents.{number:010}.{socket.gethostname()}.{os.getpid()}"
         return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", buffering=0)

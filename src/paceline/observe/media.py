@@ -25,15 +25,17 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 class Medium(Protocol):
-    """What is logged that is no figure and no text."""
+    """A logged value that is neither a number nor a text."""
 
     def event(self, folder: Path, name: str, step: int) -> dict[str, Any]:
-        """For the journal; files go into the run's folder. OSError."""
+        """The fields of the journal's event; writes files to the run folder. Raises OSError."""
 
 
 class Histogram:
-    """How the elements of an array or tensor are distributed, in so many `bins` of equal width: `edges`, one more than
-    `counts`, and the `mean` and `deviation` of those that are finite. The `others` are not. Raises UsageError.
+    """A histogram of the elements of an array or tensor, in `bins` bins of equal width.
+
+    `edges` has one entry more than `counts`; `mean` and `deviation` are those of the finite elements, and `others` is
+    the number of elements that are not finite. Raises UsageError.
     """
 
     def __init__(self, values: Any, bins: int = 30) -> None:
@@ -53,6 +55,7 @@ class Histogram:
         self.deviation = float(finite.std()) if len(finite) else 0.0
 
     def event(self, folder: Path, name: str, step: int) -> dict[str, Any]:
+        """The fields of the journal's event."""
         return {"kind": "histogram", **vars(self)}
 
 
@@ -67,6 +70,7 @@ class Image:
         self.width, self.height = struct.unpack(">II", self.png[16:24])
 
     def event(self, folder: Path, name: str, step: int) -> dict[str, Any]:
+        """Writes the PNG to the run folder; returns the fields of the journal's event. Raises OSError."""
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60].strip(".-")
         if safe != name:  # names that differ in what was left out have files of their own
             safe += f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
@@ -77,7 +81,7 @@ class Image:
 
 
 def medium(name: str, value: Any) -> Medium | None:
-    """What a value is logged as that is no figure and no text; None: it is one. Raises UsageError."""
+    """Converts a value to a picture or histogram; None if it is a number or text. Raises UsageError."""
     if isinstance(value, (Histogram, Image)):
         return value
     if hasattr(value, "savefig") or _of_pil(value):

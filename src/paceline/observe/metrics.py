@@ -15,14 +15,17 @@ from typing import Any
 from paceline.base.journal import Event
 from paceline.observe.summary import Summary
 
-MOST = 1000  # values of a label
-ModelValues = Mapping[str, float | None]  # by the label, "" without one
+MOST = 1000  # values of a label, at most
+ModelValues = Mapping[str, float | None]  # {label: value}; the label is "" if there is none
 
 
 @dataclass(frozen=True)
 class Metric:
-    """`name` is Prometheus's, `tag` TensorBoard's, in which {} stands for the `label`; "": it is not there. It is `of`
-    a summary, or of a record of steps (`record`), of which the newest counts. `counter`: it only grows.
+    """A metric of a run.
+
+    `name` is Prometheus's name; `tag` is TensorBoard's, where {} stands for the `label` (empty: the metric is not for
+    TensorBoard). Its values come from a summary (`of`) or from the newest record of steps (`record`). A `counter` only
+    grows.
     """
 
     name: str
@@ -35,17 +38,17 @@ class Metric:
     record: Callable[[Event], ModelValues] | None = None
 
     def values(self, summary: Summary) -> Iterator[tuple[tuple[str, str], float]]:
-        """((trainer, label), value): the trainer's name where there are several."""
+        """Yields ((trainer, label), value); the trainer is "" unless there are several."""
         if self.of is not None:
-            found = {("", label): value for label, value in self.of(summary).items()}
+            by_label = {("", label): value for label, value in self.of(summary).items()}
         else:
             newest = {trainer: records[-1] for trainer, records in summary.steps.items()}
-            found = {
+            by_label = {
                 (trainer, label): value
                 for trainer, record in newest.items()
                 for label, value in (self.record(record) if self.record else {}).items()
             }
-        yield from ((key, math.nan if value is None else value) for key, value in islice(found.items(), MOST))
+        yield from ((key, math.nan if value is None else value) for key, value in islice(by_label.items(), MOST))
 
 
 def _of(field: str) -> Callable[[Event], ModelValues]:
@@ -176,7 +179,12 @@ METRICS = (
         *("paceline_failed", "1", "1 where the run, or its last attempt, failed"),
         of=lambda s: {"": float(s.outcome is not None and s.outcome["event"] == "failed")},
     ),
-    Metric("paceline_last_event_timestamp_seconds", "s", "Unix time of the newest event", of=lambda s: {"": s.heard}),
+    Metric(
+        "paceline_last_event_timestamp_seconds",
+        "s",
+        "Unix time of the newest event",
+        of=lambda s: {"": s.last_event_at},
+    ),
     Metric(
         *("paceline_journal_events_total", "1", "the number of the newest event that all of this is made of"),
         counter=True,
@@ -189,28 +197,29 @@ RESERVED = {metric.tag for metric in METRICS}
 
 
 def values_of(event: Event) -> dict[str, float | str]:
-    """What a logger is told of an event, by TensorBoard's tag; a value that was not finite is NaN. The user's own names
-    are as they are, but for those that are ours already.
+    """The values of an event for loggers, by TensorBoard's tag; a value that was not finite is NaN.
+
+    Names that the user has given are kept, with the prefix own/ if Paceline has a tag of that name.
     """
-    found: dict[str, Any] = {}
-    own: Mapping[str, Any] = {}
+    values: dict[str, Any] = {}
+    user_values: Mapping[str, Any] = {}
     if event["event"] == "step":
         for metric in METRICS:
             if metric.record is not None and metric.tag != "{}":
-                found |= {metric.tag.format(label): value for label, value in metric.record(event).items()}
-        own = event.get("metrics") or {}
+                values |= {metric.tag.format(label): value for label, value in metric.record(event).items()}
+        user_values = event.get("metrics") or {}
     elif event["event"] == "memory":
-        found |= {f"memory/{kind}": value for kind, value in _memory(event).items()}
+        values |= {f"memory/{kind}": value for kind, value in _memory(event).items()}
     elif event["event"] in ("evaluate", "log"):
-        own = event.get("results") or event.get("values") or {}
-    for name, value in own.items():
+        user_values = event.get("results") or event.get("values") or {}
+    for name, value in user_values.items():
         if value is None or (isinstance(value, int | float | str) and not (name == "n" and "results" in event)):
-            found[f"own/{name}" if name in RESERVED else name] = value
-    return {tag: math.nan if value is None else value for tag, value in found.items()}
+            values[f"own/{name}" if name in RESERVED else name] = value
+    return {tag: math.nan if value is None else value for tag, value in values.items()}
 
 
 def table() -> str:
-    """The table as docs/watching.md has it."""
+    """The table of metrics in docs/watching.md, as Markdown."""
     rows = ["| Prometheus | TensorBoard | unit | what it is |", "| --- | --- | --- | --- |"]
     for metric in METRICS:
         labels = f"{{{metric.label}}}" if metric.label else ""

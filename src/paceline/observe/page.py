@@ -16,11 +16,11 @@ from paceline.observe.drawing import draw
 from paceline.observe.summary import Rows, Summary, facts
 from paceline.observe.team_table import HEAD as HEADINGS
 from paceline.observe.team_table import SHOWN as FEW
-from paceline.observe.team_table import OneWorker, by_host, members, told
+from paceline.observe.team_table import OneWorker, by_host, describe_team, members
 
-SHOWN = 1 << 19  # bytes of a picture that the page holds itself, at most
-HOSTS = 32  # that are listed at once, the slowest
-TINY = 96  # pixels across, with fewer of which a picture is shown larger than it is
+SHOWN = 1 << 19  # bytes of a picture up to which the page embeds it
+HOSTS = 32  # the slowest hosts, which are listed at once
+TINY = 96  # pixels of width below which a picture is shown enlarged
 TIMES = "\u00d7"
 STYLE = """
 :root{color-scheme:light dark;--paper:#faf8f4;--ink:#1f2328;--soft:#6b6f76;--rule:#e2ddd3;--wash:#f1ede5;
@@ -78,7 +78,7 @@ HEAD = (
 
 
 def render(summary: Summary) -> str:
-    """The whole page."""
+    """Renders the report of a run as an HTML page."""
     head = f"{HEAD}<title>{_name(summary)} - Paceline</title><style>{STYLE}</style></head>"
     return f"{head}<body><main>{panels(summary)}</main></body></html>\n"
 
@@ -89,8 +89,10 @@ def _name(summary: Summary) -> str:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a reader has `opened` of very many workers, by `data-of`, and whom they look for: a worker's number or a
-    host's name. Who `seeks` it for the first time gets it opened.
+    """What a reader has chosen in a list of very many workers.
+
+    `opened` are the open entries, by their `data-of`; `find` is a worker's number or a host's name to look for, whose
+    entry opens when the reader `seeks` it for the first time.
     """
 
     opened: Collection[str] = ()
@@ -99,15 +101,16 @@ class Chosen:
 
 
 def panels(summary: Summary) -> str:
-    """What it shows: made of the journal up to the event that it names last. A section whose data is missing is left
-    out.
+    """The content of the page, from the journal up to the event named at its end.
+
+    Sections without data are left out.
     """
     before, after = around(summary)
     return before + team_of(summary, None) + after
 
 
 def around(summary: Summary) -> tuple[str, str]:
-    """All of it that stands before the team, and behind."""
+    """The content before the team's section, and after it."""
     tables = facts(summary)
     curves = "".join(_curve(*curve) for curve in curves_of(summary) if len(curve[1]) > 1)
     sections = {
@@ -122,7 +125,7 @@ def around(summary: Summary) -> tuple[str, str]:
     }
     before = section("Curves", f'<div class="many">{curves}</div>' if curves else "")
     body = section("Workers", "".join(map(draw, summary.drawn)) + table(tables["Workers"]))
-    body += f'<div class="two">{"".join(section(*one) for one in sections.items())}</div>'
+    body += f'<div class="two">{"".join(section(*titled) for titled in sections.items())}</div>'
     media = "".join(_medium(summary.folder, event) for event in summary.media)
     body += section("Logged pictures and histograms", f'<div class="many">{media}</div>' if media else "")
     body += section("Logged text", _texts(summary))
@@ -131,69 +134,83 @@ def around(summary: Summary) -> tuple[str, str]:
 
 
 def team_of(summary: Summary, wanted: Chosen | None) -> str:
-    """The workers; of very many their hosts, each to be opened. Without `wanted` all that can be opened is there."""
+    """The section of the workers; of very many, a list of hosts that open.
+
+    Only the entries that are open in `wanted` have content; without `wanted` all of them have.
+    """
     team = members(summary)
     few = len(team) <= FEW or len({member.host for member in team}) == 1
     return section("Team", (_workers(team) if few else _hosts(team, wanted)) if team else "")
 
 
-def _workers(team: Sequence[OneWorker], found: str = "") -> str:
+def _workers(team: Sequence[OneWorker], marked_worker: str = "") -> str:
     rows = [f"<tr>{''.join(f'<th>{markup(cell)}</th>' for cell in HEADINGS)}</tr>"]
     for member in team:
         cells = (*(f"<td>{markup(cell)}</td>" for cell in member.row[:-1]), f"<td>{_lane(member.lane)}</td>")
-        mark = ' id="found" aria-current="true" tabindex="-1"' if member.worker == found else ""
+        mark = ' id="found" aria-current="true" tabindex="-1"' if member.worker == marked_worker else ""
         rows.append(f"<tr{mark}>{''.join(cells)}</tr>")
     return f"<table>{''.join(rows)}</table>"
 
 
 def _hosts(team: Sequence[OneWorker], wanted: Chosen | None) -> str:
-    """The slowest first, and the rest as one."""
+    """The list of hosts, slowest first; those after the first `HOSTS` are in one entry."""
     hosts = by_host(team)
-    find = wanted.find if wanted is not None else ""
-    there = next((place for place, (name, of) in enumerate(hosts) if find in (name, *(m.worker for m in of))), None)
-    there = there if find else None
-    lost = f'<p class="bad">there is no worker or host {markup(find)}</p>' if find and there is None else ""
+    sought = wanted.find if wanted is not None else ""
+    found_index = next(
+        (
+            host_index
+            for host_index, (name, host_members) in enumerate(hosts)
+            if sought in (name, *(m.worker for m in host_members))
+        ),
+        None,
+    )
+    found_index = found_index if sought else None
+    lost = f'<p class="bad">there is no worker or host {markup(sought)}</p>' if sought and found_index is None else ""
 
-    def opens(key: str, title: str, inner: Callable[[], str], has: bool, found: str = "") -> str:
+    def opens(key: str, title: str, inner: Callable[[], str], has: bool, mark: str = "") -> str:
         opened = wanted is not None and (key in wanted.opened or (wanted.seeks and has))
         content = inner() if opened or wanted is None else ""
         about = f'data-of="{markup(key)}"{" open" * opened}'
-        return f"<details {about}><summary{found}>{title}</summary>{content}</details>"
+        return f"<details {about}><summary{mark}>{title}</summary>{content}</details>"
 
-    def host(place: int) -> str:
-        name, of = hosts[place]
-        about = f"<b>{markup(name or 'an unknown host')}</b> {markup(told(of))}"
-        mark = ' id="found" aria-current="true"' if place == there and find == name else ""
-        return opens(f"host {name}", about, lambda: _workers(of, find), place == there, mark)
+    def host(host_index: int) -> str:
+        name, host_members = hosts[host_index]
+        about = f"<b>{markup(name or 'an unknown host')}</b> {markup(describe_team(host_members))}"
+        mark = ' id="found" aria-current="true"' if host_index == found_index and sought == name else ""
+        return opens(f"host {name}", about, lambda: _workers(host_members, sought), host_index == found_index, mark)
 
     rest = range(HOSTS, len(hosts))
-    more = opens("more", f"and {plural(len(rest), 'faster host')}", lambda: "".join(map(host, rest)), there in rest)
-    whole = f'<p class="soft">on {len(hosts):,} hosts {markup(told(team))}</p>'
-    return whole + lost + "".join(map(host, range(min(HOSTS, len(hosts))))) + (more if rest else "")
+    more = opens(
+        "more", f"and {plural(len(rest), 'faster host')}", lambda: "".join(map(host, rest)), found_index in rest
+    )
+    total_line = f'<p class="soft">on {len(hosts):,} hosts {markup(describe_team(team))}</p>'
+    return total_line + lost + "".join(map(host, range(min(HOSTS, len(hosts))))) + (more if rest else "")
 
 
 def _lane(spent: dict[str, float]) -> str:
-    """The same order on all workers, for the eye."""
-    whole = sum(spent.values())
-    return stacked_bar([(part, seconds / whole) for part, seconds in spent.items()]) if whole else ""
+    """A worker's bar of seconds by part, in the same order on all workers."""
+    total_seconds = sum(spent.values())
+    return stacked_bar([(part, seconds / total_seconds) for part, seconds in spent.items()]) if total_seconds else ""
 
 
 def section(title: str, inner: str) -> str:
+    """A titled section of a page; empty without content."""
     return f"<section><h2>{title}</h2>{inner}</section>" if inner else ""
 
 
 def table(rows: Iterable[tuple[str, str]]) -> str:
+    """An HTML table of (name, text) rows; empty without rows."""
     inner = "".join(f"<tr><th>{markup(name)}</th><td>{markup(text)}</td></tr>" for name, text in rows)
     return f"<table>{inner}</table>" if inner else ""
 
 
 def _bars(rows: list[tuple[str, float, str]]) -> str:
-    """Name, value and its text by row, drawn on one scale; the first is ours."""
+    """Bars of (name, value, text) rows on one scale; the first row is emphasized."""
     most = max(value for _, value, _ in rows) or 1
     cells = (
-        f'<tr><th>{markup(name)}</th><td class="wide">{bar(value / most, strong=place == 0)}</td>'
+        f'<tr><th>{markup(name)}</th><td class="wide">{bar(value / most, strong=row_index == 0)}</td>'
         f'<td class="num">{markup(text)}</td></tr>'
-        for place, (name, value, text) in enumerate(rows)
+        for row_index, (name, value, text) in enumerate(rows)
     )
     return f"<table>{''.join(cells)}</table>"
 
@@ -213,8 +230,8 @@ def _header(summary: Summary, name: str) -> str:
         ),
     ]
     shown = "".join(f"<div><b>{markup(value)}</b><span>{markup(text)}</span></div>" for value, text in figures if value)
-    riders = min(summary.workers, 12)  # a wheel each, the leader's in colour
-    wheels = "".join(f'<circle cx="{7 + 15 * place}" cy="7" r="5.8"/>' for place in range(riders))
+    riders = min(summary.workers, 12)  # one wheel for each worker, the first one coloured
+    wheels = "".join(f'<circle cx="{7 + 15 * wheel_index}" cy="7" r="5.8"/>' for wheel_index in range(riders))
     mark = f'<svg viewBox="0 0 {15 * riders} 14" aria-hidden="true">{wheels}</svg>'
     ending = markup(summary.ending[0].upper() + summary.ending[1:])
     state = f'<p class="{"soft" if summary.finished or summary.running else "bad"}">{ending}</p>'
@@ -223,11 +240,11 @@ def _header(summary: Summary, name: str) -> str:
 
 
 def curves_of(summary: Summary) -> Iterator[tuple[str, Points, str]]:
-    """Every loss, speed, metric, evaluated and logged value: its name, its points, what its x axis counts."""
+    """Yields every loss, speed, metric, evaluated and logged value as (name, points, unit of the x axis)."""
     for trainer, records in summary.steps.items():
         yield f"loss {trainer}", _points(records, "loss"), "step"
-        whole = total(records, "seconds")
-        unit, unit_name = (3600, "h") if whole > 10800 else (60, "min") if whole > 180 else (1, "s")
+        total_seconds = total(records, "seconds")
+        unit, unit_name = (3600, "h") if total_seconds > 10800 else (60, "min") if total_seconds > 180 else (1, "s")
         spent, rates = 0.0, []
         for record in records:
             spent += record.get("seconds") or 0.0
@@ -259,8 +276,8 @@ def _curve(name: str, points: Points, x_name: str) -> str:
 def _speed(summary: Summary) -> str:
     if not summary.speedup or not summary.samples_per_second:
         return ""
-    theirs = int(summary.compare.get("workers") or 1)
-    speeds = ((summary.workers, summary.samples_per_second), (theirs, summary.compare["samples_per_second"]))
+    compared_workers = int(summary.compare.get("workers") or 1)
+    speeds = ((summary.workers, summary.samples_per_second), (compared_workers, summary.compare["samples_per_second"]))
     return _bars([(plural(count, "worker"), speed, f"{speed:,.0f} samples/s") for count, speed in speeds])
 
 
@@ -289,7 +306,7 @@ def _texts(summary: Summary) -> str:
 
 
 def _medium(folder: Path, event: Event) -> str:
-    """A picture or histogram, by its event."""
+    """The figure of a logged picture or histogram."""
     name, step = str(event.get("name")), event.get("step")
     if event.get("kind") == "histogram":
         others = f", {event['others']} not finite" if event.get("others") else ""
@@ -301,7 +318,7 @@ def _medium(folder: Path, event: Event) -> str:
         about = f"step {step}, {width} x {event.get('height', 0)}"
         try:
             inner = _picture(name, folder / file, width < TINY)
-        except (OSError, ValueError):  # a name with a NUL is none
+        except (OSError, ValueError):  # ValueError: the name has a NUL
             inner = f"<p>{markup(file)} is not there any more</p>"
     return f'<figure><figcaption><b>{markup(name)}</b></figcaption><p class="soft">{markup(about)}</p>{inner}</figure>'
 

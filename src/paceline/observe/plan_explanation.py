@@ -13,11 +13,11 @@ from paceline.base.text import duration, plural, ranks, size_of
 from paceline.parallel.pipeline.schedule import KINDS, Simulated, drawn, kept, simulate, table
 from paceline.plan import Plan
 
-DRAWN = 12  # micro-batches, at most
+DRAWN = 12  # micro-batches in a drawn schedule, at most
 HELD = ("parameters", "gradients", "optimizer", "activations")
 _PLACES = dict(zip(AXES, ("replica", "shard", "stage", "stretch", "part"), strict=True))
 _EACH = "gradients, once a step"
-# By word: what each of its N workers holds, what it sends, and when it waits.
+# For each word of a plan: what each of its N workers holds, what it sends, and when it waits.
 _WORDS = {
     "data": (
         "a copy of its part of the model, for 1/{n} of the micro-batches",
@@ -68,52 +68,58 @@ _WORDS = {
 
 
 class PlanExplanation:
-    """A plan for so many workers, and what an `event` knows besides: the `model`; `micro_batches` of a global batch and
-    the `micro` rows of one; of each of the `stages` its `blocks`, the bytes that it `passes` on and the seconds of
-    `forward` and `backward` of a micro-batch; by worker of the first replica what is `predicted` and was `measured`:
-    bytes of `HELD`, of the whole `process` and `sent` in a step by kind, `seconds` of forward and backward in a step,
-    and those `waited` for other stages.
+    """Explains a plan for `workers` workers, with the figures of an `event`.
+
+    The event has the `model`, the number of `micro_batches` of a global batch, the `micro` rows of one, the `stages`
+    (`blocks`, bytes that a stage `passes` on, seconds of `forward` and `backward` of a micro-batch), and, for each
+    worker of the first replica, `predicted` and `measured` amounts: bytes of each kind in `HELD` and of the `process`,
+    bytes `sent` in a step by kind, `seconds` of forward and backward in a step, and seconds `waited` for other stages.
     """
 
     def __init__(self, plan: Plan, workers: int, event: Mapping[str, Any]) -> None:
         self.plan, self.workers, self.mesh = plan, workers, plan.mesh(workers)
         self.model, self.micro = event.get("model") or "", event.get("micro")
         self.micro_batches = int(event.get("micro_batches") or 8)
-        islands = plan.local or 1  # each of them has its run of micro-batches, and one replica or more
-        self.islands = -(-islands // self.mesh.data)  # of a replica, at most
+        islands = plan.local or 1  # each island has a run of micro-batches and at least one replica
+        self.islands = -(-islands // self.mesh.data)  # islands of a replica, at most
         units = max(1, self.mesh.data // islands) * self.mesh.shard
-        self.each = self.islands * -(-self.micro_batches // islands // units)  # of a unit in a step, at most
+        self.each = self.islands * -(
+            -self.micro_batches // islands // units
+        )  # micro-batches of a unit in a step, at most
         self.stages, self.predicted, self.measured = (
             list[Event](event.get(name) or ()) for name in ("stages", "predicted", "measured")
         )
         if min(len(self.predicted or self.measured), len(self.measured or self.predicted)) < self.mesh.replica:
-            self.predicted = self.measured = []  # they are those of another team
-        waited = sum(one.get("waited") or 0.0 for one in self.measured)
-        busy = sum(one.get("seconds") or 0.0 for one in self.measured)
-        self.waited = waited / (waited + busy) if busy else None  # the part of a step, as measured
+            self.predicted = self.measured = []  # the figures are of another team
+        waited = sum(amounts.get("waited") or 0.0 for amounts in self.measured)
+        busy = sum(amounts.get("seconds") or 0.0 for amounts in self.measured)
+        self.waited = waited / (waited + busy) if busy else None  # the part of a step, measured
         self.kind = plan.schedule or KINDS[0], self.mesh.pipeline, plan.virtual or 1
         count = self.kind[1] * self.kind[2]
         self.bubble = simulate(table(*self.kind, self.each), [1.0] * count, [2.0] * count).bubble
         self.lines = [
-            [rank for rank in range(self.mesh.replica) if self.mesh.coordinate(rank, "pipeline") == place]
-            for place in range(self.mesh.pipeline)
+            [rank for rank in range(self.mesh.replica) if self.mesh.coordinate(rank, "pipeline") == stage]
+            for stage in range(self.mesh.pipeline)
         ]  # the workers that have the same stages
 
     @classmethod
     def of(cls, event: Event) -> PlanExplanation:
-        """What was written as JSON, maybe of a team that has become another one since its plan was said."""
+        """The explanation of a journal event, whose team may have changed since its plan was chosen."""
         plan, workers = replace(Plan.parse(event["plan"]), data=None), int(event["workers"])
         return cls(plan.validate(workers), workers, event)
 
     def schedule(self, most: int) -> Simulated:
-        """A step of a unit with the seconds of its stages where they are known, or as if all took equally long."""
+        """Simulates a step of a unit with at most `most` micro-batches.
+
+        Uses the seconds of its stages if they are known, otherwise equal ones.
+        """
         taken = [
             (stage["forward"], stage["backward"]) for stage in self.stages if {"forward", "backward"} <= stage.keys()
         ]
         taken = taken if len(taken) == self.kind[1] * self.kind[2] and sum(map(sum, taken)) > 0 else []
         if self.waited is not None:  # a backward takes about twice as long as a forward
             taken = [
-                (s, 2 * s) for s in (self.measured[some[0]].get("seconds") or 0.0 for some in self.lines)
+                (s, 2 * s) for s in (self.measured[stage_ranks[0]].get("seconds") or 0.0 for stage_ranks in self.lines)
             ] * self.kind[2]
         forward, backward = zip(*(taken or [(1.0, 2.0)] * self.kind[1] * self.kind[2]), strict=True)
         return simulate(table(*self.kind, min(self.each, most)), forward, backward)
@@ -129,69 +135,75 @@ class PlanExplanation:
         text += f"; {self.waited:.1%} measured" if self.waited is not None else ""
         return text + f"; drawn with {DRAWN} of {m} micro-batches" * (m > DRAWN)
 
-    def place(self, rank: int, *axes: str) -> str:
-        """Where a worker is along these axes: ``stage 0, part 1``, or with several of these ``stages 0, 2``."""
+    def position_text(self, rank: int, *axes: str) -> str:
+        """A worker's position along these axes, as ``stage 0, part 1``; with virtual stages as ``stages 0, 2``."""
         at = {axis: str(self.mesh.coordinate(rank, axis)) for axis in axes if getattr(self.mesh, axis) > 1}
         _, p, v = self.kind
         if "pipeline" in at and v > 1:
             at["pipeline"] = "s " + ", ".join(str(int(at["pipeline"]) + p * number) for number in range(v))
         return ", ".join(f"{_PLACES[axis]} {number}".replace(" s ", "s ") for axis, number in at.items())
 
-    def own(self, rank: int) -> list[Event]:
-        """The stages of a worker."""
+    def stages_of(self, rank: int) -> list[Event]:
+        """The events of a worker's stages."""
         return self.stages[self.mesh.coordinate(rank, "pipeline") :: self.mesh.pipeline]
 
     def blocks(self, rank: int) -> str:
-        return ", ".join(str(stage["blocks"]) for stage in self.own(rank) if stage.get("blocks"))
+        """The blocks of a worker's stages, as text."""
+        return ", ".join(str(stage["blocks"]) for stage in self.stages_of(rank) if stage.get("blocks"))
 
     def _map(self) -> Iterator[tuple[str, str]]:
-        """The first units, with their workers by stage, stretch and part."""
+        """The workers of the first units by stage, sequence shard and part, as (name, text) rows."""
         for first in range(0, self.workers, self.mesh.unit)[:4]:
             stages = [
                 [self.mesh.peers(rank, "tensor") for rank in self.mesh.peers(stage, "context")]
                 for stage in self.mesh.peers(first, "pipeline")
             ]
             texts = [" | ".join(" ".join(map(str, part)) for part in stage) for stage in stages]
-            told = " > ".join(f"[{text}]" if self.mesh.context * self.mesh.tensor > 1 else text for text in texts)
-            yield self.place(first, *AXES[:2]) or "workers", told
+            layout = " > ".join(f"[{text}]" if self.mesh.context * self.mesh.tensor > 1 else text for text in texts)
+            yield self.position_text(first, *AXES[:2]) or "workers", layout
         if self.mesh.units > 4:
             yield "", f"and {self.mesh.units - 4} more like these"
 
     def _words(self) -> Iterator[tuple[str, str]]:
-        """What each word of the plan means for a worker."""
+        """Explains what each word of the plan means for a worker, as (word, text) rows."""
         _, p, v = self.kind
-        said: dict[str, Any] = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
-        said["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
-        said["delay"] = self.plan.delay or 0
-        said["kept"] = max(map(kept, table(*self.kind, self.each)))
+        values: dict[str, Any] = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
+        values["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
+        values["delay"] = self.plan.delay or 0
+        values["kept"] = max(map(kept, table(*self.kind, self.each)))
         for row, value, word in self.plan.said():
-            told = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
+            meanings = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
             if row.name == "data" and self.plan.local:
-                some = f"each computes at most {plural(self.islands, 'island')}"
-                more = "those of one island sum their gradients in each step"
-                yield word, f"replicas, to which the islands are dealt: {more if value > self.plan.local else some}"
-            elif told is None and row.name not in ("zero", "every", "outer", "delay", "quorum"):  # told with others
+                per_worker = f"each computes at most {plural(self.islands, 'island')}"
+                shared = "those of one island sum their gradients in each step"
+                yield (
+                    word,
+                    f"replicas, to which the islands are dealt: {shared if value > self.plan.local else per_worker}",
+                )
+            elif meanings is None and row.name not in ("zero", "every", "outer", "delay", "quorum"):  # told with others
                 yield word, row.metadata["caption"]
-            elif told is not None and (value > 1 or row.name == "local"):
-                verbs = zip((word, "", ""), ("holds", "sends", "waits"), told, strict=True)
-                yield from ((name, f"{verb} {text.format(n=value, **said)}") for name, verb, text in verbs)
+            elif meanings is not None and (value > 1 or row.name == "local"):
+                verbs = zip((word, "", ""), ("holds", "sends", "waits"), meanings, strict=True)
+                yield from ((name, f"{verb} {text.format(n=value, **values)}") for name, verb, text in verbs)
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """What the workers of each stage hold, send and take, the most of any of them."""
-        for some in self.lines:
-            passes = sum(stage.get("passes") or 0 for stage in self.own(some[0]))
-            told = ": ".join(filter(None, (self.place(some[0], "pipeline"), self.blocks(some[0]))))
-            told += f"; passes {size_of(passes)} on in each micro-batch" * bool(passes)
-            if told or self.predicted or self.measured:
-                yield ranks(some) if len(self.lines) > 1 else "each worker", told or "the whole model"
-            for title, found in (("predicted", self.predicted), ("measured", self.measured)):
-                if found:
-                    yield title, _told([found[rank] for rank in some])
+        """What the workers of each stage hold, send and compute, at most, as (name, text) rows."""
+        for stage_ranks in self.lines:
+            passes = sum(stage.get("passes") or 0 for stage in self.stages_of(stage_ranks[0]))
+            description = ": ".join(
+                filter(None, (self.position_text(stage_ranks[0], "pipeline"), self.blocks(stage_ranks[0])))
+            )
+            description += f"; passes {size_of(passes)} on in each micro-batch" * bool(passes)
+            if description or self.predicted or self.measured:
+                yield ranks(stage_ranks) if len(self.lines) > 1 else "each worker", description or "the whole model"
+            for title, amounts in (("predicted", self.predicted), ("measured", self.measured)):
+                if amounts:
+                    yield title, _describe_amounts([amounts[rank] for rank in stage_ranks])
         if self.mesh.pipeline > 1:
             yield "waiting", self.waiting
 
     def text(self) -> str:
-        """All of it, for a terminal."""
+        """The whole explanation, as text for a terminal."""
         line = f"{self.plan}: {plural(self.workers, 'worker')}" + f", {self.model}" * bool(self.model)
         line += f"; a step of {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
         line += f" of {plural(self.micro or 0, 'row')}" * bool(self.micro)
@@ -200,7 +212,7 @@ class PlanExplanation:
         tables = [[*self._map()], [*self._words()], [*self.figures()]]
         notes = []
         if self.mesh.pipeline > 1:
-            places = [self.place(some[0], "pipeline") for some in self.lines]
+            places = [self.position_text(stage_ranks[0], "pipeline") for stage_ranks in self.lines]
             width = 66 if self.each * self.kind[2] <= 8 else 110
             tables.append([*zip(places, drawn(self.schedule(DRAWN), width), strict=True)])
             notes.append("a number is the forward of a micro-batch, in brackets its backward; the rest is waiting")
@@ -209,21 +221,26 @@ class PlanExplanation:
             equal = f", in {parts} equal parts" * (parts > 1)
             notes.append(f"seconds and activations are those of a micro-batch on one worker here{equal}")
         wide = max(len(name) for rows in tables for name, _ in rows)
-        told = ["\n".join(f"{name:{wide}}  {text}".rstrip() for name, text in rows) for rows in tables if rows]
-        return "\n\n".join(filter(None, [line, *told, "\n".join(notes)]))
+        sections = ["\n".join(f"{name:{wide}}  {text}".rstrip() for name, text in rows) for rows in tables if rows]
+        return "\n\n".join(filter(None, [line, *sections, "\n".join(notes)]))
 
 
 def took(seconds: float) -> str:
-    """With three digits below a second: stages are compared."""
+    """A duration; below a second with three digits, so that stages can be compared."""
     return duration(seconds) if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _told(some: Sequence[Event]) -> str:
-    most = {name: max(one.get(name) or 0 for one in some) for name in (*HELD, "process", "seconds", "waited")}
-    sent = {kind: size for one in some for kind, size in (one.get("sent") or {}).items()}
-    held = [f"{name} {size_of(most[name])}" for name in HELD if most[name]]
-    held += [f"{size_of(most['process'])} in all"] * bool(most["process"])
+def _describe_amounts(amounts: Sequence[Event]) -> str:
+    largest = {
+        name: max(worker_amounts.get(name) or 0 for worker_amounts in amounts)
+        for name in (*HELD, "process", "seconds", "waited")
+    }
+    sent = {kind: size for worker_amounts in amounts for kind, size in (worker_amounts.get("sent") or {}).items()}
+    held = [f"{name} {size_of(largest[name])}" for name in HELD if largest[name]]
+    held += [f"{size_of(largest['process'])} in all"] * bool(largest["process"])
     sends = [f"{kind} {size_of(size)}" for kind, size in sent.items() if size > sum(sent.values()) / 100]
-    takes = [f"{verb} {took(most[key])}" for key, verb in (("seconds", "computes"), ("waited", "waits")) if most[key]]
+    takes = [
+        f"{verb} {took(largest[key])}" for key, verb in (("seconds", "computes"), ("waited", "waits")) if largest[key]
+    ]
     parts = {"holds ": held, "sends ": sends, "": takes}
     return "; ".join(verb + ", ".join(figures) for verb, figures in parts.items() if figures)

@@ -12,12 +12,12 @@ FOLDER = "profiles"  # in the run folder
 
 
 def profile_of(folder: Path, asked: int, worker: int) -> Path:
-    """Where a worker writes what was asked for under this number."""
+    """The file to which a worker writes the profile of request number `asked`."""
     return folder / FOLDER / str(asked) / f"worker-{worker}.json.gz"
 
 
 class Profiles:
-    """Of this `worker`."""
+    """Profiles the steps of this `worker` when it is asked to."""
 
     def __init__(self, folder: Path | None, worker: int) -> None:
         self._folder, self._worker = folder, worker
@@ -27,8 +27,9 @@ class Profiles:
         self._left = 0
 
     def turn(self, step: int, asked: Mapping[str, Any]) -> None:
-        """So many steps have been made. What is profiled lies between two of these calls. `asked` tells what was asked
-        for last: its number, how many `steps`, of which `workers`.
+        """Called after each step, with the number of steps made; the profiled steps lie between two calls.
+
+        `asked` is the latest request: its number, how many `steps` to profile, and on which `workers`.
         """
         if self._profile is not None:
             self._span.__exit__(None, None, None)

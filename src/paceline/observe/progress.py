@@ -27,7 +27,7 @@ EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 class _Track:
-    """What is known of one trainer, which has made so many steps `before`."""
+    """The progress of one trainer, which had made `before` steps when the run was started or resumed."""
 
     def __init__(self, before: int = 0) -> None:
         self.before = before
@@ -36,25 +36,26 @@ class _Track:
         self.model = ""
         self.evaluated: Event = {}
         self.events: deque[Event] = deque()
-        self.heard = 0.0
+        self.updated_at = 0.0
 
     @property
     def step(self) -> int:
         return int(self.events[-1].get("step") or 0) if self.events else self.before
 
     def add(self, event: Event) -> None:
-        self.heard = time.monotonic()
+        """Adds a record of steps, and drops those older than `WINDOW` seconds of training."""
+        self.updated_at = time.monotonic()
         self.events.append(event)
         while len(self.events) > 1 and total(self.events, "seconds") - (self.events[0].get("seconds") or 0.0) >= WINDOW:
             self.events.popleft()
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows how far the run is, on standard error unless told otherwise: a script's own output stays clean.
+    """Shows how far the run is, by default on standard error, so that the script's own output stays clean.
 
-    `live`: one line, painted over and over; the default where the console is a terminal. Else plain lines: at
-    the first step, then at most one every `every` seconds, and the last one at `close`. A reader that goes
-    away (a closed pipe) silences it; the training goes on.
+    With `live`, the default on a terminal, one line is repainted. Otherwise plain lines are printed: at the first step,
+    then at most one every `every` seconds, and the last one at `close`. If the reader goes away (a closed pipe),
+    nothing more is shown and the training goes on.
     """
 
     def __init__(self, console: Terminal | None = None, live: bool | None = None, every: float = 10.0) -> None:
@@ -72,7 +73,7 @@ class Progress(AbstractContextManager["Progress"]):
         self.close()
 
     def phase(self, event: Event) -> None:
-        """A trainer was asked for steps: prints the grid's sentence. Fields as in the journal's ``grid``."""
+        """Begins a loop of a trainer, and prints its grid. `event` has the fields of the journal's ``grid``."""
         for trainer, before in enumerate(event.get("done") or ()):
             self._tracks.setdefault(trainer, _Track(before))
         track = self._tracks.setdefault(event.get("trainer"), _Track())
@@ -81,14 +82,14 @@ class Progress(AbstractContextManager["Progress"]):
             self.line(str(event["text"]))
 
     def step(self, event: Event) -> None:
-        """Steps were done. Fields as in the journal's ``step``; may come several times a second."""
+        """Adds steps. `event` has the fields of the journal's ``step``; may be called several times a second."""
         self._tracks.setdefault(event.get("trainer"), _Track()).add(event)
         self._pending = True
         if time.monotonic() - self._shown >= (REFRESH if self._live else self._every):
             self._show()
 
     def evaluate(self, event: Event) -> None:
-        """Something was evaluated. Fields as in the journal's ``evaluate``."""
+        """Takes the results of an evaluation. `event` has the fields of the journal's ``evaluate``."""
         self._tracks.setdefault(event.get("trainer"), _Track()).evaluated = event.get("results") or {}
 
     def line(self, text: str) -> None:
@@ -101,7 +102,7 @@ class Progress(AbstractContextManager["Progress"]):
             self._write(lambda: say(text, cast(TextIO, self._console.file)))
 
     def close(self) -> None:
-        """Shows what was not shown yet and gives the terminal back. Closing twice is harmless."""
+        """Shows the last line and restores the terminal. Closing twice is harmless."""
         self._ended = True
         if self._pending or self._painter is not None:
             self._show()
@@ -118,7 +119,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _paint(self) -> None:
         if self._painter is None:
-            both = sys.stdout.isatty()  # else what the script prints belongs into its file or pipe
+            both = sys.stdout.isatty()  # if not a terminal, the script's output must stay in its file or pipe
             self._painter = Live(console=self._console, auto_refresh=False, redirect_stdout=both)
             self._painter.start()
             self._console.show_cursor(True)  # a killed process could not bring it back
@@ -131,40 +132,40 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _parts(self) -> list[tuple[int, str, str]]:
         """The parts of the line from left to right: (rank, 0 being the most important; text; style)."""
-        heard = {name: track for name, track in self._tracks.items() if track.events}
-        latest = max(track.heard for track in heard.values())
+        started = {name: track for name, track in self._tracks.items() if track.events}
+        latest = max(track.updated_at for track in started.values())
         # Several trainers may take turns: their steps are one count, as in checkpoints and for --steps.
         step, totals_ = sum(track.step for track in self._tracks.values()), [t.total for t in self._tracks.values()]
-        aim = sum(total or 0 for total in totals_) if None not in totals_ else None
-        aim = aim if aim and aim >= step else None
-        active = {name: track for name, track in heard.items() if latest - track.heard < WINDOW}
+        target_step = sum(total or 0 for total in totals_) if None not in totals_ else None
+        target_step = target_step if target_step and target_step >= step else None
+        active = {name: track for name, track in started.items() if latest - track.updated_at < WINDOW}
         events = [event for track in active.values() for event in track.events]
-        lead, event = next((track, track.events[-1]) for track in active.values())
+        main_track, event = next((track, track.events[-1]) for track in active.values())
         bar = epoch = metrics = ""
         if self._live:
-            if aim and self._console.encoding.startswith("utf"):
-                eighths = step * BAR * 8 // aim
+            if target_step and self._console.encoding.startswith("utf"):
+                eighths = step * BAR * 8 // target_step
                 bar = ("█" * (eighths // 8) + EIGHTHS[eighths % 8]).strip().ljust(BAR)
             begun = int(event.get("epoch") or 0) + 1
-            of = f"/{lead.epochs}" if (lead.epochs or 0) >= begun else ""
-            epoch = f"epoch {begun}{of}" if begun > 1 or of else ""
-            values = {**(event.get("metrics") or {}), **lead.evaluated}
+            of_epochs = f"/{main_track.epochs}" if (main_track.epochs or 0) >= begun else ""
+            epoch = f"epoch {begun}{of_epochs}" if begun > 1 or of_epochs else ""
+            values = {**(event.get("metrics") or {}), **main_track.evaluated}
             shown = {n: value for n, value in values.items() if n != "n" and isinstance(value, int | float)}
             metrics = " ".join(f"{name} {number(value)}" for name, value in shown.items())
-        names = trainer_names({name: track.model for name, track in heard.items()}) if len(heard) > 1 else {}
+        names = trainer_names({name: track.model for name, track in started.items()}) if len(started) > 1 else {}
         known = {name: track.events[-1]["loss"] for name, track in active.items() if "loss" in track.events[-1]}
         losses = ", ".join(f"{names.get(name, '')} {number(loss)}".strip() for name, loss in known.items())
         seconds = total(events, "seconds")
         speed, pace = (total(events, field) / seconds if seconds > 0 else 0.0 for field in ("samples", "steps"))
         shares = [f"{name} {share:.0%}" for name, share in shares_of(totals(events, "time")) if share >= 0.005]
         parts = [
-            (0, f"step {step}/{aim}" if aim else f"step {step}", "bold"),
+            (0, f"step {step}/{target_step}" if target_step else f"step {step}", "bold"),
             (7, bar and f"▕{bar}▏", "cyan"),
             (4, epoch, ""),
             (1, losses and f"loss {losses}", ""),
             (2, metrics, ""),
             (5, f"{speed:,.{0 if speed >= 10 else 1}f} samples/s" if speed else "", ""),
-            (3, f"{clock((aim - step) / pace)} left" if aim and pace and not self._ended else "", ""),
+            (3, f"{clock((target_step - step) / pace)} left" if target_step and pace and not self._ended else "", ""),
             (6, " ".join(shares), "dim"),
         ]
         return [part for part in parts if part[1]]
@@ -181,7 +182,7 @@ class Progress(AbstractContextManager["Progress"]):
                 self._mute()
 
     def _mute(self) -> None:
-        """Nobody reads any more: writes no more, and lets the interpreter's last flush go nowhere."""
+        """Stops writing because nobody reads, and sends the interpreter's last flush to the null device."""
         self._quiet = self._console.quiet = True
         try:
             stream = self._console.file.fileno()

@@ -18,25 +18,26 @@ from paceline.errors import PacelineError
 from paceline.observe.metrics import METRICS
 from paceline.observe.summary import Newest, Summary
 
-OFTEN = 0.25  # seconds for which figures are not read again
+OFTEN = 0.25  # seconds between two readings of the journal, at least
 
 
 class Figures:
-    """All of the table of a run of this name, as the client of Prometheus collects it; read again at most so often."""
+    """A collector of the Prometheus client: all metrics of a run, read again at most every `OFTEN` seconds."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self._newest = Newest(folder, OFTEN, lambda summary: [*families(summary, run)])
 
     def collect(self) -> Iterator[Any]:
+        """Yields the metric families."""
         yield from self._newest.get()[1]
 
     def look(self) -> None:
-        """Reads what there is now, whenever it was read before."""
+        """Reads the journal now, however recently it was read."""
         self._newest.get(anew=True)
 
 
 def families(summary: Summary, run: str) -> Iterator[Any]:
-    """The table's figures of a run, labelled with its name."""
+    """Yields the metric families of a run, labelled with its name."""
     for metric in METRICS:
         labels = ["run", *(["trainer"] if metric.record else []), *([metric.label] if metric.label else [])]
         kind = CounterMetricFamily if metric.counter else GaugeMetricFamily
@@ -48,15 +49,18 @@ def families(summary: Summary, run: str) -> Iterator[Any]:
 
 
 class ScrapeHandler(RequestHandler):
-    """One request. `scraped` is set by the first one after the run has `ended`."""
+    """Answers one scrape; the first one after the run has `ended` sets `scraped`."""
 
     def initialize(self, figures: Figures, key: str, ended: Event, scraped: Event) -> None:
+        """Takes the route's arguments, as Tornado hands them over."""
         self._figures, self._key, self._ended, self._scraped = figures, key, ended, scraped
 
     def set_default_headers(self) -> None:
+        """Leaves out the version of the server."""
         self.clear_header("Server")
 
     def get(self) -> None:
+        """Sends the metrics to a client that has the key."""
         given = self.request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self._key}".encode()):
             self.set_status(401)

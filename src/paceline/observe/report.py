@@ -17,10 +17,10 @@ NAME = "report.html"
 
 
 def write_report(folder: Path, width: int = 80, colour: bool = False, short: bool = False) -> str:
-    """Writes RUN/report.html, whole or not at all; returns the figures as a table, `width` columns at most.
+    """Writes RUN/report.html atomically; returns the results as a table of at most `width` columns.
 
-    `colour`: with a terminal's colours; `short`: the few that tell how a good run went, one a line. UsageError: not the
-    folder of a run.
+    `colour` adds terminal colours; `short` keeps only the few rows that show how a good run went. Raises UsageError if
+    `folder` is no run folder.
     """
     summary = Summary(folder)
     half = folder / f".{NAME}.{os.getpid()}"

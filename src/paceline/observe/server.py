@@ -24,14 +24,16 @@ from typing import Any
 from paceline.base.http_server import LimitedServer
 from paceline.team.reading_key import reading_key, write_targets
 
-LINGER = 15.0  # seconds after the end
-NICE = 10  # the training goes before
+LINGER = 15.0  # seconds for which it answers after the end of the run
+NICE = 10  # so that the training has priority
 
 
 async def serve(given: Mapping[str, Any]) -> None:
-    """Answers until the run has ended and the last figures were seen. `given` has a `folder` of the run and its name,
-    listening sockets: for `metrics`, and for the `page` that is asked for by `hosts`; the `targets` that stand in the
-    folders `told`; and the `trainjob` server that is told.
+    """Answers requests until the run has ended and the last figures were scraped; then ends the process.
+
+    `given` has the `folder` and the name (`run`) of the run; the file descriptors of listening sockets for `metrics`
+    and for the `page`, which answers for the names in `hosts`; the Prometheus `targets`, which are removed at the end
+    from the folders in `told`; and the `trainjob` server to report to.
     """
     folder, loop = Path(given["folder"]), asyncio.get_running_loop()
     ended, scraped = asyncio.Event(), asyncio.Event()
@@ -56,17 +58,17 @@ async def serve(given: Mapping[str, Any]) -> None:
     loop.remove_reader(0)
     ended.set()
     await asyncio.gather(*telling)
-    os.close(1)  # there is nothing more to say
+    os.close(1)  # nothing more will be printed
     if given.get("page") is not None:
         await asyncio.sleep(LINGER)
     elif given.get("metrics") is not None:
         with suppress(TimeoutError):
             await asyncio.wait_for(scraped.wait(), LINGER)
             await asyncio.sleep(0.2)  # the answer is on its way
-    for place in given["told"]:
+    for targets_folder in given["told"]:
         with suppress(OSError):
-            write_targets(Path(place), [], instead_of=given["targets"])
-    os._exit(0)  # readers that stand still are not waited for
+            write_targets(Path(targets_folder), [], instead_of=given["targets"])
+    os._exit(0)  # without waiting for readers that do not read
 
 
 def _answer(listener: int, routes: list[Any]) -> None:
@@ -79,9 +81,9 @@ def _answer(listener: int, routes: list[Any]) -> None:
         idle_connection_timeout=60.0,
         body_timeout=5.0,
     )
-    found = socket.socket(fileno=listener)
-    found.setblocking(False)
-    server.add_socket(found)
+    listening = socket.socket(fileno=listener)
+    listening.setblocking(False)
+    server.add_socket(listening)
 
 
 if __name__ == "__main__":

@@ -10,24 +10,24 @@ from typing import Any
 from paceline.base.batching import PARTS, TOLD
 
 EVERY = 0.25  # seconds between records; a step that takes longer is a record of its own
-KEPT = 4096  # steps
-SELDOM, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two looks at each of very many workers
+KEPT = 4096  # steps that are kept while another worker writes the journal
+SELDOM, RARER = 10.0, 0.05  # least seconds, and least part of the run, between two lists of very many workers
 NOBODY: Mapping[int, Sequence[float]] = {}
 
 
 class StepTotals:
-    """Adds steps up; `take` gives the sums since the last record, in the journal's fields.
+    """Adds up steps; `take` returns the sums since the last record, in the journal's fields.
 
-    Every worker keeps one: whoever writes the journal may be lost, and the next one goes on where it ended. `tokens`
-    are those of a row, where they are known.
+    Every worker has one, so that another worker can go on if the one that writes the journal is lost. `tokens` is the
+    number of tokens of a row, if it is known.
     """
 
     def __init__(self) -> None:
         self.tokens: int | None = None
         self._sent, self._last = 0, 0.0
         self._steps: list[_Step] = []
-        self._each: dict[int, float] = {}  # of very many workers, since `each` told of them, in so many steps
-        self._made, self._began, self._told = 0, time.monotonic(), time.monotonic()
+        self._each: dict[int, float] = {}  # seconds computed by each of very many workers since the last `each`
+        self._made, self._began, self._last_each = 0, time.monotonic(), time.monotonic()
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -41,21 +41,24 @@ class StepTotals:
         steps: int = 1,
         lanes: Mapping[int, Sequence[float]] = NOBODY,
     ) -> None:
-        """Adds a turn of so many `steps`: `spent` seconds by part on this worker; `workers` are everybody's seconds of
-        computing, and `lanes` those by part: data and compute of this step, the rest of the one before.
+        """Adds `steps` steps that were made in one turn.
+
+        `spent` are this worker's seconds by part, `workers` all workers' seconds of computing, and `lanes` all workers'
+        seconds by part: data and compute of this step, the other parts of the step before.
         """
         self._steps.append(_Step(step, samples, spent, workers, steps, lanes))
 
     def due(self) -> bool:
+        """Whether it is time for the next record."""
         return time.monotonic() - self._last >= EVERY
 
     def forget(self) -> None:
-        """Somebody else writes the journal, and is at most so many steps behind."""
+        """Drops old steps while another worker writes the journal, which is at most `KEPT` steps behind."""
         self._last = time.monotonic()
         del self._steps[:-KEPT]
 
     def go_on_after(self, step: int) -> None:
-        """What others have written is not written again."""
+        """Drops the steps up to `step`, which another worker has written."""
         self._steps = [one for one in self._steps if one.step > step]
 
     def take(self, sent: int) -> dict[str, Any]:
@@ -98,28 +101,30 @@ class StepTotals:
         return record
 
     def each(self) -> dict[str, Any] | None:
-        """What each of more workers than records tell of has computed since the last time, now and then."""
+        """Returns, now and then, the seconds that each of very many workers computed since the last time; else None."""
         now = time.monotonic()
-        if not self._each or now - self._told < max(SELDOM, RARER * (now - self._began)):
+        if not self._each or now - self._last_each < max(SELDOM, RARER * (now - self._began)):
             return None
-        told = {worker: float(f"{seconds:.4g}") for worker, seconds in self._each.items()}
-        steps, self._each, self._made, self._told = self._made, {}, 0, now
-        return {"steps": steps, "computed": told}
+        computed = {worker: float(f"{seconds:.4g}") for worker, seconds in self._each.items()}
+        steps, self._each, self._made, self._last_each = self._made, {}, 0, now
+        return {"steps": steps, "computed": computed}
 
 
 class BytesSent:
-    """The bytes that each trainer's turns have handed to collectives, by kind. What lies between two turns (an
-    evaluation, a checkpoint) belongs to the trainer of the former. `ledger` has the sums of all: times, bytes, seconds.
+    """Counts the bytes that each trainer has handed to collectives, by kind.
+
+    What happens between two turns (an evaluation, a checkpoint) counts for the trainer of the earlier turn. `ledger`
+    has the sums over all trainers by kind: calls, bytes, seconds.
     """
 
     def __init__(self, ledger: Mapping[str, Sequence[float]]) -> None:
         self._ledger = ledger
         self._trainer = -1
-        self._mark: dict[str, float] = {}  # when its turns began
+        self._mark: dict[str, float] = {}  # the bytes in the ledger when the current trainer's turns began
         self._sent: dict[int, dict[str, float]] = {}
 
     def turn(self, trainer: int) -> None:
-        """A turn of this trainer begins."""
+        """Begins a turn of this trainer."""
         if trainer != self._trainer:
             self._settle()
             self._trainer = trainer
@@ -132,13 +137,15 @@ class BytesSent:
             self._mark[kind] = size
 
     def of(self, trainer: int) -> dict[str, float]:
-        """All that it has sent, by kind."""
+        """The bytes that a trainer has sent, by kind."""
         self._settle()
         return dict(self._sent.get(trainer, {}))
 
 
 @dataclass(frozen=True)
 class _Step:
+    """The steps of one turn, as `StepTotals.add` gets them."""
+
     step: int
     samples: int
     spent: dict[str, float]

@@ -31,25 +31,29 @@ from paceline.observe.plan_explanation import PlanExplanation
 
 Rows = list[tuple[str, str]]
 Made = TypeVar("Made")
-SHORT = 60.0  # seconds
-LINKS = 12  # of those over which most was sent
+SHORT = 60.0  # seconds of a run below which no goodput is shown
+LINKS = 12  # links that are listed, those with the most bytes first
 
 
 class Summary:
-    """A run, summed up over its attempts from its journal up to the event of a `number`. What a later attempt did again
-    counts once, but in `wall_seconds` and `made`. UsageError: there is no journal, or it is of a later version.
+    """A run, summed up over its attempts from its journal up to the event `number`.
 
-    `start` is the last attempt's record, `outcome` how it ended (None: killed, or still running), `live` whether it is
-    known to run, `compare` the run to compare with. `steps` are the step records by trainer ("" where there is one);
-    `series` the numbers evaluated or logged, as (step, value) by name; `texts` the logged strings, the last of each
-    name, with its step.
-    `samples_per_second` is that of the last attempt without the first tenth of its steps. `time` are seconds on worker
-    0, `bytes_moved` what it sent, `waited_for` the seconds a worker kept the others waiting. `made` and `made_by` are
-    counts of all trainers, with what was done again; `each` is the last record of what each of very many workers
-    computed; `up` says which workers are of the team, `hosts` where they
-    were. `loaded` says how long workers waited for rows, `sent` are bytes between hosts by link (``a to b``), `hang`
-    says who stands still since the last step. `collectives` are calls, bytes and seconds waited by kind. Of several
-    trainers, `steps_done`, `samples`, speed and times are the first one's.
+    Steps that a later attempt repeated count once, except in `wall_seconds`, `made` and `made_by`. Raises UsageError if
+    there is no journal, or if a later version wrote it.
+
+    - `start` is the first event of the last attempt, `outcome` its end (None: killed, or still running), `live` whether
+      the run is known to run, `compare` the run to compare with.
+    - `steps` are the step records by trainer ("" if there is one), `series` the evaluated and logged numbers as
+      (step, value) by name, `texts` the last logged text of each name, with its step.
+    - `samples_per_second` is the speed of the last attempt without the first tenth of its steps, `time` the seconds of
+      worker 0 by part, `bytes_moved` the bytes it sent, `waited_for` the seconds others waited for each worker.
+    - `made` and `made_by` are counts of all trainers, with repeated steps; `each` is the last record of what each of
+      very many workers computed.
+    - `up` says which workers belong to the team now, `hosts` where they were, `loaded` how long they waited for rows,
+      `sent` the bytes between hosts by link (``a to b``), `hang` which worker has made no progress since the last step.
+    - `collectives` are calls, bytes and seconds waited by kind.
+
+    If there are several trainers, `steps_done`, `samples`, speed and times are those of the first one.
     """
 
     live = False
@@ -62,10 +66,10 @@ class Summary:
         self.folder = folder
         reader = reader or Reader(folder)
         events, self.number = reader.read(), reader.number
-        self.heard = float(events[-1].get("at") or 0.0) if events else 0.0
-        starts = [place for place, event in enumerate(events) if event["event"] == "start"] or [0]
+        self.last_event_at = float(events[-1].get("at") or 0.0) if events else 0.0
+        starts = [index for index, event in enumerate(events) if event["event"] == "start"] or [0]
         while len(starts) > 1 and any(event.get("already") for event in events[starts[-1] :]):
-            events = events[: starts.pop()]  # an attempt that found nothing left to do
+            events = events[: starts.pop()]  # this attempt found nothing left to do
         attempts = [events[first:after] for first, after in zip(starts, [*starts[1:], len(events)], strict=True)]
         self.attempts = [span for attempt in attempts for span in _span(attempt)]
         last = attempts[-1]
@@ -73,14 +77,18 @@ class Summary:
         self.workers = int(self.start.get("workers") or 1)
         self.script = str(self.start.get("script") or "")
         endings = [event for event in last if event["event"] in ("finished", "stopped", "failed")]
-        endings.sort(key=lambda event: event["event"] == "failed")  # one failed, so the others were stopped
+        endings.sort(
+            key=lambda event: event["event"] == "failed"
+        )  # a failure comes last: when one trainer fails, the others are stopped
         self.outcome = endings[-1] if endings else None
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.healed = effective_steps(events, "healed")
         self.formed = [event for event in events if event["event"] == "formed"]
-        late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be told twice
+        late = effective_steps(events, "late") + effective_steps(
+            events, "uncounted"
+        )  # each may be in the journal twice
         self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
         self.windows = effective_steps(events, "window")
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})
@@ -95,7 +103,7 @@ class Summary:
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
         shown = (event for event in plans if (event.get("workers") or 1) > 1 or event.get("measured"))
         self.explained = {event.get("trainer", 0): PlanExplanation.of(event) for event in shown if event.get("plan")}
-        self.drawn = [told for told in self.explained.values() if told.workers > 1]
+        self.drawn = [explanation for explanation in self.explained.values() if explanation.workers > 1]
         self.codecs = list({event.get("trainer"): event for event in last if event["event"] == "codec"}.values())
         self.noise = list({event.get("trainer"): event for event in last if event["event"] == "noise"}.values())
         self.links = {key: value for e in last if e["event"] == "links" for key, value in e.items()}
@@ -108,9 +116,13 @@ class Summary:
             ]
         up = _up(last)
         self.up = {} if self.outcome else up
-        processes = [event for event in events if event["event"] == "worker"]  # which begin before their attempt does
-        here = {*up, *(str(event["worker"]) for event in last if event["event"] == "worker")}
-        self.hosts = {str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in here}
+        processes = [
+            event for event in events if event["event"] == "worker"
+        ]  # their events may precede the start of the attempt
+        current_workers = {*up, *(str(event["worker"]) for event in last if event["event"] == "worker")}
+        self.hosts = {
+            str(e["worker"]): str(e.get("host") or "") for e in processes if str(e["worker"]) in current_workers
+        }
         self.loaded = [event for event in last if event["event"] == "loaded"]
         self.sent = _sent(self.loaded)
         self.each: Event = next((e for e in reversed(last) if e["event"] == "each"), {})
@@ -124,7 +136,7 @@ class Summary:
         self._add_account(events)
         self._add_values(events)
         media = {(event.get("trainer"), event.get("name")): event for event in effective_steps(events, "media")}
-        self.media = [*media.values()]  # pictures and histograms, the last of each name
+        self.media = [*media.values()]  # the last picture or histogram of each name
 
     def _add_steps(self, events: list[Event], last: list[Event]) -> None:
         records = effective_steps(events)
@@ -134,24 +146,24 @@ class Summary:
         self.steps: dict[str, list[Event]] = {}
         for record in records:
             self.steps.setdefault(names.get(record.get("trainer"), ""), []).append(record)
-        own = next(iter(self.steps.values()), [])
-        main = own[0].get("trainer") if own else None
-        current = [event for event in last if event["event"] == "step" and event.get("trainer") == main] or own
-        self.samples_per_second = _steady_speed(current) if own else None
-        theirs = self.compare.get("samples_per_second")
-        self.speedup = self.samples_per_second / theirs if theirs and self.samples_per_second else None
-        self.steps_done = int(own[-1].get("step") or 0) if own else 0
-        self.samples = int(total(own, "samples"))
+        main_records = next(iter(self.steps.values()), [])
+        main = main_records[0].get("trainer") if main_records else None
+        current = [event for event in last if event["event"] == "step" and event.get("trainer") == main] or main_records
+        self.samples_per_second = _steady_speed(current) if main_records else None
+        compared_speed = self.compare.get("samples_per_second")
+        self.speedup = self.samples_per_second / compared_speed if compared_speed and self.samples_per_second else None
+        self.steps_done = int(main_records[-1].get("step") or 0) if main_records else 0
+        self.samples = int(total(main_records, "samples"))
         self.bytes_moved = int(total(records, "bytes"))
-        counted, steps = any(record.get("bytes") is not None for record in records), total(own, "steps")
+        counted, steps = any(record.get("bytes") is not None for record in records), total(main_records, "steps")
         self.bytes_per_step = self.bytes_moved / steps if counted and steps > 0 else None
-        self.time, self.waited_for = totals(own, "time"), totals(own, "waited_for")
+        self.time, self.waited_for = totals(main_records, "time"), totals(main_records, "waited_for")
         every = [event for event in events if event["event"] == "step"]
         self.made = {field: total(every, field) for field in ("steps", "samples", "bytes")}
         self.made_by = {field: totals(every, field) for field in ("computed", "waited_for")}
 
     def _add_account(self, events: list[Event]) -> None:
-        """Where the wall clock went. Steps that a later attempt did again were made for nothing."""
+        """Adds up where the wall clock went; steps that a later attempt repeated count as redone."""
         kept = {id(record) for record in effective_steps(events)}
         spent = dict.fromkeys((*USEFUL, *COSTS), 0.0)
         for event in events:
@@ -166,18 +178,18 @@ class Summary:
         self.account = {name: seconds for name, seconds in spent.items() if seconds > 0}
 
     def host_of(self, worker: int) -> str:
-        """Empty where nobody told."""
-        told = [e["host"] for e in self.loaded if str(worker) in e["workers"]]
-        return told[-1] if told else self.hosts.get(str(worker), "")
+        """The host of a worker; empty if the journal does not have it."""
+        reported_hosts = [e["host"] for e in self.loaded if str(worker) in e["workers"]]
+        return reported_hosts[-1] if reported_hosts else self.hosts.get(str(worker), "")
 
     @property
     def goodput(self) -> float | None:
         """The part of the wall clock that brought the training forward."""
-        whole = sum(self.account.values())
-        return sum(self.account.get(name, 0.0) for name in USEFUL) / whole if whole else None
+        total_seconds = sum(self.account.values())
+        return sum(self.account.get(name, 0.0) for name in USEFUL) / total_seconds if total_seconds else None
 
     def _add_values(self, events: list[Event]) -> None:
-        """What was evaluated and then logged under the same name is one curve."""
+        """Collects curves and texts; values evaluated and logged under the same name form one curve."""
         self.texts: dict[str, tuple[int | None, str]] = {}
         curves: dict[str, dict[float, float]] = {}
         several = len({str(event.get("trainer")) for event in self.evaluations}) > 1
@@ -197,17 +209,17 @@ class Summary:
 
     @property
     def losses(self) -> dict[str, tuple[float | None, float | None]]:
-        """First and last loss by trainer; None is one that was not finite."""
+        """First and last loss by trainer; None stands for a loss that was not finite."""
         return {name: (kept[0].get("loss"), kept[-1].get("loss")) for name, kept in self.steps.items()}
 
     @property
     def waits(self) -> list[tuple[float, str]]:
-        """How long the others waited for a worker, and its name, the slowest first."""
+        """(seconds that others waited for a worker, its name), the slowest worker first."""
         return sorted(((wait, name) for name, wait in self.waited_for.items() if wait > 0), reverse=True)
 
     @property
     def running(self) -> bool:
-        """Whether it is known to run, and not only to have no end."""
+        """Whether the run is known to be running, not only without an end in the journal."""
         return self.live and self.outcome is None
 
     @property
@@ -224,7 +236,7 @@ class Summary:
 
     @property
     def command(self) -> str:
-        """The command that makes the most of the run as it stands."""
+        """The command to run next: export the weights of a finished run, or resume another."""
         if self.finished:
             return command_line(["paceline", "export", str(self.folder), "model.safetensors"])
         if not self.script:
@@ -237,14 +249,16 @@ class Summary:
     def script_line(self) -> list[str]:
         """The script and its arguments."""
         args = [str(arg) for arg in self.start.get("argv") or []]
-        module = self.start.get("module")  # unless it is an older version's
+        module = self.start.get("module")  # older versions did not record it
         script = ["-m", str(module)] if module else [self.script] if self.script else []
         return [*script, *(args[1:] if args and self.script.endswith(args[0]) else args)]
 
 
 class Newest(Generic[Made]):
-    """What is to `make` of the newest summary of a run that goes on: anew at most every so many seconds, and so seldom
-    that it takes a twentieth of the time at most, however long the journal is. UsageError as for a `Summary`.
+    """Keeps the result of `make` for the newest summary of a running run.
+
+    It is made again at most every `every` seconds, and so seldom that this takes at most a twentieth of the time,
+    however long the journal is. Raises UsageError as `Summary` does.
     """
 
     def __init__(self, folder: Path, every: float, make: Callable[[Summary], Made]) -> None:
@@ -253,7 +267,7 @@ class Newest(Generic[Made]):
         self._made: tuple[int, Made] | None = None
 
     def get(self, anew: bool = False) -> tuple[int, Made]:
-        """With the number of its last event; with `anew` as it is now."""
+        """(number of the last event, result of `make`); with `anew` made of the journal as it is now."""
         began = time.monotonic()
         if self._made is None or anew or began >= self._due:
             summary = Summary(self._folder, self._reader)
@@ -265,17 +279,17 @@ class Newest(Generic[Made]):
 
 
 def config_of(events: list[Event]) -> dict[str, Any]:
-    """What a script said by trainer.config(), by name; that of a later attempt counts."""
-    told = (e for e in events if e["event"] == "config")
+    """The values that a script gave to `trainer.config()`, by name; later attempts replace earlier ones."""
+    config_events = (e for e in events if e["event"] == "config")
     return {
         (f"trainer {e['trainer']}/" if e.get("trainer") else "") + name: value
-        for e in told
+        for e in config_events
         for name, value in (e.get("values") or {}).items()
     }
 
 
 def code_of(event: Event) -> str:
-    """The commit that ran, and whether it was changed."""
+    """The commit that ran, and whether the working tree had changes, as text."""
     changed = f", changed ({event['diff']})" if event.get("diff") else ""
     remote = f" of {event['remote']}" if event.get("remote") else ""
     return f"{event['commit'][:12]}{remote}{changed}" if event.get("commit") else ""
@@ -286,8 +300,8 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
 
     What the agent writes before its workers start is left out: it would count the pause between two attempts.
     """
-    own = (e for e in attempt if e["event"] != "compare" and (e["event"] != "decision" or "trainer" in e))
-    stamps = [float(event.get("began") or event["at"]) for event in own if event.get("at")]
+    counted_events = (e for e in attempt if e["event"] != "compare" and (e["event"] != "decision" or "trainer" in e))
+    stamps = [float(event.get("began") or event["at"]) for event in counted_events if event.get("at")]
     return [(stamps[0], stamps[-1])] if stamps else []
 
 
@@ -304,21 +318,22 @@ def _up(attempt: list[Event]) -> dict[str, bool]:
     return up
 
 
-def _sent(told: list[Event]) -> dict[str, float]:
-    """Bytes from host to host, by ``a to b``, the most first: what each agent told last. A host that nobody is on, or
-    that has told nothing yet, is its address.
+def _sent(reports: list[Event]) -> dict[str, float]:
+    """Bytes sent between hosts by link (``a to b``), largest first, from each agent's last report.
+
+    A host without a report is named by its address.
     """
-    newest = {event["agent"]: event for event in told if event.get("sent") and event.get("agent")}
+    newest = {event["agent"]: event for event in reports if event.get("sent") and event.get("agent")}
     names = {address: str(event["host"]) for event in newest.values() for address in event.get("here", ())}
-    found = Counter[str]()
+    bytes_by_link = Counter[str]()
     for event in newest.values():
         for address, count in event["sent"].items():
-            found[f"{event['host']} to {names.get(address, address)}"] += count
-    return {link: float(count) for link, count in found.most_common() if count}
+            bytes_by_link[f"{event['host']} to {names.get(address, address)}"] += count
+    return {link: float(count) for link, count in bytes_by_link.most_common() if count}
 
 
 def _once(events: list[Event], kind: str, key: str) -> list[Event]:
-    """The events of a kind, each once by trainer and `key`: an attempt that resumes repeats them."""
+    """The events of a kind, the last for each trainer and `key`, because resumed attempts repeat them."""
     return list({(str(e.get("trainer")), str(e.get(key))): e for e in events if e["event"] == kind}.values())
 
 
@@ -332,21 +347,22 @@ def _steady_speed(records: list[Event]) -> float | None:
 
 
 def _goodput(s: Summary) -> tuple[str, str]:
-    """How much of the time brought the training forward, and where the rest went. Most of a short run is its start,
-    which says nothing of a longer one: there it is the seconds alone.
+    """The part of the time that brought the training forward, and where the rest went, as a row.
+
+    A short run mostly starts up, which says nothing about a longer one, so only its seconds are shown.
     """
-    whole = sum(s.account.values())
+    total_seconds = sum(s.account.values())
     costs = sorted(((s.account[name], name) for name in COSTS if name in s.account), reverse=True)
-    if s.goodput is None or whole < SHORT:
+    if s.goodput is None or total_seconds < SHORT:
         spent = sorted(((seconds, name) for name, seconds in s.account.items()), reverse=True)
         return "wall clock", ", ".join(f"{name} {duration(seconds)}" for seconds, name in spent)
-    useful = ", ".join(f"{name} {s.account[name] / whole:.0%}" for name in USEFUL if name in s.account)
+    useful = ", ".join(f"{name} {s.account[name] / total_seconds:.0%}" for name in USEFUL if name in s.account)
     rest = ", ".join(f"{name} {duration(seconds)}" for seconds, name in costs)
-    return "goodput", f"{s.goodput:.0%} of {duration(whole)} ({useful})" + (f"; {rest}" if rest else "")
+    return "goodput", f"{s.goodput:.0%} of {duration(total_seconds)} ({useful})" + (f"; {rest}" if rest else "")
 
 
 def _by_kind(summary: Summary) -> Rows:
-    """What each kind of collective cost; those below a hundredth of the bytes and of the time together."""
+    """What each kind of collective cost; kinds below a hundredth of bytes and time are added up as one."""
     kinds, rest = dict(summary.collectives), [0, 0, 0.0]
     total = sum(size for _, size, _ in kinds.values())
     for kind, costs in summary.collectives.items():
@@ -363,8 +379,10 @@ def _by_kind(summary: Summary) -> Rows:
 def _codec(event: Event) -> str:
     sent, full = event.get("sent") or 0, event.get("full") or 0
     ratio = f", {sent / full:.1%} of them" if full else ""
-    told = f"{size_of(sent)} sent to {event.get('to') or 'other hosts'} instead of {size_of(full)}{ratio}, by worker 0"
-    return f"{event.get('codec')} ({event.get('kind')}): {told}"
+    amounts = (
+        f"{size_of(sent)} sent to {event.get('to') or 'other hosts'} instead of {size_of(full)}{ratio}, by worker 0"
+    )
+    return f"{event.get('codec')} ({event.get('kind')}): {amounts}"
 
 
 def _links(event: Event) -> str:
@@ -389,7 +407,7 @@ def _lost(event: Event) -> str:
 
 
 def _out_of_step(windows: list[Event]) -> str:
-    """How many updates each worker made, and how many came between a worker's reading of the weights and its update."""
+    """The number of updates of each worker, and how many others came between its reading of the weights and its own."""
     by, missed = Counter[int](), Counter[int]()
     for event in windows:
         by.update(dict(event["workers"]))
@@ -398,8 +416,8 @@ def _out_of_step(windows: list[Event]) -> str:
         return ""
     if "late" in windows[0]:
         late = Counter(worker for event in windows for _, worker, *_ in event["late"])
-        told = ", ".join(f"worker {worker} in {plural(count, 'step')}" for worker, count in sorted(late.items()))
-        return f"late, and its rows dropped: {told}" if told else "nobody was late"
+        late_texts = ", ".join(f"worker {worker} in {plural(count, 'step')}" for worker, count in sorted(late.items()))
+        return f"late, and its rows dropped: {late_texts}" if late_texts else "nobody was late"
     mean = sum(others * times for others, times in missed.items()) / missed.total()
     made = ", ".join(f"{count} by worker {worker}" for worker, count in sorted(by.items()))
     dropped = sum(event["dropped"] for event in windows)
@@ -408,18 +426,18 @@ def _out_of_step(windows: list[Event]) -> str:
 
 
 def _late(events: list[Event]) -> str:
-    """Which islands were too late for merges, and how many rows are not trained on for that."""
-    told = []
+    """The islands that were too late for merges, and the rows that were not trained on because of that."""
+    island_texts = []
     for island in sorted({str(i) for e in events for i in (*(e.get("late") or ()), *(e.get("missed") or ()))}):
         times = sum(int(island) in (event.get("late") or ()) for event in events)
         rows = sum((event.get("missed") or {}).get(island, [0, 0, 0])[2] for event in events)
         rows += sum(event.get("rows") or 0 for event in events if str(event.get("island")) == island)
-        told.append(f"island {island} for {plural(times, 'merge')}, {plural(rows, 'row')} not trained on")
-    return "; ".join(told)
+        island_texts.append(f"island {island} for {plural(times, 'merge')}, {plural(rows, 'row')} not trained on")
+    return "; ".join(island_texts)
 
 
 def _cause(event: Event, link: str) -> str:
-    """Of a failure; it may be that of no worker."""
+    """The cause of a failure, with its worker if it belongs to one."""
     worker = f"worker {event['worker']}{link}" if event.get("worker") is not None else ""
     return f"{worker}{event.get('cause')}"
 
@@ -431,7 +449,7 @@ def _memory(event: Event) -> str:
 
 
 def _teams(formed: list[Event]) -> str:
-    """How often the team formed anew, and how long nobody trained for that."""
+    """How often the team formed anew, and how long training stood still for that."""
     if not formed:
         return ""
     workers = plural(len(formed[-1].get("workers") or []), "worker")
@@ -439,11 +457,14 @@ def _teams(formed: list[Event]) -> str:
 
 
 def _shares(s: Summary) -> str:
-    """The parts of the global batch that workers had at last, or the micro-batches where nothing was measured."""
+    """The workers' last parts of the global batch, or their micro-batches if nothing was measured."""
     if not s.shares:
         grid = s.grids[-1] if s.grids else {}
         unit = int(grid.get("unit") or 1)
-        whose = (ranks([*range(place * unit, (place + 1) * unit)]) for place in range(len(grid.get("shares") or [])))
+        whose = (
+            ranks([*range(unit_index * unit, (unit_index + 1) * unit)])
+            for unit_index in range(len(grid.get("shares") or []))
+        )
         return ", ".join(f"{who}: {share}" for who, share in zip(whose, grid.get("shares") or [], strict=True))
     workers, dealt = s.shares[-1].get("workers") or [], s.shares[-1].get("parts") or []
     unit = max(1, len(workers) // max(1, len(dealt)))
@@ -453,15 +474,15 @@ def _shares(s: Summary) -> str:
 
 
 def facts(summary: Summary) -> dict[str, Rows]:
-    """The run in words, as (name, text) rows by title; what the journal does not hold is left out."""
+    """Describes the run as (name, text) rows by title; leaves out what the journal does not hold."""
     s, start = summary, summary.start
     losses = [
         (f"loss {name}".strip(), f"{number(a)} at first, {number(b)} at last") for name, (a, b) in s.losses.items()
     ]
     evaluation = s.evaluations[-1] if s.evaluations else {}
-    found = (evaluation.get("results") or {}).items()
+    results = (evaluation.get("results") or {}).items()
     values = ", ".join(
-        f"{name} {v if isinstance(v, str) else number(v)}" for name, v in found if not isinstance(v, (list, dict))
+        f"{name} {v if isinstance(v, str) else number(v)}" for name, v in results if not isinstance(v, (list, dict))
     )
     done = f"{plural(s.steps_done, 'step')}, {plural(s.samples, 'sample')} in {duration(s.wall_seconds)}"
     rate = f"{number(round(s.samples_per_second, 1))} samples/s" if s.samples_per_second else ""
@@ -534,9 +555,9 @@ def facts(summary: Summary) -> dict[str, Rows]:
 
 
 def brief(summary: Summary) -> Rows:
-    """The same in as few rows as tell how a good run went."""
-    told = {title: dict(rows) for title, rows in facts(summary).items()}
-    results, losses = told["Results"], summary.losses.items()
+    """The few rows of `facts` that show how a good run went."""
+    tables = {title: dict(rows) for title, rows in facts(summary).items()}
+    results, losses = tables["Results"], summary.losses.items()
     loss = ", ".join(f"{name} {number(a)} to {number(b)}" for name, (a, b) in losses) if len(losses) > 1 else ""
     rows = {"loss": loss, **results, "goodput": results.get("goodput", "").partition("; ")[0]}
     if summary.samples_per_second:
@@ -549,14 +570,15 @@ def _workers(s: Summary) -> list[tuple[str, str]]:
     several = len(s.explained) > 1
     return [
         (f"trainer {trainer}: {name}" if several else name, text)
-        for trainer, told in s.explained.items()
-        for name, text in told.figures()
+        for trainer, explanation in s.explained.items()
+        for name, text in explanation.figures()
     ]
 
 
 def explain(folder: Path, svg: Path | None = None) -> str:
-    """What ``paceline explain RUN`` prints: a run's choices and their reasons; with `svg`, its plan is drawn there.
-    UsageError: not the folder of a run.
+    """The text of ``paceline explain RUN``: a run's choices and their reasons.
+
+    With `svg`, also draws its plan to that file. Raises UsageError if `folder` is no run folder.
     """
     summary = Summary(folder)
     if svg is not None:
@@ -567,8 +589,8 @@ def explain(folder: Path, svg: Path | None = None) -> str:
     lines: list[str] = []
     for title in ("Environment", "Plan", "Workers", "Decisions", "Results", "Costs", "What happened"):
         if title == "Decisions":
-            told = [[in_one_line(str(event.get(key))) for key in ("what", "why")] for event in summary.decisions]
-            rows = [f"  {what}\n    because {why}" for what, why in told]
+            decisions = [[in_one_line(str(event.get(key))) for key in ("what", "why")] for event in summary.decisions]
+            rows = [f"  {what}\n    because {why}" for what, why in decisions]
         else:
             width = max((len(name) for name, _ in tables[title]), default=0)
             rows = [f"  {in_one_line(f'{name:{width}}  {text}')}" for name, text in tables[title]]

@@ -17,8 +17,10 @@ HEAD = ("worker", "", "host", "share", "computing", "others waited for it", "whe
 
 @dataclass(frozen=True)
 class OneWorker:
-    """A worker of a run: its part of the global batch, and of a step its seconds of computing, those that others waited
-    for it, those of the `step` itself and where the worker's went, as far as that is known.
+    """A row of the table of workers.
+
+    `share` is its part of the global batch. Seconds are those of a step: `computed` by the worker, `waited` by others
+    for it, of the `step` itself, and `spent` by part, as far as they are known.
     """
 
     worker: str
@@ -32,7 +34,7 @@ class OneWorker:
 
     @property
     def lane(self) -> dict[str, float]:
-        """Where its time went, or at least what it computed and the rest."""
+        """The worker's seconds by part, or at least those of computing and of the rest."""
         if self.spent or self.computed is None:
             return self.spent
         return {"load and compute": self.computed, "reduce, wait and others": max(0.0, self.step - self.computed)}
@@ -43,7 +45,7 @@ class OneWorker:
 
     @property
     def row(self) -> tuple[str, ...]:
-        """Under `HEAD`."""
+        """The cells of the row, in the columns of `HEAD`."""
         computed = f"{a_step(self.computed)} a step" if self.computed is not None else ""
         waited = f"{a_step(self.waited)} a step" if self.waited else ""
         parts = ", ".join(f"{part} {share:.0%}" for part, share in shares_of(self.spent)[:MOST])
@@ -51,8 +53,10 @@ class OneWorker:
 
 
 def members(summary: Summary) -> list[OneWorker]:
-    """All workers, by number. Their seconds are those of the newest record of steps, and of very many workers those of
-    the newest that tells of each.
+    """All workers of a run, by number.
+
+    Their seconds come from the newest record of steps, or, if there are very many workers, from the newest record that
+    lists each worker.
     """
     last: Event = next((records[-1] for records in summary.steps.values()), {})
     steps = last.get("steps") or 1
@@ -78,15 +82,15 @@ def members(summary: Summary) -> list[OneWorker]:
 
 
 def by_host(team: Sequence[OneWorker]) -> list[tuple[str, list[OneWorker]]]:
-    """The hosts and their workers; who has the slowest comes first."""
-    found: dict[str, list[OneWorker]] = {}
+    """The hosts and their workers; the host with the slowest worker comes first."""
+    by_name: dict[str, list[OneWorker]] = {}
     for member in team:
-        found.setdefault(member.host, []).append(member)
-    return sorted(found.items(), key=lambda host: -max(member.slowness for member in host[1]))
+        by_name.setdefault(member.host, []).append(member)
+    return sorted(by_name.items(), key=lambda host: -max(member.slowness for member in host[1]))
 
 
-def told(team: Sequence[OneWorker]) -> str:
-    """What all of them, or those of a host, come to."""
+def describe_team(team: Sequence[OneWorker]) -> str:
+    """Sums up some workers in a line: how many are up, how long they compute, how long others waited."""
     up = sum(member.state == "up" for member in team)
     worst = max(team, key=lambda member: member.slowness)
     computed = [member.computed for member in team if member.computed is not None]
@@ -100,13 +104,13 @@ def told(team: Sequence[OneWorker]) -> str:
 
 
 def slowest(team: Sequence[OneWorker]) -> tuple[list[OneWorker], int]:
-    """Of very many workers those, by number, and how many more there are."""
+    """The slowest `SHOWN` workers, by number, and how many more there are."""
     most = sorted(team, key=lambda member: -member.slowness)[:SHOWN]
     return sorted(most, key=lambda member: (len(member.worker), member.worker)), len(team) - len(most)
 
 
 def lanes_of(record: Event) -> dict[str, dict[str, float]]:
-    """Of each worker the seconds of its steps by part, in the order of parts, by a record of these."""
+    """The seconds of each worker by part, from the lanes of a record of steps."""
     spent: dict[str, dict[str, float]] = {}
     for name, seconds in (record.get("lanes") or {}).items():
         worker, part = name.split()
@@ -115,31 +119,31 @@ def lanes_of(record: Event) -> dict[str, dict[str, float]]:
 
 
 def a_step(seconds: float) -> str:
-    """Of a step, so that two can be told apart."""
+    """The seconds of a step as text, with three digits, so that steps can be compared."""
     return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _shares(summary: Summary) -> dict[str, str]:
-    """The part of a global batch that each worker has; of those in units, nothing."""
+    """Each worker's part of a global batch; nothing if several workers form a unit."""
     if summary.shares:
         parts, workers = summary.shares[-1].get("parts") or [], summary.shares[-1].get("workers") or []
     else:
         grid: Event = summary.grids[-1] if summary.grids else {}
         parts = grid.get("shares") or [] if grid.get("unit", 1) == 1 else []
         workers = list(range(len(parts)))
-    whole = sum(parts) if all(isinstance(part, int | float) for part in parts) else 0
-    return {str(w): f"{part / whole:.0%}" for w, part in zip(workers, parts, strict=False)} if whole else {}
+    total = sum(parts) if all(isinstance(part, int | float) for part in parts) else 0
+    return {str(w): f"{part / total:.0%}" for w, part in zip(workers, parts, strict=False)} if total else {}
 
 
 def happened(summary: Summary) -> Rows:
-    """What happened last to the team and its checkpoints, the newest at the end."""
-    told: list[tuple[float, str]] = []
+    """The latest events of the team and its checkpoints as (time, text) rows, the newest last."""
+    entries: list[tuple[float, str]] = []
     for event in summary.lost:
-        told.append((event["at"], f"lost: {', '.join(map(str, event.get('workers') or []))}, {event.get('why')}"))
+        entries.append((event["at"], f"lost: {', '.join(map(str, event.get('workers') or []))}, {event.get('why')}"))
     for event in summary.formed:
-        told.append((event["at"], f"formed anew with {plural(len(event.get('workers') or []), 'worker')}"))
+        entries.append((event["at"], f"formed anew with {plural(len(event.get('workers') or []), 'worker')}"))
     for event in summary.failures:
-        told.append((event["at"], f"failed: {event.get('cause')}"))
+        entries.append((event["at"], f"failed: {event.get('cause')}"))
     for event in summary.checkpoints[-LATEST:]:
-        told.append((event["at"], f"checkpoint of step {event.get('step')}"))
-    return [(f"{datetime.fromtimestamp(at):%H:%M:%S}", text) for at, text in sorted(told)[-LATEST:]]
+        entries.append((event["at"], f"checkpoint of step {event.get('step')}"))
+    return [(f"{datetime.fromtimestamp(at):%H:%M:%S}", text) for at, text in sorted(entries)[-LATEST:]]

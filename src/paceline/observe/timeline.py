@@ -22,23 +22,25 @@ from paceline.base.text import plural, ranks
 from paceline.errors import UsageError
 from paceline.observe.team_table import lanes_of
 
-RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of what concerns all, and the first threads of a worker
-TOLD = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
+RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of the run's events; the first thread numbers of a worker
+INSTANTS = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
 GONE = "remove that file: the trace is made without it"
-MOST = 200_000  # records of steps of all workers, beyond which neighbours are added up
+MOST = 200_000  # step records times workers, beyond which neighbouring records are added up
 Span = dict[str, Any]
 
 
 def trace(folder: Path, out: Path | None, steps: str | None) -> str:
-    """Writes the trace of a run, gzipped where the name ends so, and says where. UsageError: it is no run folder, or
-    `steps` is no A:B, or of none that was made.
+    """Writes the trace of a run to `out`, gzipped if its name ends in .gz; returns the text to print.
+
+    `steps` is "A:B" or None for all. Raises UsageError if `folder` is no run folder, or if `steps` is malformed or fits
+    no step of the journal.
     """
     if not (folder / NAME).exists():
         raise UsageError(f"{in_one_line(folder)} is no run folder: it has no {NAME}", "name one that --run-dir made")
     out = out or folder / "trace.json.gz"
     made = Timeline(read_journal(folder), flights(folder))
     while steps is None and len(made.records) * len(made.workers) > MOST:
-        fewer = Timeline(thinned(made.told), made.flights)
+        fewer = Timeline(thinned(made.journal_events), made.flights)
         if len(fewer.records) == len(made.records):
             break
         made = fewer
@@ -51,24 +53,24 @@ def trace(folder: Path, out: Path | None, steps: str | None) -> str:
 
 
 def flights(folder: Path) -> list[tuple[Event, list[Event]]]:
-    """(whose, collectives) of each file of the flight recorder in a run folder, and in those of other hosts in it."""
+    """Reads the flight recorder's files of a run, of all hosts, as (head with worker and host, collectives)."""
     from paceline.base.file_types import FlightHead, FlightRecord  # needs msgspec
 
-    found: list[tuple[Event, list[Event]]] = []
+    recordings: list[tuple[Event, list[Event]]] = []
     for path in sorted([*folder.glob(f"{FOLDER}/*.jsonl"), *folder.glob(f"hosts/*/{FOLDER}/*.jsonl")]):
         first, *rest = [line for line in read_file(path).splitlines() if line.endswith(b"}")] or [b""]
         if first:
             head = dict(read_json(first, FlightHead, str(path), GONE))
-            found.append((head, [dict(read_json(line, FlightRecord, str(path), GONE)) for line in rest]))
-    return found
+            recordings.append((head, [dict(read_json(line, FlightRecord, str(path), GONE)) for line in rest]))
+    return recordings
 
 
 class Timeline:
-    """What a run folder tells of time. `workers` are those that are known, with their hosts."""
+    """When everything in a run happened. `workers` maps the known workers to their hosts."""
 
     def __init__(self, events: Sequence[Event], flights: Sequence[tuple[Event, list[Event]]]) -> None:
-        self.told, self.flights = list(events), flights
-        self.offsets: dict[str, float] = {}  # seconds to be added to what a host's clock says
+        self.journal_events, self.flights = list(events), flights
+        self.offsets: dict[str, float] = {}  # seconds to add to a host's clock
         self.workers: dict[int, str] = {}
         for event in events:
             if event["event"] == "clock":
@@ -79,7 +81,9 @@ class Timeline:
             elif event["event"] == "step":
                 self.workers |= {int(w): "" for w in event.get("computed") or {} if int(w) not in self.workers}
         self.workers |= {about["worker"]: about["host"] for about, _ in flights}
-        self.records: list[tuple[float, float, Event]] = []  # begin, end, record of steps: none begins before one ends
+        self.records: list[
+            tuple[float, float, Event]
+        ] = []  # begin, end and record of steps; those of a trainer do not overlap
         ends: dict[Any, float] = {}
         for event in events:
             if event["event"] == "step" and event.get("seconds"):
@@ -89,13 +93,13 @@ class Timeline:
                 ends[event.get("trainer")] = event["at"]
 
     def events(self, first: float, last: float) -> list[Span]:
-        """All within these Unix seconds, in the order of time, which begins with 0."""
-        spans = [*self._steps(), *self._collectives(), *self._told()]
+        """All trace events between these Unix seconds, in the order of time, which begins at 0."""
+        spans = [*self._steps(), *self._collectives(), *self._journal_spans()]
         spans = [span for span in spans if first <= span["ts"] and span.get("end", span["ts"]) <= last]
         spans += [*_ties([span for span in spans if span["cat"] == "collective"])]
         zero = min((span["ts"] for span in spans), default=0.0)
         for span in spans:
-            begin = round(1e9 * (span["ts"] - zero))  # whole nanoseconds: what is within another stays so
+            begin = round(1e9 * (span["ts"] - zero))  # whole nanoseconds, so that nested spans stay nested
             span["ts"] = begin / 1000
             if "end" in span:
                 span["dur"] = (round(1e9 * (span.pop("end") - zero)) - begin) / 1000
@@ -111,13 +115,14 @@ class Timeline:
             yield _about("process_sort_index", pid, 0, sort_index=pid)
         for pid, tid in sorted({(span["pid"], span["tid"]) for span in spans}):
             lane = f"collectives {tid - COLLECTIVES + 1}" if tid >= COLLECTIVES else "steps"
-            own = "checkpoints" if tid else "what happened"
-            yield _about("thread_name", pid, tid, name=own if pid == RUN else lane)
+            run_lane = "checkpoints" if tid else "what happened"
+            yield _about("thread_name", pid, tid, name=run_lane if pid == RUN else lane)
 
     def _steps(self) -> Iterator[Span]:
-        """The parts of steps; of more workers than have such, on worker 0, and on the others what they computed and the
-        rest. A record is of one step, or has the sums of several: they are drawn one after another. Others'
-        seconds of reduce, update and other are those of a step earlier.
+        """The parts of steps on each worker that has lanes, else on worker 0; on the others computing and the rest.
+
+        A record is of one step, or has the sums of several steps, which are drawn one after another. The seconds of
+        reduce, update and other are, on workers other than 0, those of the step before.
         """
         for begin, end, record in self.records:
             steps, last = record.get("steps") or 1, int(record.get("step") or 0)
@@ -130,13 +135,13 @@ class Timeline:
                 rest = max(0.0, record["seconds"] - computed)
                 parts.setdefault(worker, {"load and compute": computed, "reduce, wait and others": rest})
             for worker, spent in parts.items():
-                place = {"pid": int(worker) + 1, "tid": STEPS + (record.get("trainer") or 0) % (COLLECTIVES - STEPS)}
-                yield _span(name, "step", begin, end, args, **place)
+                track = {"pid": int(worker) + 1, "tid": STEPS + (record.get("trainer") or 0) % (COLLECTIVES - STEPS)}
+                yield _span(name, "step", begin, end, args, **track)
                 scale, at = (end - begin) / max(sum(spent.values()), 1e-9), begin
                 for part, seconds in spent.items():
                     if seconds > 0:
                         until = min(end, at + seconds * scale)
-                        yield _span(part, "part", at, until, {"seconds": seconds}, **place)
+                        yield _span(part, "part", at, until, {"seconds": seconds}, **track)
                         at = until
 
     def _collectives(self) -> Iterator[Span]:
@@ -147,20 +152,20 @@ class Timeline:
                 end = max(begin, (record.get("ended") or about.get("at") or record["begun"]) + offset)
                 args = {key: record.get(key) for key in ("group", "number", "site", "bytes", "failed")}
                 args |= {} if record.get("ended") else {"ended": "not yet"}
-                place = {"pid": about["worker"] + 1, "tid": COLLECTIVES + _lane(free, begin, end)}
-                yield _span(record["name"], "collective", begin, end, args, **place)
+                track = {"pid": about["worker"] + 1, "tid": COLLECTIVES + _lane(free, begin, end)}
+                yield _span(record["name"], "collective", begin, end, args, **track)
 
-    def _told(self) -> Iterator[Span]:
-        """Of the journal, what happened to the run."""
+    def _journal_spans(self) -> Iterator[Span]:
+        """The events of the journal that concern the whole run."""
         free: list[float] = []
-        for event in self.told:
+        for event in self.journal_events:
             kind = event["event"]
             if kind == "checkpoint":
                 took = event.get("took") or event.get("seconds") or 0.0
                 name = f"checkpoint of step {event.get('step')}"
                 lane = STEPS + _lane(free, event["at"] - took, event["at"])
                 yield _span(name, kind, event["at"] - took, event["at"], {}, pid=RUN, tid=lane)
-            elif kind in TOLD:
+            elif kind in INSTANTS:
                 what = {"worker": f"{ranks([event.get('worker') or 0])} {event.get('what')}", "hang": "hang"}.get(
                     kind, kind
                 )
@@ -178,7 +183,7 @@ class Timeline:
 
 
 def _ties(spans: Sequence[Span]) -> Iterator[Span]:
-    """Flows through the same collective on several workers, which begin where it does on each."""
+    """Yields flow events that connect the same collective on several workers."""
     alike: dict[tuple[Any, ...], list[Span]] = defaultdict(list)
     for span in spans:
         if number := span["args"].get("number"):
@@ -191,8 +196,10 @@ def _ties(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _meetings(alike: Mapping[Any, list[Span]]) -> Iterator[list[Span]]:
-    """The same collective on several workers. A number comes again in another generation: one that begins a second
-    after all others have ended is another one, and so is a second one of a worker.
+    """Groups the spans of one collective on several workers.
+
+    Numbers repeat in another generation: a span that begins a second after all others of the group have ended, or a
+    second span of the same worker, belongs to another collective.
     """
     for spans in alike.values():
         together: list[Span] = []
@@ -208,15 +215,15 @@ def _meetings(alike: Mapping[Any, list[Span]]) -> Iterator[list[Span]]:
 
 
 def _lane(free: list[float], begin: float, end: float) -> int:
-    """The first lane that is free when something begins, until whose end it is taken."""
-    lane = next((place for place, until in enumerate(free) if until <= begin), len(free))
+    """Takes the first lane that is free at `begin`, and occupies it until `end`."""
+    lane = next((lane_index for lane_index, until in enumerate(free) if until <= begin), len(free))
     free[lane : lane + 1] = [end]
     return lane
 
 
-def _span(name: str, kind: str, begin: float, end: float, args: Mapping[str, Any], **place: int) -> Span:
-    told = {key: value for key, value in args.items() if value is not None}
-    return {"name": name, "cat": kind, "ph": "X", "ts": begin, "end": end, "args": told, **place}
+def _span(name: str, kind: str, begin: float, end: float, args: Mapping[str, Any], **track: int) -> Span:
+    known_args = {key: value for key, value in args.items() if value is not None}
+    return {"name": name, "cat": kind, "ph": "X", "ts": begin, "end": end, "args": known_args, **track}
 
 
 def _about(what: str, pid: int, tid: int, **args: Any) -> Span:
@@ -224,7 +231,7 @@ def _about(what: str, pid: int, tid: int, **args: Any) -> Span:
 
 
 def _window(made: Timeline, steps: str | None) -> tuple[float, float]:
-    """Unix seconds of the records that have steps A to B."""
+    """The Unix seconds between which the steps A to B were made."""
     if steps is None:
         return 0.0, float("inf")
     first, _, last = steps.partition(":")

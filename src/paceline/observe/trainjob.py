@@ -32,38 +32,42 @@ MOST, LONGEST, LARGEST = 256, 64, 2**31 - 1  # metrics; characters of a name or 
 
 
 def status(summary: Summary) -> dict[str, Any]:
-    """What is posted. The steps of several trainers are one count; what is not known is left out."""
+    """The body to post. The steps of several trainers are added up; unknown fields are left out."""
     newest = [records[-1] for records in summary.steps.values()]
     done = sum(int(record.get("step") or 0) for record in newest)
     aims: dict[Any, Any] = {grid.get("trainer"): grid.get("steps") for grid in summary.grids}
     aim = sum(aims.values()) if aims and None not in aims.values() else 0
-    told: dict[str, Any] = {"lastUpdatedTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(summary.heard))}
+    fields: dict[str, Any] = {
+        "lastUpdatedTime": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(summary.last_event_at))
+    }
     left = 0 if summary.finished else max(aim - done, 0)
     seconds, steps = total(newest, "seconds"), total(newest, "steps")
     if aim or summary.finished:
-        told["progressPercentage"] = min(done * 100 // aim, 100) if left else 100
+        fields["progressPercentage"] = min(done * 100 // aim, 100) if left else 100
         if steps or not left:
-            told["estimatedRemainingSeconds"] = min(round(left * seconds / steps), LARGEST) if left else 0
+            fields["estimatedRemainingSeconds"] = min(round(left * seconds / steps), LARGEST) if left else 0
     values: dict[str, Any] = {"step": done}
     for record in newest:
         values |= values_of(record)
     values |= {name: curve[-1][1] for name, curve in summary.series.items()}
-    found = (
+    metrics = (
         {"name": name[:LONGEST], "value": f"{value:.7g}"}
         for name, value in values.items()
         if name and not isinstance(value, str)
     )
-    return {"trainerStatus": {**told, "metrics": list(islice(found, MOST))}}
+    return {"trainerStatus": {**fields, "metrics": list(islice(metrics, MOST))}}
 
 
 def post(server: Mapping[str, str], body: Mapping[str, Any]) -> None:
-    """`server` has its ``url``, and the files of its ``certificate`` and our ``token``, which both change now and then.
-    OSError, HTTPException, ValueError: it does not take it.
+    """Posts `body` to Kubeflow's `server`: its ``url`` and the paths of its ``certificate`` and of our ``token``.
+
+    Both files are read at each call, because Kubernetes replaces them now and then. Raises OSError, HTTPException or
+    ValueError if the server does not accept the body.
     """
     where = urlsplit(server["url"])
     context = ssl.create_default_context(cafile=server["certificate"] or None)
     token = read_file(server["token"]).decode().strip()
-    # By itself: what is in the cluster is not asked for by way of a proxy.
+    # http.client ignores proxies, which must not be used for servers in the cluster.
     connection = HTTPSConnection(where.hostname or "", where.port, timeout=PATIENCE, context=context)
     try:
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
@@ -77,8 +81,8 @@ def post(server: Mapping[str, str], body: Mapping[str, Any]) -> None:
 
 
 async def report(folder: Path, server: Mapping[str, str], ended: Event) -> None:
-    """Posts what is new until the run has `ended`, and then its end. That it cannot it prints once."""
-    newest, sent, told = Newest(folder, EVERY, status), -1, False
+    """Posts the status of the run until it has `ended`, and then its end. Prints only the first failure."""
+    newest, sent, warned = Newest(folder, EVERY, status), -1, False
     while True:
         last = ended.is_set()
         try:
@@ -87,9 +91,9 @@ async def report(folder: Path, server: Mapping[str, str], ended: Event) -> None:
                 await asyncio.to_thread(post, server, body)
                 sent = number
         except (OSError, HTTPException, ValueError, PacelineError) as error:
-            if not told:
+            if not warned:
                 say(f"Kubeflow Trainer does not take how far the run is ({first_line(error)})", sys.stdout)
-            told = True
+            warned = True
         if last:
             return
         with suppress(TimeoutError):

@@ -28,24 +28,25 @@ from paceline.observe.team_table import HEAD, a_step, happened, members, slowest
 from paceline.team.coordinator_client import NUMBERS, UnsignedError, Wire
 
 EVERY = 0.5  # seconds between two looks
-QUIET = 1.0  # seconds without news after which a run that has ended is over
+QUIET = 1.0  # seconds without news after which a run with an end is taken to be over
 HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
 def watch(
     folder: Path | None = None, once: bool = False, key_file: Path | None = None, console: Terminal | None = None
 ) -> int:
-    """Shows a run, by default the newest one under runs/, until it has ended; `once`, and where the console is no
-    terminal, as it is now. Where the folder is HOST:PORT it is the run whose live page is there. UsageError: there is
-    none, or the key in `key_file` is another one's; LaunchError: nothing answers. Ctrl-C ends the watching, and nothing
-    else.
+    """Shows a run, by default the newest one under runs/, until it has ended; returns the exit code 0.
+
+    With `once`, or if the console is no terminal, prints the current state and returns. A `folder` of the form
+    HOST:PORT is the address of a run's live page. Raises UsageError if there is no such run or if the key in `key_file`
+    is wrong, LaunchError if nothing answers. Ctrl-C ends only the watching.
     """
     console = console or Terminal()
     if folder is not None and re.fullmatch("[^/]+:[0-9]{1,5}", str(folder)) and not folder.exists():
         with tempfile.TemporaryDirectory(prefix="paceline-watch-") as copy:
-            there = Elsewhere(str(folder), _key(key_file, str(folder)), Path(copy))
-            there.follow()
-            return _follow(there.folder, once, console, there.follow)
+            remote_run = Elsewhere(str(folder), _key(key_file, str(folder)), Path(copy))
+            remote_run.follow()
+            return _follow(remote_run.folder, once, console, remote_run.follow)
     return _follow(folder or _newest(), once, console, lambda: None)
 
 
@@ -64,20 +65,20 @@ def _key(file: Path | None, where: str) -> str:
 
 
 class Elsewhere:
-    """A copy, in a `folder` here, of the journal of the run whose live page is at `where`."""
+    """Copies the journal of a remote run, whose live page is at `where`, to the local `folder`."""
 
     def __init__(self, where: str, key: str, folder: Path) -> None:
         self.where, self.folder, self._key = where, folder, key
         self._at = self._failed = 0
 
     def follow(self) -> None:
-        """Takes what is new. Raises UsageError and LaunchError the first time; later it waits for the next one."""
+        """Fetches what is new. Only the first fetch raises UsageError or LaunchError; later ones are tried again."""
         try:
             while piece := self._ask():
                 with (self.folder / NAME).open("ab") as file:
                     file.write(piece)
                 self._at += len(piece)
-        except UnsignedError as error:  # which is never believed
+        except UnsignedError as error:  # an answer without the right signature is ignored
             if not self._at:
                 what = f"what answers at {self.where} does not know this reading key"
                 if error.code == 401:
@@ -90,12 +91,12 @@ class Elsewhere:
                 raise LaunchError(what, cure) from error
 
     def _ask(self) -> bytes:
-        """The next piece of the journal. The key itself does not travel."""
+        """Fetches the next piece of the journal. The key signs the request and is not sent."""
         host, _, port = self.where.rpartition(":")
         with Wire((host, int(port)), self._key.encode(), 5.0) as wire:
             path = f"/journal?from={self._at}"
-            status, said = wire.fetch("GET", path, secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
-        return said if status == 200 else b""
+            status, body = wire.fetch("GET", path, secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
+        return body if status == 200 else b""
 
 
 def _follow(folder: Path, once: bool, console: Terminal, look: Callable[[], None]) -> int:
@@ -120,14 +121,14 @@ def _follow(folder: Path, once: bool, console: Terminal, look: Callable[[], None
 
 
 def _newest() -> Path:
-    found = sorted(Path("runs").glob(f"*/{NAME}"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    journals = sorted(Path("runs").glob(f"*/{NAME}"), key=lambda path: path.stat().st_mtime)
+    if not journals:
         raise UsageError("there is no run under runs/", "name its folder: paceline watch RUN")
-    return found[-1].parent
+    return journals[-1].parent
 
 
 def frame(summary: Summary, now: float) -> RenderableType:
-    """All of it, made of the journal up to the event that it names; `now` is in Unix seconds."""
+    """Renders the whole screen from the journal up to the event named at its end; `now` is in Unix seconds."""
     style = "bold green" if summary.finished else "bold red" if summary.outcome else "bold"
     head = Text(in_one_line(Path(summary.script).name or str(summary.folder)), "bold")
     head.append(f"  {in_one_line(_state(summary, now))}", style)
@@ -154,7 +155,7 @@ def _state(summary: Summary, now: float) -> str:
         return summary.ending
     total = next((grid.get("steps") for grid in reversed(summary.grids) if grid.get("steps")), None)
     done = f"step {summary.steps_done:,}" + (f" of {total:,}" if total else "")
-    still = now - summary.heard
+    still = now - summary.last_event_at
     return f"{done}, {duration(summary.wall_seconds)}" + (f", no news for {duration(still)}" if still > 10 else "")
 
 
@@ -166,8 +167,8 @@ def _figures(summary: Summary) -> Rows:
         curve = [(float(r["step"]), float(r["loss"])) for r in records if r.get("loss") is not None and r.get("step")]
         rows.append((f"loss {trainer}".strip(), f"{number(newest)}, from {number(first)}  {_curve(curve)}"))
         known = {"lr": last.get("lr"), "gradient norm": last.get("grad_norm"), **(last.get("metrics") or {})}
-        told = [f"{name} {number(value)}" for name, value in known.items() if isinstance(value, int | float)]
-        rows.append((f"figures {trainer}".strip(), ", ".join(told)))
+        texts = [f"{name} {number(value)}" for name, value in known.items() if isinstance(value, int | float)]
+        rows.append((f"figures {trainer}".strip(), ", ".join(texts)))
         if last.get("seconds") and last.get("samples"):
             speed = f"{number(round(last['samples'] / last['seconds'], 1))} samples/s"
             tokens = f", {number(rounded(last['tokens'] / last['seconds']))} tokens/s" if last.get("tokens") else ""
@@ -179,7 +180,7 @@ def _figures(summary: Summary) -> Rows:
 
 
 def _curve(points: Sequence[tuple[float, float]], cells: int = 32) -> str:
-    """The course of a value in as many characters."""
+    """A sparkline of a value in `cells` characters."""
     values = [value for _, value in thin(points, 2 * cells)]
     size = -(-len(values) // cells)
     means = [sum(values[at : at + size]) / len(values[at : at + size]) for at in range(0, len(values), size or 1)]
@@ -188,10 +189,13 @@ def _curve(points: Sequence[tuple[float, float]], cells: int = 32) -> str:
 
 
 def _costs(summary: Summary) -> Rows:
-    costs, own = dict(facts(summary)["Costs"]), next(iter(summary.steps.values()), [])
+    costs, records = dict(facts(summary)["Costs"]), next(iter(summary.steps.values()), [])
     sent = ""
-    if own and own[-1].get("bytes") and own[-1].get("seconds"):
-        step, second = own[-1]["bytes"] / (own[-1].get("steps") or 1), own[-1]["bytes"] / own[-1]["seconds"]
+    if records and records[-1].get("bytes") and records[-1].get("seconds"):
+        step, second = (
+            records[-1]["bytes"] / (records[-1].get("steps") or 1),
+            records[-1]["bytes"] / records[-1]["seconds"],
+        )
         sent = f"{size_of(step)} a step, {rate_of(second)}, handed to collectives by worker 0"
     return [("bytes", sent), ("links", costs.get("links", ""))]
 

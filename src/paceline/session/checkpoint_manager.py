@@ -30,7 +30,7 @@ from paceline.base.sharding import ShardedTensor
 from paceline.checkpoint.files import (
     Checkpoint,
     Files,
-    Whole,
+    TensorInfo,
     bytes_of,
     commit,
     ended_in,
@@ -38,8 +38,8 @@ from paceline.checkpoint.files import (
     give_up,
     layout,
     new_attempt,
+    tensor_infos,
     trainers_in,
-    whole_shapes,
     with_ended,
     write_error,
 )
@@ -100,7 +100,7 @@ class _Draft:
     step: int
     writers: list[int]
     plan: list[Files]
-    shapes: dict[str, Whole]
+    shapes: dict[str, TensorInfo]
     manifest: dict[str, Any]
     began: float = field(default_factory=time.monotonic)
     blocked: float = 0.0
@@ -287,7 +287,7 @@ class CheckpointManager:
                 writers = some(writers, sum(tensor.nbytes for tensor in common.values()))
             ranks = [self.team.operations.members.index(writer) for writer in writers]
             plan = layout(own, common, cut, ranks, self._attempt)
-            shapes = whole_shapes(tensors)
+            shapes = tensor_infos(tensors)
             table = [(name, *shapes[name]) for some in (common, cut) for name in some]
             self._table = hashlib.sha256(repr(table).encode()).hexdigest()
             manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
