@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from paceline.base.batching import NOTHING
 from paceline.checkpoint.tree import pack
-from paceline.comm.hierarchical import HierarchicalTransport, _places_of
+from paceline.comm.hierarchical import HierarchicalTransport, _find_hosts
 from paceline.comm.message_reader import read_told
 from paceline.comm.peer_status import PeerStatus
 from paceline.compute.job import StepOptions
@@ -198,7 +198,7 @@ def hosts() -> Iterator[Told]:
     HierarchicalTransport(store, 0, 1, "127.0.0.1", lambda: False)
     yield "host", (mine := store.get("host/0"))
     yield "hosts", store.get("host/all")
-    yield "hosts", _places_of([mine.replace(b'""', key).decode() for key in (b'"a"', b'"a"', b'"b"')]).encode()
+    yield "hosts", _find_hosts([mine.replace(b'""', key).decode() for key in (b'"a"', b'"a"', b'"b"')]).encode()
 
 
 PARAMS = [Parameter(torch.ones(4, 3)), Parameter(torch.ones(2, dtype=torch.float64))]

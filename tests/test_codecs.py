@@ -349,8 +349,8 @@ def test_a_sample_is_the_beginning_of_a_bucket() -> None:
     bucket = bucket_of([(7,), (10, 4), (3, 2)], np.zeros(53, np.float32))
     for most, shapes in ((60, [(7,), (10, 4), (3, 2)]), (48, [(7,), (10, 4)]), (20, [(7,), (3, 4)]), (5, [(5,)])):
         some = choice.sample(bucket, most)
-        assert [tuple(part.shape) for _, part in some.split(some.mine)] == shapes
-        assert len(some.mine) == sum(np.prod(shape) for shape in shapes)
+        assert [tuple(part.shape) for _, part in some.split(some.local_shard)] == shapes
+        assert len(some.local_shard) == sum(np.prod(shape) for shape in shapes)
 
 
 def test_what_should_cost_about_as_much_is_tried_in_the_run() -> None:
@@ -375,7 +375,7 @@ def test_what_should_cost_about_as_much_is_tried_in_the_run() -> None:
     assert runoff.spent == [0.0, 0.1, 0.2, pytest.approx(0.3)]
     assert runoff.best() == 3, "nearly as fast, and changes nothing"
     said = "int8 in 1 buckets and bf16 in 1 buckets 1.1 s a step, int8 1, bf16 1.9, none 1.02 -> none"
-    assert runoff.told() == said
+    assert runoff.describe() == said
 
 
 def test_the_cheapest_is_chosen_and_kept_unless_it_is_clearly_dearer() -> None:
@@ -397,7 +397,7 @@ def test_the_cheapest_is_chosen_and_kept_unless_it_is_clearly_dearer() -> None:
     assert chosen(("none", "int8"), 950) == "int8"
     assert chosen(("none", "int8"), 950, "none") == "none"
     assert chosen(("none", "int8"), 500, "none") == "int8"
-    assert choice.told(found["weight"], "int8", 94e6 / 8, 0.0) == (
+    assert choice.format_costs(found["weight"], "int8", 94e6 / 8, 0.0) == (
         "none 2.13 s, bf16 1.08, int8 0.695, (powersgd:4 0.084, lossy) -> int8"
     )
     assert [choice.differs(rate, 100.0) for rate in (60.0, 70.0, 140.0, 160.0)] == [True, False, False, True]

@@ -25,7 +25,7 @@ from paceline import Trainer, stream_seed
 from paceline.base.batching import deal
 from paceline.base.environment import World
 from paceline.comm.communicator import Group
-from paceline.comm.compression import manner
+from paceline.comm.compression import coded_sum
 from paceline.errors import PlanError
 from paceline.local_sgd.island_state import InnerOptimizerState
 from paceline.local_sgd.streaming_diloco import InFlightFragment, QuantizedOuterSync
@@ -305,7 +305,7 @@ def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
     isles = SimpleNamespace(
         count=3, mine=[0, 1, 2], teams=[([0], [0, 1, 2])], work=work, twins=Group(World()), _names_of=lambda part: names
     )
-    coded = QuantizedOuterSync(manner(word).code, isles)  # type: ignore[arg-type]
+    coded = QuantizedOuterSync(coded_sum(word).code, isles)  # type: ignore[arg-type]
     sent, deltas, apart = 0.0, 0.0, []
     for _ in range(5):
         each = {i: [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes] for i in range(3)}

@@ -73,7 +73,7 @@ def test_who_has_no_place_yet_has_not_said_anything() -> None:
     asked = Asked(dist.HashStore())
     first, _ = PeerStatus(asked, 0, 3), PeerStatus(asked, 2, 3)  # type: ignore[arg-type]
     first.publish()
-    assert first.others() == [first.here, None, None]
+    assert first.others() == [first.local_status, None, None]
 
 
 def test_who_waits_long_asks_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:

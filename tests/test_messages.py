@@ -32,7 +32,7 @@ from paceline.base.schema import find_wrong
 from paceline.base.text import ranks
 from paceline.checkpoint.tree import unpack
 from paceline.comm.message_reader import read_told
-from paceline.comm.message_types import TOLD
+from paceline.comm.message_types import MESSAGE_TYPES
 from paceline.compute import sparse_grads as sparse
 from paceline.errors import CheckpointError, FormatError, LaunchError
 from paceline.launch.agent import Agent
@@ -332,7 +332,7 @@ def test_what_workers_and_servers_tell_each_other_is_taken_or_refused(examples: 
             tellers.hear(*said)
 
     seeds = [*tellers.told()]
-    assert {about for about, _ in seeds} == TOLD.keys() - {"dealing", "tree", "part"}
+    assert {about for about, _ in seeds} == MESSAGE_TYPES.keys() - {"dealing", "tree", "part"}
     for about, data in seeds:
         # All that is written is read, and stays as it is.
         assert json.dumps(read_told(data, about, "worker 1"), sort_keys=True) == json.dumps(

@@ -118,7 +118,7 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
     def squares(shards: RowShards) -> torch.Tensor:
         whole = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
         own = [*own_of(dict(enumerate(whole)), {}, shards)[0].values()]
-        buckets = ExactBuckets(whole, shards=shards, own=own)
+        buckets = ExactBuckets(whole, shards=shards, local_params=own)
         buckets.largest = [float(grad.abs().max()) for grad in grads]
         for param, grad in zip(own, grads, strict=True):
             param.grad = shards.of(grad, shards.me).view(param.shape).clone()
@@ -170,7 +170,7 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
         called = [block for block in blocks if data.draw(st.booleans()) for _ in range(data.draw(st.integers(1, 2)))]
         for block in called:
             staging.call(block[0])
-        staging.open(last=place + 1 == len(backwards), blank=blank)
+        staging.open(last=place + 1 == len(backwards), is_dummy=blank)
         order = data.draw(st.permutations(range(len(sizes))))
         landing = order[: data.draw(st.integers(0, len(sizes)))]
         for turn, number in enumerate(landing):

@@ -61,7 +61,7 @@ def write_together(
     def gather(name: str, held: ShardedTensor) -> torch.Tensor:
         assert replica is not None
         pieces.pop(name, None)
-        return replica.whole(held)
+        return replica.gather_full(held)
 
     for name, value in state.items():
         if isinstance(value, ShardedTensor):

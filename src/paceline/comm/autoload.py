@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.comm.c10d_backend import ProcessGroup
 
-_ready: list[ProcessGroup] = []  # what the next group that torch makes is to be
+_ready: list[ProcessGroup] = []  # the object that torch gets as its next group
 
 
 def register() -> None:
-    """Again is harmless."""
+    """Registers the backend with torch. Calling it again is harmless."""
     import torch.distributed as dist
 
     if dist.is_available() and "paceline" not in dist.Backend.backend_list:
@@ -30,8 +30,10 @@ def register() -> None:
 
 
 def lend(group: ProcessGroup, store: Any) -> None:
-    """Makes a group known to torch, whose parts may run over it. It is torch's default one only while `exposed`: users'
-    code must find the same torch.distributed under every plan.
+    """Makes a group known to torch, so that torch's own parts can use it.
+
+    It is torch's default group only while it is `exposed`: the user's code must find the same torch.distributed under
+    every plan.
     """
     import torch.distributed as dist
 
@@ -43,7 +45,7 @@ def lend(group: ProcessGroup, store: Any) -> None:
 
 @contextmanager
 def exposed(group: ProcessGroup) -> Iterator[None]:
-    """Makes a group that is lent torch's default one meanwhile."""
+    """A context in which a lent group is torch's default group."""
     import torch.distributed as dist
 
     before, dist.GroupMember.WORLD = dist.GroupMember.WORLD, group
@@ -54,7 +56,7 @@ def exposed(group: ProcessGroup) -> Iterator[None]:
 
 
 def take_back(group: ProcessGroup) -> None:
-    """Makes torch forget a group that was lent, and no other."""
+    """Makes torch forget a lent group, and no other."""
     import torch.distributed as dist
 
     with exposed(group):

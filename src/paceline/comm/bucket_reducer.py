@@ -14,12 +14,14 @@ from paceline.comm.compression import Codec
 from paceline.comm.gradient_buckets import Bucket
 from paceline.comm.progress_engine import Operation
 
-StageInputs = Callable[[int, torch.Tensor], None]
+OnReduced = Callable[[int, torch.Tensor], None]
 
 
 class ReduceStep(NamedTuple):
-    """Among some workers: `scatter` leaves each the sums of its own stretch of a bucket, and `sum` all of them the sums
-    of what they have.
+    """One step of a route, among the workers of a group.
+
+    `scatter` leaves each worker the sums of its own shard of a bucket; `sum` leaves all of them the sums of their
+    shards.
     """
 
     kind: str
@@ -27,50 +29,52 @@ class ReduceStep(NamedTuple):
 
 
 class BucketReducer:
-    """Moves the buckets of a step along one route, in order. Nothing waits before `finish`. The last hop is made with
-    the `codec`, if there is one.
+    """Moves the buckets of a step along one route, in order. Nothing waits before `finish`.
+
+    The last step of the route uses the `codec`, if there is one.
     """
 
     def __init__(self, group: Group, route: Sequence[ReduceStep], codec: Codec | None = None) -> None:
         self.group, self.route, self.codec = group, route, codec
         self._queues: list[deque[tuple[dist.Work | None, Bucket]]] = [deque() for _ in route]
         self._arrived: list[Bucket] = []
-        self._heard: StageInputs | None = None
+        self._on_reduced: OnReduced | None = None
 
-    def begin(self, name: str, heard: StageInputs | None = None) -> None:
-        """Starts a step: each bucket that arrives is told to `heard`, with its number."""
-        self._arrived, self._heard = [], heard
+    def begin(self, name: str, on_reduced: OnReduced | None = None) -> None:
+        """Starts a step; `on_reduced` is called with the index and the shard of each bucket that arrives."""
+        self._arrived, self._on_reduced = [], on_reduced
         for _, among in self.route:
             if among is not self.group:  # which has been entered
                 among.enter(name, check=False, kind="gradients")
 
     def send(self, bucket: Bucket) -> None:
-        """A bucket is whole here."""
+        """Takes a bucket that is complete on this worker."""
         self._start(0, bucket)
         self._advance(len(self.route), wait=False)
 
     def hand_on(self) -> None:
-        """No more will come: waits until all are on the last hop, where what else is small may follow them."""
+        """Waits until all buckets are on the last step, where other small sums may follow them."""
         self._advance(len(self.route) - 1, wait=True)
 
     def finish(self) -> None:
-        """Waits until all have arrived."""
+        """Waits until all buckets have arrived."""
         self._advance(len(self.route), wait=True)
 
     def abandon(self) -> None:
+        """Gives up all buckets that are under way."""
         for queue in self._queues:
             self.group.abandon([work for work, _ in queue])
             queue.clear()
 
     def squares(self) -> float | None:
-        """The squares of what has arrived added up over the last hop's workers, where summing them has told it."""
-        return self.route[-1].among.squares([bucket.mine for bucket in self._arrived])
+        """The sum of squares of all buckets over the last step's workers, if summing has computed it."""
+        return self.route[-1].among.squares([bucket.local_shard for bucket in self._arrived])
 
     def _start(self, number: int, bucket: Bucket) -> None:
         if number == len(self.route):
             self._arrived.append(bucket)
-            if self._heard is not None:
-                self._heard(bucket.index, bucket.mine)
+            if self._on_reduced is not None:
+                self._on_reduced(bucket.index, bucket.local_shard)
             return
         kind, among = self.route[number]
         if kind == "scatter":
@@ -78,13 +82,13 @@ class BucketReducer:
         elif self.codec is not None and number == len(self.route) - 1:
             work = self.codec.start(bucket, among)
         else:
-            work = among.start_sum(bucket.mine)
+            work = among.start_sum(bucket.local_shard)
         if isinstance(work, Operation):
             work.overtakes = True
         self._queues[number].append((work, bucket))
 
     def _advance(self, hops: int, wait: bool) -> None:
-        """What has made one of the first `hops` goes on, in order; or is waited for."""
+        """Moves buckets that have finished one of the first `hops` steps on, in order; with `wait`, waits for them."""
         for number, queue in enumerate(self._queues[:hops]):
             while queue:
                 work, bucket = queue[0]

@@ -19,18 +19,18 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.c10d_arguments import (
-    Asked,
     Back,
+    CollectiveRequest,
     Op,
     Reduction,
     Tensors,
-    asked,
-    asked_sparse,
     bits,
+    check_reduction,
+    check_request,
+    check_sparse,
     flat,
     numbers,
     outside_inference,
-    reducing,
     write,
 )
 from paceline.comm.host_staging import carry
@@ -40,12 +40,12 @@ from paceline.comm.torch_private import keep_out_of_compile
 from paceline.comm.transport import CallOptions, Transport
 from paceline.errors import UnsupportedError
 
-Ready = Callable[[], dist.Work]  # begins a collective that can be done
+Ready = Callable[[], dist.Work]  # starts a collective whose arguments have been checked
 _BYTE = torch.uint8
 
 
 def _collective(options: Any) -> Callable[[Callable[..., Ready]], Callable[..., dist.Work]]:
-    """A collective whose last argument is of the class `options`. Where tensors are CUDA's, NCCL does it."""
+    """Decorates a collective whose last argument is of the class `options`. NCCL runs those on CUDA tensors."""
 
     def wrap(method: Callable[..., Ready]) -> Callable[..., dist.Work]:
         arguments = method.__code__.co_argcount - 2
@@ -68,14 +68,14 @@ def _collective(options: Any) -> Callable[[Callable[..., Ready]], Callable[..., 
 
 
 def _cuda(tensors: Any) -> torch.device | None:
-    """The device of CUDA's tensors in a nesting of lists, by the first; None: they are none."""
+    """The device of the first CUDA tensor in nested lists; None if they hold none."""
     while isinstance(tensors, (list, tuple)) and tensors:
         tensors = tensors[0]
     return tensors.device if isinstance(tensors, torch.Tensor) and tensors.is_cuda else None
 
 
 class ProcessGroup(dist.ProcessGroup):
-    """One group of workers, over a `channel`. What torch calls, it calls on this."""
+    """One group of workers, over a `channel`: the object whose methods torch calls."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, timeout: timedelta, channel: Transport | None = None
@@ -86,7 +86,7 @@ class ProcessGroup(dist.ProcessGroup):
         self.meet(store, channel or Transport(store, rank, size, timeout))
 
     def meet(self, store: dist.Store, channel: Transport) -> None:
-        """From now on, and after `abort`, the same workers are connected through this."""
+        """Connects the same workers through another channel, at the start and after `abort`."""
         self.channel, self._store = channel, store
         self._barriers = 0
 
@@ -94,54 +94,57 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_collective(c10d.AllreduceOptions)
     def allreduce(self, tensors: Tensors, opts: Any) -> Ready:
+        """Reduces a tensor in place on all workers."""
         (tensor,) = tensors
         if tensor.is_sparse:
             return self._sparse_all_reduce(tensor, opts)
-        what, reduction = reducing("all_reduce", tensors, opts.reduceOp.op, into=tensors)
-        return self._all_reduce(what, reduction, *flat(numbers(tensor)), opts, list(tensors))
+        request, reduction = check_reduction("all_reduce", tensors, opts.reduceOp.op, into=tensors)
+        return self._all_reduce(request, reduction, *flat(numbers(tensor)), opts, list(tensors))
 
     @_collective(c10d.AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Ready:
-        what, reduction = reducing("all_reduce", tensors, opts.reduceOp.op, into=tensors)
+        """Reduces several tensors in place on all workers, in one collective."""
+        request, reduction = check_reduction("all_reduce", tensors, opts.reduceOp.op, into=tensors)
         targets = [numbers(tensor) for tensor in tensors]
-        whole = torch.cat([target.reshape(-1) for target in targets])
-        parts = whole.split([target.numel() for target in targets])
+        joined = torch.cat([target.reshape(-1) for target in targets])
+        parts = joined.split([target.numel() for target in targets])
         back = [(target, part.view(target.shape)) for target, part in zip(targets, parts, strict=True)]
-        return self._all_reduce(what, reduction, whole, back, opts, list(tensors))
+        return self._all_reduce(request, reduction, joined, back, opts, list(tensors))
 
     @_collective(c10d.ReduceOptions)
     def reduce(self, tensors: Tensors, opts: Any) -> Ready:
-        what, reduction = reducing("reduce", tensors, opts.reduceOp.op, into=tensors)
+        """Reduces a tensor in place on the root alone."""
+        request, reduction = check_reduction("reduce", tensors, opts.reduceOp.op, into=tensors)
         target = numbers(tensors[0])
-        whole = target.reshape(-1).clone()
-        back = [(target, whole.view(target.shape))] if self._rank == opts.rootRank else []
-        return self._all_reduce(what, reduction, whole, back, opts, list(tensors), opts.rootRank)
+        copy = target.reshape(-1).clone()
+        back = [(target, copy.view(target.shape))] if self._rank == opts.rootRank else []
+        return self._all_reduce(request, reduction, copy, back, opts, list(tensors), opts.rootRank)
 
     def _all_reduce(
         self,
-        what: Asked,
+        request: CollectiveRequest,
         reduction: Reduction,
-        whole: torch.Tensor,
+        data: torch.Tensor,
         back: Back,
         opts: Any,
         outcome: Any,
         root: int = -1,
     ) -> Ready:
-        then = partial(self._finish, reduction, whole, back)
-        return lambda: self.channel.all_reduce(whole, reduction, what, CallOptions(then, opts.asyncOp, outcome), root)
+        then = partial(self._finish, reduction, data, back)
+        return lambda: self.channel.all_reduce(data, reduction, request, CallOptions(then, opts.asyncOp, outcome), root)
 
-    def _finish(self, reduction: Reduction, whole: torch.Tensor, back: Back) -> None:
+    def _finish(self, reduction: Reduction, data: torch.Tensor, back: Back) -> None:
         if reduction.op == Op.AVG:
-            whole.div_(self._size)
+            data.div_(self._size)
         write(back)
 
     def _sparse_all_reduce(self, tensor: torch.Tensor, opts: Any) -> Ready:
-        """The sum of sparse tensors: everybody's entries side by side, coalesced."""
-        what = asked_sparse("sparse all_reduce", tensor, opts.reduceOp.op)
-        mine, hosts = tensor.detach().coalesce(), self.channel.hosts
+        """Sums sparse tensors: gathers everybody's entries and coalesces them."""
+        request = check_sparse("sparse all_reduce", tensor, opts.reduceOp.op)
+        local, hosts = tensor.detach().coalesce(), self.channel.hosts
 
         def steps(fp: int) -> Steps:
-            parts = mine.indices().t().contiguous(), mine.values()
+            parts = local.indices().t().contiguous(), local.values()
             counts = [torch.empty(1, dtype=torch.int64) for _ in range(self._size)]
             yield from hosts.all_gather(counts, torch.tensor([len(parts[0])], dtype=torch.int64), fp)
             most = max(int(count) for count in counts)
@@ -153,51 +156,54 @@ class ProcessGroup(dist.ProcessGroup):
                 yield from hosts.all_gather([out.view(-1) for out in outs], padded.view(-1), fp)
                 gathered.append(torch.cat([out[: int(count)] for out, count in zip(outs, counts, strict=True)]))
             with torch.no_grad():
-                tensor.copy_(torch.sparse_coo_tensor(gathered[0].t(), gathered[1], mine.shape).coalesce())
+                tensor.copy_(torch.sparse_coo_tensor(gathered[0].t(), gathered[1], local.shape).coalesce())
 
-        return lambda: self.channel.start(what, mine.numel(), 0, steps, CallOptions(None, opts.asyncOp, [tensor]))
+        return lambda: self.channel.start(request, local.numel(), 0, steps, CallOptions(None, opts.asyncOp, [tensor]))
 
     @_collective(c10d.ReduceScatterOptions)
     def reduce_scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> Ready:
-        what, reduction = reducing("reduce_scatter", [*outs, *tensors[0]], opts.reduceOp.op, into=outs)
-        what.one_each(tensors[0], self._size)
+        """Reduces a list of tensors; each worker gets the one at its rank."""
+        request, reduction = check_reduction("reduce_scatter", [*outs, *tensors[0]], opts.reduceOp.op, into=outs)
+        request.one_each(tensors[0], self._size)
         out, back = flat(numbers(outs[0]))
         parts = [flat(numbers(part))[0] for part in tensors[0]]
-        return self._reduce_scatter(what, reduction, out, parts, back, opts, list(outs))
+        return self._reduce_scatter(request, reduction, out, parts, back, opts, list(outs))
 
     @_collective(c10d.ReduceScatterOptions)
     def reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
+        """Reduces a tensor; each worker gets the rows at its rank."""
         return self._reduce_scatter_single(out, tensor, opts)
 
     @_collective(c10d.ReduceScatterOptions)
     def reduce_scatter_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any) -> Ready:
+        """Reduces several tensors as `reduce_scatter_single` does."""
         return self._each("reduce_scatter", self._reduce_scatter_single, outs, tensors, opts)
 
     def _reduce_scatter_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
-        what, reduction = reducing("reduce_scatter", [out, tensor], opts.reduceOp.op, into=[out])
-        own, back = flat(numbers(out))
-        whole, _ = flat(numbers(tensor))
-        parts = what.rows(whole, own, self._size)
-        here = parts[self._rank].data_ptr() == own.data_ptr()
-        return self._reduce_scatter(what, reduction, own, parts, back, opts, [out], whole if here else None)
+        request, reduction = check_reduction("reduce_scatter", [out, tensor], opts.reduceOp.op, into=[out])
+        local, back = flat(numbers(out))
+        full, _ = flat(numbers(tensor))
+        parts = request.rows(full, local, self._size)
+        is_in_place = parts[self._rank].data_ptr() == local.data_ptr()
+        return self._reduce_scatter(request, reduction, local, parts, back, opts, [out], full if is_in_place else None)
 
     def _reduce_scatter(
         self,
-        what: Asked,
+        request: CollectiveRequest,
         reduction: Reduction,
         out: torch.Tensor,
         parts: Tensors,
         back: Back,
         opts: Any,
         outcome: Any,
-        whole: torch.Tensor | None = None,
+        full: torch.Tensor | None = None,
     ) -> Ready:
         lengths = [len(part) for part in parts]
-        what.fits(len(out), lengths[self._rank])
+        request.fits(len(out), lengths[self._rank])
         then = partial(self._finish, reduction, out, back)
         if len(set(lengths)) == 1:
             return lambda: self.channel.reduce_scatter(
-                out, parts, reduction, what, CallOptions(then, opts.asyncOp, outcome), whole
+                out, parts, reduction, request, CallOptions(then, opts.asyncOp, outcome), full
             )
         uneven = torch.cat(list(parts))
 
@@ -205,126 +211,146 @@ class ProcessGroup(dist.ProcessGroup):
             yield from self.channel.hosts.all_reduce(uneven, reduction, fp)
             out.copy_(uneven.split(lengths)[self._rank])
 
-        manner = CallOptions(then, opts.asyncOp, outcome)
-        return lambda: self.channel.start(what, len(uneven), int(reduction.op), steps, manner)
+        options = CallOptions(then, opts.asyncOp, outcome)
+        return lambda: self.channel.start(request, len(uneven), int(reduction.op), steps, options)
 
     # -- what only moves ----------------------------------------------------------------------------------------
 
     @_collective(c10d.BroadcastOptions)
     def broadcast(self, tensors: Tensors, opts: Any) -> Ready:
-        what = asked("broadcast", tensors, into=tensors)
+        """Overwrites a tensor on all workers with that of the root."""
+        request = check_request("broadcast", tensors, into=tensors)
         data, back = flat(bits(tensors[0]))
-        manner = CallOptions(partial(write, back), opts.asyncOp, list(tensors))
-        return lambda: self.channel.broadcast(data, opts.rootRank, what, manner)
+        options = CallOptions(partial(write, back), opts.asyncOp, list(tensors))
+        return lambda: self.channel.broadcast(data, opts.rootRank, request, options)
 
     @_collective(c10d.AllgatherOptions)
     def allgather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
+        """Gathers everybody's tensor into a list."""
         return self._all_gather(outs[0], tensors[0], opts)
 
     @_collective(c10d.AllgatherOptions)
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
+        """Gathers everybody's tensor into the rows of one tensor."""
         return self._all_gather_single(out, tensor, opts)
 
     @_collective(c10d.AllgatherOptions)
     def allgather_coalesced(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
+        """Gathers everybody's tensors into a list per rank."""
         longest = max(map(len, outs), default=0)  # `outs` has a list per rank
         rows = [[out[number] for out in outs if number < len(out)] for number in range(longest)]
         return self._each("all_gather", self._all_gather, rows, tensors, opts)
 
     @_collective(c10d.AllgatherOptions)
     def all_gather_single_coalesced(self, outs: Tensors, tensors: Tensors, opts: Any) -> Ready:
+        """Gathers several tensors as `all_gather_single` does."""
         return self._each("all_gather", self._all_gather_single, outs, tensors, opts)
 
     def _all_gather(self, outs: list[torch.Tensor], tensor: torch.Tensor, opts: Any) -> Ready:
-        what = asked("all_gather", [*outs, tensor], into=outs)
-        what.one_each(outs, self._size)
-        return self._gather(what, [flat(bits(out)) for out in outs], tensor, opts, [outs])
+        request = check_request("all_gather", [*outs, tensor], into=outs)
+        request.one_each(outs, self._size)
+        return self._gather(request, [flat(bits(out)) for out in outs], tensor, opts, [outs])
 
     def _all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
-        what = asked("all_gather", [out, tensor], into=[out])
-        whole, back = flat(bits(out))
-        rows = what.rows(whole, flat(bits(tensor))[0], self._size)
+        request = check_request("all_gather", [out, tensor], into=[out])
+        full, back = flat(bits(out))
+        rows = request.rows(full, flat(bits(tensor))[0], self._size)
         pairs: list[tuple[torch.Tensor, Back]] = [(row, []) for row in rows]
         pairs[-1] = rows[-1], back
-        return self._gather(what, pairs, tensor, opts, [out])
+        return self._gather(request, pairs, tensor, opts, [out])
 
     @_collective(c10d.GatherOptions)
     def gather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
-        mine = outs[0] if outs else []
-        what = asked("gather", [*mine, *tensors], into=mine)
+        """Gathers everybody's tensor into a list on the root."""
+        local_outs = outs[0] if outs else []
+        request = check_request("gather", [*local_outs, *tensors], into=local_outs)
         if self._rank == opts.rootRank:
-            what.one_each(mine, self._size)
-            for out in mine:  # the others do not know the list
-                what.fits(tensors[0].numel(), out.numel())
-        return self._gather(what, [flat(bits(out)) for out in mine], tensors[0], opts, list(outs), opts.rootRank)
+            request.one_each(local_outs, self._size)
+            for out in local_outs:  # the others do not know the list
+                request.fits(tensors[0].numel(), out.numel())
+        return self._gather(
+            request, [flat(bits(out)) for out in local_outs], tensors[0], opts, list(outs), opts.rootRank
+        )
 
     def _gather(
         self,
-        what: Asked,
+        request: CollectiveRequest,
         pairs: Sequence[tuple[torch.Tensor, Back]],
         tensor: torch.Tensor,
         opts: Any,
         outcome: Any,
         root: int = -1,
     ) -> Ready:
-        """Everybody's tensor into the tensors of `pairs`, of which workers that only give have none."""
+        """Gathers everybody's tensor into the tensors of `pairs`; workers that only give have none."""
         data, _ = flat(bits(tensor))
-        outs, back = [out for out, _ in pairs], [pair for _, own in pairs for pair in own]
+        outs, back = [out for out, _ in pairs], [pair for _, copies in pairs for pair in copies]
         if outs:
-            what.fits(len(data), len(outs[self._rank]))
+            request.fits(len(data), len(outs[self._rank]))
         if len({len(out) for out in outs}) > 1:
             numel = sum(map(len, outs))
-            return self._exchange(what, numel, root, outs, [data] * self._size, back, opts, outcome)
-        manner = CallOptions(partial(write, back), opts.asyncOp, outcome)
-        return lambda: self.channel.all_gather(outs, data, what, manner, root)
+            return self._exchange(request, numel, root, outs, [data] * self._size, back, opts, outcome)
+        options = CallOptions(partial(write, back), opts.asyncOp, outcome)
+        return lambda: self.channel.all_gather(outs, data, request, options, root)
 
     @_collective(c10d.GatherOptions)
     def gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
-        """Torch 2.15 and newer ask for it: a gather into one tensor, which is empty on all workers but the root."""
-        what = asked("gather", [out, tensor], into=[out])
+        """Gathers everybody's tensor into one tensor, which is empty on all workers but the root. Torch 2.15 and newer
+        call it.
+        """
+        request = check_request("gather", [out, tensor], into=[out])
         if self._rank != opts.rootRank:
-            return self._gather(what, [], tensor, opts, [out], opts.rootRank)
-        whole, back = flat(bits(out))
-        rows = what.rows(whole, flat(bits(tensor))[0], self._size)
+            return self._gather(request, [], tensor, opts, [out], opts.rootRank)
+        full, back = flat(bits(out))
+        rows = request.rows(full, flat(bits(tensor))[0], self._size)
         pairs: list[tuple[torch.Tensor, Back]] = [(row, []) for row in rows]
         pairs[-1] = rows[-1], back
-        return self._gather(what, pairs, tensor, opts, [out], opts.rootRank)
+        return self._gather(request, pairs, tensor, opts, [out], opts.rootRank)
 
     @_collective(c10d.ScatterOptions)
     def scatter(self, outs: Tensors, tensors: Sequence[list[torch.Tensor]], opts: Any) -> Ready:
-        """An all-to-all where only the root has something to give."""
+        """Sends each worker a tensor of the root's list: an all-to-all where only the root has something to give."""
         given = tensors[0] if tensors else []
-        what = asked("scatter", [*outs, *given], into=outs)
+        request = check_request("scatter", [*outs, *given], into=outs)
         if self._rank == opts.rootRank:
-            what.one_each(given, self._size)
+            request.one_each(given, self._size)
         out, back = flat(bits(outs[0]))
         none = out[:0]
         gives = [flat(bits(part))[0] for part in given] or [none] * self._size
         takes = [out if rank == opts.rootRank else none for rank in range(self._size)]
-        return self._exchange(what, len(out), opts.rootRank, takes, gives, back, opts, list(outs))
+        return self._exchange(request, len(out), opts.rootRank, takes, gives, back, opts, list(outs))
 
     @_collective(c10d.AllToAllOptions)
     def alltoall(self, outs: Tensors, tensors: Tensors, opts: Any) -> Ready:
-        what = asked("all_to_all", [*outs, *tensors], into=outs)
+        """Sends each worker the tensor at its rank, and receives one from each."""
+        request = check_request("all_to_all", [*outs, *tensors], into=outs)
         for parts in (outs, tensors):
-            what.one_each(parts, self._size)
+            request.one_each(parts, self._size)
         pairs = [flat(bits(out)) for out in outs]
         gives = [flat(bits(part))[0] for part in tensors]
-        back = [pair for _, own in pairs for pair in own]
-        return self._exchange(what, 0, 0, [out for out, _ in pairs], gives, back, opts, list(outs))
+        back = [pair for _, copies in pairs for pair in copies]
+        return self._exchange(request, 0, 0, [out for out, _ in pairs], gives, back, opts, list(outs))
 
     @_collective(c10d.AllToAllOptions)
     def all_to_all_single(
         self, out: torch.Tensor, tensor: torch.Tensor, out_splits: list[int], splits: list[int], opts: Any
     ) -> Ready:
-        what = asked("all_to_all", [out, tensor], into=[out])
+        """Sends each worker its rows of a tensor, and receives rows from each."""
+        request = check_request("all_to_all", [out, tensor], into=[out])
         taken, back = flat(bits(out))
-        takes = taken.split(what.split(out, out_splits, self._size))
-        gives = flat(bits(tensor))[0].split(what.split(tensor, splits, self._size))
-        return self._exchange(what, 0, 1, takes, gives, back, opts, [out])
+        takes = taken.split(request.split(out, out_splits, self._size))
+        gives = flat(bits(tensor))[0].split(request.split(tensor, splits, self._size))
+        return self._exchange(request, 0, 1, takes, gives, back, opts, [out])
 
     def _exchange(
-        self, what: Asked, numel: int, detail: int, takes: Tensors, gives: Tensors, back: Back, opts: Any, outcome: Any
+        self,
+        request: CollectiveRequest,
+        numel: int,
+        detail: int,
+        takes: Tensors,
+        gives: Tensors,
+        back: Back,
+        opts: Any,
+        outcome: Any,
     ) -> Ready:
         into, given = [take.view(_BYTE) for take in takes], [give.view(_BYTE) for give in gives]
 
@@ -333,15 +359,15 @@ class ProcessGroup(dist.ProcessGroup):
                 yield from self.channel.hosts.all_to_all(into, given, fp)
             except UnevenError as error:  # the same on all workers, who have exchanged nothing
                 source, target = (f"worker {self.channel.side.names[rank]}" for rank in (error.source, error.target))
-                width = what.dtype.itemsize
+                width = request.dtype.itemsize
                 why = f"{source} gives {error.given // width} elements to {target}, which takes {error.taken // width}"
-                raise what.refuse(why, "give and take as many") from None
+                raise request.refuse(why, "give and take as many") from None
 
-        manner = CallOptions(partial(write, back), opts.asyncOp, outcome)
-        return lambda: self.channel.start(what, numel, detail, steps, manner)
+        options = CallOptions(partial(write, back), opts.asyncOp, outcome)
+        return lambda: self.channel.start(request, numel, detail, steps, options)
 
     def _each(self, kind: str, make: Callable[..., Ready], outs: Sequence[Any], tensors: Tensors, opts: Any) -> Ready:
-        """Several collectives as one: they go in order, so the last one's end is the end of all."""
+        """Runs several collectives as one. They go in order, so the last one's end is the end of all."""
         if not tensors or len(outs) != len(tensors):
             raise UnsupportedError(
                 f"{kind} of {len(tensors)} tensors into {len(outs)}", "give as many, and at least one"
@@ -360,6 +386,7 @@ class ProcessGroup(dist.ProcessGroup):
     # -- barriers -----------------------------------------------------------------------------------------------
 
     def barrier(self, opts: Any = None) -> dist.Work:
+        """Waits until all workers have come to it."""
         opts = opts or c10d.BarrierOptions()
         nccl = self.channel.nccl
         if nccl.made and opts.device is not None and opts.device.type == "cuda":
@@ -386,9 +413,10 @@ class ProcessGroup(dist.ProcessGroup):
         return tensor.is_cuda and not self.channel.nccl.shares(tensor.device, rank)
 
     def send(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
+        """Sends a tensor to worker `rank`."""
         if self._over_nccl(tensors[0], rank):
             return self.channel.nccl.group.send(tensors, rank, tag)  # type: ignore[no-any-return]
-        asked("send", tensors)
+        check_request("send", tensors)
         with outside_inference():
             data = flat(bits(tensors[0].cpu()))[0].view(_BYTE)
         operation = self.channel.send(data, rank, tag)
@@ -396,15 +424,17 @@ class ProcessGroup(dist.ProcessGroup):
         return operation
 
     def recv(self, tensors: Tensors, rank: int, tag: int = 0) -> dist.Work:
+        """Receives a tensor from worker `rank`."""
         if self._over_nccl(tensors[0], rank):
             return self.channel.nccl.group.recv(tensors, rank, tag)  # type: ignore[no-any-return]
         return self._receive(tensors, rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> dist.Work:
+        """Receives a tensor from any worker."""
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Tensors, rank: int | None, tag: int) -> dist.Work:
-        asked("recv", tensors, into=tensors)
+        check_request("recv", tensors, into=tensors)
         with outside_inference():
             room, back = flat(bits(tensors[0]))
             if room.is_cuda:
@@ -436,30 +466,39 @@ class ProcessGroup(dist.ProcessGroup):
         self.channel.timeout = timeout.total_seconds()
 
     def abort(self) -> None:
+        """Ends the group for good, whatever is under way."""
         self.channel.abort()
 
     def shutdown(self) -> None:
+        """Closes the group's connections."""
         self.channel.close()
 
     def rank(self) -> int:
+        """This worker's rank."""
         return self._rank
 
     def size(self) -> int:
+        """The number of workers."""
         return self._size
 
     def name(self) -> str:
+        """The backend's name."""
         return "paceline"
 
     def getGroupName(self) -> str:  # noqa: N802
+        """The name that torch gave the group."""
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Sets the name that torch gives the group."""
         self._name, self.channel.label = name, f"torch {name}"
 
     def getGroupDesc(self) -> str:  # noqa: N802
+        """The description that torch gave the group."""
         return self._description
 
     def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Sets the description that torch gives the group."""
         self._description = description
 
     def _get_sequence_number_for_group(self) -> int:

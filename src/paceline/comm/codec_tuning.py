@@ -15,22 +15,25 @@ from paceline.comm.gradient_buckets import Bucket
 
 ROUNDING, LOSSY = ("none", "bf16", "fp16", "int8"), ("powersgd:4", "topk:0.01", "sign")
 MOST = 1 << 23  # elements that are tried; more take as much longer
-SECONDS = 4.0  # for all buckets: the rest are taken for such as the one of those tried that is most like them
-KEEP = 0.9  # a new choice has to cost less than this part of the present one
-CLEARLY = 1.5  # a link is another one if its rate has changed by so much
-CLOSE = 3.0  # what should take at most so many times the least is tried in the run
-TRIES, RUNS = 4, 4  # of so many at most, in so many steps each, the first of which does not count
-ALIKE = 0.97  # of two the one that changes less is taken, unless the other takes less than this part of its seconds
+SECONDS = 4.0  # for all buckets: the costs of the rest are estimated from the measured bucket most like them
+KEEP = 0.9  # a new choice has to cost less than this fraction of the present one
+CLEARLY = 1.5  # a link counts as changed once its rate has changed by this factor
+CLOSE = 3.0  # codecs whose estimate is at most this many times the least are tried in the run
+TRIES, RUNS = 4, 4  # candidates at most, and steps of each; the first step does not count
+ALIKE = 0.97  # the candidate that changes less wins, unless another takes less than this fraction of its seconds
 
 
 class CodecTrial(NamedTuple):
-    """Of a bucket with one codec: seconds of encoding and decoding, bytes that a leader sends, messages in a row."""
+    """The measured cost of one codec for one bucket: seconds of encoding and decoding, bytes that a leader sends, and
+    messages in a row.
+    """
 
     seconds: float
     sent: float
     turns: float
 
     def cost(self, rate: float, latency: float) -> float:
+        """Seconds that a sum takes over a link of `rate` bytes a second with `latency` seconds."""
         return self.seconds + self.sent / rate + self.turns * latency
 
 
@@ -38,7 +41,7 @@ Trials = dict[str, dict[str, CodecTrial]]  # by the name of a bucket's first par
 
 
 class LoopbackPeers:
-    """As `Gloo` of so many leaders, of which the others say what this one says, at once. Counts what would be sent."""
+    """Stands for a `Gloo` of `size` leaders whose others send the same as this one, at once. Counts bytes and messages."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0
@@ -50,26 +53,31 @@ class LoopbackPeers:
         yield from ()
 
     def in_turns(self, parts: Iterable[Iterator[Any]]) -> Iterator[Any]:
+        """As `Gloo.in_turns`, one part after another."""
         for part in parts:
             yield from part
 
     def all_gather(self, flat: torch.Tensor) -> Any:
+        """As `Gloo.all_gather`: one copy of `flat` per leader."""
         yield from self._count((self.size - 1) * flat.nbytes, self.size - 1)
         return flat.expand(self.size, -1).clone()
 
     def all_to_all(self, rows: torch.Tensor) -> Any:
+        """As `Gloo.all_to_all`: the rows themselves."""
         yield from self._count(rows[1:].nbytes, 1)
         return rows.clone()
 
     def all_reduce(self, flat: torch.Tensor) -> Any:
+        """As `Gloo.all_reduce`, but `flat` stays as it is."""
         yield from self._count(2 * flat.nbytes * (self.size - 1) / self.size, 2 * (self.size - 1))
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Any:
+        """As `Gloo.broadcast`: `flat` stays as it is."""
         yield from self._count(flat.nbytes, 1)
 
 
 def sample(bucket: Bucket, most: int = MOST) -> Bucket:
-    """The first parameters of a bucket and rows of the next one, all of random numbers."""
+    """A bucket of random numbers with the first parameters of this one and rows of the next, `most` elements in all."""
     shapes, starts, end = list[torch.Size](), list[int](), 0
     for shape, start in zip(bucket.shapes, bucket.starts, strict=True):
         row = max(1, shape[1:].numel())
@@ -81,121 +89,128 @@ def sample(bucket: Bucket, most: int = MOST) -> Bucket:
         end = start + rows * row
         if rows * row < shape.numel():
             break
-    mine = torch.randn(end, dtype=bucket.mine.dtype)
-    return replace(bucket, flat=mine, mine=mine, members=bucket.members[: len(shapes)], shapes=shapes, starts=starts)
+    values = torch.randn(end, dtype=bucket.local_shard.dtype)
+    return replace(
+        bucket, flat=values, local_shard=values, members=bucket.members[: len(shapes)], shapes=shapes, starts=starts
+    )
 
 
-def trial(word: str, bucket: Bucket, hosts: int, some: Bucket | None = None) -> CodecTrial:
-    """Of a bucket among so many hosts; of `some` of it, if that was made before."""
-    some, codec = some or sample(bucket), Codec(word)
-    larger = len(bucket.mine) / len(some.mine)
-    taken = []
-    for done in range(2):  # the first one takes fresh memory, and has nothing left from before
-        echo, flat = LoopbackPeers(hosts), some.mine.clone()
+def trial(word: str, bucket: Bucket, hosts: int, part: Bucket | None = None) -> CodecTrial:
+    """Measures a codec for a bucket among so many hosts, on the sample `part` if there is one."""
+    part, codec = part or sample(bucket), Codec(word)
+    larger = len(bucket.local_shard) / len(part.local_shard)
+    durations = []
+    for done in range(2):  # the first run allocates memory, and has no residual yet
+        peers, flat = LoopbackPeers(hosts), part.local_shard.clone()
         codec.begin(done, 1.0)
         began = time.perf_counter()
-        for _ in codec.sums(some)(list(range(hosts)), echo, flat):  # type: ignore[arg-type]
+        for _ in codec.sums(part)(list(range(hosts)), peers, flat):  # type: ignore[arg-type]
             pass
-        taken.append(time.perf_counter() - began)
-    return CodecTrial(min(taken) * larger if word != "none" else 0.0, echo.sent * larger, echo.turns + 1)
+        durations.append(time.perf_counter() - began)
+    return CodecTrial(min(durations) * larger if word != "none" else 0.0, peers.sent * larger, peers.turns + 1)
 
 
 def differs(rate: float, before: float) -> bool:
-    """Clearly."""
+    """Whether two rates of a link differ by more than the factor CLEARLY."""
     return not before / CLEARLY < rate < before * CLEARLY
 
 
 def trials(buckets: Sequence[Bucket], names: Sequence[str], words: Sequence[str], hosts: int) -> Trials:
-    """Of all buckets, the largest first."""
-    found: Trials = {}
-    alike: dict[Any, str] = {}
+    """Measures codecs for all buckets, the largest first; once time is up, estimates from the bucket most alike."""
+    measured: Trials = {}
+    name_of_layout: dict[Any, str] = {}
     began = time.perf_counter()
     tried: list[Bucket] = []
-    for bucket in sorted(buckets, key=lambda bucket: -len(bucket.mine)):
-        if not bucket.mine.is_floating_point() or not len(bucket.mine):
+    for bucket in sorted(buckets, key=lambda bucket: -len(bucket.local_shard)):
+        if not bucket.local_shard.is_floating_point() or not len(bucket.local_shard):
             continue
-        name, key = names[bucket.members[0]], (bucket.mine.dtype, *bucket.shapes)
-        if key in alike:
-            found[name] = found[alike[key]]
+        name, key = names[bucket.members[0]], (bucket.local_shard.dtype, *bucket.shapes)
+        if key in name_of_layout:
+            measured[name] = measured[name_of_layout[key]]
         elif tried and time.perf_counter() - began > SECONDS:
-            like = min(tried, key=lambda other: abs(len(other.mine) - len(bucket.mine)))
-            part, known = len(bucket.mine) / len(like.mine), found[names[like.members[0]]]
-            found[name] = {word: CodecTrial(t.seconds * part, t.sent * part, t.turns) for word, t in known.items()}
+            like = min(tried, key=lambda other: abs(len(other.local_shard) - len(bucket.local_shard)))
+            ratio, costs = len(bucket.local_shard) / len(like.local_shard), measured[names[like.members[0]]]
+            measured[name] = {word: CodecTrial(t.seconds * ratio, t.sent * ratio, t.turns) for word, t in costs.items()}
         else:
-            some = sample(bucket)
-            found[name] = {word: trial(word, bucket, hosts, some) for word in words}
-            alike[key] = name
+            part = sample(bucket)
+            measured[name] = {word: trial(word, bucket, hosts, part) for word in words}
+            name_of_layout[key] = name
             tried.append(bucket)
-    return found
+    return measured
 
 
-def slowest(said: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> Trials:
-    """What several leaders have tried: all wait for the one that takes longest."""
-    found: Trials = {}
-    for one in said:
-        for name, words in one.items():
-            kept = found.setdefault(name, {})
-            for word, told in words.items():
-                kept[word] = max(kept.get(word, CodecTrial(0.0, 0.0, 0.0)), CodecTrial(*told))
-    return found
+def slowest(reports: Sequence[Mapping[str, Mapping[str, Sequence[float]]]]) -> Trials:
+    """Merges the measurements of several leaders: all wait for the slowest one."""
+    merged: Trials = {}
+    for report in reports:
+        for name, words in report.items():
+            kept = merged.setdefault(name, {})
+            for word, costs in words.items():
+                kept[word] = max(kept.get(word, CodecTrial(0.0, 0.0, 0.0)), CodecTrial(*costs))
+    return merged
 
 
-def decide(found: Trials, may: Sequence[str], rate: float, latency: float, before: Mapping[str, str]) -> dict[str, str]:
-    """The cheapest of what each bucket may take, or what it has `before`, if that is not clearly dearer."""
+def decide(
+    measured: Trials, allowed: Sequence[str], rate: float, latency: float, before: Mapping[str, str]
+) -> dict[str, str]:
+    """The cheapest allowed codec of each bucket, or the one it had `before`, if that costs hardly more."""
     words = {}
-    for name, tried in found.items():
-        costs = {word: tried[word].cost(rate, latency) for word in may}
-        best, was = min(may, key=lambda word: costs[word]), before.get(name, "")
-        words[name] = was if was in costs and costs[best] > KEEP * costs[was] else best
+    for name, tried in measured.items():
+        costs = {word: tried[word].cost(rate, latency) for word in allowed}
+        best, previous = min(allowed, key=lambda word: costs[word]), before.get(name, "")
+        words[name] = previous if previous in costs and costs[best] > KEEP * costs[previous] else best
     return words
 
 
 @dataclass
 class LiveComparison:
-    """What should cost about as much is tried in the run itself, where encoding and sending compete with computing:
-    `candidates`, of which each has the words of all buckets, the one that should be the best first. `took` has the
-    seconds of a step with those that were tried, and the link's rate then.
+    """Compares codecs in training itself, where encoding and sending compete with computing.
+
+    Each of the `candidates` gives the codec of every bucket; the one that should be best comes first. `took` has, for
+    each candidate tried so far, the seconds of a step and the link's rate then.
     """
 
     candidates: list[dict[str, str]]
     took: list[tuple[float, float]] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)  # with the present one, on this worker
-    spent: list[float] = field(default_factory=list)  # of encoding and decoding, by candidate
+    steps: list[float] = field(default_factory=list)  # seconds of each step with the present candidate, on this worker
+    spent: list[float] = field(default_factory=list)  # seconds of encoding and decoding in a step, by candidate
 
     @property
     def present(self) -> dict[str, str]:
+        """The candidate that is being tried."""
         return self.candidates[len(self.took)]
 
     @property
     def ready(self) -> bool:
+        """Whether the present candidate has been tried for enough steps."""
         return len(self.steps) >= RUNS
 
     @property
     def seconds(self) -> float:
-        """Of a step with the present one."""
+        """Seconds of the fastest step with the present candidate; the first step does not count."""
         return min(self.steps[1:] or self.steps or [0.0])
 
     def note(self, seconds: float, spent: float) -> None:
-        """A step has been made with the present one, of which so many seconds went into codes."""
+        """Takes note of a step with the present candidate and of the seconds spent on encoding in it."""
         self.steps.append(seconds)
         self.spent = [*self.spent[: len(self.took)], spent]
 
     def turn(self, seconds: float, rate: float) -> bool:
-        """To the next one, after the present one has taken so long on the slowest worker; False: there is none."""
+        """Records the present candidate's time on the slowest worker; returns whether another one follows."""
         self.took.append((seconds, rate))
         self.steps.clear()
         return len(self.took) < len(self.candidates)
 
     def best(self) -> int:
-        """The number of the one that took least."""
+        """The index of the candidate to keep: of those about as fast as the fastest, the one that changes least."""
         least, changes = min(seconds for seconds, _ in self.took), ROUNDING + LOSSY
         order = sorted(range(len(self.took)), key=lambda n: max(map(changes.index, self.candidates[n].values())))
         return next(n for n in order if ALIKE * self.took[n][0] <= least)
 
-    def told(self) -> str:
-        """`none 0.105 s a step, bf16 0.12, int8 0.19 -> none`."""
-        said = [f"{_named(one)} {took:.3g}" for one, (took, _) in zip(self.candidates, self.took, strict=True)]
-        return f"{', '.join([f'{said[0]} s a step', *said[1:]])} -> {_named(self.candidates[self.best()])}"
+    def describe(self) -> str:
+        """The result as text: `none 0.105 s a step, bf16 0.12, int8 0.19 -> none`."""
+        texts = [f"{_named(one)} {took:.3g}" for one, (took, _) in zip(self.candidates, self.took, strict=True)]
+        return f"{', '.join([f'{texts[0]} s a step', *texts[1:]])} -> {_named(self.candidates[self.best()])}"
 
 
 def _named(words: Mapping[str, str]) -> str:
@@ -204,21 +219,21 @@ def _named(words: Mapping[str, str]) -> str:
 
 
 def close(
-    found: Trials, may: Sequence[str], rate: float, latency: float, words: Mapping[str, str]
+    measured: Trials, allowed: Sequence[str], rate: float, latency: float, words: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """These words, and what else should not take much longer, the same for all buckets, the cheapest first."""
+    """The candidates to compare in the run: `words` first, then single codecs that should take not much longer."""
 
     def cost(words: Mapping[str, str]) -> float:
-        return sum(found[name][word].cost(rate, latency) for name, word in words.items())
+        return sum(measured[name][word].cost(rate, latency) for name, word in words.items())
 
-    others = [dict.fromkeys(words, word) for word in may]
+    others = [dict.fromkeys(words, word) for word in allowed]
     near = [other for other in sorted(others, key=cost) if other != words and cost(other) <= CLOSE * cost(words)]
     return [dict(words), *near[: TRIES - 1]]
 
 
-def told(tried: Mapping[str, CodecTrial], word: str, rate: float, latency: float) -> str:
-    """`none 2.10 s, bf16 1.05, int8 0.55, (powersgd:4 0.09, lossy) -> int8`."""
-    said = {one: f"{one} {trial.cost(rate, latency):.3g}" for one, trial in tried.items()}
-    first, *full = (text for one, text in said.items() if one not in LOSSY)
-    lossy = [text for one, text in said.items() if one in LOSSY]
+def format_costs(tried: Mapping[str, CodecTrial], word: str, rate: float, latency: float) -> str:
+    """The costs of all codecs as text: `none 2.10 s, bf16 1.05, int8 0.55, (powersgd:4 0.09, lossy) -> int8`."""
+    texts = {one: f"{one} {trial.cost(rate, latency):.3g}" for one, trial in tried.items()}
+    first, *full = (text for one, text in texts.items() if one not in LOSSY)
+    lossy = [text for one, text in texts.items() if one in LOSSY]
     return ", ".join([f"{first} s", *full, *([f"({', '.join(lossy)}, lossy)"] if lossy else [])]) + f" -> {word}"

@@ -23,7 +23,7 @@ from paceline.base.mesh import AXES, Mesh
 from paceline.base.sharding import ShardedTensor, assemble
 from paceline.comm import link_speed as links
 from paceline.comm.autoload import exposed, lend, take_back
-from paceline.comm.c10d_arguments import Asked, Op, outside_inference, plain, reduction
+from paceline.comm.c10d_arguments import CollectiveRequest, Op, outside_inference, plain, reduction
 from paceline.comm.c10d_backend import ProcessGroup
 from paceline.comm.hierarchical import Between, HierarchicalTransport, interface_of
 from paceline.comm.host_staging import Carrier, carrier
@@ -35,37 +35,38 @@ from paceline.comm.shared_memory import raw_bytes
 from paceline.comm.transport import Transport
 from paceline.errors import LaunchError, PeerLostError, UsageError
 
-# How long to wait is our own question: torch's deadline only has to be longer than any honest pause.
+# Paceline has its own deadlines: torch's only has to be longer than any legitimate wait.
 FOR_EVER = timedelta(days=7)
-_Part = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: along these axes, or the team of so many
+_PartKey = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: the part along these axes, or the team of so many
 NAME = 80  # characters of a collective's name that are shown
 
 
 class Group:
-    """The collectives of a team of `size` workers. In a world of one every operation is the identity.
+    """The collectives of a team of `size` workers. In a team of one every operation is the identity.
 
-    `ledger` has per kind of collective: how many, bytes that this worker handed over (as payload), seconds it stood
-    still. `names` are what the workers are called, by rank: their numbers in the run. `mesh` says who is where: it is
-    that of the trainer whose replicas are largest.
+    `ledger` has, per kind of collective: how many there were, the bytes that this worker handed over (as payload), and
+    the seconds it waited. `names` are the workers' numbers in the run, by rank. `mesh` says which worker is where: it
+    is that of the trainer whose replicas are largest.
     """
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = 0, 1
         self.names: Sequence[int] = (world.rank,)
-        self.serves = world.serves  # it is alone, and no worker
+        self.serves = world.serves  # a parameter server: it is alone, and no worker
         self.ledger: dict[str, list[float]] = {}
         self._declared = ("the start", "", "the start")
         self._rendezvous = Rendezvous()
         self._store: dist.Store | None = None
         self.channel: Any = None  # while there are others
         self._lent: Any = None  # torch's default group
-        self._lends = False  # it is connected in this generation
-        self.wanted = False  # a trainer needs it from the beginning of a generation on, where a loss can be met
+        self._lends = False  # whether it is connected in this generation
+        self.wanted = False  # a trainer needs it from the start of a generation on, when losing a worker is handled
         self.mesh = Mesh()
         self.links: list[links.HostLink] = []  # between hosts, as measured
-        self._parts: dict[_Part, Group] = {}
+        self._parts: dict[_PartKey, Group] = {}
         self._label = "team"
-        self._whole: tuple[Group, str] | None = None  # which this is a part of, and by what name
+        # The group that this is a part of, and the part's prefix in its store.
+        self._parent: tuple[Group, str] | None = None
         if world.size > 1 and not world.newcomer:
             with HEARTBEAT.waiting():
                 self._take(world, *self._connect(world, never))
@@ -80,7 +81,7 @@ class Group:
         self._lends = False
         self._use(store, channel)
         for key, part in self._parts.items():
-            self._aim(part, key)
+            self._set_members(part, key)
 
     def _use(self, store: dist.Store | None, channel: Transport | None) -> None:
         self._store, self.channel = store, channel
@@ -90,9 +91,9 @@ class Group:
             channel.ledger, channel.label = self.ledger, self._label
 
     def form(self, world: World, given_up: Callable[[], bool]) -> None:
-        """Leaves the workers of before and connects with those of `world`. Collective among the latter.
+        """Leaves the previous workers and connects with those of `world`. Collective among the latter.
 
-        Raises PeerLostError if it is `given_up` before all have come; then this worker is alone until the next time.
+        Raises PeerLostError if it is `given_up` before all have come; then this worker is alone until the next call.
         """
         self._abort()
         self._take(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
@@ -117,32 +118,35 @@ class Group:
                 over.abort()
 
     def along(self, *axes: str, mesh: Mesh | None = None) -> Group:
-        """The group of the workers that differ from this one along these axes alone, of the present mesh unless one is
-        said: along all axes it is this group itself.
+        """The group of the workers that differ from this one along these axes of a mesh only; by default the present
+        mesh.
 
-        It is the same in all generations. In each it is connected at its first `enter`, `lending` or `allocate`, which
-        is collective among its workers: a newcomer has not been where the others made it.
+        Along all axes it is this group itself. The object is the same in all generations. In each it connects at its
+        first `enter`, `lending` or `allocate`, which is collective among its workers: a newcomer was not present when
+        the others made it.
         """
-        mesh = replace(mesh or self.mesh, data=1)  # whose replicas come and go
+        mesh = replace(mesh or self.mesh, data=1)  # replicas come and go
         if "data" in axes and all(axis in axes or getattr(mesh, axis) == 1 for axis in AXES):
             return self
         return self._part((mesh, tuple(a for a in AXES if a in axes and (a == "data" or getattr(mesh, a) > 1))))
 
     def team(self, teams: int, mesh: Mesh) -> Group:
-        """The group of this worker's team, where the replicas, in order, are divided in so many as evenly as can be,
-        but in no more than there are replicas. As a part along axes it is the same in all generations.
+        """The group of this worker's team, where all replicas, in order, are divided as evenly as possible into
+        `teams`.
+
+        There are no more teams than replicas. The object is the same in all generations.
         """
         return self._part((replace(mesh, data=1), teams))
 
-    def _part(self, key: _Part) -> Group:
+    def _part(self, key: _PartKey) -> Group:
         if key not in self._parts:
             part = self._parts[key] = Group(World(rank=self.names[self.rank]))
             part.ledger = self.ledger
-            self._aim(part, key)
+            self._set_members(part, key)
         return self._parts[key]
 
-    def _aim(self, part: Group, key: _Part) -> None:
-        """Says who is of a part from now on. While this worker is alone it is alone there, too."""
+    def _set_members(self, part: Group, key: _PartKey) -> None:
+        """Sets the members of a part for this generation. While this worker is alone, it is alone in the part, too."""
         mesh, which = key[0].over(self.size), key[1]
         if not mesh.data:
             ranks: Sequence[int] = (self.rank,)
@@ -151,27 +155,27 @@ class Group:
         else:
             ranks = mesh.peers(self.rank, *which)
         axes = str(which) if isinstance(which, int) else "+".join(which)
-        whole, inside = self._whole or (self, "")
-        part._whole = whole, f"{inside}along/{'x'.join(map(str, astuple(mesh)))}/{axes}/{ranks[0]}/"
+        parent, prefix = self._parent or (self, "")
+        part._parent = parent, f"{prefix}along/{'x'.join(map(str, astuple(mesh)))}/{axes}/{ranks[0]}/"
         members = tuple(self.names[rank] for rank in ranks)
         part._label = f"{axes or 'alone'} of {members[0]}"
         part._take(World(rank=ranks.index(self.rank), size=len(ranks), members=members), None, None)
 
     def _join(self) -> None:
-        """Connects the workers of a part, unless they are in this generation."""
-        if self._whole is None or self._store is not None:
+        """Connects the workers of a part, unless they are connected in this generation."""
+        if self._parent is None or self._store is not None:
             return
-        whole, name = self._whole
-        assert whole._store is not None
-        store = dist.PrefixStore(name, whole._store)
+        parent, name = self._parent
+        assert parent._store is not None
+        store = dist.PrefixStore(name, parent._store)
         self._use(store, self._channel(store))
-        if whole.channel.broken is not None:  # we were not there to hear that
-            self.interrupt(whole.channel.broken)
+        if parent.channel.broken is not None:  # the part was not connected when the parent was interrupted
+            self.interrupt(parent.channel.broken)
 
     def _channel(self, store: dist.Store) -> Transport:
-        """Connects the workers of a part, as long as the whole group's channel is whole."""
-        assert self._whole is not None
-        over = self._whole[0].channel
+        """Connects the workers of a part, as long as the parent group's channel is intact."""
+        assert self._parent is not None
+        over = self._parent[0].channel
         make = partial(Transport, store, self.rank, self.size, FOR_EVER, lambda: over.broken is not None)
         try:
             with HEARTBEAT.waiting():
@@ -180,13 +184,14 @@ class Group:
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
     def lend(self) -> None:
-        """Makes a group of torch.distributed of the workers of a part, over which torch's own parts run while it is
-        `exposed`; in a new generation it is the same, over other connections. Raises UsageError where the script has
-        made one. Collective.
+        """Makes a group of torch.distributed of a part's workers; torch uses it while it is `exposed`.
+
+        In a new generation it stays the same group, over other connections. Raises UsageError if the script has made a
+        default group. Collective.
         """
         if self.size == 1 or self._lends:
             return
-        if self._lent is not None and self._lent.rank() != self.rank:  # a newcomer whose mates were lost
+        if self._lent is not None and self._lent.rank() != self.rank:  # a newcomer whose peers were lost
             take_back(self._lent)
             self._lent = None
         if self._lent is None and dist.is_initialized():
@@ -205,7 +210,7 @@ class Group:
             sys.excepthook = hook  # torch's puts a rank before every line
         channel.label = f"torch, {self._label}"
         self._lends = True
-        if self.channel.broken is not None:  # we were not there to hear that
+        if self.channel.broken is not None:  # the part was not connected when the parent was interrupted
             self.interrupt(self.channel.broken)
 
     def interrupt(self, error: Exception) -> None:
@@ -219,49 +224,54 @@ class Group:
     @property
     def hosts(self) -> list[int]:
         """The number of each worker's host."""
-        return [self.channel.hosts.place(rank)[0] for rank in range(self.size)] if self.size > 1 else [0]
+        return [self.channel.hosts.locate(rank)[0] for rank in range(self.size)] if self.size > 1 else [0]
 
     @property
     def leaders(self) -> list[int]:
-        """What the first worker of each host is called."""
+        """The number in the run of each host's first worker."""
         return [self.names[first] for first, *_ in self.channel.hosts.hosts] if self.size > 1 else [*self.names]
 
     @property
     def leads(self) -> bool:
-        """Whether this worker speaks to other hosts for its own one."""
+        """Whether this worker exchanges data with other hosts on behalf of its own host."""
         return len(self.leaders) > 1 and self.names[self.rank] in self.leaders
 
     def measure(self, known: Sequence[Sequence[Any]]) -> bool:
-        """Sees to it that `links` are those between the present hosts, as `known` to everybody or measured now; whether
-        any was. Collective.
+        """Sets `links` to those between the present hosts, from `known` or by measuring; returns whether any was
+        measured.
+
+        `known` is equal on all workers. Collective.
         """
         hosts = [[self.names[rank] for rank in host] for host in self.channel.hosts.hosts] if self.size > 1 else []
-        found = links.between([links.HostLink(*link) for link in known], hosts)
-        meetings, seen = links.rounds(len(hosts), found) if len(hosts) > 1 else [], dict[links.Pair, Any]()
-        if meetings:
+        links_by_pair = links.between([links.HostLink(*link) for link in known], hosts)
+        pairings, results = links.rounds(len(hosts), links_by_pair) if len(hosts) > 1 else [], dict[links.Pair, Any]()
+        if pairings:
             self.enter("the links between hosts", check=False, kind="figures")
             with self._declaring():
-                work = self.channel.measure(meetings, seen)
+                work = self.channel.measure(pairings, results)
             work.wait()
-            found |= links.combined(self.gather_json([[pair, *told] for pair, told in seen.items()]), hosts)
-        self.links = [*found.values()]
-        return bool(meetings)
+            reports = self.gather_json([[pair, *measured] for pair, measured in results.items()])
+            links_by_pair |= links.combined(reports, hosts)
+        self.links = [*links_by_pair.values()]
+        return bool(pairings)
 
     @property
     def interface(self) -> str:
-        """By which this worker reaches other hosts."""
+        """The network interface by which this worker reaches other hosts."""
         address = self.channel.hosts.address if self.channel is not None else ""
         name = gloo_interface() or interface_of(address)
         return f"{name} ({address})" if name and address else name or address
 
     def pace(self, rate: float, latency: float) -> None:
-        """So many bytes a second go between its hosts, at most, and come after so many seconds. All say the same."""
+        """Tells the transport the bandwidth, in bytes a second, and the latency between hosts. All workers pass the
+        same.
+        """
         if self.channel is not None and self.channel.hosts.leaders is not None:
             self.channel.hosts.leaders.pace(rate, latency)
 
     @property
     def flow(self) -> links.BandwidthEstimate | None:
-        """What a leader's sums tell of its links."""
+        """The bandwidth that this leader's sums have reached; None on other workers."""
         leaders = self.channel.hosts.leaders if self.channel is not None else None
         return None if leaders is None else leaders.flow
 
@@ -281,14 +291,14 @@ class Group:
         if self.size == 1:
             return
         self._join()
-        if len(name) > NAME:  # told apart by all of it, shown by its beginning
+        if len(name) > NAME:  # the beginning and a hash of all of it
             name = f"{name[: NAME - 13]}~{hashlib.sha256(name.encode()).hexdigest()[:12]}"
         self._declared = (name, call_site(), kind or name)
         if check:
             self._barrier()
 
     def exposed(self) -> contextlib.AbstractContextManager[None]:
-        """While it is entered, the group that is lent to torch is torch's default one."""
+        """A context in which torch's default group is the one that this group lends to torch."""
         return exposed(self._lent) if self._lent is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -305,7 +315,7 @@ class Group:
 
     @contextlib.contextmanager
     def _declaring(self) -> Iterator[None]:
-        """A part of the entered collective is begun."""
+        """A context in which parts of the entered collective start."""
         self.channel.declared = self._declared
         try:
             with outside_inference():
@@ -317,15 +327,16 @@ class Group:
     def _over(
         self, tensor: torch.Tensor, peer: int | None = None, coded: bool = False
     ) -> Iterator[tuple[Carrier, torch.Tensor]]:
-        """The same of a tensor: what moves those of its device, to all or a `peer`, or adds them up as codes; and the
-        same memory, flat.
+        """A context for a collective on a tensor: gives what moves tensors of its device, and the same memory, flat.
+
+        It serves all workers, or a `peer`, or sums in a codec's way (`coded`).
         """
         by = carrier(self.channel, tensor, peer, coded)
         with self._declaring():
             yield by, plain(tensor).view(-1)
 
-    def _beside(self, work: dist.Work) -> dist.Work:
-        """It goes on while this worker computes, if it takes others long, on other hosts."""
+    def _run_in_background(self, work: dist.Work) -> dist.Work:
+        """Lets a collective go on while this worker computes, if there are several hosts."""
         if self.channel.hosts.several:
             ENGINE.in_background(hurried=False)
         return work
@@ -335,10 +346,10 @@ class Group:
             work = self.channel.barrier()
         work.wait()
 
-    def _all_gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
-        """A flat tensor with a stretch for each worker, of which `mine` is ours."""
-        with self._over(mine) as (by, flat):
-            work = by.all_gather(raw_bytes(plain(everyone)).view(self.size, -1).unbind(0), raw_bytes(flat))
+    def _all_gather(self, everyone: torch.Tensor, flat: torch.Tensor) -> None:
+        """Gathers everybody's `flat` into a flat tensor with a stretch for each worker."""
+        with self._over(flat) as (by, local):
+            work = by.all_gather(raw_bytes(plain(everyone)).view(self.size, -1).unbind(0), raw_bytes(local))
         work.wait()
 
     # -- collectives --------------------------------------------------------------------------------------------
@@ -357,57 +368,61 @@ class Group:
     def start_sum(self, tensor: torch.Tensor, between: Between | None = None) -> dist.Work | None:
         """Starts summing `tensor` in place over all workers; `finish` must follow. Part of the entered collective.
 
-        It goes on whenever something else is started or waited for; where there are several hosts all the time.
-        `between` hosts it may be summed in another way, on the CPU.
+        It proceeds whenever something else starts or waits; with several hosts all the time. `between` hosts another
+        function may sum it, on the CPU.
         """
         if self.size == 1:
             return None
         how: dict[str, Any] = {} if between is None else {"between": between}
         with self._over(tensor, coded=between is not None) as (by, flat):
             work = by.all_reduce(flat, reduction(Op.SUM, tensor.dtype), **how)
-        return self._beside(work)
+        return self._run_in_background(work)
 
     def start_scatter(self, flat: torch.Tensor) -> dist.Work | None:
-        """Starts summing `flat`, which has a stretch for each worker, over all: each gets the sums of its own, in
-        place, and the rest is void. `finish` must follow. Part of the entered collective.
+        """Starts summing `flat`, which has a stretch for each worker; each gets the sums of its own stretch, in place.
+
+        The other stretches are undefined afterwards. `finish` must follow. Part of the entered collective.
         """
         if self.size == 1:
             return None
-        with self._over(flat) as (by, whole):
-            parts = whole.view(self.size, -1).unbind(0)
-            work = by.reduce_scatter(parts[self.rank], parts, reduction(Op.SUM, flat.dtype), whole=whole)
-        return self._beside(work)
+        with self._over(flat) as (by, full):
+            parts = full.view(self.size, -1).unbind(0)
+            work = by.reduce_scatter(parts[self.rank], parts, reduction(Op.SUM, flat.dtype), full=full)
+        return self._run_in_background(work)
 
     def start_steps(self, size: int, make: Callable[[HierarchicalTransport | None, int], Steps]) -> dist.Work | None:
-        """Starts what is made of several steps among hosts, which hand over `size` bytes of each worker. `finish` must
-        follow; alone it is made at once. Part of the entered collective.
+        """Starts a collective of several steps among hosts, which hands over `size` bytes of each worker.
+
+        `finish` must follow. A worker that is alone runs the steps at once. Part of the entered collective.
         """
         if self.size == 1:
             deque(make(None, 0), maxlen=0)
             return None
         with self._declaring():
             channel: Transport = self.channel
-            return channel.start(Asked("steps", torch.uint8), size, 0, partial(make, channel.hosts))
+            return channel.start(CollectiveRequest("steps", torch.uint8), size, 0, partial(make, channel.hosts))
 
     def gather_stretches(self, flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Of tensors that have a stretch for each worker, everybody's own ones: for each tensor a list by rank, to be
-        read before the next one is asked for. Part of the entered collective.
+        """Yields, for each tensor with a stretch per worker, a list of everybody's own stretches by rank.
+
+        Each list has to be read before the next one is asked for. Part of the entered collective.
         """
         arenas = [self.channel.in_arena(flat) if self.size > 1 else None for flat in flats]
         parts = [arena.parts for arena in arenas if arena is not None and len(arena.parts) == self.size]
-        here = self.size > 1 and len(set(self.hosts)) == 1 and len(parts) == len(flats)
-        if here:  # where they lie
+        is_shared = self.size > 1 and len(set(self.hosts)) == 1 and len(parts) == len(flats)
+        if is_shared:  # reads the stretches where they lie
             self._barrier()
             self.ledger[self._declared[2]][1] += sum(flat.nbytes for flat in flats) // self.size
             for tensors in parts:
                 yield [tensor.view(self.size, -1)[rank] for rank, tensor in enumerate(tensors)]
             self._barrier()
-        for flat in () if here else flats:
+        for flat in () if is_shared else flats:
             if self.size > 1:
                 self._all_gather(flat, flat.view(self.size, -1)[self.rank])
             yield list(flat.view(self.size, -1))
 
     def finish(self, work: dist.Work | None) -> None:
+        """Waits for a collective that was started."""
         if work is not None:
             work.wait()
 
@@ -424,15 +439,15 @@ class Group:
         if self.size == 1:
             return None
         arenas = [arena for arena in map(self.channel.in_arena, tensors) if arena is not None]
-        found = [arena.squares for arena in arenas if arena.squares is not None]
+        sums = [arena.squares for arena in arenas if arena.squares is not None]
         for arena in arenas:
             arena.measure = True
-        if not found or len(found) < len(tensors):
+        if not sums or len(sums) < len(tensors):
             return None
-        return float(self.sum(torch.tensor([sum(found)], dtype=torch.float64)))
+        return float(self.sum(torch.tensor([sum(sums)], dtype=torch.float64)))
 
     def largest(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The largest of all workers' elements, in place. Part of the entered collective."""
+        """Writes the elementwise maximum over all workers into `tensor`. Part of the entered collective."""
         if self.size > 1:
             with self._over(tensor) as (by, flat):
                 work = by.all_reduce(flat, reduction(Op.MAX, tensor.dtype))
@@ -448,7 +463,7 @@ class Group:
         return tensor
 
     def broadcast_bytes(self, data: torch.Tensor | None, source: int) -> torch.Tensor:
-        """The flat bytes of `source`, on all workers. Part of the entered collective."""
+        """Returns the flat bytes of `source` on all workers. Part of the entered collective."""
         length = torch.tensor([0 if data is None else len(data)], dtype=torch.int64)
         self.broadcast(length, source)
         if data is None:
@@ -456,11 +471,12 @@ class Group:
         return self.broadcast(data, source)
 
     def send_bytes(self, data: torch.Tensor, rank: int) -> None:
-        """Flat bytes to one other worker, which calls `receive_bytes`."""
+        """Sends flat bytes to one other worker, which calls `receive_bytes`."""
         for part in (torch.tensor([len(data)], dtype=torch.int64), data):
             self.send(part, rank)
 
     def receive_bytes(self, rank: int) -> torch.Tensor:
+        """Receives the flat bytes that worker `rank` sends with `send_bytes`."""
         length = torch.zeros(1, dtype=torch.int64)
         self.receive(length, rank)
         data = torch.empty(int(length), dtype=torch.uint8)
@@ -468,7 +484,7 @@ class Group:
         return data
 
     def send(self, flat: torch.Tensor, rank: int) -> None:
-        """A flat tensor to one other worker, which calls `receive` with one of the same length and dtype."""
+        """Sends a flat tensor to one other worker, which calls `receive` with one of the same length and dtype."""
         self.finish(self.start_send(flat, rank))
 
     def start_send(self, tensor: torch.Tensor, rank: int) -> dist.Work:
@@ -477,13 +493,13 @@ class Group:
             return by.send(raw_bytes(flat), rank)
 
     def receive(self, flat: torch.Tensor, rank: int) -> None:
-        """What another one sends. Part of what was entered."""
+        """Fills `flat` with what worker `rank` sends. Part of the entered collective."""
         with self._over(flat, rank) as (by, memory):
             work = by.receive(raw_bytes(memory), rank)
         work.wait()
 
     def exchange(self, given: Sequence[torch.Tensor], taken: Sequence[torch.Tensor]) -> None:
-        """A flat tensor to each worker, and one from each into those of `taken`, of any lengths. Part of the entered
+        """Sends `given[i]` to worker i, and fills `taken[i]` from it: flat tensors of any lengths. Part of the entered
         collective.
         """
         outs = [raw_bytes(one) for one in taken]
@@ -492,7 +508,7 @@ class Group:
         work.wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Every worker's flat tensor of one dtype, lengths may differ. Part of the entered collective."""
+        """Returns every worker's flat tensor of one dtype, whose lengths may differ. Part of the entered collective."""
         if self.size == 1:
             return [tensor]
         lengths = torch.zeros(self.size, dtype=torch.int64)
@@ -508,21 +524,21 @@ class Group:
         rows = everyone.view(self.size, longest)
         return [row[: int(length)] for row, length in zip(rows, lengths, strict=True)]
 
-    def whole(self, held: ShardedTensor) -> torch.Tensor:
-        """Of a tensor that is cut all of it, from those who hold it. Part of the entered collective."""
-        made = torch.empty(held.shape, dtype=held.tensor.dtype, device=held.tensor.device)
-        everyone = self.gather(held.tensor.detach().reshape(-1))
-        first = (next(iter(holders.items())) for holders in held.cut.blocks.values())
-        return assemble(made, ((b.at, b.of(everyone[place].view(held.cut.pieces[place].shape))) for place, b in first))
+    def gather_full(self, sharded: ShardedTensor) -> torch.Tensor:
+        """The full tensor of a sharded one, from the workers that hold its shards. Part of the entered collective."""
+        full = torch.empty(sharded.shape, dtype=sharded.tensor.dtype, device=sharded.tensor.device)
+        everyone = self.gather(sharded.tensor.detach().reshape(-1))
+        first = (next(iter(holders.items())) for holders in sharded.cut.blocks.values())
+        return assemble(full, ((b.at, b.of(everyone[rank].view(sharded.cut.pieces[rank].shape))) for rank, b in first))
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Every worker's JSON value. Part of the entered collective."""
+        """Returns every worker's JSON value. Part of the entered collective."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         rows = enumerate(self.gather(data))
         return [read_told(bytes(row.tolist()), "part", f"worker {self.names[rank]}") for rank, row in rows]
 
     def abandon(self, works: Sequence[dist.Work | None]) -> None:
-        """Leaves unfinished collectives behind for good."""
+        """Abandons unfinished collectives for good."""
         for work in works:
             if isinstance(work, Operation):
                 work.fail(PeerLostError("the collective was given up", "see the error before"))
@@ -535,7 +551,7 @@ class Group:
             self._store.set(f"flag/{name}", "1")
 
     def wait_for_flag(self, name: str) -> None:
-        """Waits for a flag as long as it takes: the launcher ends us if its owner dies."""
+        """Waits for a flag for as long as it takes: the launcher ends this process if the flag's owner dies."""
         with HEARTBEAT.waiting():
             while self._store is not None and not self._store.check([f"flag/{name}"]):
                 time.sleep(0.05)
@@ -543,20 +559,20 @@ class Group:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
-        """At the good end of the script: says so, and waits until all have come as far, so that none is left waiting.
+        """Waits at the regular end of the script until all workers have ended, so that none is left waiting.
 
-        A worker that still waits for us in a collective sees that we ended, and fails with the reason; then we, too,
-        raise PeerLostError.
+        A worker that still waits for this one in a collective sees that this one has ended, and fails with the reason;
+        then this one raises PeerLostError, too.
         """
         if (store := self._store) is None:
             return
         self._side.say("ended", self._declared[:2])
-        places: list[dict[str, Any] | None] = [None]
-        # The first looks where all are, and says when they have met; of many others each looks the more seldom.
+        statuses: list[dict[str, Any] | None] = [None]
+        # The first worker reads all statuses, and announces when all have ended. Many others look less often.
         pace, looks = max(1.0, self.size / MANY), 0
         try:
             self._side.publish()
-            while not all(place is not None and place["state"] in ("ended", "met") for place in places):
+            while not all(status is not None and status["state"] in ("ended", "met") for status in statuses):
                 time.sleep(0.02 * pace)
                 if self.channel.broken is not None:
                     raise self.channel.broken
@@ -565,9 +581,9 @@ class Group:
                     if unless(lambda: self.channel.broken, partial(store.check, ["met"])):
                         break
                     continue
-                places = unless(lambda: self.channel.broken, self._side.others)
-                for rank, place in enumerate(places):
-                    if place is not None and place["state"] == "failed":
+                statuses = unless(lambda: self.channel.broken, self._side.others)
+                for rank, status in enumerate(statuses):
+                    if status is not None and status["state"] == "failed":
                         raise PeerLostError(
                             f"worker {self.names[self.rank]} had ended, but worker {self.names[rank]} failed",
                             f"see the log of worker {self.names[rank]}",
@@ -582,7 +598,7 @@ class Group:
             ) from None
 
     def close(self, failed: bool) -> None:
-        """Releases the group. In a good end the store, which lives in worker 0, goes last."""
+        """Releases the group. After a regular end the store, which lives in worker 0, goes last."""
         if self._store is None:
             return
         store, self._store = self._store, None

@@ -35,17 +35,22 @@ from paceline.comm.progress_engine import Steps, last
 from paceline.comm.shared_memory import raw_bytes
 
 LOSSY = ("topk", "sign", "powersgd")
-CACHED = 1 << 16  # elements that are worked on at a time
-BLOCK = 256  # elements that have a scale together
+CACHED = 1 << 16  # elements that are processed at a time
+BLOCK = 256  # elements that share a scale
 _BITS = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
 _SQUARES = 8  # bytes: how much a leader has not sent goes along with what it sends
 
 
 class Code(Protocol):
-    """Rows of float32 as rows of bytes, and back. A row with an element that is not finite never becomes finite."""
+    """Encodes rows of float32 as rows of bytes, and back. A row with an element that is not finite never becomes
+    finite.
+    """
 
-    def encode(self, rows: torch.Tensor) -> torch.Tensor: ...
-    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor: ...
+    def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The bytes of each row."""
+
+    def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        """The float32 rows, of `length` elements each, of these bytes."""
 
 
 def _blocks(rows: torch.Tensor) -> torch.Tensor:
@@ -54,7 +59,7 @@ def _blocks(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(*all_: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Blocks of each, together, so few that what is made of them stays in a core's cache."""
+    """Yields blocks of all tensors together, so few that intermediate results stay in a core's cache."""
     for rows in zip(*all_, strict=True):
         yield from zip(*(row.split(CACHED // BLOCK) for row in rows), strict=True)
 
@@ -64,25 +69,30 @@ def _packed(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(codes: torch.Tensor, bytes_: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first so many bytes of each row as numbers, and the rest."""
+    """The first so many bytes of each row as numbers of `dtype`, and the rest."""
     return codes[:, :bytes_].contiguous().view(dtype), codes[:, bytes_:].contiguous()
 
 
 class Bf16:
+    """Rounds to bfloat16."""
+
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The bytes of each row."""
         return _packed(rows.bfloat16())
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        """The float32 rows of these bytes."""
         return codes.view(torch.bfloat16).float()
 
 
 @dataclass(frozen=True)
 class Scaled:
-    """Blocks in a small dtype, each over a scale of its own."""
+    """Rounds blocks to a small dtype, each divided by a scale of its own."""
 
     dtype: torch.dtype
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The scales and the rounded numbers of each row."""
         blocks = _blocks(rows)
         scales = torch.empty(*blocks.shape[:2], 1, dtype=torch.float32)
         codes = torch.empty(blocks.shape, dtype=self.dtype)
@@ -97,6 +107,7 @@ class Scaled:
         return _packed(scales, codes)
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        """The float32 rows, of `length` elements each, of these bytes."""
         scales, rest = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
         numbers = rest.view(self.dtype).view(len(codes), -1, BLOCK)
         made = torch.empty(numbers.shape, dtype=torch.float32)
@@ -106,9 +117,10 @@ class Scaled:
 
 
 class Nibbles:
-    """Blocks of numbers from -7 to 7, two in a byte, each block over a scale of its own."""
+    """Rounds blocks to numbers from -7 to 7, two in a byte, each block divided by a scale of its own."""
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The scales and the packed numbers of each row."""
         blocks = _blocks(rows)
         scales = blocks.abs().amax(-1, keepdim=True).div_(7)
         scales.masked_fill_(scales == 0, 1.0)
@@ -116,20 +128,23 @@ class Nibbles:
         return _packed(scales, codes[..., ::2] | codes[..., 1::2] << 4)
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        """The float32 rows, of `length` elements each, of these bytes."""
         scales, pairs = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
         numbers = torch.stack([pairs & 15, pairs >> 4], -1).view(len(codes), -1, BLOCK).float().sub_(8)
         return numbers.mul_(scales[..., None]).flatten(1)[:, :length]
 
 
 class Sign:
-    """One bit an element, times the mean of a block's magnitudes."""
+    """Keeps one bit per element, times the mean magnitude of its block."""
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The scales and the packed signs of each row."""
         blocks = _blocks(rows)
         bits = (blocks >= 0).view(len(rows), -1, 8) * _BITS
         return _packed(blocks.abs().mean(-1), bits.sum(-1, dtype=torch.uint8))
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        """The float32 rows, of `length` elements each, of these bytes."""
         scale, bits = _unpacked(codes, -(-length // BLOCK) * 4, torch.float32)
         signs = ((bits[..., None] & _BITS) != 0).view(len(codes), -1, BLOCK).float() * 2 - 1
         return (signs * scale[..., None]).flatten(1)[:, :length]
@@ -137,7 +152,7 @@ class Sign:
 
 @dataclass(frozen=True)
 class TopK:
-    """The largest magnitudes, a `part` of all and one at least, each with its place."""
+    """Keeps the largest magnitudes, a `part` of all elements and one at least, each with its index."""
 
     part: float
 
@@ -145,10 +160,12 @@ class TopK:
         return max(1, math.ceil(self.part * length))
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
+        """The indices and the values of each row."""
         places = rows.abs().topk(self._count(rows.shape[1]), sorted=False).indices
         return _packed(places.int(), rows.gather(1, places))
 
     def decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        """The float32 rows, of `length` elements each, with zeros for what was left out."""
         places, values = _unpacked(codes, 4 * self._count(length), torch.int32)
         made = torch.zeros(len(codes), length, dtype=torch.float32)
         return made.scatter_(1, places.long(), values.view(torch.float32))
@@ -156,9 +173,10 @@ class TopK:
 
 @dataclass
 class Feedback:
-    """What a worker keeps for the next step: of each bucket, by number, what was `left` out, unscaled; of each matrix,
-    by its parameter's number, the `basis` to begin with; and of each leader, by its name, the squares of what it has
-    left out.
+    """What a worker keeps for the next step.
+
+    `left` is the residual of each bucket, by index and unscaled; `basis` the basis that each matrix begins with, by its
+    parameter's number; `squares` the squared norm of each leader's residual, by the leader's name.
     """
 
     left: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -167,7 +185,7 @@ class Feedback:
 
 
 class CodedSum(NamedTuple):
-    """How a bucket is summed: what is said of it in a plan, and its code, or the rank of its factors."""
+    """How a bucket is summed: its codec as a plan word, and either its code or the rank of its factors."""
 
     word: str
     code: Code | None
@@ -175,10 +193,12 @@ class CodedSum(NamedTuple):
 
     @property
     def lossy(self) -> bool:
+        """Whether the codec leaves a residual."""
         return self.word.partition(":")[0] in LOSSY
 
 
-def manner(word: str) -> CodedSum:
+def coded_sum(word: str) -> CodedSum:
+    """The way to sum buckets that a plan's codec word names."""
     name, _, number = word.partition(":")
     codes: dict[str, Callable[[], Code]] = {"bf16": Bf16, "fp16": partial(Scaled, torch.float16)}
     codes |= {"int8": partial(Scaled, torch.int8), "int4": Nibbles, "sign": Sign, "topk": lambda: TopK(float(number))}
@@ -186,14 +206,14 @@ def manner(word: str) -> CodedSum:
 
 
 def pack_codes(code: Code, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Codes of all elements of some tensors, as one row."""
+    """Encodes all elements of some tensors as one row."""
     nothing = torch.empty(0, dtype=torch.float32)
     flat = torch.cat([nothing, *(_real(tensor).reshape(-1).float() for tensor in tensors)])
     return code.encode(flat[None])[0] if len(flat) else torch.empty(0, dtype=torch.uint8)
 
 
 def add_codes(code: Code, codes: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """What `pack_codes` has made of others like these is added to them."""
+    """Decodes what `pack_codes` has made of tensors like these, and adds it to them."""
     sizes = [_real(tensor).numel() for tensor in tensors]
     flat = code.decode(codes[None], sum(sizes))[0] if len(codes) else torch.empty(0, dtype=torch.float32)
     for tensor, part in zip(map(_real, tensors), flat.split(sizes), strict=True):
@@ -205,15 +225,17 @@ def _real(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Codec:
-    """Sums buckets among workers, between hosts as the plan's `word` says; with `auto` as `words` say by the name of a
-    bucket's first parameter, of which `names` are all. `sent` are bytes that this worker sent to other hosts, `full`
-    those that it would have sent without, and `spent` seconds of encoding and decoding. `bad` has the numbers of
-    parameters whose gradients were not finite here.
+    """Sums buckets among workers, between hosts with the codec that the plan's `word` names.
+
+    With `auto`, `words` has the codec of each bucket, by the name of its first parameter; `names` are all parameters'
+    names. `sent` counts the bytes that this worker sent to other hosts, `full` those that it would have sent without a
+    codec, and `spent` the seconds of encoding and decoding. `bad` has the numbers of parameters whose gradients were
+    not finite on this worker.
     """
 
     def __init__(self, word: str) -> None:
         self.word, self.auto = word, word.partition(":")[0] == "auto"
-        self.lossy = word == "auto:lossy" or manner(word).lossy
+        self.lossy = word == "auto:lossy" or coded_sum(word).lossy
         self.words: dict[str, str] = {}
         self.names: Sequence[str] = ()
         self.kept = Versions(Feedback())
@@ -223,42 +245,44 @@ class Codec:
 
     @property
     def kind(self) -> str:
-        """For people."""
+        """What it does, for people: its class or, with `auto`, the codecs in use."""
         if self.auto:
             counts = Counter(self.words.values())
             return ", ".join(f"{word} in {count} of {len(self.words)} buckets" for word, count in counts.items())
         return "lossy" if self.lossy else "rounding"
 
     def word_of(self, bucket: Bucket) -> str:
+        """The codec of a bucket, as a plan word."""
         return self.words.get(self.names[bucket.members[0]], "none") if self.auto else self.word
 
     def begin(self, done: int, expected: float) -> None:
-        """A step begins, after so many transactions, whose gradients are sums over `expected`."""
+        """Begins a step after `done` transactions, whose gradients are sums over `expected`."""
         self._was, self._next, self._scale = self.kept.at(done), Feedback(), expected
         self.kept.pend(done, self._next)
         self.bad.clear()
         self.spent = 0.0
 
     def start(self, bucket: Bucket, among: Group) -> dist.Work | None:
-        """Starts summing a bucket; as `Group.start_sum`. What a worker keeps that is no leader now goes into its own
-        gradients.
+        """Starts summing a bucket, as `Group.start_sum` does.
+
+        A worker that does not lead its host any more adds its residual to its own gradients.
         """
-        flat = bucket.mine
+        flat = bucket.local_shard
         if not flat.is_floating_point() or not len(flat):
             return among.start_sum(flat)
-        if not math.isfinite(float(flat.sum())) and not bool(flat.isfinite().all()):  # the first takes a tenth
+        if not math.isfinite(float(flat.sum())) and not bool(flat.isfinite().all()):  # the sum takes a tenth of it
             self.bad |= {number for number, part in bucket.split(flat) if not bool(part.isfinite().all())}
-        # What is left by another codec, too, whose place a full or rounding one has taken.
-        if bucket.index in self._was.left and not (among.leads and manner(self.word_of(bucket)).lossy):
+        # Also the residual of a lossy codec that a rounding one, or none, has replaced.
+        if bucket.index in self._was.left and not (among.leads and coded_sum(self.word_of(bucket)).lossy):
             flat += (self._was.left[bucket.index] / self._scale).to(flat.device)
         return among.start_sum(flat, partial(self._timed, self.sums(bucket), among.leaders))
 
     def sums(self, bucket: Bucket) -> Callable[[list[int], Gloo, torch.Tensor], Steps]:
-        """What sums it over leaders."""
-        how = manner(self.word_of(bucket))
+        """The function that sums a bucket over leaders."""
+        how = coded_sum(self.word_of(bucket))
         if how.lossy:
             return partial(self._low_rank if how.rank else self._picked, how, bucket)
-        return partial(self._whole if how.code is None else self._rounded, how)
+        return partial(self._uncompressed if how.code is None else self._rounded, how)
 
     def _timed(self, sums: Callable[..., Steps], names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
         steps = sums(names, leaders, flat)
@@ -272,7 +296,7 @@ class Codec:
                 self.spent += time.perf_counter() - began
             yield until
 
-    def _whole(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
+    def _uncompressed(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
         yield from last(leaders.all_reduce(flat))
         self._count(leaders, flat, 2 * flat.nbytes * (leaders.size - 1) / leaders.size)
 
@@ -283,8 +307,9 @@ class Codec:
     # -- rounding ---------------------------------------------------------------------------------------------------
 
     def _rounded(self, how: CodedSum, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
-        """Each leader sums a row of the bucket. All go in stretches of whole blocks: while one travels others are
-        encoded and decoded.
+        """Sums one row of the bucket on each leader.
+
+        Rows go in stretches of full blocks: while one stretch travels, others are encoded and decoded.
         """
         code = how.code
         assert code is not None
@@ -297,7 +322,7 @@ class Codec:
         self._count(leaders, flat, 0.0)
 
     def _stretch(self, code: Code, leaders: Gloo, rows: Sequence[torch.Tensor]) -> Steps:
-        """Sums some of each row; of the last ones less may be left, or nothing."""
+        """Sums a stretch of each row; the last rows may have less of it, or nothing."""
         length = len(rows[0])
         owed = torch.zeros(leaders.size, length, dtype=torch.float32)
         for row, target in zip(rows, owed, strict=False):
@@ -311,13 +336,16 @@ class Codec:
     # -- lossy ------------------------------------------------------------------------------------------------------
 
     def _owed(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
-        """What is to be sent: the sum of this host, and what was left out before."""
+        """What this leader should send: the sum of its host, and its residual."""
         total = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
         before = self._was.left.get(bucket.index)
         return total if before is None else total.addcdiv_(before, torch.tensor(self._scale, dtype=before.dtype))
 
     def _keep(self, bucket: Bucket, left: torch.Tensor) -> torch.Tensor:
-        """Before the last that is sent, without which no step counts anywhere. Its squares."""
+        """Keeps the residual; returns its squared norm.
+
+        It is called before the last message of a step: a step whose last message was not sent counts nowhere.
+        """
         self._next.left[bucket.index] = left.mul_(self._scale)
         return torch.dot(left, left).double()[None]
 
@@ -332,17 +360,18 @@ class Codec:
         codes = code.encode(owed.float()[None])
         squares = self._keep(bucket, owed.sub_(code.decode(codes, len(flat))[0]))
         everyone = yield from last(leaders.all_gather(torch.cat([codes[0], raw_bytes(squares)])))
-        codes, said = everyone[:, :-_SQUARES], everyone[:, -_SQUARES:].contiguous()
-        self._hear(names, said.view(torch.float64).view(-1))
+        codes, everyones_squares = everyone[:, :-_SQUARES], everyone[:, -_SQUARES:].contiguous()
+        self._hear(names, everyones_squares.view(torch.float64).view(-1))
         flat.copy_(_sum(code, codes, len(flat)))
         self._count(leaders, flat, everyone[1:].nbytes)
 
     def _low_rank(self, how: CodedSum, bucket: Bucket, names: list[int], leaders: Gloo, flat: torch.Tensor) -> Steps:
-        """Matrices as products of two thin ones; what has one dimension, or would not become less, goes as it is.
+        """Sends matrices as products of two thin ones; vectors, and matrices that this would not shrink, go as they
+        are.
 
-        One step of the power iteration from the basis of before. The first leader's bits of the left factors are
-        everybody's, and their products are added up element by element: a matrix product has other bits where there are
-        other threads.
+        It makes one step of the power iteration, from the basis of the step before. All use the first leader's bits of
+        the left factors, and add up their products element by element: a matrix product has other bits with another
+        number of threads.
         """
         owed = self._owed(bucket, flat)
         parts, rank = list(bucket.split(owed)), how.rank
@@ -362,9 +391,9 @@ class Codec:
         rights = [(left.T @ matrix.float()).T for (_, matrix), left in zip(thin, lefts, strict=True)]
         for (_, matrix), left, right in zip(thin, lefts, rights, strict=True):
             _add_product(matrix, left, right, -1.0)
-        said = torch.zeros(leaders.size, dtype=torch.float32)
-        said[leaders.rank] = self._keep(bucket, owed)
-        second = torch.cat([*(right.reshape(-1) for right in rights), said])
+        squares_by_leader = torch.zeros(leaders.size, dtype=torch.float32)
+        squares_by_leader[leaders.rank] = self._keep(bucket, owed)
+        second = torch.cat([*(right.reshape(-1) for right in rights), squares_by_leader])
         yield from last(leaders.all_reduce(second))
         self._hear(names, second[-leaders.size :])
         total = torch.zeros_like(owed)
@@ -372,15 +401,15 @@ class Codec:
         for (n, matrix), left, right in zip(thin, lefts, _views(second, [r.shape for r in rights]), strict=True):
             self._next.basis[n] = right.clone()
             _add_product(targets[n].view(matrix.shape), left, right, 1.0)
-        whole = _views(first[len(factors) :], [part.shape for _, part in parts if not _pays(part, rank)])
-        for (n, _), part in zip((one for one in parts if not _pays(one[1], rank)), whole, strict=True):
+        dense_parts = _views(first[len(factors) :], [part.shape for _, part in parts if not _pays(part, rank)])
+        for (n, _), part in zip((each for each in parts if not _pays(each[1], rank)), dense_parts, strict=True):
             targets[n].copy_(part)
         flat.copy_(total)
         share = (leaders.size - 1) / leaders.size
         self._count(leaders, flat, share * (2 * first.nbytes + factors.nbytes + 2 * second.nbytes))
 
     def _basis(self, number: int, matrix: torch.Tensor, rank: int) -> torch.Tensor:
-        """The basis of before; at first a random one, on all the same."""
+        """The basis of the step before; at first a random one, the same on all leaders."""
         if number in self._was.basis:
             return self._was.basis[number]
         chance = torch.Generator().manual_seed(number)
@@ -388,7 +417,7 @@ class Codec:
 
 
 def _sum(code: Code, codes: torch.Tensor, length: int) -> torch.Tensor:
-    """In the order of the rows, and one at a time."""
+    """Decodes and adds the rows in their order, one at a time."""
     total = code.decode(codes[:1], length)[0]
     for row in codes[1:]:
         total += code.decode(row[None], length)[0]
@@ -408,10 +437,10 @@ def _views(flat: torch.Tensor, shapes: list[torch.Size]) -> Iterator[torch.Tenso
 
 
 def _add_product(matrix: torch.Tensor, left: torch.Tensor, right: torch.Tensor, sign: float) -> None:
-    """Adds left @ right.T, as elements and in one order."""
+    """Adds left @ right.T, element by element in a fixed order."""
     left, right = left.to(matrix.dtype) * sign, right.T.to(matrix.dtype).contiguous()
-    some = max(1, CACHED // matrix.shape[1])
-    made = torch.empty(some, matrix.shape[1], dtype=matrix.dtype)
-    for rows, factors in zip(matrix.split(some), left.split(some), strict=True):
+    rows_at_once = max(1, CACHED // matrix.shape[1])
+    products = torch.empty(rows_at_once, matrix.shape[1], dtype=matrix.dtype)
+    for rows, factors in zip(matrix.split(rows_at_once), left.split(rows_at_once), strict=True):
         for column, along in enumerate(right):
-            rows += torch.mul(factors[:, column, None], along, out=made[: len(rows)])
+            rows += torch.mul(factors[:, column, None], along, out=products[: len(rows)])

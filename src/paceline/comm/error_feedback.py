@@ -15,30 +15,35 @@ import torch
 
 from paceline.base.mesh import Mesh
 from paceline.base.sharding import ShardedTensor, ShardingSpec, stacked
-from paceline.comm import codec_tuning as choice
+from paceline.comm import codec_tuning
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, Feedback
 from paceline.comm.gradient_buckets import GradSink
 
 
 class Transactions(Protocol):
-    """What the team does together; `done` is the number of transactions that count."""
+    """The transactions that a team of workers makes together; `done` counts those that took effect."""
 
     @property
-    def done(self) -> int: ...
-    def run(self, make: Callable[[], Generator[Any, Any, None]], spends: str) -> Any: ...
+    def done(self) -> int:
+        """The number of transactions that took effect."""
+
+    def run(self, make: Callable[[], Generator[Any, Any, None]], spends: str) -> Any:
+        """Runs the transaction that `make` builds; its time is booked under `spends`."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that residuals of gradients of this dtype are kept in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class ErrorFeedback:
-    """What the `codec` of a worker, if there is one, has left out of the gradients at `home`, which are summed over
-    `outer`. They are of parameters by name, of which a worker has rows as `cuts` say.
+    """The error-feedback residual of one worker: what its `codec`, if it has one, left out of the gradients at `home`.
 
-    `owed` is the state of all alike: what goes into the next gradient, by name and unscaled. So is, with `auto`, the
-    `chosen` codec (`words`) of each bucket, with the `rate` of the link and the number of `hosts` that it is for.
+    The gradients are summed over the group `outer`. Parameters go by name; `cuts` gives the rows of each that this
+    worker holds. `owed` is the part of the residual that is equal on all workers: unscaled, by parameter name, it goes
+    into the next gradient. `chosen` is equal on all workers, too: with `auto`, the codec of each bucket (`words`), the
+    `rate` of the link and the number of `hosts` for which it was chosen.
     """
 
     def __init__(
@@ -51,29 +56,30 @@ class ErrorFeedback:
         cuts: Mapping[str, ShardingSpec],
     ) -> None:
         self.codec: Codec | None = codec
-        self.trainer = 0  # whose it is
-        self.coded = codec  # whose bytes are told; where it sums nothing, they go `to` somebody else
+        self.trainer = 0  # the number of the trainer that it belongs to
+        # The codec whose bytes are reported. A parameter server's codec sums nothing; its bytes go `to` the servers.
+        self.coded = codec
         self.to = "other hosts"
         self.group, self.outer, self.mesh = group, outer, mesh
         self.home, self.cuts = home, cuts
         self.owed: dict[str, torch.Tensor] = {}
         self.chosen: dict[str, Any] = {}
-        self._tried: tuple[int, choice.Trials] = 0, {}  # among so many hosts
-        self._runoff: choice.LiveComparison | None = None  # under way
-        self._usual = 0.0  # seconds of encoding and decoding in a step, as they were when the choice was made
-        self._astray, self._patience = 0, 3  # steps in a row in which costs were others; when to say so
+        self._tried: tuple[int, codec_tuning.Trials] = 0, {}  # (number of hosts, what was measured for it)
+        self._comparison: codec_tuning.LiveComparison | None = None  # of candidates in the run, while it goes on
+        self._usual_codec_seconds = 0.0  # in a step, when codecs were chosen
+        self._deviating_steps, self._patience = 0, 3  # deviating steps in a row; how many lead to a new choice
         if codec is not None:
             codec.names = list(cuts)
-        self._saved: Mapping[str, torch.Tensor] = {}  # from a checkpoint, and not taken yet
-        self._rows: list[int | None] = []
+        self._saved_residuals: Mapping[str, torch.Tensor] = {}  # from a checkpoint, not applied yet
+        self._row_of_rank: list[int | None] = []
 
     @property
     def differs(self) -> bool:
-        """Whether workers may have, or bring back, what others have not."""
-        return bool(self._saved) or (self.codec is not None and self.codec.lossy)
+        """Whether workers may hold, or restore from a checkpoint, residuals that differ."""
+        return bool(self._saved_residuals) or (self.codec is not None and self.codec.lossy)
 
     def _left(self, done: int) -> dict[str, torch.Tensor]:
-        """What this worker has, by name, after so many transactions."""
+        """This worker's residual after `done` transactions, by parameter name."""
         left, names = {} if self.codec is None else self.codec.kept.at(done).left, list(self.cuts)
         return {
             names[number]: part
@@ -83,8 +89,10 @@ class ErrorFeedback:
         }
 
     def _rows_of(self, holds: Sequence[bool]) -> list[int | None]:
-        """The row of each rank, if those who hold something have the first ones. Whoever is summed with others has as
-        many rows with them as any; the rest are zeros.
+        """The row of each rank in a checkpoint's stacked residuals; None for a rank without one.
+
+        Within workers whose gradients are summed together, those that hold a residual get the first rows. All such
+        teams have equally many rows; a row without a residual is zeros.
         """
         mesh = self.mesh.over(self.group.size)
         teams = {mesh.peers(rank, "data", "context") for rank in range(self.group.size)}
@@ -98,56 +106,73 @@ class ErrorFeedback:
     # -- when a generation begins -----------------------------------------------------------------------------------
 
     def known(self, done: int) -> list[Any]:
-        """For everybody: does this worker hold something, and lead; what leaders hold, if it knows that. Collective."""
+        """What this worker reports when a generation begins. Collective.
+
+        The report is: whether it holds a residual, whether it leads its host, and the squared norms of the leaders'
+        residuals that it knows.
+        """
         if self.codec is None:
             return [False, False, []]
         self.outer.enter("how codecs stand", check=False)
         kept = self.codec.kept.at(done)
         return [bool(kept.left), self.outer.leads, [*kept.squares.items()]]
 
-    def formed(self, said: Sequence[Sequence[Any]], resumed: bool) -> Iterator[str]:
-        """All have said what they know: what was lost, for people. In the first generation of a run that is `resumed`
-        as many leaders as there were take a row each, in order; else the rule holds.
+    def formed(self, reports: Sequence[Sequence[Any]], resumed: bool) -> Iterator[str]:
+        """Takes everybody's `reports` when a generation has formed; yields messages about lost residuals.
+
+        In the first generation of a `resumed` run with as many leaders as before, each leader takes one saved row, in
+        order. Otherwise the rule `add` holds.
         """
-        holding = {name for name, (holds, *_) in zip(self.group.names, said, strict=True) if holds}
-        squares = {name: value for *_, known in said for name, value in known if value > 0}
+        holding = {name for name, (has_residual, *_) in zip(self.group.names, reports, strict=True) if has_residual}
+        squares = {name: value for *_, known in reports for name, value in known if value > 0}
         for name in sorted(squares.keys() - holding):
             norm = math.sqrt(squares[name])
             yield f"worker {name} was lost with what its codec had not sent yet: sums of gradients of norm {norm:.6g}"
-        if self._saved:
-            leads = [leads for _, leads, _ in said]
-            saved, rows, count = self._saved, self._rows_of(leads), len(next(iter(self._saved.values())))
-            alike = self.codec is not None and self.codec.lossy and sum(leads) == count * self.mesh.replica
-            if not (resumed and alike and max(row or 0 for row in rows) == count - 1):
+        if self._saved_residuals:
+            leads = [leads for _, leads, _ in reports]
+            saved, rows, count = (
+                self._saved_residuals,
+                self._rows_of(leads),
+                len(next(iter(self._saved_residuals.values()))),
+            )
+            has_same_leaders = self.codec is not None and self.codec.lossy and sum(leads) == count * self.mesh.replica
+            if not (resumed and has_same_leaders and max(row or 0 for row in rows) == count - 1):
                 yield from self.add_saved()
-            self._saved, row = {}, rows[self.group.rank] if self._saved else None
+            self._saved_residuals, row = {}, rows[self.group.rank] if self._saved_residuals else None
             if row is not None:
-                self._restore({name: self._mine(name, tensor[row : row + 1][0]) for name, tensor in saved.items()})
+                self._restore(
+                    {name: self._local_block(name, tensor[row : row + 1][0]) for name, tensor in saved.items()}
+                )
 
-    def _mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
-        return self.cuts[name].at(self.group.rank).of(whole)
+    def _local_block(self, name: str, full: torch.Tensor) -> torch.Tensor:
+        """The block of a full tensor that this worker holds."""
+        return self.cuts[name].at(self.group.rank).of(full)
 
     def _restore(self, named: Mapping[str, torch.Tensor]) -> None:
+        """Writes residuals, by parameter name, into the codec's buckets."""
         assert self.codec is not None
         names, left = list(self.cuts), self.codec.kept.value.left
         for bucket in self.home.buckets:
-            flat = left[bucket.index] = torch.zeros(len(bucket.mine), dtype=wide(bucket.mine.dtype))
+            flat = left[bucket.index] = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
             for number, part in bucket.split(flat):
                 part.copy_(named[names[number]].view(part.shape))
 
     def add_saved(self) -> Iterator[str]:
-        """The rule `add`, and what is said of it."""
-        if not self._saved:
+        """Applies the rule `add` to saved residuals and yields the message about it."""
+        if not self._saved_residuals:
             return
-        hosts, self.owed = len(next(iter(self._saved.values()))), self.shared()
-        self._saved = {}
+        hosts, self.owed = len(next(iter(self._saved_residuals.values()))), self.shared()
+        self._saved_residuals = {}
         yield (
             f"what codecs of {hosts} hosts had not sent when the checkpoint was taken goes into the next gradient: "
             "mathematics that the undisturbed run does not have"
         )
 
-    def told(self, share: Callable[[], float]) -> tuple[str, str] | None:
-        """What the codec does among the present hosts, and why. `share` is which part of all bytes these sums are."""
+    def describe(self, share: Callable[[], float]) -> tuple[str, str] | None:
+        """What the codec does among the present hosts, and why; None without a codec.
+
+        `share` gives the fraction of all bytes sent that these sums are.
+        """
         if self.codec is None:
             return None
         what, hosts, kind = f"codec={self.codec.word}", len(self.outer.leaders), self.codec.kind
@@ -157,45 +182,49 @@ class ErrorFeedback:
         if len({*self.group.hosts[: self.mesh.replica]}) > 1:
             why += f"; replicas span hosts, and of what a worker sends these sums are at most {share():.0%}"
         if self.codec.auto:
-            kind = ", ".join(self._may)
+            kind = ", ".join(self._allowed_words)
         return f"{what} ({kind}) between {hosts} hosts", why
 
     # -- before a change --------------------------------------------------------------------------------------------
 
     def pool(self, team: Transactions) -> Generator[Any, Any, None]:
-        """An attempt of the team's: what all have left out is summed and owed by all, before some of them leave."""
+        """A transaction that sums all residuals before workers leave; each worker then owes the total."""
         pooled, names = self.shared(), list(self.cuts)
         if self.codec is not None:
             was = self.codec.kept.at(team.done)
             self.outer.enter("what codecs have left out", kind="gradients")
-            for bucket in (one for one in self.home.buckets if one.mine.is_floating_point()):
-                flat = torch.zeros(len(bucket.mine), dtype=wide(bucket.mine.dtype))
+            for bucket in (one for one in self.home.buckets if one.local_shard.is_floating_point()):
+                flat = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
                 self.outer.sum(flat.add_(was.left.get(bucket.index, 0.0)))
                 for number, part in bucket.split(flat):
                     pooled[names[number]] = part.add_(pooled.get(names[number], 0.0))
             self.codec.kept.pend(team.done, Feedback(basis=was.basis))
         yield lambda: None
-        self.owed, self._saved = pooled, {}
+        self.owed, self._saved_residuals = pooled, {}
         yield None
-
-    # -- a step -----------------------------------------------------------------------------------------------------
 
     # -- the choice -------------------------------------------------------------------------------------------------
 
     @property
     def link(self) -> tuple[float, float]:
-        """Bytes a second to other hosts, by this leader's last sums or as measured, and seconds; zeros: unknown."""
+        """Bandwidth to other hosts in bytes a second, and latency in seconds; zeros if unknown.
+
+        The bandwidth is that of this leader's last sums or, before any, as measured.
+        """
         if not self.group.links:
             return 0.0, 0.0
         flow, latency = self.outer.flow, max(link.latency for link in self.group.links)
         return (flow.rate if flow else 0.0) or min(link.rate for link in self.group.links), latency
 
     @property
-    def _may(self) -> tuple[str, ...]:
-        return choice.ROUNDING + (choice.LOSSY if self.codec is not None and self.codec.lossy else ())
+    def _allowed_words(self) -> tuple[str, ...]:
+        return codec_tuning.ROUNDING + (codec_tuning.LOSSY if self.codec is not None and self.codec.lossy else ())
 
     def go_on(self, chosen: Mapping[str, Any], measured: bool) -> bool:
-        """A generation begins in which this was chosen; whether it has to be chosen again. `measured`: links were."""
+        """Begins a generation with the codecs that were chosen before; returns whether to choose again.
+
+        `measured` says whether the links were measured anew.
+        """
         if self.codec is None:
             return False
         links = self.group.links
@@ -204,216 +233,242 @@ class ErrorFeedback:
         if not self.codec.auto:
             return False
         self.chosen, self.codec.words = dict(chosen), dict(chosen.get("words") or {})
-        self._runoff = None
+        self._comparison = None
         hosts = len(self.outer.leaders)
         if rate == 0.0 or hosts == 1:
             return False
         open_ = chosen.get("open") or chosen.get("hosts") != hosts
-        return bool(open_) or (measured and choice.differs(rate, chosen["rate"]))
+        return bool(open_) or (measured and codec_tuning.differs(rate, chosen["rate"]))
 
     def step(self, seconds: float) -> None:
-        """One has been made, in so many seconds."""
+        """Takes note of a step that took so many seconds."""
         if self.outer.flow is not None:
             self.outer.flow.step()
         if self.codec is None or not self.codec.words:
             return
-        if self._runoff is not None:
-            self._runoff.note(seconds, self.codec.spent)
+        if self._comparison is not None:
+            self._comparison.note(seconds, self.codec.spent)
         elif self.outer.leads:
-            far = choice.differs(self.link[0], self.chosen["rate"]) or self.codec.spent > 2 * self._usual + 0.1
-            self._astray = self._astray + 1 if far else 0
+            far = (
+                codec_tuning.differs(self.link[0], self.chosen["rate"])
+                or self.codec.spent > 2 * self._usual_codec_seconds + 0.1
+            )
+            self._deviating_steps = self._deviating_steps + 1 if far else 0
 
     @property
     def wishes(self) -> bool:
-        """Whether there is something to choose: costs have been clearly others for some steps than those that were
-        chosen by, or another candidate is to be tried.
+        """Whether codecs should be chosen now: for some steps costs have clearly differed from those that the choice
+        was based on, or the next candidate of a live comparison is due.
         """
-        return self._astray >= self._patience or (self._runoff is not None and self._runoff.ready)
+        return self._deviating_steps >= self._patience or (self._comparison is not None and self._comparison.ready)
 
     def choose(self, anew: bool) -> Iterator[tuple[str, str]]:
-        """Chooses for each bucket, and says what and why. Collective. All leaders try, those that know only `anew`."""
+        """Chooses a codec for each bucket; yields pairs of a description and a reason. Collective.
+
+        With `anew` all leaders measure the codecs; otherwise only those that have not measured them for this number of
+        hosts.
+        """
         assert self.codec is not None
-        if self._runoff is not None:
-            yield from self._run_on(self._runoff)
+        if self._comparison is not None:
+            yield from self._run_on(self._comparison)
             return
-        hosts, buckets, tried = len(self.outer.leaders), self.home.buckets, choice.Trials()
+        hosts, buckets, tried = len(self.outer.leaders), self.home.buckets, codec_tuning.Trials()
         if self.outer.leads:
             if anew or self._tried[0] != hosts:
-                shown = choice.ROUNDING + (choice.LOSSY if self.codec.lossy else choice.LOSSY[:1])
-                self._tried = hosts, choice.trials(buckets, self.codec.names, shown, hosts)
+                candidates_tried = codec_tuning.ROUNDING + (
+                    codec_tuning.LOSSY if self.codec.lossy else codec_tuning.LOSSY[:1]
+                )
+                self._tried = hosts, codec_tuning.trials(buckets, self.codec.names, candidates_tried, hosts)
             tried = self._tried[1]
-        said = self.group.gather_json([tried, *self.link])
-        found = choice.slowest([trials for trials, *_ in said])
-        rate = min(rate for trials, rate, _ in said if trials)
-        latency = max(latency for _, _, latency in said)
+        reports = self.group.gather_json([tried, *self.link])
+        measured = codec_tuning.slowest([trials for trials, *_ in reports])
+        rate = min(rate for trials, rate, _ in reports if trials)
+        latency = max(latency for _, _, latency in reports)
         before = self.chosen.get("words") or {}
-        words = choice.decide(found, self._may, rate, latency, before)
-        self._usual = sum(tried[name][word].seconds for name, word in words.items() if name in tried)
-        candidates = choice.close(found, self._may, rate, latency, words)
-        self._runoff = choice.LiveComparison(candidates) if len(candidates) > 1 else None
+        words = codec_tuning.decide(measured, self._allowed_words, rate, latency, before)
+        self._usual_codec_seconds = sum(tried[name][word].seconds for name, word in words.items() if name in tried)
+        candidates = codec_tuning.close(measured, self._allowed_words, rate, latency, words)
+        self._comparison = codec_tuning.LiveComparison(candidates) if len(candidates) > 1 else None
         self._take(words, rate, hosts)
-        self._astray, self._patience = 0, 2 * self._patience if before else self._patience
-        named = {self.codec.names[bucket.members[0]]: bucket for bucket in buckets}
+        self._deviating_steps, self._patience = 0, 2 * self._patience if before else self._patience
+        bucket_of = {self.codec.names[bucket.members[0]]: bucket for bucket in buckets}
         for word in dict.fromkeys(words.values()):
-            some = [(len(named[name].mine), name) for name in words if words[name] == word and name in named]
-            if some and any(before.get(name) != word for _, name in some):
-                name = max(some)[1]
-                size, link = f"{named[name].mine.nbytes / 1e6:.3g} MB", f"link {8e-6 * rate:.3g} Mbit/s"
-                costs = choice.told(found[name], word, rate, latency)
-                more = f"; so do {len(some) - 1} smaller ones" if len(some) > 1 else ""
-                why = f"that costs least of {', '.join(self._may)}{more}"
-                yield f"bucket {named[name].index}, {size}, {link}: {costs}", why
+            bucket_sizes = [
+                (len(bucket_of[name].local_shard), name) for name in words if words[name] == word and name in bucket_of
+            ]
+            if bucket_sizes and any(before.get(name) != word for _, name in bucket_sizes):
+                name = max(bucket_sizes)[1]
+                size, link = f"{bucket_of[name].local_shard.nbytes / 1e6:.3g} MB", f"link {8e-6 * rate:.3g} Mbit/s"
+                costs = codec_tuning.format_costs(measured[name], word, rate, latency)
+                more = f"; so do {len(bucket_sizes) - 1} smaller ones" if len(bucket_sizes) > 1 else ""
+                why = f"that costs least of {', '.join(self._allowed_words)}{more}"
+                yield f"bucket {bucket_of[name].index}, {size}, {link}: {costs}", why
 
     def _take(self, words: dict[str, str], rate: float, hosts: int) -> None:
         assert self.codec is not None
-        self.chosen = {"words": words, "rate": rate, "hosts": hosts} | ({"open": True} if self._runoff else {})
+        self.chosen = {"words": words, "rate": rate, "hosts": hosts} | ({"open": True} if self._comparison else {})
         self.codec.words = words
         if self.outer.flow is not None:
             self.outer.flow.forget()
 
-    def _run_on(self, runoff: choice.LiveComparison) -> Iterator[tuple[str, str]]:
-        """The next of those that are tried in the run or, when all were, the best. Collective."""
-        said = self.group.gather_json([runoff.seconds, *self.link])
-        seconds, rate = max(took for took, *_ in said), min(rate for _, rate, _ in said)
+    def _run_on(self, comparison: codec_tuning.LiveComparison) -> Iterator[tuple[str, str]]:
+        """Moves a live comparison to its next candidate or, after the last one, takes the best. Collective."""
+        reports = self.group.gather_json([comparison.seconds, *self.link])
+        seconds, rate = max(took for took, *_ in reports), min(rate for _, rate, _ in reports)
         hosts = self.chosen["hosts"]
-        if runoff.turn(seconds, rate):
-            self._take(runoff.present, rate, hosts)
+        if comparison.turn(seconds, rate):
+            self._take(comparison.present, rate, hosts)
             return
-        best, self._runoff = runoff.best(), None
-        self._usual = runoff.spent[best] if best < len(runoff.spent) else self._usual
-        self._take(runoff.candidates[best], runoff.took[best][1], hosts)
-        yield f"codecs tried in the run: {runoff.told()}", "that took the least time in the steps of training"
+        best, self._comparison = comparison.best(), None
+        self._usual_codec_seconds = (
+            comparison.spent[best] if best < len(comparison.spent) else self._usual_codec_seconds
+        )
+        self._take(comparison.candidates[best], comparison.took[best][1], hosts)
+        yield f"codecs tried in the run: {comparison.describe()}", "that took the least time in the steps of training"
 
     def advice(self, computing: float, codecs: bool) -> str:
-        """If sums over hosts take longer than `computing`, which takes so many seconds: how long, and what helps, may
-        there be `codecs`. For a leader.
+        """How long sums between hosts take and what would shorten them, if they take longer than `computing` seconds.
+
+        Empty otherwise. Only a leader calls it. `codecs` says whether the plan allows codecs.
         """
         hosts, (rate, latency) = len(self.outer.leaders), self.link
-        buckets = [bucket for bucket in self.home.buckets if bucket.mine.is_floating_point() and len(bucket.mine)]
-        whole = sum(bucket.mine.nbytes for bucket in buckets)
-        sent = 2 * whole * (hosts - 1) / hosts
+        buckets = [
+            bucket for bucket in self.home.buckets if bucket.local_shard.is_floating_point() and len(bucket.local_shard)
+        ]
+        gradient_bytes = sum(bucket.local_shard.nbytes for bucket in buckets)
+        sent = 2 * gradient_bytes * (hosts - 1) / hosts
         if self.codec is not None or not rate or sent <= computing * rate:
             return ""
-        said = f"sums of gradients send {sent / 1e6:.3g} MB a step to other hosts, which takes {sent / rate:.2g} s at "
-        said += f"{8e-6 * rate:.3g} Mbit/s, while computing takes {computing:.2g} s: a step takes {sent / rate:.2g} s "
-        said += "or more; twice the global_batch= would halve that for a row"
+        text = f"sums of gradients send {sent / 1e6:.3g} MB a step to other hosts, which takes {sent / rate:.2g} s at "
+        text += f"{8e-6 * rate:.3g} Mbit/s, while computing takes {computing:.2g} s: a step takes {sent / rate:.2g} s "
+        text += "or more; twice the global_batch= would halve that for a row"
         if codecs:
-            most = max(buckets, key=lambda bucket: len(bucket.mine))
-            times = whole / most.mine.nbytes
-            costs = [choice.trial(word, most, hosts).cost(rate, latency) * times for word in ("int8", "powersgd:4")]
-            said += f", codec=int8 would make it {costs[0]:.2g} s and codec=powersgd:4 {costs[1]:.2g} s"
-        return f"{said}; local={hosts} every=16 would send them once in 16 steps; all of these are other mathematics"
+            largest = max(buckets, key=lambda bucket: len(bucket.local_shard))
+            times = gradient_bytes / largest.local_shard.nbytes
+            costs = [
+                codec_tuning.trial(word, largest, hosts).cost(rate, latency) * times for word in ("int8", "powersgd:4")
+            ]
+            text += f", codec=int8 would make it {costs[0]:.2g} s and codec=powersgd:4 {costs[1]:.2g} s"
+        return f"{text}; local={hosts} every=16 would send them once in 16 steps; all of these are other mathematics"
 
     # -- a step, again ----------------------------------------------------------------------------------------------
 
     def add(self, expected: float) -> None:
-        """Adds what is owed to sums of gradients over `expected`, which are the same on all."""
-        for name, param in zip(self.cuts, self.home.own, strict=True):
+        """Adds the owed gradients, divided by `expected`, to gradients that are equal on all workers."""
+        for name, param in zip(self.cuts, self.home.local_params, strict=True):
             if name in self.owed:
                 more = (self.owed[name].view(param.shape) / expected).to(param)
                 param.grad = more if param.grad is None else param.grad.add_(more)
 
     def blame(self) -> str:
-        """Where gradients were not finite, if anybody has looked. Collective."""
+        """Names the workers and parameters whose gradients were not finite; empty without a codec. Collective."""
         if self.codec is None:
             return ""
         names = list(self.cuts)
-        said = self.group.gather_json([names[number] for number in sorted(self.codec.bad)])
-        found = [
-            f"worker {name}: {', '.join(bad[:3])}" for name, bad in zip(self.group.names, said, strict=True) if bad
+        bad_names = self.group.gather_json([names[number] for number in sorted(self.codec.bad)])
+        culprits = [
+            f"worker {name}: {', '.join(bad[:3])}" for name, bad in zip(self.group.names, bad_names, strict=True) if bad
         ]
-        return f", on {'; '.join(found[:3])}"
+        return f", on {'; '.join(culprits[:3])}"
 
     def unused(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Those of the parameters without a gradient to which nothing comes from earlier steps either."""
-        grads = [(number, self.home.own[number].grad) for number in numbers]
+        """Of these parameters without a gradient, those that get nothing from earlier steps either."""
+        grads = [(number, self.home.local_params[number].grad) for number in numbers]
         return tuple(number for number, grad in grads if grad is None or not bool(grad.any()))
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def shared(self) -> dict[str, torch.Tensor]:
-        """What is owed once everything has been taken that was saved."""
-        found = dict(self.owed)
-        for name, rows in self._saved.items():
+        """The residual that all workers owe, saved rows included, by parameter name."""
+        total = dict(self.owed)
+        for name, rows in self._saved_residuals.items():
             for row in range(len(rows)):
-                found[name] = self._mine(name, rows[row : row + 1][0]) + found.get(name, 0.0)
-        return found
+                total[name] = self._local_block(name, rows[row : row + 1][0]) + total.get(name, 0.0)
+        return total
 
     def meet(self, done: int) -> Iterator[str]:
-        """All are about to write a checkpoint. Collective."""
+        """Prepares for a checkpoint; yields messages for the user. Collective."""
         yield from self.add_saved()
-        self._rows = self._rows_of(self.group.gather_json(bool(self._left(done))))
+        self._row_of_rank = self._rows_of(self.group.gather_json(bool(self._left(done))))
 
     def state(self, done: int) -> dict[str, Any]:
-        """For a checkpoint."""
-        rows, left, made = self._rows, self._left(done) if self._rows else {}, {}
+        """The residuals for a checkpoint, stacked by rank, after `done` transactions."""
+        rows, left, tensors = self._row_of_rank, self._left(done) if self._row_of_rank else {}, {}
         if max((-1 if row is None else row for row in rows), default=-1) < 0:
             return {}
-        for param, (name, cut) in zip(self.home.own, self.cuts.items(), strict=True):
+        for param, (name, cut) in zip(self.home.local_params, self.cuts.items(), strict=True):
             stack = stacked(cut, rows)
             shape, rank = stack.at(self.group.rank).shape, self.group.rank
-            mine = left[name].view(shape) if name in left else torch.zeros(shape, dtype=wide(param.dtype))
-            made[name] = ShardedTensor(mine, stack, rank)
-        return {"rule": "add", "left": made}
+            residual = left[name].view(shape) if name in left else torch.zeros(shape, dtype=wide(param.dtype))
+            tensors[name] = ShardedTensor(residual, stack, rank)
+        return {"rule": "add", "left": tensors}
 
     def take(self, saved: Mapping[str, Any]) -> None:
-        """What `state` was, of whole tensors."""
+        """Takes the full tensors of a `state` from a checkpoint."""
         if saved:
-            self._saved = saved["left"]
+            self._saved_residuals = saved["left"]
 
     def load(self, owed: Mapping[str, torch.Tensor]) -> None:
-        """What `shared` was, of whole tensors or of the own pieces."""
-        whole = {name: tuple(tensor.shape) == self.cuts[name].shape for name, tensor in owed.items()}
-        self.owed = {name: (self._mine(name, t) if whole[name] else t).clone() for name, t in owed.items()}
+        """Loads what `shared` returned, as full tensors or as this worker's blocks."""
+        is_full = {name: tuple(tensor.shape) == self.cuts[name].shape for name, tensor in owed.items()}
+        self.owed = {name: (self._local_block(name, t) if is_full[name] else t).clone() for name, t in owed.items()}
 
 
 class Differing(Protocol):
-    """What workers may have that others have not."""
+    """State that may differ from worker to worker."""
 
-    trainer: int  # whose it is
+    trainer: int  # the number of the trainer that it belongs to
 
     @property
-    def codec(self) -> Codec | None: ...
+    def codec(self) -> Codec | None:
+        """The codec that leaves residuals, if there is one."""
+
     @property
-    def differs(self) -> bool: ...
-    def pool(self, team: Transactions) -> Generator[Any, Any, None]: ...
-    def meet(self, done: int) -> Iterator[str]: ...
+    def differs(self) -> bool:
+        """Whether workers may hold different state now."""
+
+    def pool(self, team: Transactions) -> Generator[Any, Any, None]:
+        """A transaction after which all workers hold the same state."""
+
+    def meet(self, done: int) -> Iterator[str]:
+        """Prepares for a checkpoint; yields messages for the user. Collective."""
 
 
 class AllErrorFeedback(list[Differing]):
-    """Those of all trainers of a script."""
+    """The state that differs between workers, of all trainers of a script."""
 
     @property
     def differ(self) -> bool:
-        return any(own.differs for own in self)
+        """Whether the state of any trainer may differ between workers."""
+        return any(feedback.differs for feedback in self)
 
     def release(self, trainer: int) -> list[dict[str, Any]]:
-        """Forgets those of a trainer that has ended; what codecs have saved it."""
-        figures = [told for told in self.figures() if told["trainer"] == trainer]
-        self[:] = [own for own in self if own.trainer != trainer]
+        """Forgets a trainer that has ended; returns its report of what codecs saved."""
+        figures = [entry for entry in self.figures() if entry["trainer"] == trainer]
+        self[:] = [feedback for feedback in self if feedback.trainer != trainer]
         return figures
 
     def pool(self, team: Transactions) -> None:
-        """What each has of its own is everybody's then. Collective."""
-        for own in (one for one in self if one.differs):
-            team.run(partial(own.pool, team), "forming")
+        """Sums the state that differs, trainer by trainer, so that all workers hold the total. Collective."""
+        for feedback in (each for each in self if each.differs):
+            team.run(partial(feedback.pool, team), "forming")
 
     @property
     def _trainers(self) -> list[ErrorFeedback]:
-        return [own for own in self if isinstance(own, ErrorFeedback)]
+        return [feedback for feedback in self if isinstance(feedback, ErrorFeedback)]
 
     @property
     def rate(self) -> float:
-        """How fast the links between hosts were at last, in bytes a second; 0 if there are none."""
-        return next((own.link[0] for own in self._trainers if own.group.links), 0.0)
+        """The last known bandwidth between hosts in bytes a second; 0 if there are no links."""
+        return next((feedback.link[0] for feedback in self._trainers if feedback.group.links), 0.0)
 
     def figures(self) -> Iterator[dict[str, Any]]:
-        """For the report: what codecs have saved this worker, by trainer."""
-        for own in self._trainers:
-            if (codec := own.coded) is not None and codec.full:
-                about = {"trainer": own.trainer, "codec": codec.word, "kind": codec.kind, "to": own.to}
+        """Yields for each trainer how many bytes its codec sent, and how many it would have sent without."""
+        for feedback in self._trainers:
+            if (codec := feedback.coded) is not None and codec.full:
+                about = {"trainer": feedback.trainer, "codec": codec.word, "kind": codec.kind, "to": feedback.to}
                 yield {**about, "sent": int(codec.sent), "full": int(codec.full)}
 
     def meet(self, done: int) -> Iterator[str]:
-        """What is to be said before a checkpoint. Collective."""
-        return (text for own in self if own.differs for text in own.meet(done))
+        """Prepares all trainers for a checkpoint; yields messages for the user. Collective."""
+        return (text for feedback in self if feedback.differs for text in feedback.meet(done))

@@ -17,25 +17,25 @@ import torch
 from torch.nn import Parameter
 
 from paceline.base.sharding import Block
-from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, Wires, by_place
+from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, Wires, split_by_shard
 
-WHOLE = 51  # bits: a number up to 2**51 units is rounded to whole ones by adding and subtracting 1.5 * 2**52 units
+INTEGER_BITS = 51  # adding and subtracting 1.5 * 2**52 units rounds a number up to 2**51 units to whole units
 HEADROOM = 4  # bits by which a gradient may grow from one step to the next
 CHUNK = 1 << 16  # elements that stay in the cache from one operation to the next
 LEVELS = 3  # numbers that carry a sum of squares: what the first two leave is below a float64's precision
 
 
 class ExactBuckets(Buckets):
-    """Buckets of float64 that travel, and beside them the gradients, of the parameters' own dtype, that come of them.
+    """Buckets of float64 sums, with separate memory for the gradients, of the parameters' own dtype, made from them.
 
-    A float64 gradient is carried as two numbers, its multiple and what that leaves, each summed exactly.
+    A float64 gradient is carried as two numbers, its multiple and the remainder, each summed exactly.
     """
 
     maxima: torch.Tensor
     _wire = torch.float64
 
     def __init__(self, params: Sequence[Parameter], **as_others: Any) -> None:
-        self._spare = WHOLE  # bits of one micro-batch's part of a sum
+        self._spare = INTEGER_BITS  # bits of one micro-batch's part of a sum
         self._sums: list[torch.Tensor] = []
         self._scratch = torch.empty(CHUNK, dtype=torch.float64)
         self.maxima = torch.zeros(len(params), dtype=torch.float64)
@@ -43,7 +43,7 @@ class ExactBuckets(Buckets):
         self.largest = [0.0] * len(params)
         self._before: list[float] | None = None  # `largest` when the step began
 
-    def _own(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def _local_grads(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         self._sums.append(torch.zeros(stretch.shape[1], dtype=dtype, device=stretch.device))
         return self._sums[-1]
 
@@ -52,12 +52,14 @@ class ExactBuckets(Buckets):
         return self._sums
 
     def memory(self) -> int:
+        """Bytes that buckets and gradients take."""
         return super().memory() + sum(tensor.nbytes for tensor in self._sums)
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
+        """Starts a step; its number of micro-batches decides how many bits each gradient may have."""
         super().begin(ready, micro_batches)
         self._before = self._before or list(self.largest)
-        self._spare = WHOLE - micro_batches.bit_length() - 1
+        self._spare = INTEGER_BITS - micro_batches.bit_length() - 1
         self.maxima.zero_()
 
     def _units(self, number: int) -> list[float]:
@@ -67,10 +69,11 @@ class ExactBuckets(Buckets):
         return [2.0**unit, 2.0 ** (unit - self._spare - 1)]
 
     def put(self, number: int, grad: torch.Tensor, wires: Wires, first: bool) -> None:
+        """Rounds a gradient to its grid and writes it into its wires, or adds it to what they hold."""
         largest = torch.linalg.vector_norm(grad, math.inf) if grad.numel() else 0.0
         self.maxima[number] = max(float(self.maxima[number]), float(largest))
         units = self._units(number)
-        for levels, part in zip(wires, by_place(grad, wires), strict=True):
+        for levels, part in zip(wires, split_by_shard(grad, wires), strict=True):
             for start in range(0, len(part), CHUNK):
                 rest = part[start : start + CHUNK].double()
                 for level, wire in enumerate(levels):
@@ -84,21 +87,25 @@ class ExactBuckets(Buckets):
                         rest = rest - rounded
 
     def rehouse(self, allocate: Allocate) -> None:
+        """Allocates fresh memory for all buckets and gradients."""
         self._sums.clear()
         super().rehouse(allocate)
 
     def abandon(self, again: bool = False) -> None:
+        """Ends a step whose backward failed, or which begins `again` on the same grids."""
         super().abandon(again)
         if self._before is not None and not again:
             self.largest, self._before = self._before, None
 
     def applied(self) -> None:
+        """Takes note that the optimizer has used the step's sums; the grids of this step stay."""
         self._before = None
 
     def settle(self, maxima: torch.Tensor) -> bool:
-        """After the sums have arrived: `maxima` are everybody's, the largest gradient of each parameter in this step.
+        """Makes the gradients from the sums, after these have arrived.
 
-        Makes the gradients of the sums; False if one had outgrown its grid: the step is to be redone, on a wider one.
+        `maxima` has the largest gradient of each parameter over all workers in this step. Returns False if one had
+        outgrown its grid: the step has to be redone, on a wider one.
         """
         kept = True
         for number, (largest, now) in enumerate(zip(self.largest, maxima.tolist(), strict=True)):
@@ -111,36 +118,37 @@ class ExactBuckets(Buckets):
         return kept
 
     def make(self) -> None:
-        """The gradients, of the sums."""
-        for own, bucket in zip(self._sums, self.buckets, strict=True):
-            if not len(own):  # a place may have no rows of small parameters
+        """Makes the gradients from the sums."""
+        for grads, bucket in zip(self._sums, self.buckets, strict=True):
+            if not len(grads):  # a worker may have no rows of small parameters
                 continue
-            levels = bucket.mine.view(-1, len(own))
-            own.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
+            levels = bucket.local_shard.view(-1, len(grads))
+            grads.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
         self.adopt()
 
     def squares(
         self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None, changed: bool = False
     ) -> torch.Tensor:
-        """The squares of the own rows' gradients added up, or of the blocks of each that are counted here, for each
-        parameter in parts that are sums of whole multiples of a power of two. Those of all places can be added as well,
-        without a rounding: the total does not depend on who has which rows.
+        """The sums of squares of this worker's gradients, or of these blocks of each, LEVELS numbers per parameter.
+
+        All numbers are whole multiples of a power of two, so those of all workers can be added without rounding: the
+        total does not depend on which worker has which rows.
         """
-        found = torch.zeros(len(self.own), LEVELS, dtype=torch.float64)
-        for number, (param, elements) in enumerate(zip(self.own, self.elements, strict=True)):
+        sums = torch.zeros(len(self.local_params), LEVELS, dtype=torch.float64)
+        for number, (param, elements) in enumerate(zip(self.local_params, self.elements, strict=True)):
             if param.grad is None:
                 continue
             # No element is 2**bits or more, and 2**52 units hold all of them together.
             bits = math.frexp(self.largest[number])[1] + micro_batches.bit_length()
-            width = WHOLE + 1 - elements.bit_length()
+            width = INTEGER_BITS + 1 - elements.bit_length()
             grads = [param.grad] if counted is None else [block.of(param.grad) for block in counted[number]]
             for part in (part for grad in grads for part in grad.reshape(-1).split(CHUNK)):
                 rest = part.double().square()
                 for level in range(LEVELS):
                     rounded = on_grid(rest, math.ldexp(1.0, 2 * bits - (level + 1) * width), self._scratch)
-                    found[number, level] += rounded.sum()
+                    sums[number, level] += rounded.sum()
                     rest.sub_(rounded)
-        return found.view(-1)
+        return sums.view(-1)
 
 
 def on_grid(values: torch.Tensor, unit: float, scratch: torch.Tensor) -> torch.Tensor:

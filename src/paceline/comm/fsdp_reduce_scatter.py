@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from paceline.base.sharding import RowShards
 from paceline.comm.communicator import Group
-from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, GradSink, Wires, in_two_parts, zeros
+from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, GradSink, Wires, error_in_two_parts, zeros
 from paceline.errors import UsageError
 
 UNDER_WAY = 1  # blocks, before the backward waits for them
@@ -24,18 +24,21 @@ UNDER_WAY = 1  # blocks, before the backward waits for them
 
 @dataclass
 class _Stage:
-    """The gradients of a block in one micro-batch: by place and level, and which parameters have written theirs."""
+    """Memory for one block's gradients in one micro-batch, by shard and level; `written` has the parameters that have
+    one.
+    """
 
     flat: torch.Tensor
     wires: list[Wires]
-    taken: bool = False  # by a block that is not where it belongs yet
+    taken: bool = False  # by a block that has not arrived yet
     written: set[int] = field(default_factory=set)
 
 
 @dataclass
 class _Pool:
-    """The stages of blocks that are laid out alike. These use them in turn, on all workers the same one. `used` counts
-    the blocks before this micro-batch, `gone` those that have left in it.
+    """The stages of blocks that are laid out alike, which use them in turn, in the same order on all workers.
+
+    `used` counts the blocks before this micro-batch, `gone` those that have left in it.
     """
 
     stages: list[_Stage]
@@ -46,8 +49,9 @@ class _Pool:
 
 @dataclass
 class _Block:
-    """The numbers of the parameters whose gradients travel together; of its pool it is the one with this `turn`. It was
-    run in `calls` that the backward has yet to go through, or has `left`.
+    """The numbers of the parameters whose gradients travel together; `turn` is its position in its pool.
+
+    It has run in `calls` that backward has yet to pass, or backward has `left` it.
     """
 
     members: list[int]
@@ -59,22 +63,23 @@ class _Block:
     left: bool = False
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
+        """Whether no more gradients come for it in this micro-batch."""
         return self.left or len(self.landed) == len(self.members)
 
     @property
-    def place(self) -> _Stage:
-        """The stage that it leaves in."""
+    def departure_stage(self) -> _Stage:
+        """The stage that it is sent from."""
         return self.pool.stages[(self.pool.used + self.turn) % len(self.pool.stages)]
 
 
 class FsdpReduceScatter(GradSink):
-    """Takes whole gradients of parameters of these `shapes` and adds up the own rows of each in the buckets `home`.
+    """Takes full gradients of parameters of these `shapes` and sums this worker's rows of each in the buckets `home`.
 
-    `blocks` has every parameter's number once; they leave in this order, on all workers of `group`. What one needs
-    another that is laid out alike can use. `ended` is called when a backward has, before the rest leaves; what it
-    starts is waited for afterwards. Unless it is `patient`, a backward never waits for others' gradients, who may wait
-    for it in a gather: for memory that is not free yet it takes other.
+    `blocks` has every parameter's number once; blocks leave in this order on all workers of `group`. Blocks that are
+    laid out alike share memory. `ended` is called at the end of each backward, before the remaining blocks leave; what
+    it starts is waited for afterwards. Unless it is `patient`, a backward never waits for the gradients of other
+    workers, which may wait for it in a gather: it allocates more memory instead.
     """
 
     def __init__(
@@ -98,26 +103,26 @@ class FsdpReduceScatter(GradSink):
             pool = self._pools.setdefault(kind, _Pool([]))
             self._blocks.append(_Block(list(members), pool, pool.blocks))
             pool.blocks += 1
-        self._of = {  # of each parameter the block, and which of that block's it is
-            number: (place, index)
-            for place, block in enumerate(self._blocks)
+        self._of = {  # each parameter's block, and its index in that block
+            number: (block_index, index)
+            for block_index, block in enumerate(self._blocks)
             for index, number in enumerate(block.members)
         }
         self._works: deque[tuple[dist.Work | None, _Block, _Stage, bool]] = deque()
-        self._begun = self._open = self._last = self._blank = self._waits = False
+        self._begun = self._open = self._last = self._is_dummy = self._waits = False
         self._next = 0
         self._weight: float | None = None
         self._used: set[int] = set()
 
     @staticmethod
     def bytes(
-        shapes: Sequence[Sequence[int]], each: Sequence[int], blocks: Sequence[Sequence[int]], places: int
+        shapes: Sequence[Sequence[int]], element_bytes: Sequence[int], blocks: Sequence[Sequence[int]], shards: int
     ) -> int:
-        """What stages take at most, for parameters of these shapes, whose elements take so many bytes `each`."""
-        pools = Counter(tuple((tuple(shapes[n]), each[n]) for n in block) for block in blocks if block)
-        at = RowShards(places)
+        """The most bytes that stages take, for parameters of these shapes with `element_bytes` per element."""
+        pools = Counter(tuple((tuple(shapes[n]), element_bytes[n]) for n in block) for block in blocks if block)
+        rows = RowShards(shards)
         return sum(
-            min(count, UNDER_WAY + 1) * places * sum(at.width(shape) * size for shape, size in members)
+            min(count, UNDER_WAY + 1) * shards * sum(rows.width(shape) * size for shape, size in members)
             for members, count in pools.items()
         )
 
@@ -126,12 +131,14 @@ class FsdpReduceScatter(GradSink):
         return self._home
 
     def release(self) -> list[torch.Tensor]:
+        """Gives up gradients, stages and hooks; returns the memory that was allocated for sums."""
         memory = [stage.flat for pool in self._pools.values() for stage in pool.stages]
         for pool in self._pools.values():
             pool.stages.clear()
         return super().release() + memory + self.home.release()
 
     def rehouse(self, allocate: Allocate) -> None:
+        """Allocates fresh memory for all stages."""
         for pool in self._pools.values():
             pool.stages.clear()
         for block in self._blocks:
@@ -141,13 +148,15 @@ class FsdpReduceScatter(GradSink):
     # -- as buckets are used --------------------------------------------------------------------------------------
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
+        """Starts a step."""
         self.home.begin(ready, micro_batches)
         self._used.clear()
         self._forget_calls()  # of a script's own forwards
         self._begun = True
 
-    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
-        self._open, self._last, self._blank, self._next, self._weight = True, last, blank, 0, weight
+    def open(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
+        """Begins the next backward."""
+        self._open, self._last, self._is_dummy, self._next, self._weight = True, last, is_dummy, 0, weight
         self._waits = self._patient
 
     def land(self, number: int, param: torch.Tensor) -> None:
@@ -159,11 +168,11 @@ class FsdpReduceScatter(GradSink):
             raise UsageError(what, "say zero=1, or take what it needs by torch.autograd.grad")
         if not self._open:  # a backward in the body of a loop
             return
-        place, index = self._of[number]
-        block = self._blocks[place]
-        if place < self._next:
-            raise in_two_parts(param)
-        if not self._blank:
+        block_index, index = self._of[number]
+        block = self._blocks[block_index]
+        if block_index < self._next:
+            raise error_in_two_parts(param)
+        if not self._is_dummy:
             self._used.add(number)
             stage = self._stage(block)
             grad = grad if self._weight is None else grad * self._weight
@@ -173,12 +182,14 @@ class FsdpReduceScatter(GradSink):
         self._advance()
 
     def call(self, number: int) -> None:
-        """The block of a parameter is run in a forward."""
+        """Takes note that a forward runs the block of a parameter."""
         self._blocks[self._of[number][0]].calls += 1
 
     def leave(self, number: int) -> None:
-        """The backward has gone through such a call. A block that it leaves does not wait for what got no gradient
-        here, as experts that were not asked: workers wait for each other's blocks.
+        """Takes note that backward has passed such a call.
+
+        After the last call a block leaves without the gradients of parameters that got none, such as those of experts
+        that were not used: workers wait for each other's blocks.
         """
         block = self._blocks[self._of[number][0]]
         if not self._open:  # one in the forward: a later one may go through it again
@@ -189,6 +200,7 @@ class FsdpReduceScatter(GradSink):
             self._advance()
 
     def close(self) -> None:
+        """Ends the present backward: sends the remaining blocks."""
         ended, self._waits = self._ended(), True
         while self._next < len(self._blocks):
             self._send()
@@ -199,6 +211,7 @@ class FsdpReduceScatter(GradSink):
         self._open = False
 
     def flush(self) -> set[int]:
+        """Waits for all blocks and hands on the buckets; returns the numbers of parameters without a gradient."""
         while self._works:
             self._arrive()
         self._begun = False
@@ -206,6 +219,7 @@ class FsdpReduceScatter(GradSink):
         return set(range(len(self._shapes))) - self._used
 
     def abandon(self, again: bool = False) -> None:
+        """Ends a step whose backward failed, or which begins `again`."""
         self.group.abandon([work for work, *_ in self._works])
         self._works.clear()
         for block in self._blocks:
@@ -221,18 +235,23 @@ class FsdpReduceScatter(GradSink):
         self.home.abandon(again)
 
     def memory(self) -> int:
+        """Bytes that gradients and stages take."""
         return self.home.memory() + sum(s.flat.nbytes for pool in self._pools.values() for s in pool.stages)
 
     # -- on the way -----------------------------------------------------------------------------------------------
 
     def _stage(self, block: _Block) -> _Stage:
-        """Where the block's gradients of this micro-batch are written."""
+        """The stage that the block's gradients of this micro-batch are written into."""
         if block.stage is None:
-            while self._waits and block.place.taken and any(stage is block.place for _, _, stage, _ in self._works):
+            while (
+                self._waits
+                and block.departure_stage.taken
+                and any(stage is block.departure_stage for _, _, stage, _ in self._works)
+            ):
                 self._arrive()
-            # Gradients may come before those of blocks that leave before: then their place is still another's.
-            early = block.place.taken or block.turn - block.pool.gone >= len(block.pool.stages)
-            block.stage = self._make(block.members, zeros) if early else block.place
+            # Gradients may come before those of blocks that leave earlier, while another block holds the stage.
+            early = block.departure_stage.taken or block.turn - block.pool.gone >= len(block.pool.stages)
+            block.stage = self._make(block.members, zeros) if early else block.departure_stage
             block.stage.taken = True
             block.stage.written.clear()
         return block.stage
@@ -248,42 +267,42 @@ class FsdpReduceScatter(GradSink):
             block.calls, block.left = 0, False
 
     def _advance(self) -> None:
-        """Blocks that are whole leave, in order, as far as they can now."""
-        while self._next < len(self._blocks) and self._blocks[self._next].whole:
+        """Sends complete blocks, in order, as far as is possible now."""
+        while self._next < len(self._blocks) and self._blocks[self._next].is_complete:
             self._take_in()
             block = self._blocks[self._next]
-            free = block.stage is block.place or not block.place.taken
+            free = block.stage is block.departure_stage or not block.departure_stage.taken
             if not self._waits and not (free and len(self._works) <= UNDER_WAY):
                 return
             self._send()
 
     def _take_in(self) -> None:
-        """What has arrived; if too many are under way, waits for more."""
+        """Takes in blocks that have arrived; waits while too many are under way."""
         while self._works and ((self._waits and len(self._works) > UNDER_WAY) or _over(self._works[0][0])):
             self._arrive()
 
     def _send(self) -> None:
-        """The next block leaves."""
+        """Sends the next block."""
         block = self._blocks[self._next]
         self._next += 1
-        stage, place = self._stage(block), block.place
+        stage, departure = self._stage(block), block.departure_stage
         for number, wires in zip(block.members, stage.wires, strict=True):
             if number not in stage.written:
                 for wire in (wire for levels in wires for wire in levels):
                     wire.zero_()
-        if stage is not place:
-            while place.taken:
+        if stage is not departure:
+            while departure.taken:
                 self._arrive()
-            place.flat.copy_(stage.flat)
-            place.taken = True
+            departure.flat.copy_(stage.flat)
+            departure.taken = True
         block.landed.clear()
         block.stage = None
         block.pool.gone += 1
-        self._works.append((self.group.start_scatter(place.flat), block, place, self._last))
+        self._works.append((self.group.start_scatter(departure.flat), block, departure, self._last))
         self._take_in()
 
     def _arrive(self) -> None:
-        """The first of those under way is there: its memory is free."""
+        """Waits for the first block under way, adds it to the buckets and frees its stage."""
         work, block, stage, last = self._works[0]
         self.group.finish(work)
         self._works.popleft()

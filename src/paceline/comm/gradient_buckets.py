@@ -20,23 +20,26 @@ from paceline.errors import UsageError
 
 FIRST_BYTES = 1 << 20
 BYTES = 25 << 20
-LARGE = 1 << 22  # bytes of a gradient that is not in a core's cache any more
+LARGE = 1 << 22  # bytes above which a gradient is no longer in a core's cache
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
-Wires = list[list[torch.Tensor]]  # where a gradient's elements travel, by place and level
+Wires = list[list[torch.Tensor]]  # the bucket memory of a gradient, by shard and level
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocates a flat tensor of zeros in this process's own memory."""
     return torch.zeros(numel, dtype=dtype, device=device)
 
 
 def levels_of(dtype: torch.dtype) -> int:
-    """Numbers that carry one element of a gradient of this dtype in exact sums."""
+    """How many numbers carry one element of a gradient of this dtype in exact sums."""
     return 2 if dtype == torch.float64 else 1
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Large ones with C's memmove, which writes past the cache: torch's copy first reads what it overwrites."""
+    """Copies `source` to `target`; large CPU tensors with memmove, which writes past the cache: torch's copy first
+    reads what it overwrites.
+    """
     alike = target.dtype == source.dtype and source.is_contiguous() and target.is_contiguous()
     if alike and target.nbytes >= LARGE and target.device.type == "cpu" == source.device.type:
         ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
@@ -46,50 +49,52 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 @dataclass
 class Bucket:
-    """A flat tensor, one stretch of it for each place, and the numbers of the parameters whose gradients it has; `mine`
-    is the stretch of this worker's place, where those of the `shapes` begin at `starts`.
+    """A flat tensor with one shard per worker, and the numbers of the parameters whose gradients it holds.
+
+    `local_shard` is this worker's shard of `flat`. In it the gradients with these `shapes` begin at `starts`.
     """
 
     index: int
     flat: torch.Tensor
     members: list[int]
-    mine: torch.Tensor
+    local_shard: torch.Tensor
     shapes: list[torch.Size] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     missing: int = 0
 
     def split(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Of a tensor like `mine` what belongs to each parameter, with its number."""
+        """Yields each parameter's number and its part of a tensor that is laid out like `local_shard`."""
         for number, shape, start in zip(self.members, self.shapes, self.starts, strict=True):
             yield number, flat[start : start + shape.numel()].view(shape)
 
 
 class GradSink:
-    """Where a step's gradients land as autograd makes them, one backward after another, and leave for other workers.
+    """Receives a step's gradients as autograd makes them, one backward after another, and passes them on to be summed.
 
-    This one is for where no others can come: they stay where autograd puts them.
+    This base class is for a worker that shares parameters with no other one: gradients stay where autograd puts them.
     """
 
     maxima: torch.Tensor | None = None  # for exact sums: the largest gradient of each parameter
-    # Numbers of parameters that other workers of a unit have as well, and what adds their gradients up: these go last.
+    # Numbers of parameters that other workers of a unit hold as well. `among` sums their gradients; their buckets leave
+    # last.
     late: frozenset[int] = frozenset()
     among: Callable[[int, Sequence[torch.Tensor]], None]
 
     def __init__(self, params: Sequence[Parameter]) -> None:
-        self.params = self.own = list(params)
+        self.params = self.local_params = list(params)
         self.buckets: list[Bucket] = []
         self.largest: list[float] = []
         self._norms: torch.Tensor | None = None
-        self.elements = [param.numel() for param in self.params]  # of the whole ones, if these are parts of such
+        self.elements = [param.numel() for param in self.params]  # of full parameters, if `params` are shards
 
     @property
     def home(self) -> GradSink:
-        """Where the gradients of the own parameters are in the end."""
+        """The sink that holds the gradients of this worker's parameters in the end."""
         return self
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        """All gradients of the own rows, in as few tensors as there are."""
+        """All gradients of this worker's rows, in as few tensors as possible."""
         return [param.grad for param in self.params if param.grad is not None]
 
     def memory(self) -> int:
@@ -97,36 +102,40 @@ class GradSink:
         return sum(grad.nbytes for grad in self.sums)
 
     def rehouse(self, allocate: Allocate) -> None:
-        """Fresh memory for all buckets, as `allocate` gives it. What they held is lost."""
+        """Allocates fresh memory for all buckets with `allocate`. What they held is lost."""
 
     def release(self) -> list[torch.Tensor]:
         """Gives up gradients and hooks: no further step comes. Returns the memory that was allocated for sums."""
-        for param in {*self.params, *self.own}:
+        for param in {*self.params, *self.local_params}:
             param.grad = None
         return []
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
 
-    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
-        """The next backward begins. What the `last` of a step completes may go; of a `blank` one nothing counts. With a
-        `weight` its gradients land at its end, when they have been multiplied by it.
+    def open(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
+        """Begins the next backward.
+
+        The `last` backward of a step completes parameters, so that their buckets may leave. Gradients of a dummy
+        backward do not count. With a `weight` gradients land at its end, after they have been multiplied by it.
         """
 
     def close(self) -> None:
-        """It has ended."""
+        """Ends the present backward."""
 
     def flush(self) -> set[int]:
-        """Hands on what is left, zeros where no gradient came; returns the numbers of those parameters."""
+        """Hands on the remaining buckets, zeros where no gradient came; returns the numbers of those parameters."""
         return {number for number, param in enumerate(self.params) if param.grad is None}
 
     def settle(self, maxima: torch.Tensor) -> bool:
-        """After all sums have arrived; False: the step is to be redone. For exact sums only."""
+        """Finishes exact sums after all have arrived; False means that the step has to be redone."""
         return True
 
     def foresee(self) -> None:
-        """All gradients are there, where no others come: a GPU begins with their norms before anybody waits for the
-        losses, and would have nothing to do from then on until these are asked for.
+        """Starts computing the gradients' norms when no other worker has to add to them.
+
+        A GPU begins with them before anybody waits for the losses, and would have nothing to do until it is asked for
+        these.
         """
         sums = [] if self.home.buckets else self.sums
         self._norms = _norms(sums) if sums and sums[0].is_cuda else None
@@ -134,33 +143,40 @@ class GradSink:
     def squares(
         self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None, changed: bool = False
     ) -> torch.Tensor:
-        """The squares of all of them added up, or of the blocks of each that are counted here, in float64 numbers whose
-        sum it is. `changed`: not by backwards alone.
+        """The sum of the gradients' squares, as float64 numbers that add up to it.
+
+        With `counted` only these blocks of each gradient are included. `changed` says that something other than
+        backward has changed gradients.
         """
         norms = self._norms if counted is None and not changed else None
         if norms is None:
             gradients = self.sums
             if counted is not None:
-                some = ((param.grad, blocks) for param, blocks in zip(self.own, counted, strict=True))
-                gradients = [block.of(grad) for grad, blocks in some if grad is not None for block in blocks]
+                grads_and_blocks = (
+                    (param.grad, blocks) for param, blocks in zip(self.local_params, counted, strict=True)
+                )
+                gradients = [
+                    block.of(grad) for grad, blocks in grads_and_blocks if grad is not None for block in blocks
+                ]
             norms = _norms(gradients)
         return norms.cpu().double().square().sum(0, keepdim=True)
 
     def adopt(self) -> None:
-        """What has been written into the sums are the gradients of the own parameters."""
+        """Makes what was written into the sums the gradients of this worker's parameters."""
 
     def abandon(self, again: bool = False) -> None:
-        """Ends a step whose backward failed, or which is begun `again`; nothing more is handed on."""
+        """Ends a step whose backward failed, or which begins `again`; nothing more is handed on."""
 
     def applied(self) -> None:
-        """The step's sums have been used."""
+        """Takes note that the optimizer has used the step's sums."""
 
 
 def _norms(gradients: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, dtype=torch.float64)
 
 
-def in_two_parts(param: torch.Tensor) -> UsageError:
+def error_in_two_parts(param: torch.Tensor) -> UsageError:
+    """The error for a gradient that grew after it had been sent."""
     return UsageError(
         f"the gradient of a parameter of shape {tuple(param.shape)} came in two parts, the second after the first was "
         "sent to the other workers",
@@ -168,19 +184,20 @@ def in_two_parts(param: torch.Tensor) -> UsageError:
     )
 
 
-def by_place(grad: torch.Tensor, wires: Wires) -> Sequence[torch.Tensor]:
-    """The elements of a gradient that belong to each place."""
+def split_by_shard(grad: torch.Tensor, wires: Wires) -> Sequence[torch.Tensor]:
+    """The elements of a gradient that belong to each shard."""
     parts: Sequence[torch.Tensor] = grad.reshape(-1).split([levels[0].numel() for levels in wires])
     return parts
 
 
 class Buckets(GradSink):
-    """Buckets over `params`. Between `begin` and `flush` every gradient that backward makes lands in its bucket, and
-    those of the rows of this worker's place are gradients of `own`, which are the parameters unless said.
+    """Buckets over `params`, in which every gradient lands that backward makes between `begin` and `flush`.
 
-    A bucket is laid out as [place, level, elements of the rows of that place]: see `RowShards`. Levels, of the dtype
-    `_wire`, are there for exact sums only, as are `maxima` and `largest` (exact.py). Without `hooks` gradients come by
-    `add` (staging.py).
+    The gradients of this worker's rows become those of `local_params`, which are `params` by default.
+
+    A bucket is laid out as [shard, level, elements of the shard's rows]: see `RowShards`. Levels, of the dtype `_wire`,
+    exist for exact sums only, as do `maxima` and `largest` (exact_sums.py). Without `hooks` gradients come by `add`
+    (fsdp_reduce_scatter.py).
     """
 
     _wire: torch.dtype | None = None
@@ -192,11 +209,11 @@ class Buckets(GradSink):
         bytes_: int = BYTES,
         allocate: Allocate = zeros,
         shards: RowShards = ALONE,
-        own: Sequence[Parameter] | None = None,
+        local_params: Sequence[Parameter] | None = None,
         hooks: bool = True,
     ) -> None:
         super().__init__(params)
-        self.own = self.params if own is None else list(own)
+        self.local_params = self.params if local_params is None else list(local_params)
         self.shards = shards
         nothing = torch.empty(0, dtype=torch.float32)
         self._views: list[torch.Tensor] = [nothing] * len(self.params)
@@ -252,12 +269,12 @@ class Buckets(GradSink):
         stretches, wires = self.lay_out(shapes, shards, self._allocate, dtype, device)
         flat, me = stretches.view(-1), shards.me
         bucket = Bucket(len(self.buckets), flat, members, stretches[me].view(-1))
-        own, start = self._own(stretches[me], dtype), 0
+        local_grads, start = self._local_grads(stretches[me], dtype), 0
         for number, shape, wire in zip(members, shapes, wires, strict=True):
             self._wires[number] = wire
-            self._views[number] = own[start : start + wire[me][0].numel()].view(self.own[number].shape)
+            self._views[number] = local_grads[start : start + wire[me][0].numel()].view(self.local_params[number].shape)
             self._home[number] = bucket
-            bucket.shapes.append(self.own[number].shape)
+            bucket.shapes.append(self.local_params[number].shape)
             bucket.starts.append(start)
             start += shards.width(shape)
         self.buckets.append(bucket)
@@ -270,7 +287,9 @@ class Buckets(GradSink):
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[torch.Tensor, list[Wires]]:
-        """Memory for gradients of these shapes as [place, level, elements], and the wires of each in it."""
+        """Allocates memory for gradients of these shapes as [shard, level, elements]; returns it and each gradient's
+        wires.
+        """
         levels = 1 if self._wire is None else levels_of(dtype)
         ends = list(accumulate((shards.width(shape) for shape in shapes), initial=0))
         length = shards.aligned(ends[-1])
@@ -278,20 +297,20 @@ class Buckets(GradSink):
         stretches = flat.view(shards.count, levels, length)
         wires = [
             [
-                [level[start : start + shards.size(shape, place)] for level in stretch]
-                for place, stretch in enumerate(stretches)
+                [level[start : start + shards.size(shape, shard_index)] for level in stretch]
+                for shard_index, stretch in enumerate(stretches)
             ]
             for shape, start in zip(shapes, ends, strict=False)
         ]
         return stretches, wires
 
-    def _own(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Where the gradients of the own rows are, once they are summed."""
+    def _local_grads(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for the summed gradients of this worker's rows."""
         return stretch[0]
 
     def _take(self, number: int, param: torch.Tensor) -> None:
-        """Autograd has made a gradient."""
-        if self._ready is None or self._weight is not None:  # none of ours, or it lands when it is weighed
+        """Takes a gradient that autograd has made: a hook of the parameter."""
+        if self._ready is None or self._weight is not None:  # not in a step, or it lands in `close`, with its weight
             return
         self._land(number, param, first=number not in self._touched)
         self._touched.add(number)
@@ -300,10 +319,10 @@ class Buckets(GradSink):
         if self._armed and number not in self._counted:
             self.complete(number)
         elif self._armed and self._home[number].index < self._next:
-            raise in_two_parts(param)
+            raise error_in_two_parts(param)
 
     def complete(self, number: int) -> None:
-        """Nothing more comes for this parameter in the step."""
+        """Takes note that no more gradients come for this parameter in the step."""
         self._counted.add(number)
         bucket = self._home[number]
         bucket.missing -= 1
@@ -311,8 +330,10 @@ class Buckets(GradSink):
             self._hand_on()
 
     def _land(self, number: int, param: torch.Tensor, first: bool) -> None:
-        """Brings a gradient home. The first of a step is autograd's own tensor; later ones have added into the view,
-        if it has one.
+        """Moves a gradient into its bucket.
+
+        The first one of a step is autograd's own tensor; autograd adds later ones into the view, if the parameter has
+        one.
         """
         assert param.grad is not None
         if self.shards.count == 1 and self._wire is None:
@@ -324,15 +345,15 @@ class Buckets(GradSink):
         self.put(number, grad, self._wires[number], first)
 
     def put(self, number: int, grad: torch.Tensor, wires: Wires, first: bool) -> None:
-        """Writes a gradient to where its elements travel, by place and level, or adds it to what was written."""
-        for (wire,), part in zip(wires, by_place(grad, wires), strict=True):
+        """Writes a gradient into its wires, by shard and level, or adds it to what they hold."""
+        for (wire,), part in zip(wires, split_by_shard(grad, wires), strict=True):
             if first:
                 _copy(wire, part)
             else:
                 wire.add_(part)
 
     def add(self, number: int, levels: Sequence[torch.Tensor]) -> None:
-        """Adds what was put elsewhere, and summed, of the own rows."""
+        """Adds the sums of this worker's rows of a gradient that was reduced elsewhere."""
         for wire, more in zip(self._wires[number][self.shards.me], levels, strict=True):
             if number in self._touched:
                 wire.add_(more)
@@ -342,29 +363,29 @@ class Buckets(GradSink):
 
     @property
     def sums(self) -> list[torch.Tensor]:
-        return [bucket.mine for bucket in self.buckets]
+        return [bucket.local_shard for bucket in self.buckets]
 
     def memory(self) -> int:
         return sum(bucket.flat.nbytes for bucket in self.buckets)
 
     def offer(self, bucket: Bucket) -> None:
-        """Writes the own rows of the parameters where their gradients were, which have been used."""
+        """Writes this worker's rows of the parameters over their gradients, which have been used."""
         for number in bucket.members:
-            _copy(self._wires[number][self.shards.me][0], self.own[number].detach().reshape(-1))
+            _copy(self._wires[number][self.shards.me][0], self.local_params[number].detach().reshape(-1))
 
     def take(self, bucket: Bucket, stretches: Sequence[torch.Tensor]) -> None:
-        """Reads the rows of the other places into the parameters, from what each has offered."""
+        """Reads the other workers' rows into the parameters, from the shard that each has offered."""
         start = 0
         for number in bucket.members:
-            whole = self.params[number].detach()
-            for place in range(self.shards.count):
-                if place != self.shards.me:
-                    target = self.shards.of(whole, place)
-                    _copy(target, stretches[place][start : start + target.numel()].view(target.shape))
-            start += self.shards.width(whole.shape)
+            full = self.params[number].detach()
+            for shard_index in range(self.shards.count):
+                if shard_index != self.shards.me:
+                    target = self.shards.of(full, shard_index)
+                    _copy(target, stretches[shard_index][start : start + target.numel()].view(target.shape))
+            start += self.shards.width(full.shape)
 
     def adopt(self) -> None:
-        for param, view in zip(self.own, self._views, strict=True):
+        for param, view in zip(self.local_params, self._views, strict=True):
             param.grad = view
 
     def _hand_on(self) -> None:
@@ -380,7 +401,7 @@ class Buckets(GradSink):
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
 
-    def open(self, last: bool, blank: bool = False, weight: float | None = None) -> None:
+    def open(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
         self._armed, self._weight = last, weight
 
     def close(self) -> None:

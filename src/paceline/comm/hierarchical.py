@@ -34,7 +34,7 @@ from paceline.comm.c10d_arguments import Reduction
 from paceline.comm.gloo_tunnel import with_ways
 from paceline.comm.link_speed import BandwidthEstimate, Pair, measure
 from paceline.comm.message_reader import read_told
-from paceline.comm.peer_status import Ask, agree, asker, beside
+from paceline.comm.peer_status import Ask, agree, asker, run_in_thread
 from paceline.comm.progress_engine import Begun, Final, Steps, last, not_last
 from paceline.comm.shared_memory import (
     Condition,
@@ -47,29 +47,29 @@ from paceline.comm.shared_memory import (
 )
 from paceline.errors import PeerLostError, UsageError, first_line
 
-FOREVER = timedelta(days=7)  # waiting is our own: gloo's deadline only has to be longer than any honest pause
+FOREVER = timedelta(days=7)  # Paceline has its own deadlines: gloo's only has to be longer than any legitimate wait
 KEPT_BYTES = 64 << 20
-MESH = 64  # workers of several hosts that all connect with all from the start
-CHUNK, IN_FLIGHT = (
-    1 << 17,
-    8,
-)  # bytes that go to another worker at a time or more, and how many such are under way
-FEW = 1 << 12  # bytes that each leader sends to all, and all add up: a sum takes twice as many messages in a row
-ROOM = 504  # bytes that travel with the question whether all come to the same: of up to MESH who ask each other
-AT_A_TIME = 0.01  # seconds that such a piece may take
+MESH = 64  # up to so many workers on several hosts all connect with all from the start
+CHUNK = 1 << 17  # least bytes of a piece that goes to another worker
+IN_FLIGHT = 8  # pieces that are under way at a time
+FEW = (
+    1 << 12
+)  # bytes up to which each leader sends its tensor to all: an all-reduce takes twice as many messages in a row
+ROOM = 504  # bytes that may travel with a fingerprint, among up to MESH workers
+AT_A_TIME = 0.01  # seconds that a piece may take
 SIOCGIFADDR = 0x8915
 
 
 class LinkError(RuntimeError):
-    """gloo lost a peer."""
+    """Raised when gloo has lost a peer."""
 
 
 class Gloo:
-    """A gloo group, used without ever blocking in it.
+    """A gloo group that is used without ever blocking in it.
 
     gloo's threads let go of a collective a moment after it is done. If theirs were the last reference, they would need
     the interpreter to release its tensors: at a fork (a loader's child then hangs, with CPython 3.11) or at the
-    interpreter's end (which aborts). So the last references are kept here for a while.
+    interpreter's end (which aborts). So this class keeps the last references for a while.
     """
 
     def __init__(
@@ -82,34 +82,37 @@ class Gloo:
         room: int = ROOM,
     ) -> None:
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        # To connect: all have come. gloo waits five times as long for a peer that does not connect.
+        # For connecting, to which all have come. gloo waits five times as long for a peer that does not connect.
         options._timeout = store.timeout / 5  # type: ignore[attr-defined]
         options._devices = list(devices)
-        options._threads = threads  # each is in one collective: with two of them a link of 20 ms was two thirds full
+        options._threads = threads  # each handles one collective: with two of them a link of 20 ms was two thirds full
         self._store = with_ways(store)
         self.group: Any = dist.ProcessGroupGloo(self._store, rank, size, options)
         self.group.set_timeout(FOREVER)
         self.rank, self.size = rank, size
         self.flow = BandwidthEstimate()
         self.chunk, self.room = CHUNK, room if size <= MESH else 0
-        self._under, self._sent, self._since = 0, 0.0, 0.0  # what shares the link now, what of it has gone, since when
+        self._under, self._sent, self._since = 0, 0.0, 0.0  # collectives under way, bytes sent, start time
         self._abandoned = False
         self._recent: deque[tuple[Any, int]] = deque()
         self._kept = 0
 
     def pace(self, rate: float, latency: float) -> None:
-        """Pieces are for links of so many bytes a second, and so many seconds for a message: on a fast one many small
-        ones cost more than they help, and on a long one they leave it empty. All say the same.
+        """Fits the size of pieces to links of `rate` bytes a second and `latency` seconds per message.
+
+        On a fast link many small pieces cost more than they help, and on a long one they leave it empty. All workers
+        call it with the same numbers.
         """
         self.chunk = max(CHUNK, int(rate * max(AT_A_TIME, 4 * latency / IN_FLIGHT)) // CHUNK * CHUNK)
 
     def run(self, start: Callable[[], dist.Work], size: int, sent: float = 0.0) -> Steps:
-        """Starts a collective of about `size` bytes, of which this worker has `sent` so many, and waits for it."""
+        """Starts a collective of about `size` bytes, `sent` of them by this worker, and waits for it."""
         yield from self.stream([start], size, sent)
 
     def stream(self, starts: Sequence[Callable[[], dist.Work]], size: int, sent: float = 0.0) -> Steps:
-        """The same of several in order, with some under way at a time. What goes at once both ways over one connection
-        leaves a third of a link of 100 Mbit/s empty.
+        """Runs several collectives in order, some of them under way at a time; otherwise as `run`.
+
+        Data that travels at once both ways over one connection leaves a third of a link of 100 Mbit/s empty.
         """
         under = deque[dist.Work]()
         self._begin()
@@ -141,9 +144,10 @@ class Gloo:
             self.flow.note(self._sent, time.perf_counter() - self._since)
 
     def in_turns(self, parts: Iterable[Steps]) -> Steps:
-        """Makes several side by side, each of collectives and what comes between them: while some of these are under
-        way, others are encoded and decoded. Who goes on next depends on nothing but how often each waits: gloo needs
-        the same order on all leaders.
+        """Runs several generators of collectives side by side: while some wait, others encode and decode.
+
+        gloo needs the same order of collectives on all leaders. So which generator goes on next depends only on how
+        often each has waited.
         """
         under = deque[tuple[Steps, Condition]]()
         self._begin()
@@ -153,7 +157,7 @@ class Gloo:
             while len(under) >= IN_FLIGHT or (part is None and under):
                 one, until = under.popleft()
                 ends = part is None and all(isinstance(other, Final) for _, other in under)
-                yield until if ends else partial(until)  # of which nobody knows what it is
+                yield until if ends else partial(until)  # hides that it is a Final
                 _go_on(one, under)
         self._end()
 
@@ -164,27 +168,32 @@ class Gloo:
             self._kept -= self._recent.popleft()[1]
 
     def _abandon(self) -> None:
-        """Keeps the group for ever: its threads may, in what was given up, and its end would wait for them."""
+        """Keeps this group for ever: its threads may hang in an abandoned collective, and its destructor waits for
+        them.
+        """
         if not self._abandoned:
             self._abandoned = True
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
     def same(self, fp: int, flat: torch.Tensor | None = None) -> Any:
-        """Raises MismatchError unless all have the same fingerprint: gloo ends the process over sizes that differ, so
-        here all are of one size. Up to `room` bytes come along: everybody's `flat`, as rows.
+        """Raises MismatchError unless all workers have the same fingerprint.
+
+        gloo ends the process if sizes differ, so this message has one size on all. Up to `room` bytes travel along:
+        returns everybody's `flat`, as rows.
         """
-        mine = torch.zeros(1 + self.room // 8, dtype=torch.int64)
-        everyone, mine[0] = torch.empty(self.size, len(mine), dtype=torch.int64), fp
-        data = mine.new_empty(0) if flat is None else flat
-        mine[1:].view(torch.uint8)[: data.nbytes] = raw_bytes(data)
-        yield from self.run(lambda: self.group._allgather_base(everyone.view(-1), mine), everyone.nbytes)
+        row = torch.zeros(1 + self.room // 8, dtype=torch.int64)
+        everyone, row[0] = torch.empty(self.size, len(row), dtype=torch.int64), fp
+        data = row.new_empty(0) if flat is None else flat
+        row[1:].view(torch.uint8)[: data.nbytes] = raw_bytes(data)
+        yield from self.run(lambda: self.group._allgather_base(everyone.view(-1), row), everyone.nbytes)
         if bool((everyone[:, 0] != fp).any()):
             raise MismatchError
         return everyone.view(torch.uint8)[:, 8 : 8 + data.nbytes].contiguous().view(data.dtype) if data.nbytes else None
 
     def gather_same(self, fp: int, flat: torch.Tensor, answer: Steps | None = None) -> Any:
-        """`same`, unless it was asked ahead, and everybody's flat tensor of one length, as rows: in one message where
-        that fits.
+        """Checks the fingerprint as `same` does, unless `answer` has done so, and gathers everybody's `flat` as rows.
+
+        Where that fits it is one message.
         """
         if answer is None and 0 < flat.nbytes <= self.room:
             return (yield from self.same(fp, flat))
@@ -192,27 +201,29 @@ class Gloo:
         return (yield from self.all_gather(flat))
 
     def all_gather(self, flat: torch.Tensor) -> Any:
-        """Everybody's flat tensor of one length, as rows."""
+        """Gathers everybody's flat tensor, of one length, as rows."""
         parts = raw_bytes(flat).split(self.chunk) if flat.nbytes else (raw_bytes(flat),)
         taken = [torch.empty(self.size, len(part), dtype=torch.uint8) for part in parts]
         starts = [partial(self.group._allgather_base, t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
         yield from self.stream(starts, self.size * flat.nbytes, (self.size - 1) * flat.nbytes)
-        # What is empty has strides that no view of another dtype takes.
+        # An empty tensor has strides that no view of another dtype takes.
         return _joined(taken).view(flat.dtype) if flat.nbytes else flat.new_empty(self.size, 0)
 
     def all_reduce(self, flat: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Steps:
+        """Reduces `flat` in place on all workers."""
         options = c10d.AllreduceOptions()
         options.reduceOp = op
         sent = 2 * flat.nbytes * (self.size - 1) / self.size
         yield from self.run(lambda: self.group.allreduce([flat], options), flat.nbytes, sent)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> Steps:
+        """Overwrites `flat` on all workers with that of `root`."""
         options = c10d.BroadcastOptions()
         options.rootRank = root
         yield from self.run(lambda: self.group.broadcast([raw_bytes(flat)], options), flat.nbytes)
 
     def all_to_all(self, rows: torch.Tensor) -> Any:
-        """Row i goes to worker i; a row from everybody, of the same length."""
+        """Sends row i to worker i; returns a row of the same length from each worker."""
         parts = [part.contiguous() for part in raw_bytes(rows).view(self.size, -1).split(self.chunk, 1)]
         taken, options = [torch.empty_like(part) for part in parts], c10d.AllToAllOptions()
         starts = [
@@ -223,7 +234,11 @@ class Gloo:
         return _joined(taken).view(rows.dtype)
 
     def exchange(self, given: torch.Tensor, gives: Sequence[int], takes: Sequence[int], times: int = 1) -> Any:
-        """Flat bytes, of which each worker gets and gives so many: those that came. For a measurement `times`."""
+        """Exchanges flat bytes: `gives[i]` of them go to worker i, and `takes[i]` come from it. Returns those that
+        came.
+
+        A measurement repeats it `times` times.
+        """
         taken, options = torch.empty(sum(takes), dtype=torch.uint8), c10d.AllToAllOptions()
         start = partial(self.group.alltoall_base, taken, given, [*takes], [*gives], options)
         yield from self.stream([start] * times, len(given) + len(taken))
@@ -231,7 +246,7 @@ class Gloo:
 
 
 def _go_on(part: Steps, under: deque[tuple[Steps, Condition]]) -> None:
-    """To where it waits next, in a queue of such."""
+    """Advances a generator to where it waits next, and queues it."""
     with suppress(StopIteration):
         under.append((part, next(part)))
 
@@ -249,41 +264,44 @@ Between = Callable[[Gloo, torch.Tensor], Steps]  # sums a tensor over the first 
 
 
 class HierarchicalTransport:
-    """The hosts of one group: who is where, what connects them, and the collectives over both.
+    """The hosts of one group: which worker is where, what connects them, and the collectives over both levels.
 
-    `ranks` of one host share memory (`shared`, None for a lone worker); its first rank is the leader, and `leaders`
-    connects it with the others, where there are `several` hosts. `gloo` connects all workers then, if these are few:
-    of many, two are connected when they send each other something, and all when they exchange something with all.
+    The workers of one host share memory (`shared`; None for a lone worker). Its first rank is the leader; `leaders`
+    connects it with the other leaders if there are `several` hosts. Then `gloo` connects all workers, if these are few.
+    If they are many, two workers connect when they send each other something, and all when they first exchange data
+    with all.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, given_up: Callable[[], bool]) -> None:
         self.rank, self.size = rank, size
         self._ask = asker(store, given_up, size)
-        about = json.dumps([os.getpid(), f"{_cores():x}", address, host_key() if size > 1 else ""])
-        said = agree(self._ask, store, "host", rank, range(size), about, _places_of)
-        hosts, elsewhere = read_told(said.encode(), "hosts", "the first worker")
+        report = json.dumps([os.getpid(), f"{_cores():x}", address, host_key() if size > 1 else ""])
+        agreed = agree(self._ask, store, "host", rank, range(size), report, _find_hosts)
+        hosts, elsewhere = read_told(agreed.encode(), "hosts", "the first worker")
         self.address = _seen_from_others(address, elsewhere)
         self.shared: Shared | None = None
-        mine = next((host for host in hosts if rank in host), None)
-        if mine is not None:
-            told = _hosts_told(mine, store.multi_get([f"host/{r}" for r in mine]))
-            pids, cores = zip(*((pid, int(cores, 16)) for pid, cores, *_ in told), strict=True)
-            size_here, otherwise = Shared.size(len(mine)), "what they exchange goes over gloo"
-            name, reserved = f"memory/{mine[0]}", Shared.reserved(len(mine))
-            mapped = map_together(self._ask, store, name, mine, rank, size_here, otherwise, reserved)
+        local_ranks = next((host for host in hosts if rank in host), None)
+        if local_ranks is not None:
+            host_reports = _read_host_reports(local_ranks, store.multi_get([f"host/{r}" for r in local_ranks]))
+            pids, cores = zip(*((pid, int(cores, 16)) for pid, cores, *_ in host_reports), strict=True)
+            size_here, otherwise = Shared.size(len(local_ranks)), "what they exchange goes over gloo"
+            name, reserved = f"memory/{local_ranks[0]}", Shared.reserved(len(local_ranks))
+            mapped = map_together(self._ask, store, name, local_ranks, rank, size_here, otherwise, reserved)
             if mapped is not None:
-                together = functools.reduce(operator.or_, cores)
-                self.shared = Shared(*mapped, mine, rank, pids, together.bit_count())
-        # Whether it worked is said to everybody: all must see the same hosts.
+                all_cores = functools.reduce(operator.or_, cores)
+                self.shared = Shared(*mapped, local_ranks, rank, pids, all_cores.bit_count())
+        # Everybody learns whether it worked: all must see the same hosts.
         firsts = [host[0] for host in hosts]
         sharing = "1" if self.shared is not None else "0"
-        if firsts and mine != [*range(size)]:
+        if firsts and local_ranks != [*range(size)]:
             sharing = agree(self._ask, store, "shares", rank, firsts, sharing, "".join)
         joint = [host for host, shares in zip(hosts, sharing, strict=bool(hosts)) if shares == "1"]
         alone = {*range(size)}.difference(*joint)
         self.hosts = sorted(joint + [[r] for r in alone])
-        self._places = {r: (number, at) for number, host in enumerate(self.hosts) for at, r in enumerate(host)}
-        self.here, _ = self._places[rank]
+        self._locations = {
+            r: (number, host_rank) for number, host in enumerate(self.hosts) for host_rank, r in enumerate(host)
+        }
+        self.host_index, _ = self._locations[rank]
         self.several = len(self.hosts) > 1
         self.gloo: Gloo | None = None
         self.leaders: Gloo | None = None
@@ -296,13 +314,15 @@ class HierarchicalTransport:
             self._connect(store)
 
     def _connect(self, store: dist.Store) -> None:
-        """Raises UsageError where an interface is not there, PeerLostError where a peer cannot be reached over it."""
+        """Connects with other hosts. Raises UsageError if an interface is missing, PeerLostError if a peer cannot be
+        reached.
+        """
         self._devices = _devices(self._ask, store, self.rank, self.size, self.address)
         try:
             if len(self.hosts) < self.size <= MESH:
                 self.gloo = self._all()
             if self.leads:
-                who = self.here, len(self.hosts), self._devices
+                who = self.host_index, len(self.hosts), self._devices
                 self.leaders = Gloo(dist.PrefixStore("leaders", store), *who)
                 self._ahead = Gloo(dist.PrefixStore("ahead", store), *who, room=0)
             if len(self.hosts) == self.size:
@@ -320,7 +340,10 @@ class HierarchicalTransport:
         return Gloo(dist.PrefixStore("all", self._store), self.rank, self.size, self._devices)
 
     def reach(self, rank: int) -> tuple[Any, int]:
-        """gloo's group of this worker and another one, and that one's rank there. Blocks until both have asked."""
+        """Returns gloo's group of this worker and another one, and that worker's rank in it.
+
+        Blocks until both have asked for it.
+        """
         with self._moving:
             known = rank in self._pairs
             pair = self._pairs.setdefault(rank, Future())
@@ -334,20 +357,23 @@ class HierarchicalTransport:
     def _pair(self, rank: int) -> Gloo:
         name = f"pair/{min(self.rank, rank)}/{max(self.rank, rank)}"
         self._store.set(f"{name}/{self.rank}", "1")
-        self._meet(f"{name}/{rank}")  # in gloo whoever waits keeps this process from the store
+        self._meet(f"{name}/{rank}")  # a thread that waits in gloo would keep this process from the store
         return Gloo(dist.PrefixStore(f"{name}/gloo", self._store), int(self.rank > rank), 2, self._devices, threads=1)
 
     @property
     def leads(self) -> bool:
-        return bool(self.hosts[self.here][0] == self.rank)
+        """Whether this worker is the leader of its host."""
+        return bool(self.hosts[self.host_index][0] == self.rank)
 
-    def place(self, rank: int) -> tuple[int, int]:
-        """The host of a rank, and its place among that host's workers."""
-        return self._places[rank]
+    def locate(self, rank: int) -> tuple[int, int]:
+        """The host of a rank, and its index among that host's workers."""
+        return self._locations[rank]
 
     def arena(self, size: int) -> list[torch.Tensor] | None:
-        """Fresh shared memory for `size` bytes of each worker of this host, as flat bytes by place; None: there is
-        none. Collective among the workers of this host.
+        """Fresh shared memory of `size` bytes for each worker of this host, as flat bytes in rank order; None if there
+        is none.
+
+        Collective among the workers of this host.
         """
         if self.shared is None:
             return None
@@ -359,13 +385,15 @@ class HierarchicalTransport:
             return None
         memory, file = mapped
         os.close(file)
-        whole = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
-        return [row[:size] for row in whole.unbind(0)]
+        rows_of_workers = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
+        return [row[:size] for row in rows_of_workers.unbind(0)]
 
     def ask(self, fp: int, size: int) -> Steps | None:
-        """Asks the other leaders now whether they come to a sum with this fingerprint, which others may be before: on a
-        long link the answer takes as long as a bucket. What hears the answer; None: there is nobody to ask, or so few
-        bytes go along with the question. All ask for the same sums, in the order in which they are made.
+        """Starts to check now that the other leaders will come to a sum with this fingerprint, ahead of the sum itself.
+
+        On a long link the answer takes as long as a bucket. Returns the steps that receive it. Returns None if there is
+        nobody to ask, or if the sum is so small that it travels with the question. All workers ask for the same sums,
+        in the order in which these are made.
         """
         if self._ahead is None or self.leaders is None or 0 < size <= self.leaders.room:
             return None
@@ -375,6 +403,7 @@ class HierarchicalTransport:
     # -- collectives --------------------------------------------------------------------------------------------
 
     def barrier(self, fp: int) -> Steps:
+        """Waits until all workers have come to it."""
         if self.shared is not None:
             yield from collectives.barrier(self.shared, fp)
         if self.several:
@@ -392,11 +421,13 @@ class HierarchicalTransport:
         between: Between | None = None,
         answer: Steps | None = None,
     ) -> Steps:
-        """`arena`: this host's workers' tensors in shared memory, of which `flat` is this worker's. `between` hosts it
-        may be made in another way. `answer`: where leaders were asked ahead.
+        """Reduces `flat` in place on all workers.
+
+        `arena` has the tensors of this host's workers in shared memory, one of which is `flat`. `between` replaces the
+        sum over leaders. `answer` is what `ask` returned.
         """
         shared, asked = self.shared, fp
-        fp ^= arena is not None  # within a host all go the same way; another host may have no memory to share
+        fp ^= arena is not None  # workers of a host act alike; another host may have no memory to share
         if not self.several and shared is not None:
             if arena is not None:
                 yield from collectives.all_reduce_in_place(shared, arena, reduction.of, fp)
@@ -410,7 +441,7 @@ class HierarchicalTransport:
                 yield from collectives.reduce(shared, flat, 0, reduction.of, fp)
         if self.leaders is not None:
             steps = self._among_leaders(flat, reduction, asked, between, answer)
-            # Within a host another part follows; and all hosts do alike, or some would be ahead of others.
+            # Within a host a broadcast follows. All hosts act alike, or some would be ahead of others.
             yield from steps if len(self.hosts) == self.size else not_last(steps)
         if shared is not None:
             yield from collectives.broadcast(shared, flat, 0, fp)
@@ -430,40 +461,41 @@ class HierarchicalTransport:
             yield from between(self.leaders, flat)
 
     def broadcast(self, flat: torch.Tensor, root: int, fp: int) -> Steps:
-        host, place = self.place(root)
-        if self.shared is not None and host == self.here:
-            yield from collectives.broadcast(self.shared, flat, place, fp)
+        """Overwrites `flat` on all workers with that of `root`."""
+        host, host_rank = self.locate(root)
+        if self.shared is not None and host == self.host_index:
+            yield from collectives.broadcast(self.shared, flat, host_rank, fp)
         if self.leaders is not None:
             if 0 < flat.nbytes <= self.leaders.room:
                 flat.copy_((yield from self.leaders.same(fp, flat))[host])
             else:
                 yield from self.leaders.same(fp)
                 yield from self.leaders.broadcast(flat, host)
-        if self.shared is not None and host != self.here:
+        if self.shared is not None and host != self.host_index:
             yield from collectives.broadcast(self.shared, flat, 0, fp)
 
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor, fp: int) -> Steps:
-        """`outs` has a tensor like `flat` per rank; with none, this worker only gives."""
+        """Gathers everybody's `flat` into `outs`, one tensor per rank; without `outs` this worker only gives."""
         if not self.several and self.shared is not None:
             yield from collectives.all_gather(self.shared, outs, flat, fp)
             return
         widest = max(map(len, self.hosts))
         block = torch.empty(widest, len(flat), dtype=flat.dtype)
-        whole = torch.empty(len(self.hosts), widest, len(flat), dtype=flat.dtype)
+        gathered = torch.empty(len(self.hosts), widest, len(flat), dtype=flat.dtype)
         if self.shared is not None:
             yield from collectives.all_gather(self.shared, block[: self.shared.count].unbind(0), flat, fp)
         else:
             block[0].copy_(flat)
         if not self.several:  # a lone worker
-            whole = block[None]
+            gathered = block[None]
         elif self.leaders is not None:
             rows = yield from self.leaders.gather_same(fp, block.view(-1))
-            whole.copy_(rows.view_as(whole))
+            gathered.copy_(rows.view_as(gathered))
         if self.shared is not None:
-            yield from collectives.broadcast(self.shared, whole.view(-1), 0, fp)
+            yield from collectives.broadcast(self.shared, gathered.view(-1), 0, fp)
         for rank, out in enumerate(outs):
-            host, place = self.place(rank)
-            out.copy_(whole[host, place])
+            host, host_rank = self.locate(rank)
+            out.copy_(gathered[host, host_rank])
 
     def reduce_scatter(
         self,
@@ -473,59 +505,63 @@ class HierarchicalTransport:
         fp: int,
         arena: SymmetricBuffer | None = None,
     ) -> Steps:
-        """`arena`: this host's workers' tensors in shared memory, of which `parts` are stretches and `out` the own."""
+        """Reduces everybody's `parts`; `out` becomes this worker's one.
+
+        `arena` has the tensors of this host's workers in shared memory, which contain `parts` and `out`.
+        """
         if not self.several and self.shared is not None:
             if arena is not None:
                 yield from collectives.reduce_scatter_in_place(self.shared, arena, reduction.of, fp ^ 1)
             else:
                 yield from collectives.reduce_scatter(self.shared, out, parts, reduction.of, fp)
             return
-        shared, whole = self.shared, torch.cat(list(parts))
+        shared, joined = self.shared, torch.cat(list(parts))
         each, widest = len(out), max(map(len, self.hosts))
         if not self.several or not each or len(self.hosts) * widest >= 2 * self.size:  # one host has nearly all
-            yield from self.all_reduce(whole, reduction, fp)
-            out.copy_(whole[self.rank * each : (self.rank + 1) * each])
+            yield from self.all_reduce(joined, reduction, fp)
+            out.copy_(joined[self.rank * each : (self.rank + 1) * each])
             return
         row = torch.empty(widest * each, dtype=out.dtype)  # a host's stretches, one after another
         if shared is not None:
-            yield from collectives.reduce(shared, whole, 0, reduction.of, fp)
+            yield from collectives.reduce(shared, joined, 0, reduction.of, fp)
         if self.leaders is not None:
             yield from self.leaders.same(fp)
             rows = torch.zeros(len(self.hosts), widest, each, dtype=out.dtype)
-            for rank, part in enumerate(whole.split(each)):
-                rows[self.place(rank)].copy_(part)
+            for rank, part in enumerate(joined.split(each)):
+                rows[self.locate(rank)].copy_(part)
             taken = yield from self.leaders.all_to_all(rows.view(len(self.hosts), -1))
             row = functools.reduce(reduction.of, taken.unbind(0))
         if shared is not None:
             yield from collectives.broadcast(shared, row, 0, fp)
-        out.copy_(row.view(widest, each)[self.place(self.rank)[1]])
+        out.copy_(row.view(widest, each)[self.locate(self.rank)[1]])
 
     def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], fp: int) -> Steps:
-        """Flat bytes; lengths may differ. Between hosts every pair exchanges its own."""
+        """Exchanges flat bytes of any lengths. Between hosts every pair exchanges its own."""
         if not self.several:
             if self.shared is not None:
                 yield from collectives.all_to_all(self.shared, outs, ins, fp)
             else:  # a lone worker
-                collectives.meet(collectives.lengths(outs, ins)[None])
+                collectives.check_lengths(collectives.lengths(outs, ins)[None])
                 outs[0].copy_(ins[0])
             return
         if self._mesh is None:
             yield from self.barrier(fp)  # as in `_pair`
             self._mesh = yield from in_thread(self._all)
         net = self._mesh
-        collectives.meet((yield from net.gather_same(fp, collectives.lengths(outs, ins))))
+        collectives.check_lengths((yield from net.gather_same(fp, collectives.lengths(outs, ins))))
         takes = [len(out) for out in outs]
         taken = yield from net.exchange(torch.cat(list(ins)), [len(part) for part in ins], takes)
         for out, part in zip(outs, taken.split(takes), strict=True):
             out.copy_(part)
 
-    def measure(self, meetings: Sequence[Sequence[Pair]], found: dict[Pair, tuple[float, float]], fp: int) -> Steps:
-        """As `links.measure`; those who lead no host take no part."""
+    def measure(self, pairings: Sequence[Sequence[Pair]], results: dict[Pair, tuple[float, float]], fp: int) -> Steps:
+        """Measures links as `link_speed.measure` does; workers that lead no host take no part."""
         if self.leaders is not None:
             yield from self.leaders.same(fp)
-            yield from measure(self.leaders, meetings, found)
+            yield from measure(self.leaders, pairings, results)
 
     def close(self) -> None:
+        """Releases the shared memory."""
         if self.shared is not None:
             self.shared.close()
 
@@ -535,12 +571,13 @@ def _cores() -> int:
     return sum(1 << core for core in os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _places_of(said: Sequence[str]) -> str:
-    """Of what everybody says of itself as JSON: the ranks of each host that has several, and the first address that is
-    not a loopback's.
+def _find_hosts(answers: Sequence[str]) -> str:
+    """The hosts that all workers' reports describe, as JSON.
+
+    These are the ranks of each host that has several, and the first address that is not a loopback address.
     """
-    told = _hosts_told(range(len(said)), [one.encode() for one in said])
-    _, _, addresses, keys = zip(*told, strict=True)
+    reports = _read_host_reports(range(len(answers)), [one.encode() for one in answers])
+    _, _, addresses, keys = zip(*reports, strict=True)
     hosts: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
         hosts.setdefault(key, []).append(rank)
@@ -548,14 +585,14 @@ def _places_of(said: Sequence[str]) -> str:
     return json.dumps([several, next((a for a in addresses if a and not _is_loopback(a)), "")])
 
 
-def _hosts_told(ranks: Iterable[int], said: Iterable[bytes]) -> list[tuple[int, str, str, str]]:
-    """What workers say of themselves: pid, cores, address, and what those have in common that can share memory."""
-    return [read_told(one, "host", f"worker {rank}") for rank, one in zip(ranks, said, strict=True)]
+def _read_host_reports(ranks: Iterable[int], reports: Iterable[bytes]) -> list[tuple[int, str, str, str]]:
+    """Decodes the workers' reports: pid, cores, address, and a key that workers share who can share memory."""
+    return [read_told(report, "host", f"worker {rank}") for rank, report in zip(ranks, reports, strict=True)]
 
 
 def in_thread(call: Callable[[], Any]) -> Generator[Condition, None, Any]:
-    """What blocks in gloo: a thread does it, which may be left behind."""
-    ended = beside(call)
+    """Runs a call that blocks in gloo in a thread, which may be left behind."""
+    ended = run_in_thread(call)
     yield ended.done
     try:
         return ended.result()
@@ -564,37 +601,42 @@ def in_thread(call: Callable[[], Any]) -> Generator[Condition, None, Any]:
 
 
 def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) -> list[Any]:
-    """What gloo listens on. Everybody hears whether all could open theirs, or the rest would wait for ever."""
-    gloo, made, error = dist.ProcessGroupGloo, [], ""
+    """Opens the network devices that gloo listens on.
+
+    Everybody learns whether all could open theirs, or the rest would wait for ever.
+    """
+    gloo, devices, error = dist.ProcessGroupGloo, [], ""
     try:
         if names := gloo_interface():
-            made = [gloo.create_device(interface=name) for name in names.split(",")]
+            devices = [gloo.create_device(interface=name) for name in names.split(",")]
         else:
-            made = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+            devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
     except RuntimeError as reason:
         error = f"GLOO_SOCKET_IFNAME={gloo_interface()}" if gloo_interface() else first_line(reason)
         error += f"\n{', '.join(name for _, name in socket.if_nameindex())}"
-    said = agree(ask, store, "device", rank, range(size), error, _first_error)
-    if said:
-        other, what, there = said.split("\n")
+    first_error = agree(ask, store, "device", rank, range(size), error, _first_error)
+    if first_error:
+        other, what, interfaces = first_error.split("\n")
         store.set(f"heard/{rank}", "1")
         if rank == 0:
             with suppress(PeerLostError):  # the store goes with it
                 ask(*(f"heard/{reader}" for reader in range(size)))
         raise UsageError(
             f"worker {other} finds no network interface to reach other hosts by ({what})",
-            f"set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are {there}",
+            f"set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are {interfaces}",
         )
-    return made
+    return devices
 
 
-def _first_error(said: Sequence[str]) -> str:
-    return next((f"{rank}\n{error}" for rank, error in enumerate(said) if error), "")
+def _first_error(errors: Sequence[str]) -> str:
+    return next((f"{rank}\n{error}" for rank, error in enumerate(errors) if error), "")
 
 
 def _seen_from_others(address: str, elsewhere: str) -> str:
-    """A host's file often gives its own name an address of the loopback, which leads nobody here: then the address on
-    the way to a worker `elsewhere` counts.
+    """The address at which other hosts reach this one.
+
+    A host's file often gives its own name a loopback address, which is useless to other hosts. Then the address on the
+    way to a worker `elsewhere` is used.
     """
     return own_address(elsewhere, 1) if elsewhere and address and _is_loopback(address) else address
 
@@ -607,7 +649,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def own_address(host: str, port: int) -> str:
-    """Of this machine, where its peers on the way to `host` can reach it. Empty if unknown."""
+    """The address of this machine at which peers on the way to `host` can reach it. Empty if unknown."""
     with suppress(OSError):
         return address_towards(host, port, socket.AF_UNSPEC)
     return ""

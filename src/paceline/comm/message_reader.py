@@ -9,15 +9,15 @@ from paceline.errors import FormatError
 
 
 def read_told(data: bytes | bytearray, about: str, who: str) -> Any:
-    """What `who` tells `about` something, which names its type in `paceline.comm.message_types`.
+    """Decodes a JSON message from `who` about `about`, which names its type in `paceline.comm.message_types`.
 
-    Raises FormatError for anything else, with the field that is wrong.
+    Raises FormatError, naming the field, for a message of another type.
     """
-    from paceline.comm.message_types import TOLD  # needs msgspec
+    from paceline.comm.message_types import MESSAGE_TYPES  # needs msgspec
 
-    return read_message(data, TOLD[about], f"what {who} tells of its {about}")
+    return read_message(data, MESSAGE_TYPES[about], f"what {who} tells of its {about}")
 
 
 def damaged(about: str, who: str, why: str) -> FormatError:
-    """The error where what was told has its type and yet cannot be."""
+    """The error for a message that has its type, but impossible contents."""
     return FormatError(f"what {who} tells of its {about} is damaged: {why}", SAME_VERSION)

@@ -11,8 +11,8 @@ from typing import Annotated, Any, NotRequired, TypedDict
 from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
-Few = Annotated[int, Meta(ge=0, le=1 << 16)]
-Some = Annotated[int, Meta(ge=1, le=1 << 16)]
+SmallCount = Annotated[int, Meta(ge=0, le=1 << 16)]
+SmallPositive = Annotated[int, Meta(ge=1, le=1 << 16)]
 Worker = Annotated[int, Meta(ge=0, le=10**12)]
 Workers = Annotated[list[Worker], Meta(min_length=1, max_length=1 << 16)]
 Size = Annotated[int, Meta(ge=0, le=2**48)]
@@ -29,8 +29,8 @@ Squares = dict[Number, list[float]]
 Real = int | float
 
 
-class ToldStep(TypedDict):
-    """What servers are to apply."""
+class StepMessage(TypedDict):
+    """The step that servers should apply."""
 
     count: Real
     loss: Real
@@ -40,8 +40,8 @@ class ToldStep(TypedDict):
     rates: NotRequired[list[list[float]] | None]
 
 
-class Logged(TypedDict):
-    """Of an update, for who was not there. Of a push it does not say yet whose it is."""
+class LogEntry(TypedDict):
+    """The log entry of an update, for workers that were not present. That of a push does not name its worker yet."""
 
     count: Real
     loss: Real
@@ -52,12 +52,16 @@ class Logged(TypedDict):
     metrics: dict[str, tuple[Real, Real]]
 
 
-class ToldPush(ToldStep):
+class PushMessage(StepMessage):
+    """A worker's gradients for one update."""
+
     micro_batches: Count
-    log: Logged
+    log: LogEntry
 
 
-class MadeUpdate(Logged):
+class UpdateRecord(LogEntry):
+    """An update that a server has applied."""
+
     ticket: Count
     missed: Count
     worker: NotRequired[Worker]
@@ -66,8 +70,8 @@ class MadeUpdate(Logged):
     late: NotRequired[list[tuple[Worker, Count, Count]]]
 
 
-class Wish(TypedDict):
-    """Of the next ticket."""
+class TicketRequest(TypedDict):
+    """A worker's request for its next ticket."""
 
     stop: bool
     updates: Count
@@ -75,63 +79,67 @@ class Wish(TypedDict):
     broken: NotRequired[bool]
 
 
-class DealtSomething(TypedDict):
-    """A ticket, unless there is a log."""
+class AssignmentReply(TypedDict):
+    """The reply to such a request: a ticket, or else the log of a window that has ended."""
 
     log: NotRequired[Any]
 
 
-class DealtTicket(TypedDict):
+class TicketAssignment(TypedDict):
+    """A ticket that is assigned to a worker."""
+
     ticket: Count
     dealing: AsyncShard
     update: Count
-    share: NotRequired[tuple[Few, Some]]
+    share: NotRequired[tuple[SmallCount, SmallPositive]]
 
 
-class EndedWindow(TypedDict):
+class WindowEnd(TypedDict):
     """The end of a window."""
 
-    log: list[MadeUpdate]
+    log: list[UpdateRecord]
     dropped: Count
 
 
-class Whereabouts(TypedDict):
+class WorkerStatus(TypedDict):
+    """The collective that a worker is in, and its state."""
+
     sequence: Count
     name: str
     site: str
     state: str
 
 
-OfOne = tuple[Worker, Count, Count]  # who has made an update: see Dealing._follow
-OfSome = tuple[Workers, Real, list[tuple[Worker, Count, Count]]]  # and Backed._follow
+UpdateByOneWorker = tuple[Worker, Count, Count]  # who has made an update: see Dealing._follow
+UpdateByShares = tuple[Workers, Real, list[tuple[Worker, Count, Count]]]  # and Backed._follow
 
 
-def _standing(made: Any) -> Any:
-    fields = {"applied": Count, "window": Window, "log": list.__class_getitem__(made)}
+def _standing(update_type: Any) -> Any:
+    fields = {"applied": Count, "window": Window, "log": list.__class_getitem__(update_type)}
     return TypedDict("Standing", {**fields, "has": list[tuple[Worker, Count, AsyncShard]]})  # type: ignore[operator]
 
 
-TOLD: dict[str, Any] = {
+MESSAGE_TYPES: dict[str, Any] = {
     "servers": dict[Number, At],
-    "largest gradients": tuple[Some, list[float]] | None,
+    "largest gradients": tuple[SmallPositive, list[float]] | None,
     "squares": Squares,
-    "step": ToldStep,
+    "step": StepMessage,
     "updates": Annotated[int, Meta(ge=-1, le=2**53)],
-    "wish": Wish,
-    "dealing": DealtSomething,
-    "ticket": DealtTicket,
-    "window": EndedWindow,
-    "push": ToldPush,
-    "standing": _standing(OfOne),
-    "standing by shares": _standing(OfSome),
-    "update": tuple[Count, Count, OfOne],
-    "update by shares": tuple[Count, Count, OfSome],
+    "wish": TicketRequest,
+    "dealing": AssignmentReply,
+    "ticket": TicketAssignment,
+    "window": WindowEnd,
+    "push": PushMessage,
+    "standing": _standing(UpdateByOneWorker),
+    "standing by shares": _standing(UpdateByShares),
+    "update": tuple[Count, Count, UpdateByOneWorker],
+    "update by shares": tuple[Count, Count, UpdateByShares],
     "workers": Workers,
     "rows": list[tuple[Count, Size, Size]],
-    "values": tuple[list[Any], list[tuple[Few, Any]], list[tuple[Dtype, Shape, bool]]],
+    "values": tuple[list[Any], list[tuple[SmallCount, Any]], list[tuple[Dtype, Shape, bool]]],
     "tree": tuple[Any, dict[str, tuple[Dtype, Shape]]],
-    "place": Whereabouts | None,
+    "place": WorkerStatus | None,
     "host": tuple[Count, Annotated[str, Meta(pattern="^[0-9a-f]{1,65536}\\Z")], str, str],
-    "hosts": tuple[list[Annotated[list[Few], Meta(min_length=1)]], str],
+    "hosts": tuple[list[Annotated[list[SmallCount], Meta(min_length=1)]], str],
     "part": Any,
 }

@@ -29,19 +29,19 @@ from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostErro
 
 T = TypeVar("T")
 Ask = Callable[..., list[str]]  # of any number of keys
-PATIENCE = 1.0  # seconds of waiting before a worker tells the others where it is, and looks where they are
-PAUSE = 0.05  # seconds between two looks
-RARER, RAREST = 0.1, 2.0  # part of its wait, and seconds at most, that a worker lets pass before it asks again
+PATIENCE = 1.0  # seconds of waiting before a worker publishes its status and reads those of its peers
+PAUSE = 0.05  # seconds between two requests
+RARER, RAREST = 0.1, 2.0  # a worker asks again after this fraction of its wait, and after so many seconds at most
 MANY = 64  # with more workers than these the pauses grow, so that all together ask no more often
-LATE = 30.0  # seconds of waiting before it says once on the console who has not arrived
+LATE = 30.0  # seconds of waiting before it prints once who has not arrived
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
-_OURS = (_PACKAGE, _TORCH, "<frozen")
+_LIBRARY_PATHS = (_PACKAGE, _TORCH, "<frozen")
 
 
 def call_site() -> str:
-    """``file:line`` of the nearest frame that is the user's: neither ours nor torch's."""
+    """``file:line`` of the nearest frame of the user's code, which is neither Paceline's nor torch's."""
     frame = sys._getframe(1)
     while frame.f_back is not None:
         if _is_users(frame):
@@ -51,177 +51,190 @@ def call_site() -> str:
 
 
 def raise_site(error: BaseException) -> str:
-    """``file:line`` of the innermost line of the user's that an exception came through; of any, where none is."""
+    """``file:line`` of the innermost line of the user's code that an exception passed; of any code if there is none."""
     passed = [*walk_tb(error.__traceback__)]
     frame, line = next((one for one in reversed(passed) if _is_users(one[0])), passed[-1])
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{line}"
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether the code is neither ours nor torch's."""
+    """Whether the code is neither Paceline's nor torch's."""
     name = frame.f_code.co_filename
-    return not name.startswith(_OURS) and "contextlib" not in name
+    return not name.startswith(_LIBRARY_PATHS) and "contextlib" not in name
 
 
 class PeerStatus:
-    """Where worker `rank` of `size` is, and where the others said they are."""
+    """The status of worker `rank` of `size`, as it publishes it in a store, and that of its peers."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store, self.rank, self.size = store, rank, size
         self.names: Sequence[int] = range(size)  # what the workers are called, by rank
-        self.here: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
-        self._said_late = False
-        self._there: dict[str, int] = {}  # who has a place in the store, by its key
+        self.local_status: dict[str, Any] = {"sequence": 0, "name": "the start", "site": "", "state": "in"}
+        self._has_warned = False
+        self._published: dict[str, int] = {}  # rank by key, of the workers that have published a status
         self._next = 0.0  # when to ask again
         self._survey: Future[list[dict[str, Any] | None]] | None = None
         store.set(f"at/{rank}", "null")
 
     @property
     def name(self) -> int:
+        """This worker's number in the run."""
         return self.names[self.rank]
 
     def say(self, state: str, where: tuple[str, str]) -> None:
-        """Changes this worker's state; `where` (name, site) it was last."""
-        self.here = {**self.here, "state": state, "name": where[0], "site": where[1]}
+        """Changes this worker's state; `where` (name, site) is its last collective."""
+        self.local_status = {**self.local_status, "state": state, "name": where[0], "site": where[1]}
 
     def publish(self) -> None:
-        self._store.set(f"at/{self.rank}", json.dumps(self.here))
+        """Writes this worker's status to the store."""
+        self._store.set(f"at/{self.rank}", json.dumps(self.local_status))
 
     def others(self) -> list[dict[str, Any] | None]:
-        """Where each worker said it is; None for those that have not said anything.
+        """The last published status of each worker; None for those that have not published any.
 
-        One request for all: one for each would be a thousand from each of a thousand that wait for one.
+        One request reads all: with a thousand waiting workers, one request for each would be a million.
         """
-        keys = {f"at/{rank}": rank for rank in range(self.size) if f"at/{rank}" not in self._there}
-        self._there.update((key, keys[key]) for key in there(self._store, [*keys]))
-        places: list[dict[str, Any] | None] = [None] * self.size
-        for rank, said in zip(self._there.values(), self._store.multi_get([*self._there]), strict=True):
-            places[rank] = read_told(said, "place", f"worker {self.names[rank]}")
-        return places
+        keys = {f"at/{rank}": rank for rank in range(self.size) if f"at/{rank}" not in self._published}
+        self._published.update((key, keys[key]) for key in find_set_keys(self._store, [*keys]))
+        statuses: list[dict[str, Any] | None] = [None] * self.size
+        for rank, message in zip(self._published.values(), self._store.multi_get([*self._published]), strict=True):
+            statuses[rank] = read_told(message, "place", f"worker {self.names[rank]}")
+        return statuses
 
-    def _meet(self) -> list[dict[str, Any] | None]:
+    def _exchange(self) -> list[dict[str, Any] | None]:
         self.publish()
         return self.others()
 
     def _ask(self) -> list[dict[str, Any] | None]:
-        places, pause, end = self._meet(), PAUSE, time.monotonic() + 1.5 * PATIENCE
-        # Everybody who waits says where before long; it is asked less and less often, or many would ask too much.
-        while self._trouble(places) is not None and not self._all_said(places) and time.monotonic() < end:
+        statuses, pause, end = self._exchange(), PAUSE, time.monotonic() + 1.5 * PATIENCE
+        # Every waiting worker publishes its status before long. Requests become rarer: many workers make many.
+        while self._trouble(statuses) is not None and not self._all_published(statuses) and time.monotonic() < end:
             time.sleep(pause)
-            places, pause = self.others(), 2 * pause
-        return places
+            statuses, pause = self.others(), 2 * pause
+        return statuses
 
-    def _all_said(self, places: Sequence[dict[str, Any] | None]) -> bool:
-        """Whether each has come as far as this worker, or comes no further, and has said so."""
-        here = self.here["sequence"]
-        return all(place and (place["sequence"] >= here or place["state"] in ("ended", "failed")) for place in places)
+    def _all_published(self, statuses: Sequence[dict[str, Any] | None]) -> bool:
+        """Whether each worker has published that it has come as far as this one, or comes no further."""
+        sequence = self.local_status["sequence"]
+        return all(
+            status and (status["sequence"] >= sequence or status["state"] in ("ended", "failed")) for status in statuses
+        )
 
     def look(self, waited: float, missing: Sequence[int], wait: float = 0.0) -> None:
-        """After a long wait: raises the reason if the others' places show one. `missing` are known not to be here.
+        """Looks for the reason of a long wait in the others' statuses, and raises it.
 
-        The store is asked beside; if it does not answer within `wait` seconds, a later look has the answer.
+        `missing` are ranks known not to have arrived. A thread asks the store; if it has no answer within `wait`
+        seconds, a later call gets it.
         """
         if self._survey is None and not wait and time.monotonic() < self._next:
             return
-        self._survey = self._survey or beside(self._ask)
+        self._survey = self._survey or run_in_thread(self._ask)
         try:
-            places = self._survey.result(wait)
+            statuses = self._survey.result(wait)
             self._survey, self._next = None, time.monotonic() + min(RARER * waited, RAREST) * max(1.0, self.size / MANY)
         except TimeoutError:
             return
         except RuntimeError:  # the store went with worker 0
             raise PeerLostError(
-                f"worker {self.name} lost worker 0 while waiting in {self.here['name']}", "see the log of worker 0"
+                f"worker {self.name} lost worker 0 while waiting in {self.local_status['name']}",
+                "see the log of worker 0",
             ) from None
-        error = self._trouble(places)
+        error = self._trouble(statuses)
         if error is not None:
             raise error
-        if waited > LATE and not self._said_late:
-            self._said_late = True
-            sequence = self.here["sequence"]
-            late = missing or [r for r, place in enumerate(places) if place is None or place["sequence"] < sequence]
+        if waited > LATE and not self._has_warned:
+            self._has_warned = True
+            sequence = self.local_status["sequence"]
+            late = missing or [
+                r for r, status in enumerate(statuses) if status is None or status["sequence"] < sequence
+            ]
             say(
-                f"paceline: worker {self.name} has waited {waited:.0f} s in {self.here['name']} "
-                f"({self.here['site']}) for {workers([self.names[rank] for rank in late])}",
+                f"paceline: worker {self.name} has waited {waited:.0f} s in {self.local_status['name']} "
+                f"({self.local_status['site']}) for {workers([self.names[rank] for rank in late])}",
             )
 
-    def _trouble(self, places: Sequence[dict[str, Any] | None]) -> PacelineError | None:
-        """The error if somebody is in another collective of the same number, or ended, or failed."""
-        for place in places:
-            if place is None:
+    def _trouble(self, statuses: Sequence[dict[str, Any] | None]) -> PacelineError | None:
+        """The error if a worker is in another collective of the same number, or has ended or failed."""
+        for status in statuses:
+            if status is None:
                 continue
-            elsewhere = place["sequence"] == self.here["sequence"] and place["name"] != self.here["name"]
-            if elsewhere or place["state"] == "ended":
-                return self._mismatch(places)
-        for rank, place in enumerate(places):
-            if place is not None and place["state"] == "failed":
+            is_elsewhere = (
+                status["sequence"] == self.local_status["sequence"] and status["name"] != self.local_status["name"]
+            )
+            if is_elsewhere or status["state"] == "ended":
+                return self._mismatch(statuses)
+        for rank, status in enumerate(statuses):
+            if status is not None and status["state"] == "failed":
+                failed = self.names[rank]
                 return PeerLostError(
-                    f"worker {self.name} waited in {self.here['name']} for worker {self.names[rank]}, which failed",
-                    f"see the log of worker {self.names[rank]}",
+                    f"worker {self.name} waited in {self.local_status['name']} for worker {failed}, which failed",
+                    f"see the log of worker {failed}",
                 )
         return None
 
-    def _mismatch(self, places: Sequence[dict[str, Any] | None]) -> CollectiveMismatchError:
-        parts: dict[tuple[str, str], list[int]] = {}
-        sequence = self.here["sequence"]
-        for rank, place in enumerate(places):
-            if place is None or (place["state"] != "ended" and place["sequence"] != sequence):
+    def _mismatch(self, statuses: Sequence[dict[str, Any] | None]) -> CollectiveMismatchError:
+        ranks_by_status: dict[tuple[str, str], list[int]] = {}
+        sequence = self.local_status["sequence"]
+        for rank, status in enumerate(statuses):
+            if status is None or (status["state"] != "ended" and status["sequence"] != sequence):
                 continue
-            what = "ended after " if place["state"] == "ended" else ""
-            where = f"{place['name']} at {place['site']}" if place["site"] else place["name"]
-            parts.setdefault((what, where), []).append(self.names[rank])
-        said = ", ".join(
+            what = "ended after " if status["state"] == "ended" else ""
+            where = f"{status['name']} at {status['site']}" if status["site"] else status["name"]
+            ranks_by_status.setdefault((what, where), []).append(self.names[rank])
+        summary = ", ".join(
             f"{workers(ranks)} {what or ('are in ' if len(ranks) > 1 else 'is in ')}{where}"
-            for (what, where), ranks in parts.items()
+            for (what, where), ranks in ranks_by_status.items()
         )
         return CollectiveMismatchError(
-            f"workers do not meet: {said}",
+            f"workers do not meet: {summary}",
             "every worker must call the same ones in the same order: remove the condition around the call "
             "(files are written once anyway)",
         )
 
-    def reason(self, error: Exception, everybody: bool, known: Callable[[], bool]) -> PacelineError:
-        """Why a collective failed: a mismatch if the places show one, else a lost peer.
+    def reason(self, error: Exception, everybody: bool, is_known: Callable[[], bool]) -> PacelineError:
+        """Why a collective failed: a mismatch if the statuses show one, else a lost peer.
 
-        With `everybody` all workers have noticed and will say where they are: waits for them, to name them all. Gives
-        up when the reason is `known` otherwise.
+        With `everybody` all workers have noticed and will publish their statuses: waits for them, to name them all.
+        Gives up once the reason `is_known` otherwise.
         """
-        search = beside(lambda: self._search(everybody, known))
-        deadline, found = time.monotonic() + EXPLAIN, None
-        while not known() and time.monotonic() < deadline:
+        search = run_in_thread(lambda: self._search(everybody, is_known))
+        deadline, error_found = time.monotonic() + EXPLAIN, None
+        while not is_known() and time.monotonic() < deadline:
             with contextlib.suppress(TimeoutError):
-                found = search.result(0.01)
+                error_found = search.result(0.01)
                 break
-        return found or PeerLostError(
-            f"worker {self.name} lost a peer in {self.here['name']} ({first_line(error)})",
+        return error_found or PeerLostError(
+            f"worker {self.name} lost a peer in {self.local_status['name']} ({first_line(error)})",
             "the reason stands in the log of the worker that ended first",
         )
 
-    def _search(self, everybody: bool, known: Callable[[], bool]) -> PacelineError | None:
-        """Asks until there is a reason that will not grow. Blocks as long as the store does."""
-        deadline, found = time.monotonic() + EXPLAIN, None
+    def _search(self, everybody: bool, is_known: Callable[[], bool]) -> PacelineError | None:
+        """Asks until there is a reason that will not change. Blocks as long as the store does."""
+        deadline, error = time.monotonic() + EXPLAIN, None
         with contextlib.suppress(RuntimeError):  # the store went with worker 0
-            while time.monotonic() < deadline and not known():
-                places = self._meet()
-                said = sum(p is not None and p["sequence"] >= self.here["sequence"] for p in places)
-                found = self._trouble(places)
-                if found is not None and (not everybody or said == self.size):
+            while time.monotonic() < deadline and not is_known():
+                statuses = self._exchange()
+                arrived = sum(p is not None and p["sequence"] >= self.local_status["sequence"] for p in statuses)
+                error = self._trouble(statuses)
+                if error is not None and (not everybody or arrived == self.size):
                     break
                 time.sleep(0.05)
-        return found
+        return error
 
 
-def there(store: dist.Store, keys: Sequence[str]) -> Sequence[str]:
-    """Those of the keys that are set, in few requests if nearly all are or nearly none."""
+def find_set_keys(store: dist.Store, keys: Sequence[str]) -> Sequence[str]:
+    """The keys that are set in the store, in few requests if nearly all are or nearly none."""
     if not keys or store.check([*keys]):
         return keys
     half = len(keys) // 2
-    return [] if len(keys) == 1 else [*there(store, keys[:half]), *there(store, keys[half:])]
+    return [] if len(keys) == 1 else [*find_set_keys(store, keys[:half]), *find_set_keys(store, keys[half:])]
 
 
 def asker(store: dist.Store, given_up: Callable[[], bool], size: int = 1, for_ever: bool = False) -> Ask:
-    """Waits for what others set in `store`, without blocking in compiled code, which could not be `given_up`, for as
-    long as the store does or `for_ever`. `size` may ask at a time.
+    """A function that waits until keys are set in `store`, and returns their values.
+
+    It never blocks in compiled code, and ends with PeerLostError when `given_up` says so. It waits as long as the
+    store's timeout, or `for_ever`. `size` workers may ask at a time.
     """
 
     def ask(*keys: str) -> list[str]:
@@ -230,34 +243,45 @@ def asker(store: dist.Store, given_up: Callable[[], bool], size: int = 1, for_ev
         deadline = time.monotonic() + patience
         while not store.check([*keys]):
             if given_up() or time.monotonic() > deadline:
-                missing = {*keys} - {*there(store, keys)}
+                missing = {*keys} - {*find_set_keys(store, keys)}
                 raise PeerLostError(
                     f"a worker did not come ({', '.join(sorted(missing))})", "see the logs of the others"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
-        return [said.decode() for said in store.multi_get([*keys])]
+        return [value.decode() for value in store.multi_get([*keys])]
 
     return ask
 
 
 def agree(
-    ask: Ask, store: dist.Store, name: str, rank: int, who: Sequence[int], mine: str, join: Callable[[list[str]], str]
+    ask: Ask,
+    store: dist.Store,
+    name: str,
+    rank: int,
+    ranks: Sequence[int],
+    own_answer: str,
+    join: Callable[[list[str]], str],
 ) -> str:
-    """What `join` makes of what each of `who` says, also for others. The first of them reads what all say, everybody
-    else what it made of that: a thousand who read a thousand answers would be a million. `name` is fresh in `store`.
+    """What `join` makes of the answers of all `ranks`; other workers may ask for it, too.
+
+    The first of `ranks` reads all answers, everybody else only its result: a thousand workers that read a thousand
+    answers would make a million requests. `name` is fresh in `store`.
     """
-    if rank in who:
-        store.set(f"{name}/{rank}", mine)
-    if rank != who[0]:
+    if rank in ranks:
+        store.set(f"{name}/{rank}", own_answer)
+    if rank != ranks[0]:
         return ask(f"{name}/all")[0]
-    made = join(ask(*(f"{name}/{other}" for other in who)))
-    store.set(f"{name}/all", made)
-    return made
+    joint_answer = join(ask(*(f"{name}/{other}" for other in ranks)))
+    store.set(f"{name}/all", joint_answer)
+    return joint_answer
 
 
-def beside(call: Callable[[], T]) -> Future[T]:
-    """What asks the store may block as long as the network does: a thread that may be left behind does it."""
+def run_in_thread(call: Callable[[], T]) -> Future[T]:
+    """Runs `call` in a thread of its own, which may be left behind.
+
+    A request to the store may block as long as the network does.
+    """
     future: Future[T] = Future()
 
     def run() -> None:
@@ -271,11 +295,11 @@ def beside(call: Callable[[], T]) -> Future[T]:
 
 
 def unless(given_up: Callable[[], Exception | None], call: Callable[[], T]) -> T:
-    """What `call` gives, which runs beside; it is left behind as soon as it is `given_up`, with the error why.
+    """The result of `call`, which runs in a thread; raises the error of `given_up` as soon as there is one.
 
-    A store whose host is cut off answers nothing while TCP goes on trying, and holds who asks in compiled code.
+    A store whose host is cut off answers nothing while TCP goes on trying, and holds whoever asks in compiled code.
     """
-    future = beside(call)
+    future = run_in_thread(call)
     while True:
         try:
             return future.result(PAUSE)
@@ -285,10 +309,10 @@ def unless(given_up: Callable[[], Exception | None], call: Callable[[], T]) -> T
 
 
 def spare_late_threads() -> None:
-    """At the interpreter's very end: a thread that was left behind in compiled code stops for good when it comes back.
+    """Lets threads that were left behind in compiled code stop for good when they return, at the interpreter's end.
 
     The interpreter unwinds such a thread through frames of C++ that take that for an error, and end the process
-    (pthread_exit in a noexcept function); so what they do then is made to wait for ever.
+    (pthread_exit in a noexcept function). So the C++ library is made to wait for ever instead.
     """
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C++ library: then it ends as before
         forever = ctypes.cast(ctypes.CDLL(None).pause, ctypes.c_void_p)

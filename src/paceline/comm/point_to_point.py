@@ -29,6 +29,7 @@ class _Wanted:
     error: str = ""
 
     def give(self, data: torch.Tensor) -> None:
+        """Fills the receiver's tensor, or records that the message has another size."""
         if len(data) == len(self.data):
             self.data.copy_(data)
         else:
@@ -38,7 +39,7 @@ class _Wanted:
 
 @dataclass
 class _Inbox:
-    """What comes from one worker: who waits for which tag, and what came before it was asked for."""
+    """The messages from one worker: who waits for which tag, and what came before anybody asked for it."""
 
     lane: RingSlot
     source: int
@@ -48,7 +49,7 @@ class _Inbox:
     until: Condition | None = None
 
     def pump(self) -> None:
-        """Takes in what has come, as far as it has."""
+        """Takes in the pieces that have come so far."""
         while self.taking is not None or self.lane.waiting() is not None:
             if self.taking is None:
                 self.taking, self.until = self._take(), None
@@ -77,7 +78,7 @@ class _Inbox:
             wanted.give(data)
 
     def _next(self, tag: int) -> _Wanted | None:
-        """The first that waits for this tag and was not served by another inbox; it is ours now."""
+        """The first receiver of this tag that no other inbox has served; it is claimed for this one."""
         queue = self.wanted.get(tag, deque())
         while queue:
             wanted = queue.popleft()
@@ -92,34 +93,37 @@ class Mailbox:
 
     def __init__(self, hosts: HierarchicalTransport) -> None:
         self._hosts = hosts
-        own = RingSlot([0] * 4, 0, list(torch.empty(2, LANE, dtype=torch.uint8)), bool)  # a batch may send to itself
-        self._outboxes = {hosts.rank: own}
-        self._inboxes = {hosts.rank: _Inbox(own, hosts.rank)}
+        loopback = RingSlot(
+            [0] * 4, 0, list(torch.empty(2, LANE, dtype=torch.uint8)), bool
+        )  # a batch may send to itself
+        self._outboxes = {hosts.rank: loopback}
+        self._inboxes = {hosts.rank: _Inbox(loopback, hosts.rank)}
         if not hosts.several and hosts.shared is not None:
             shared = hosts.shared
-            others = [(place, shared.ranks[place]) for place in shared.others]
-            self._outboxes |= {rank: shared.lane(shared.me, place) for place, rank in others}
-            self._inboxes |= {rank: _Inbox(shared.lane(place, shared.me), rank) for place, rank in others}
+            others = [(host_rank, shared.ranks[host_rank]) for host_rank in shared.others]
+            self._outboxes |= {rank: shared.lane(shared.me, host_rank) for host_rank, rank in others}
+            self._inboxes |= {rank: _Inbox(shared.lane(host_rank, shared.me), rank) for host_rank, rank in others}
 
     def send(self, data: torch.Tensor, rank: int, tag: int) -> Steps:
+        """Sends flat bytes to worker `rank`."""
         if self._hosts.several and rank != self._hosts.rank:
-            net, there = yield from self._reach(rank)
+            net, peer = yield from self._reach(rank)
             # Gloo ends the receiver's process over another size.
             head = torch.tensor([len(data)], dtype=torch.int64).view(torch.uint8)
             for part in (head, data):
-                yield from in_thread(lambda part=part: _wait(net.send([part], there, tag)))  # type: ignore[misc]
+                yield from in_thread(lambda part=part: _wait(net.send([part], peer, tag)))  # type: ignore[misc]
             return
         for until in self._outboxes[rank].send(data, tag):
             yield lambda until=until: self._pumped() and until()  # type: ignore[misc]
 
     def _reach(self, rank: int) -> Generator[Condition, None, tuple[Any, int]]:
-        """What connects this worker with another one, and that one's rank there."""
+        """The connection with another worker, and that worker's rank in it."""
         if self._hosts.gloo is not None:
             return self._hosts.gloo.group, rank
         return (yield from in_thread(partial(self._hosts.reach, rank)))  # type: ignore[no-any-return]
 
     def _pumped(self) -> bool:
-        """Whoever waits takes in meanwhile what comes from anybody: those that send first do not wait for ever."""
+        """Takes in what comes from anybody: workers that all send first would wait for ever otherwise. Returns True."""
         for inbox in self._inboxes.values():
             inbox.pump()
         return True
@@ -131,15 +135,15 @@ class Mailbox:
                 what = f"a message from any of more than {MESH} workers on several hosts is not built"
                 raise UnsupportedError(what, "say from which worker")
             head = torch.empty(8, dtype=torch.uint8)
-            net, there = yield from self._reach(sources[0])
-            start = partial(net.recv, [head], there) if len(sources) == 1 else partial(net.recv_anysource, [head])
+            net, peer = yield from self._reach(sources[0])
+            start = partial(net.recv, [head], peer) if len(sources) == 1 else partial(net.recv_anysource, [head])
             work = yield from in_thread(lambda: _wait(start(tag)))
             if len(sources) > 1:
-                there = int(work._source_rank())
-            source, size = sources[0] if len(sources) == 1 else there, int(head.view(torch.int64))
-            came = data if size == len(data) else torch.empty(size, dtype=torch.uint8)
-            yield from in_thread(lambda: _wait(net.recv([came], there, tag)))
-            if came is not data:
+                peer = int(work._source_rank())
+            source, size = sources[0] if len(sources) == 1 else peer, int(head.view(torch.int64))
+            received = data if size == len(data) else torch.empty(size, dtype=torch.uint8)
+            yield from in_thread(lambda: _wait(net.recv([received], peer, tag)))
+            if received is not data:
                 raise RuntimeError(_misfit(size, len(data)))
             return source
         wanted = _Wanted(data)
@@ -168,8 +172,10 @@ def _misfit(came: int, asked: int) -> str:
 
 
 def _wait(work: Any) -> Any:
-    """gloo's messages are only complete for somebody who waits for them; without FOREVER as long as connections may
-    take. To start one fails too, once its peer is lost.
+    """Waits for one of gloo's messages and returns it.
+
+    gloo completes messages only for somebody who waits for them. Without FOREVER it would wait as long as connections
+    may take. Starting one fails, too, once its peer is lost.
     """
     work.wait(FOREVER)
     return work

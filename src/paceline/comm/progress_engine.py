@@ -28,18 +28,18 @@ from paceline.comm.shared_memory import Condition, MismatchError
 from paceline.errors import PacelineError, UnsupportedError
 
 Steps = Generator[Condition, None, None]
-SPIN = 2e-4  # seconds of looking without a pause, while there is a core for each worker
-YIELD = 2e-3  # then seconds of letting others run in between; after that pauses
-PAUSE = 3e-4  # seconds, in a wait that is short
-LONG = 3e-3  # seconds at most, in one that is long, as over a slow link: each look takes some of a core
-CALM, LEAST = 1e-3, 5e-5  # seconds between two looks, at most and at least, where nobody is in a hurry
-LOOK = 0.1  # seconds between two looks for the reason of a long wait
-SWITCH = 2e-4  # seconds that another Python thread may keep the interpreter from the one that moves collectives on
+SPIN = 2e-4  # seconds of polling without a pause, while there is a core for each worker
+YIELD = 2e-3  # then seconds of polling that yields to other threads; pauses follow
+PAUSE = 3e-4  # seconds between two polls in a short wait
+LONG = 3e-3  # at most, in a long wait, as over a slow link: each poll takes some of a core
+CALM, LEAST = 1e-3, 5e-5  # seconds between two polls, at most and at least, if nobody is hurried
+LOOK = 0.1  # seconds between two searches for the reason of a long wait
+SWITCH = 2e-4  # seconds for which another Python thread may keep the interpreter from the engine's thread
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """A condition that a part of a collective waits for when it has begun all that it does."""
+    """Marks the condition of a part of a collective that has started everything it does."""
 
     until: Condition
 
@@ -48,11 +48,11 @@ class Begun:
 
 
 class Final(Begun):
-    """The same of a whole operation: what is next in its queue may begin."""
+    """Marks the condition of an operation that has started everything it does: the next one in its queue may start."""
 
 
 def last(steps: Generator[Condition, None, Any]) -> Generator[Condition, None, Any]:
-    """That with which an operation ends."""
+    """Marks the end of these steps as the end of the operation."""
     while True:
         try:
             until = next(steps)
@@ -62,7 +62,7 @@ def last(steps: Generator[Condition, None, Any]) -> Generator[Condition, None, A
 
 
 def not_last(steps: Steps) -> Steps:
-    """What looks like the end of an operation, and is not."""
+    """Removes the mark of an operation's end: more steps follow."""
     for until in steps:
         yield Begun(until.until) if isinstance(until, Final) else until
 
@@ -84,16 +84,16 @@ class Owner(Protocol):
         """The error that a user should see."""
 
     def account(self, operation: Operation, waited: float) -> None:
-        """Takes note of a finished operation; `waited` are seconds that this worker stood still for it."""
+        """Takes note of a finished operation; `waited` are the seconds that this worker waited for it."""
 
 
 class Operation(dist.Work):
     """One collective or message under way: torch's Work.
 
-    `kind` is its line in the ledger, `name` and `site` (file:line) say what it is in errors; `sequence` counts the
-    group's collectives, 0 for a message; `outcome` is what its future holds; `turn` its record in the flight recorder.
-    One that `overtakes` begins once all before it in its queue begin nothing more: on a long link these take a while to
-    end, and leave it empty. Its error is raised by every `wait`.
+    `kind` is its line in the ledger. `name` and `site` (file:line) describe it in errors. `sequence` counts the group's
+    collectives; it is 0 for a message. `outcome` is its future's value, `turn` its record in the flight recorder. An
+    operation that `overtakes` starts once all before it in its queue have started everything: on a long link these take
+    a while to end, and leave it empty. Every `wait` raises the operation's error.
     """
 
     def __init__(self, owner: Owner, steps: Steps, kind: str, name: str, site: str, sequence: int) -> None:
@@ -107,13 +107,13 @@ class Operation(dist.Work):
         self._steps: Iterator[Condition] = steps
         self._until: Condition | None = None
         self._future: torch.futures.Future[Any] | None = None
-        self._untold: list[torch.futures.Future[Any]] = []
+        self._pending_futures: list[torch.futures.Future[Any]] = []
 
     def advance(self) -> bool:
-        """Goes on as far as it can without waiting; whether it is done."""
+        """Goes on as far as it can without waiting; returns whether it is done."""
         if self.done:
             return True
-        error: Exception | None = _CUT_SHORT  # what stands if something else comes in between, such as Ctrl-C
+        error: Exception | None = _CUT_SHORT  # the error if an exception such as KeyboardInterrupt interrupts it
         try:
             if self.owner.broken is not None:
                 raise self.owner.broken
@@ -132,37 +132,39 @@ class Operation(dist.Work):
 
     @property
     def final(self) -> bool:
+        """Whether it has started everything it does."""
         return self.done or isinstance(self._until, Final)
 
     def end(self, error: Exception | None) -> None:
-        """Ends it, if it has not. Holds the engine's lock."""
+        """Ends the operation, unless it has ended. The caller holds the engine's lock."""
         if self.done:
             return
-        refused = isinstance(error, UnsupportedError)  # by all alike
+        refused = isinstance(error, UnsupportedError)  # by all workers
         if error is not None and self.sequence and not refused and self.owner.broken is None:
-            self.owner.broken = error  # its members stand at different places now
+            self.owner.broken = error  # its workers are at different collectives now
         self.error, self._steps, self._until = error, iter(()), None
         self.done = True
         FLIGHT_RECORDER.end(self.turn, error is None)
-        if self._untold:
+        if self._pending_futures:
             ENGINE.ended.append(self)
 
     def tell(self) -> None:
-        """Completes the future, in the thread that comes first. What hangs on it runs here."""
+        """Completes a future, in the thread that comes first. That thread also runs the future's callbacks."""
         try:
-            future = self._untold.pop()
+            future = self._pending_futures.pop()
         except IndexError:
             return
         future.set_result(self.outcome)
 
     def fail(self, error: Exception) -> None:
-        """Gives the operation up. Another thread may be moving it on."""
+        """Gives the operation up. Another thread may be advancing it."""
         with ENGINE.lock:
             self.end(error)
 
     # -- torch's Work -------------------------------------------------------------------------------------------
 
     def wait(self, timeout: Any = None) -> bool:
+        """Waits until it is done. Raises its error, or TimeoutError after `timeout`."""
         seconds = timeout.total_seconds() if timeout else 0.0
         ENGINE.finish(self, seconds if seconds > 0 else None)
         if self.error is not None:
@@ -170,31 +172,39 @@ class Operation(dist.Work):
         return True
 
     def is_completed(self) -> bool:
+        """Whether it is done."""
         return self.done or ENGINE.poke(self)
 
     def is_success(self) -> bool:
+        """Whether it is done without an error."""
         return self.is_completed() and self.error is None
 
     def exception(self) -> Any:
+        """Its error, if it has one."""
         return self.error
 
     def result(self) -> Any:
+        """Waits, and returns the value of its future."""
         self.wait()
         return self.outcome
 
     def synchronize(self) -> None:
+        """Waits until it is done."""
         self.wait()
 
     def source_rank(self) -> int:
+        """The rank that a message came from; -1 if unknown."""
         return self.source[0] if self.source else -1
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completed by the engine's own thread. An error comes out of a `then`: one set directly ends DDP's process."""
+        """A future that the engine's own thread completes. A callback raises the error: setting it directly would end
+        DDP's process.
+        """
         if self._future is None:
             self._future = torch.futures.Future()
-            self._untold.append(self._future)
+            self._pending_futures.append(self._future)
             if self.done:
                 self.tell()
             else:
@@ -208,33 +218,33 @@ class Operation(dist.Work):
 
 
 class ProgressEngine:
-    """All operations under way in this process, in queues: what shares a queue goes in order, the rest side by side.
+    """All operations under way in this process, in queues: a queue's operations go in order, queues side by side.
 
-    What hangs on an operation's future may itself begin operations and wait for them, as DDP's PowerSGD hook does. So
-    futures are completed outside the lock, and a thread that does so counts neither as a waiter nor, once it begins an
-    operation, as the engine's.
+    A future's callback may itself start operations and wait for them, as DDP's PowerSGD hook does. So futures are
+    completed outside the lock. A thread that completes one counts neither as a waiter nor, once it starts an operation,
+    as the engine's thread.
     """
 
     def __init__(self) -> None:
         self._queues: dict[Hashable, deque[Operation]] = {}
-        self.lock = threading.Lock()  # who moves operations on
-        self.turns = 0  # how often something went on: pauses grow from the last time
-        self.ended: deque[Operation] = deque()  # whose futures are not complete yet
-        self._waiters: set[int] = set()  # threads that move operations on while they wait
+        self.lock = threading.Lock()  # held by the thread that advances operations
+        self.turns = 0  # steps made in all: pauses grow from the last one
+        self.ended: deque[Operation] = deque()  # operations whose futures are not complete yet
+        self._waiters: set[int] = set()  # threads that advance operations while they wait
         self._wanted = threading.Event()
         self._thread: threading.Thread | None = None
         self._ending = self._hurried = False
 
     def submit(self, queue: Hashable, operation: Operation) -> None:
-        """Puts an operation at the end of its queue and, if nothing is before it, begins it."""
+        """Puts an operation at the end of its queue and, if the queue was empty, starts it."""
         with self.lock:
             line = self._queues.setdefault(queue, deque())
             line.append(operation)
             self._advance()
-        self._tell()
+        self._complete_futures()
 
     def _advance(self) -> None:
-        """Moves everything on as far as it goes. Holds the lock."""
+        """Advances all operations as far as possible. The caller holds the lock."""
         with outside_inference():
             for queue, line in list(self._queues.items()):
                 number = 0
@@ -249,22 +259,22 @@ class ProgressEngine:
                     del self._queues[queue]
 
     def poke(self, operation: Operation | None = None) -> bool:
-        """Moves operations on without waiting, unless somebody else does; whether `operation` is done."""
+        """Advances operations without waiting, unless another thread does; returns whether `operation` is done."""
         if self._queues and self.lock.acquire(blocking=False):
             try:
                 self._advance()
             finally:
                 self.lock.release()
-        self._tell()
+        self._complete_futures()
         return operation is not None and operation.done
 
-    def _tell(self) -> None:
-        """Completes the futures of what has ended. Does not hold the lock."""
+    def _complete_futures(self) -> None:
+        """Completes the futures of operations that have ended. The caller does not hold the lock."""
         if not self.ended:
             return
         me = threading.get_ident()
         waits = me in self._waiters
-        if waits:  # somebody else may have to move on what it waits for now
+        if waits:  # another thread may have to advance what this one waits for
             self._waiters.discard(me)
             self._wanted.set()
         try:
@@ -279,7 +289,7 @@ class ProgressEngine:
                 self._waiters.add(me)
 
     def finish(self, operation: Operation, timeout: float | None = None) -> None:
-        """Waits until an operation is done. TimeoutError after `timeout` seconds, which leaves it under way."""
+        """Waits until an operation is done. Raises TimeoutError after `timeout` seconds; the operation goes on."""
         if operation.done:
             return
         began = time.perf_counter()
@@ -300,7 +310,7 @@ class ProgressEngine:
                         HEARTBEAT.wait(1)
                     try:
                         owner.look(operation, now - began)
-                    except _REASONS as error:  # found out, or broken: it ends here
+                    except _REASONS as error:  # the reason of the wait: the operation ends
                         operation.fail(error)
                 if timeout is not None and now - began > timeout:
                     raise TimeoutError(f"{operation.name} took longer than {timeout:g} s ({operation.site})")
@@ -325,12 +335,15 @@ class ProgressEngine:
     # -- the background -----------------------------------------------------------------------------------------
 
     def in_background(self, hurried: bool = True) -> None:
-        """From now on until nothing is under way, operations are moved on without anybody waiting for them. If nobody
-        is `hurried`, that takes little of a core that others compute on.
+        """Advances operations in a thread from now on, until nothing is under way.
+
+        If nobody is `hurried`, that takes little of a core that others compute on.
         """
         self._hurried |= hurried
         known = self._thread
-        if known is None or known is threading.current_thread():  # one that completes a future may wait for this
+        if (
+            known is None or known is threading.current_thread()
+        ):  # a thread that completes a future may wait for the operation
             if known is None:
                 atexit.register(self.stop)
             self._thread = threading.Thread(target=self._run, name="paceline-engine", daemon=True)
@@ -351,7 +364,7 @@ class ProgressEngine:
                         self._advance()
                     finally:
                         self.lock.release()
-                self._tell()
+                self._complete_futures()
                 if self.turns != turns:
                     moved, turns = time.perf_counter(), self.turns
                 waited = time.perf_counter() - moved
@@ -362,21 +375,21 @@ class ProgressEngine:
             self._hurried &= bool(self._queues)
 
     def stop(self) -> None:
-        """Ends the thread: one that comes back from compiled code into a dying interpreter aborts it."""
+        """Ends the thread: one that returns from compiled code into a dying interpreter aborts it."""
         self._ending = True
         self._wanted.set()
         if self._thread is not None:
             self._thread.join(5.0)
 
     def forget(self, owner: Owner, error: Exception) -> None:
-        """Gives up all operations of a group: their waiters see `error`."""
+        """Gives up all operations of a group: whoever waits for them gets `error`."""
         with self.lock:
             for queue, line in list(self._queues.items()):
                 if any(operation.owner is owner for operation in line):
                     for operation in line:
                         operation.end(error)
                     del self._queues[queue]
-        self._tell()
+        self._complete_futures()
 
 
 ENGINE = ProgressEngine()
@@ -384,8 +397,10 @@ _PARENTS: list[dict[str, Any]] = []
 
 
 def _in_child() -> None:
-    """A loader's child starts with an engine of its own. It never ends what it has of its parent's groups and stores,
-    also where they are in cycles that wait to be collected: their destructors wait for threads that it has not got.
+    """Gives a forked child, such as a loader's, an engine of its own.
+
+    The child never destroys what it inherited of its parent's groups and stores, even in cycles that wait to be
+    collected: their destructors wait for threads that it does not have.
     """
     gc.freeze()
     _PARENTS.append(dict(vars(ENGINE)))

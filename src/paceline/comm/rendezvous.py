@@ -17,39 +17,41 @@ import torch.distributed as dist
 
 from paceline.base.console import say
 from paceline.base.environment import World, way_to
-from paceline.comm.peer_status import LATE, MANY, PAUSE, beside, there, workers
+from paceline.comm.peer_status import LATE, MANY, PAUSE, find_set_keys, run_in_thread, workers
 from paceline.errors import LaunchError, PeerLostError, first_line
 
 
 def never() -> bool:
+    """Returns False: the rendezvous is never given up."""
     return False
 
 
 class Rendezvous:
-    """Opens the stores of the teams that this worker belongs to, one after another, and serves those of which it is the
-    first: at one address, on the socket that its launcher bound.
+    """Opens the stores of the teams that this worker belongs to, one after another.
+
+    It serves those of teams whose first worker it is, all at one address, on the socket that its launcher bound.
     """
 
     def __init__(self) -> None:
         self._served: dist.Store | None = None
 
     def open(self, world: World, given_up: Callable[[], bool] = never) -> dist.Store:
-        """The store of the team of `world`, once every worker has come to it."""
+        """The store of the team of `world`, once every worker has joined it. Raises LaunchError or PeerLostError."""
         assert world.store is not None
         host, port = world.store
         serves = world.rank == 0 and world.store_is_ours
 
         def make(served: bool, **options: Any) -> dist.Store:
             options |= {"timeout": timedelta(seconds=world.join_timeout), "wait_for_workers": False}
-            # Torch waits for ever for an answer of what takes its connection and is no store.
-            return beside(lambda: dist.TCPStore(host, port, None, served, **options)).result(world.join_timeout)
+            # Torch waits for ever if what accepts its connection is no store.
+            return run_in_thread(lambda: dist.TCPStore(host, port, None, served, **options)).result(world.join_timeout)
 
         try:
             if serves and self._served is None:
                 self._served = make(True, **({} if world.store_fd is None else {"master_listen_fd": world.store_fd}))
             elif not serves:
                 _reach(world, given_up)
-            # A client for each team: what was given up may still hold the one before.
+            # Each team has its own client: a request that was given up may still hold the one before.
             store = make(False)
         except (RuntimeError, TimeoutError) as error:
             what = "open" if serves else "use"
@@ -58,13 +60,13 @@ class Rendezvous:
                 f"worker {world.rank} could not {what} the store at {host}:{port} ({why})",
                 "if something else uses that port, export MASTER_PORT with a free one to every worker",
             ) from error
-        mine = dist.PrefixStore(f"paceline/{world.job}" if world.job else "paceline", store)
-        _wait_for_all(mine, world, given_up)
-        return mine
+        team_store = dist.PrefixStore(f"paceline/{world.job}" if world.job else "paceline", store)
+        _wait_for_all(team_store, world, given_up)
+        return team_store
 
 
 def _reach(world: World, given_up: Callable[[], bool]) -> None:
-    """Waits until worker 0's port answers. Torch would say the same over pages, and without a cure."""
+    """Waits until worker 0's port answers. Torch would report the same at length, and without a remedy."""
     assert world.store is not None
     host, port = world.store
     deadline = time.monotonic() + world.join_timeout
@@ -84,33 +86,33 @@ def _reach(world: World, given_up: Callable[[], bool]) -> None:
 
 
 def _take_rank(store: dist.Store, rank: int) -> None:
-    """LaunchError: another process has come as this worker before us."""
-    own = f"process {os.getpid()} on {socket.gethostname()}"
+    """Claims this worker's rank. Raises LaunchError if another process has claimed it before."""
+    identity = f"process {os.getpid()} on {socket.gethostname()}"
     nonce = secrets.token_hex(8)  # two containers may have equal names and numbers
-    first = store.compare_set(f"joined/{rank}", "", f"{own} {nonce}").decode()
-    if first != f"{own} {nonce}":
-        what = f"two processes have come as worker {rank}: {first.rpartition(' ')[0]}, and then {own}"
+    first = store.compare_set(f"joined/{rank}", "", f"{identity} {nonce}").decode()
+    if first != f"{identity} {nonce}":
+        what = f"two processes have come as worker {rank}: {first.rpartition(' ')[0]}, and then {identity}"
         raise LaunchError(what, "start each worker once, and give each start its own MASTER_PORT")
 
 
 def _wait_for_all(store: dist.Store, world: World, given_up: Callable[[], bool]) -> None:
     _take_rank(store, world.rank)
     names = [f"joined/{rank}" for rank in range(world.size)]
-    asked = ["joined/all"] if world.rank else names  # of a thousand not each for a thousand
-    began, pause, said = time.monotonic(), 0.001, False
+    awaited = ["joined/all"] if world.rank else names  # a thousand workers do not each ask for a thousand keys
+    began, pause, has_warned = time.monotonic(), 0.001, False
     try:
-        while not store.check(asked):
+        while not store.check(awaited):
             time.sleep(pause)
             pause = min(2 * pause, PAUSE * max(1.0, world.size / MANY))
             waited = time.monotonic() - began
-            over = waited > world.join_timeout or given_up()
-            if over or (waited > LATE and not said):
-                said = True
-                here = {*there(store, names)}
-                missing = workers([rank for rank, name in enumerate(names) if name not in here])
-                if len(here) == world.size:
+            is_over = waited > world.join_timeout or given_up()
+            if is_over or (waited > LATE and not has_warned):
+                has_warned = True
+                arrived = {*find_set_keys(store, names)}
+                missing = workers([rank for rank, name in enumerate(names) if name not in arrived])
+                if len(arrived) == world.size:
                     break
-                if over:
+                if is_over:
                     raise PeerLostError(
                         f"worker {world.rank} waited {waited:.0f} s for {missing}, which did not come",
                         "see their logs: every worker must be started, with the same number of workers",

@@ -30,18 +30,19 @@ Condition = Callable[[], bool]
 BLOCK = 1 << 20  # bytes of a staging block; each worker has two
 LANE = 1 << 17  # bytes of a slot in a lane; each ordered pair has two
 LINE = 8  # int64 of a cache line: no two workers write into the same one
-EXTENT = 1 << 26  # bytes that are lent first; they take memory as slots need it
-_PRINT = 30  # bits of a fingerprint beside the number of an arrival
+EXTENT = 1 << 26  # bytes of the first exported extent; it takes memory as slots need it
+_PRINT = 30  # bits of a fingerprint, which stands below the number of an arrival
 
 
 class MismatchError(Exception):
-    """A peer arrived with another collective than this worker's."""
+    """Raised when a peer arrived at another collective than this worker."""
 
 
 def host_key() -> str:
-    """Equal for two processes that can share memory and reach each other's /proc, and are on one network.
+    """A key that is equal for two processes that can share memory, reach each other's /proc, and are on one network.
 
-    Empty where memory cannot be shared: another processor than x86-64 would need fences that Python cannot express.
+    It is empty where memory cannot be shared: a processor other than x86-64 would need fences that Python cannot
+    express.
     """
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "AMD64"):
         return ""
@@ -59,39 +60,40 @@ def map_together(
     otherwise: str,
     reserved: int | None = None,
 ) -> tuple[mmap.mmap, int] | None:
-    """Maps `size` new bytes, zeros, in all processes of `ranks`, with the open file; None on all of them if one of them
-    cannot. Of the bytes so many are `reserved`, all if it is None; the file is to be asked for the others before use.
+    """Maps `size` new bytes, zeros, in all processes of `ranks`; returns the mapping and its open file.
 
-    The first of `ranks` makes the file, of which each reserves a part: memory counts for whoever does, and is near its
-    cores. `name` is fresh in `store`. Raises nothing for want of memory: the first of `ranks` warns why, and of what
-    happens `otherwise`. `ask` waits for what others set in `store`.
+    Returns None on all of them if one cannot: the first of `ranks` warns why, and what happens `otherwise`. Of the
+    bytes `reserved` are allocated, all if it is None; the others have to be allocated in the file before use.
+
+    The first of `ranks` makes the file, of which each allocates a part: memory counts for the process that allocates
+    it, and is near its cores. `name` is fresh in `store`; `ask` waits for keys that others set in `store`.
     """
     leader = rank == ranks[0]
-    fd, said, mapped = -1, "", None
+    fd, path, mapped = -1, "", None
     reserved = size if reserved is None else reserved
     try:
         if leader:
             fd = os.memfd_create("paceline", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
-            said = f"/proc/{os.getpid()}/fd/{fd}"
+            path = f"/proc/{os.getpid()}/fd/{fd}"
     except OSError as error:
-        said = f"!{error.strerror}"
+        path = f"!{error.strerror}"
     try:
         if leader:
-            store.set(f"{name}/file", said)
-        (said,) = ask(f"{name}/file")
-        if not said.startswith("!"):
+            store.set(f"{name}/file", path)
+        (path,) = ask(f"{name}/file")
+        if not path.startswith("!"):
             try:
-                fd = fd if leader else os.open(said, os.O_RDWR | os.O_CLOEXEC)
-                place, part = ranks.index(rank), reserved // len(ranks) // mmap.PAGESIZE * mmap.PAGESIZE
-                mine = part if place + 1 < len(ranks) else reserved - place * part
-                if mine:  # what is missing is missing now, and not as a bus error later
-                    os.posix_fallocate(fd, place * part, mine)
+                fd = fd if leader else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                position, part = ranks.index(rank), reserved // len(ranks) // mmap.PAGESIZE * mmap.PAGESIZE
+                own_size = part if position + 1 < len(ranks) else reserved - position * part
+                if own_size:  # memory that is missing raises an error now, not a bus error later
+                    os.posix_fallocate(fd, position * part, own_size)
                 mapped = mmap.mmap(fd, size)
             except OSError as error:
-                said = f"!{error.strerror}"
-        # Also: all have opened it.
-        if reason := agree(ask, store, name, rank, ranks, said, lambda all_: next(filter(_failed, all_), "")[1:]):
+                path = f"!{error.strerror}"
+        # After this, all have opened the file.
+        if reason := agree(ask, store, name, rank, ranks, path, lambda all_: next(filter(_failed, all_), "")[1:]):
             if leader:
                 megabytes = f"{reserved / (1 << 20):.0f} MB"
                 warnings.warn(
@@ -104,26 +106,28 @@ def map_together(
             os.close(fd)
 
 
-def _failed(said: str) -> bool:
-    return said.startswith("!")
+def _failed(path: str) -> bool:
+    return path.startswith("!")
 
 
 def give_back() -> None:
-    """What this process freed, and keeps for reuse, goes back to the system, if its allocator is glibc's."""
+    """Returns memory that this process has freed to the system, if its allocator is glibc's."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory: what is only moved may be of a dtype that gloo or NCCL has no name for."""
-    # One value is contiguous with any stride, and not every stride can be viewed as bytes.
+    """A contiguous tensor's memory as bytes: gloo and NCCL have no name for some dtypes, which they can still move."""
+    # A tensor of one element is contiguous with any stride, and not every stride can be viewed as bytes.
     return tensor.view(-1).as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass
 class SymmetricBuffer:
-    """Tensors of one length in shared memory, by place. Where `measure` is set, a sum in place leaves in `squares` the
-    sum of squares of the stretch that this worker summed: it is read while it is in the cache.
+    """Tensors of one length in shared memory, one for each worker of a host.
+
+    If `measure` is set, a sum in place leaves in `squares` the sum of squares of the part that this worker summed,
+    which it computes while that part is in the cache.
     """
 
     parts: list[torch.Tensor]
@@ -132,12 +136,12 @@ class SymmetricBuffer:
 
 
 class Shared:
-    """The shared memory of `ranks`, workers of one host in one group; `me` is this worker's place among them. Its
-    workers may use so many `cores` altogether.
+    """The shared memory of `ranks`, workers of one host in one group; `me` is this worker's index among them.
 
-    Arrivals are counted from 1. Each worker may be at most one arrival ahead of another, because it waits for all
-    before it goes on: two staging blocks each are enough, taken in turn. A lane takes memory from its first message on:
-    there is one for each ordered pair, and few pairs ever use theirs. `file` is what `memory` maps; it is closed here.
+    Its workers may use so many `cores` altogether. Arrivals are counted from 1. Each worker may be at most one arrival
+    ahead of another, because it waits for all before it goes on: two staging blocks each are enough, used alternately.
+    There is one lane for each ordered pair, which takes memory from its first message on; few pairs ever use theirs.
+    `file` is what `memory` maps; `close` closes it.
     """
 
     def __init__(
@@ -145,7 +149,7 @@ class Shared:
     ) -> None:
         count = len(ranks)
         self.ranks, self.me, self.count = list(ranks), list(ranks).index(rank), count
-        self.others = [place for place in range(count) if place != self.me]
+        self.others = [peer for peer in range(count) if peer != self.me]
         self.crowded = count > cores
         self._memory, self._file = memory, file
         head = _head(count)
@@ -156,23 +160,24 @@ class Shared:
         self._slots = bytes_[self.reserved(count) :].view(count, count, 2, LANE)
         self._turn = 0
         self._arrived = 0
-        self._pidfds = {place: os.pidfd_open(pids[place]) for place in self.others}
+        self._pidfds = {peer: os.pidfd_open(pids[peer]) for peer in self.others}
 
     @staticmethod
     def size(count: int) -> int:
+        """Bytes of the mapping for so many workers."""
         return Shared.reserved(count) + 2 * count * count * LANE
 
     @staticmethod
     def reserved(count: int) -> int:
-        """Bytes that are needed from the start; behind them lie the lanes."""
+        """Bytes that are needed from the start; the lanes lie behind them."""
         return _head(count) + 2 * count * BLOCK
 
     # -- arrivals -----------------------------------------------------------------------------------------------
 
     def arrive(self, fingerprint: int) -> Condition:
-        """Says that this worker's part is in place, and returns when everybody's is: as a condition to wait for.
+        """Announces that this worker's part is in place; returns a condition that is true once everybody's is.
 
-        The condition raises MismatchError if somebody arrived with another fingerprint.
+        The condition raises MismatchError if a worker arrived with another fingerprint.
         """
         self._arrived += 1
         value = self._arrived << _PRINT | fingerprint & (1 << _PRINT) - 1
@@ -182,10 +187,10 @@ class Shared:
 
         def all_here() -> bool:
             while missing:
-                theirs = flags[missing[-1] * LINE]
-                if theirs < least:
+                flag = flags[missing[-1] * LINE]
+                if flag < least:
                     return False
-                if theirs != value and theirs >> _PRINT == value >> _PRINT:
+                if flag != value and flag >> _PRINT == value >> _PRINT:
                     raise MismatchError
                 missing.pop()
             return True
@@ -202,17 +207,17 @@ class Shared:
         for fd in self._pidfds.values():
             poll.register(fd, select.POLLIN)
         ended = {fd for fd, _ in poll.poll(0)}
-        return [self.ranks[place] for place, fd in self._pidfds.items() if fd in ended]
+        return [self.ranks[peer] for peer, fd in self._pidfds.items() if fd in ended]
 
     def blocks(self) -> list[torch.Tensor]:
-        """The staging blocks whose turn it is, one per worker in place order, as bytes."""
+        """The staging blocks to use next, one per worker, as bytes."""
         self._turn ^= 1
         return self._blocks[self._turn]
 
     # -- lanes --------------------------------------------------------------------------------------------------
 
     def lane(self, source: int, target: int) -> RingSlot:
-        """The one-way channel between two places."""
+        """The one-way channel between two workers of the host."""
         pair = source * self.count + target
         at = (self.count + pair) * LINE
         return RingSlot(self._flags, at, list(self._slots[source, target].unbind(0)), partial(self._reserve, pair))
@@ -221,7 +226,7 @@ class Shared:
         try:
             os.posix_fallocate(self._file, self.reserved(self.count) + 2 * pair * LANE, 2 * LANE)
         except OSError as error:
-            source, target = (self.ranks[place] for place in divmod(pair, self.count))
+            source, target = (self.ranks[position] for position in divmod(pair, self.count))
             raise UsageError(
                 f"worker {source} cannot share {2 * LANE / (1 << 20):.2g} MB of memory with worker {target} for their "
                 f"messages ({error.strerror})",
@@ -236,13 +241,15 @@ class Shared:
 
 
 def _head(count: int) -> int:
-    """Bytes of the flags: one line per worker, one per ordered pair, in whole pages."""
+    """Bytes of the flags: one line per worker, one per ordered pair, in full pages."""
     return -(-(count + count * count) * LINE * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class RingSlot:
-    """A one-way channel of messages: two slots in turn; its flags are sent, taken, the message's size and tag.
-    `reserve` is called before the first one is sent.
+    """A one-way channel of messages with two slots, which are used alternately.
+
+    Its flags are: pieces sent, pieces taken, the message's size and its tag. `reserve` is called before the first
+    message.
     """
 
     def __init__(self, flags: Any, at: int, slots: list[torch.Tensor], reserve: Callable[[], object]) -> None:
@@ -250,7 +257,7 @@ class RingSlot:
         self._reserved = False
 
     def send(self, data: torch.Tensor, tag: int) -> Iterator[Condition]:
-        """Puts a message of flat bytes in, piece by piece, as space comes."""
+        """Puts a message of flat bytes in, piece by piece, as slots become free."""
         flags, at = self._flags, self._at
         if not self._reserved:
             self._reserve()
@@ -266,12 +273,12 @@ class RingSlot:
             flags[at] = sent + 1
 
     def waiting(self) -> tuple[int, int] | None:
-        """Size and tag of the message that is coming in, if one is and its first piece has not been taken."""
+        """The size and the tag of the incoming message, if there is one whose first piece has not been taken."""
         flags, at = self._flags, self._at
         return (flags[at + 2], flags[at + 3]) if flags[at] > flags[at + 1] else None
 
     def take(self, data: torch.Tensor) -> Iterator[Condition]:
-        """Takes the waiting message out, into flat bytes of its size."""
+        """Takes the incoming message out, into flat bytes of its size."""
         flags, at = self._flags, self._at
         for start in range(0, max(len(data), 1), LANE):
             taken = flags[at + 1]
@@ -294,7 +301,7 @@ class File(NamedTuple):
 
 
 class Where(NamedTuple):
-    """A slot, in the file's extent of these bytes."""
+    """The location of a slot, in an extent of the file."""
 
     extent: int
     extent_size: int
@@ -303,7 +310,9 @@ class Where(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """`stamp` is three numbers, of what the bytes in `data` are: written before these, and to be read after them."""
+    """A slot in memory. `stamp` is three numbers that describe the bytes in `data`: written before these, and read
+    after them.
+    """
 
     where: Where
     stamp: memoryview
@@ -311,7 +320,7 @@ class Segment(NamedTuple):
 
 
 class ExportedSegment:
-    """Memory of this process that another one of its host reads: slots by key, which stay. OSError: there is none."""
+    """Memory of this process that another process of its host reads, as slots by key. Raises OSError if there is none."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("paceline", os.MFD_CLOEXEC)
@@ -321,7 +330,7 @@ class ExportedSegment:
         self._next = self._end = 0
 
     def slot(self, key: Any, size: int) -> Segment | None:
-        """None where memory does not suffice."""
+        """The slot of a key, allocated at first use; None if memory does not suffice."""
         if key not in self._slots:
             try:
                 self._slots[key] = self._make(size)
@@ -343,13 +352,14 @@ class ExportedSegment:
         return _slot(memory, where)
 
     def close(self) -> None:
+        """Closes the file. Mappings stay valid."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
 
 class ImportedSegment:
-    """What another process has lent, in `file`. OSError: it cannot be had."""
+    """Memory in `file` that another process exports. Raises OSError if it cannot be opened."""
 
     def __init__(self, file: File) -> None:
         self._file = os.open(f"/proc/{file.process}/fd/{file.number}", os.O_RDWR | os.O_CLOEXEC)
@@ -359,11 +369,13 @@ class ImportedSegment:
         self._extents: dict[int, mmap.mmap] = {}
 
     def slot(self, where: Where) -> Segment:
+        """The slot at this location."""
         if where.extent not in self._extents:
             self._extents[where.extent] = mmap.mmap(self._file, where.extent_size, offset=where.extent)
         return _slot(self._extents[where.extent], where)
 
     def close(self) -> None:
+        """Closes the file. Mappings stay valid."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -375,14 +387,14 @@ def _slot(memory: mmap.mmap, where: Where) -> Segment:
 
 
 def laid_out(slot: Segment, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Flat tensors in a slot's data, like these."""
-    found, start = [], 0
+    """Flat tensors like these, one after another in a slot's data."""
+    tensors_in_slot, start = [], 0
     for tensor in tensors:
-        found.append(slot.data[start : start + tensor.nbytes].view(tensor.dtype))
+        tensors_in_slot.append(slot.data[start : start + tensor.nbytes].view(tensor.dtype))
         start += room_of(tensor)
-    return found
+    return tensors_in_slot
 
 
 def room_of(tensor: torch.Tensor) -> int:
-    """Bytes that it takes in a slot: the next one begins at a cache line."""
+    """Bytes that a tensor takes in a slot: the next one begins at a cache line."""
     return -(-tensor.nbytes // (LINE * 8)) * LINE * 8

@@ -44,10 +44,10 @@ TESTED = ("2.13", "2.14", "2.15")  # the same bounds as in pyproject.toml
 
 def untested(version: str) -> str:
     """A warning for a torch that is newer than every version in `TESTED`, and nothing for any other."""
-    found = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d+)\.(\d+)", version)
     newest = TESTED[-1]
     major, minor = map(int, newest.split("."))
-    if found is None or (int(found[1]), int(found[2])) <= (major, minor):
+    if match is None or (int(match[1]), int(match[2])) <= (major, minor):
         return ""
     return (
         f"torch {version} is newer than {newest}, the newest that Paceline is tested with; "

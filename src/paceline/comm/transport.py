@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from paceline.base.environment import gloo_interface
 from paceline.base.flight_recorder import FLIGHT_RECORDER
-from paceline.comm.c10d_arguments import Asked, Reduction
+from paceline.comm.c10d_arguments import CollectiveRequest, Reduction
 from paceline.comm.hierarchical import Between, HierarchicalTransport, LinkError, own_address
 from paceline.comm.link_speed import Pair
 from paceline.comm.nccl import Nccl
@@ -31,12 +31,12 @@ from paceline.errors import PeerLostError
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 _NUMBERS = {_DTYPES[name]: number for number, name in enumerate(sorted(_DTYPES))}
 _channels: list[Transport] = []
-_KEPT, _SMALL = 64, 64  # the last collectives to keep, of so many elements at most
+_KEPT, _SMALL = 64, 64  # how many of the last collectives to keep alive, and elements of each at most
 
 
 class CallOptions(NamedTuple):
-    """How a collective is begun and ended: what it does in the end, whether the caller goes on meanwhile, and what its
-    future holds.
+    """How a collective starts and ends: what it calls at its end, whether the caller goes on meanwhile, and its
+    future's value.
     """
 
     then: Callable[[], None] | None = None
@@ -48,12 +48,11 @@ PLAIN = CallOptions()
 
 
 class Transport:
-    """Worker `rank` of `size`, connected through `hosts`, `mailbox` and, when those are stuck, `side`. Until all have
-    come it can be `given_up`.
+    """Connects worker `rank` of `size` with its peers, through `hosts`, `mailbox` and, when those are stuck, `side`.
 
-    `declared` is (name, call site, kind) of what the caller is doing, for errors and the ledger; with none, a
-    collective speaks for itself. `ledger` has per kind of collective its number, bytes and seconds waited. `label` is
-    what the group is called in the flight recorder.
+    Until all have come it can be `given_up`. `declared` is (name, call site, kind) of what the caller is doing, for
+    errors and the ledger; without it a collective describes itself. `ledger` has, per kind of collective, its number,
+    bytes and seconds waited. `label` is the group's name in the flight recorder.
     """
 
     def __init__(
@@ -81,31 +80,34 @@ class Transport:
         self.crowded = shared is None or shared.crowded
         _channels.append(self)
 
-    # -- collectives: tensors are flat, contiguous and on the CPU; `what` is how they are told apart and named -----
+    # -- collectives: tensors are flat, contiguous and on the CPU; `request` tells them apart, and names them -------
 
-    def barrier(self, manner: CallOptions = PLAIN) -> Operation:
-        return self.start(Asked("barrier", torch.uint8), 0, 0, self.hosts.barrier, manner)
+    def barrier(self, options: CallOptions = PLAIN) -> Operation:
+        """Waits until all workers have come to it."""
+        return self.start(CollectiveRequest("barrier", torch.uint8), 0, 0, self.hosts.barrier, options)
 
     def all_reduce(
         self,
         flat: torch.Tensor,
         reduction: Reduction,
-        what: Asked | None = None,
-        manner: CallOptions = PLAIN,
+        request: CollectiveRequest | None = None,
+        options: CallOptions = PLAIN,
         root: int = -1,
         between: Between | None = None,
     ) -> Operation:
-        """Reduces `flat` in place on all workers. `root`: who alone needs it, of all the same. `between` hosts: as
+        """Reduces `flat` in place on all workers.
+
+        If only worker `root` needs the result, all pass the same `root`. `between` hosts: as in
         `HierarchicalTransport.all_reduce`.
         """
         arena = self.in_arena(flat)
         detail = int(reduction.op) * (self.size + 1) + root + 1
         return self.start(
-            what or Asked("all_reduce", flat.dtype),
+            request or CollectiveRequest("all_reduce", flat.dtype),
             len(flat),
             detail,
             lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena, between, self.hosts.ask(fp, flat.nbytes)),
-            manner,
+            options,
         )
 
     def reduce_scatter(
@@ -113,91 +115,100 @@ class Transport:
         out: torch.Tensor,
         parts: Sequence[torch.Tensor],
         reduction: Reduction,
-        what: Asked | None = None,
-        manner: CallOptions = PLAIN,
-        whole: torch.Tensor | None = None,
+        request: CollectiveRequest | None = None,
+        options: CallOptions = PLAIN,
+        full: torch.Tensor | None = None,
     ) -> Operation:
-        """`out` becomes the reduction of everybody's part for this worker; `parts` has one like it for each. `whole`:
-        what they are stretches of, `out` the own one.
+        """Reduces everybody's `parts`, which has a tensor like `out` per worker; `out` becomes this worker's one.
+
+        `full` is the tensor that the parts are stretches of, if `out` is one of them.
         """
-        arena = None if whole is None else self.in_arena(whole)
+        arena = None if full is None else self.in_arena(full)
         return self.start(
-            what or Asked("reduce_scatter", out.dtype),
+            request or CollectiveRequest("reduce_scatter", out.dtype),
             len(out),
             int(reduction.op),
             lambda fp: self.hosts.reduce_scatter(out, parts, reduction, fp, arena),
-            manner,
+            options,
         )
 
     def broadcast(
-        self, flat: torch.Tensor, root: int, what: Asked | None = None, manner: CallOptions = PLAIN
+        self, flat: torch.Tensor, root: int, request: CollectiveRequest | None = None, options: CallOptions = PLAIN
     ) -> Operation:
         """Overwrites `flat` on all workers with that of `root`."""
-        what = what or Asked("broadcast", flat.dtype)
-        return self.start(what, len(flat), root, lambda fp: self.hosts.broadcast(flat, root, fp), manner)
+        request = request or CollectiveRequest("broadcast", flat.dtype)
+        return self.start(request, len(flat), root, lambda fp: self.hosts.broadcast(flat, root, fp), options)
 
     def all_gather(
         self,
         outs: Sequence[torch.Tensor],
         flat: torch.Tensor,
-        what: Asked | None = None,
-        manner: CallOptions = PLAIN,
+        request: CollectiveRequest | None = None,
+        options: CallOptions = PLAIN,
         root: int = -1,
     ) -> Operation:
-        """`outs` has a tensor like `flat` for each worker, or none where only `root` takes."""
-        what = what or Asked("all_gather", flat.dtype)
-        return self.start(what, len(flat), root, lambda fp: self.hosts.all_gather(outs, flat, fp), manner)
+        """Gathers everybody's `flat` into `outs`, which is empty on workers that only give to `root`."""
+        request = request or CollectiveRequest("all_gather", flat.dtype)
+        return self.start(request, len(flat), root, lambda fp: self.hosts.all_gather(outs, flat, fp), options)
 
     def all_to_all(
-        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], manner: CallOptions = PLAIN
+        self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], options: CallOptions = PLAIN
     ) -> Operation:
-        """Flat bytes: each worker's part of `ins` for another one fills that one's part of `outs` from it."""
+        """Sends the flat bytes `ins[i]` to worker i, and fills `outs[i]` from it."""
         size = sum(map(len, ins))
-        what = Asked("all_to_all", torch.uint8)
-        return self.start(what, size, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp), manner)
+        request = CollectiveRequest("all_to_all", torch.uint8)
+        return self.start(request, size, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp), options)
 
-    def measure(self, meetings: Sequence[Sequence[Pair]], found: dict[Pair, tuple[float, float]]) -> Operation:
-        """Whole hosts meet in pairs: as `links.measure`."""
-        return self.start(Asked("links", torch.uint8), 0, 0, lambda fp: self.hosts.measure(meetings, found, fp))
+    def measure(self, pairings: Sequence[Sequence[Pair]], results: dict[Pair, tuple[float, float]]) -> Operation:
+        """Measures the links between pairs of hosts, as `link_speed.measure` does."""
+        return self.start(
+            CollectiveRequest("links", torch.uint8), 0, 0, lambda fp: self.hosts.measure(pairings, results, fp)
+        )
 
     def start(
-        self, what: Asked, numel: int, detail: int, make: Callable[[int], Steps], manner: CallOptions = PLAIN
+        self,
+        request: CollectiveRequest,
+        numel: int,
+        detail: int,
+        make: Callable[[int], Steps],
+        options: CallOptions = PLAIN,
     ) -> Operation:
-        """Begins a collective of `numel` elements; waits for its end unless it is asynchronous.
+        """Starts a collective of `numel` elements; waits for its end unless it is asynchronous.
 
-        `make` makes its steps from the fingerprint, which tells apart kind, size, dtype, `detail` (root, reduction)
-        and what was declared.
+        `make` makes its steps from the fingerprint. This tells apart kind, size, dtype, `detail` (root, reduction) and
+        the declared name.
         """
         self.sequence += 1
-        kind, dtype = what.kind, what.dtype
-        said, told = 0, zlib.crc32(kind.encode())
+        kind, dtype = request.kind, request.dtype
+        name_hash, kind_hash = 0, zlib.crc32(kind.encode())
         if self.declared is not None:
             name, site, kind = self.declared
-            said = zlib.crc32(name.encode())
+            name_hash = zlib.crc32(name.encode())
         else:
             name, site = f"{kind} of {numel} {str(dtype).removeprefix('torch.')}", call_site()
-        fp = hash((told, numel, _NUMBERS[dtype], detail, said)) & 0x3FFFFFFF
-        steps = make(fp) if manner.then is None else _followed(make(fp), manner.then)
+        fp = hash((kind_hash, numel, _NUMBERS[dtype], detail, name_hash)) & 0x3FFFFFFF
+        steps = make(fp) if options.then is None else _followed(make(fp), options.then)
         operation = Operation(self, steps, kind, name, site, self.sequence)
-        operation.outcome = manner.outcome
-        if manner.asynchronous and numel <= _SMALL:
+        operation.outcome = options.outcome
+        if options.asynchronous and numel <= _SMALL:
             self._kept.append(operation)
-        self._begin(operation, (id(self), "collectives"), numel * dtype.itemsize, manner.asynchronous)
+        self._begin(operation, (id(self), "collectives"), numel * dtype.itemsize, options.asynchronous)
         return operation
 
     # -- messages: flat bytes ---------------------------------------------------------------------------------------
 
     def send(self, data: torch.Tensor, rank: int, tag: int = 0) -> Operation:
+        """Sends flat bytes to worker `rank`."""
         steps = self.mailbox.send(data, rank, tag)
         operation = self._message(f"send to worker {rank}", ("send", rank), steps, len(data))
-        if not operation.done:  # whoever sends computes then, and waits for nothing
+        if not operation.done:  # a sender goes on computing, and waits for nothing
             ENGINE.in_background()
         return operation
 
     def receive(
         self, data: torch.Tensor, rank: int | None, tag: int = 0, then: Callable[[], None] | None = None
     ) -> Operation:
-        """From worker `rank`, or from any other; the operation's `source` is from whom."""
+        """Fills `data` from worker `rank`, or from any other; the operation's `source` is the sender's rank."""
         others = [other for other in range(self.size) if other != self.rank] if rank is None else [rank]
         name, queue = ("recv from any worker", -1) if rank is None else (f"recv from worker {rank}", rank)
         source: list[int] = []
@@ -212,7 +223,7 @@ class Transport:
         return operation
 
     def _message(self, name: str, queue: tuple[Any, ...], steps: Steps, size: int) -> Operation:
-        """Begins a message that hands `size` bytes over. Those of one `queue` go in order."""
+        """Starts a message that hands over `size` bytes. Messages of one `queue` go in order."""
         site, kind = (call_site(), "message") if self.declared is None else self.declared[1:]
         operation = Operation(self, steps, kind, name, site, 0)
         self._begin(operation, (id(self), *queue), size, True)
@@ -226,7 +237,7 @@ class Transport:
         ENGINE.submit(queue, operation)
         if not asynchronous:
             operation.wait()
-        elif not operation.done and self.declared is None:  # else somebody moves it on
+        elif not operation.done and self.declared is None:  # else its caller moves it on
             ENGINE.in_background()
 
     # -- what the engine asks -----------------------------------------------------------------------------------
@@ -240,14 +251,14 @@ class Transport:
         if dead and not ENGINE.poke(operation):
             lost = self.side.names[dead[0]]
             if operation.sequence:
-                self._stand_in(operation)
-                self.side.look(waited, dead, wait=3 * PATIENCE)  # perhaps it said why
+                self._update_status(operation)
+                self.side.look(waited, dead, wait=3 * PATIENCE)  # it may have published the reason
             raise PeerLostError(
                 f"worker {self.side.name} waited in {operation.name} ({operation.site}) for worker {lost}, which died",
                 f"see the log of worker {lost}",
             )
         if operation.sequence and waited > PATIENCE:
-            self._stand_in(operation)
+            self._update_status(operation)
             self.side.look(waited, shared.missing() if shared is not None and len(self.hosts.hosts) == 1 else [])
         if waited > self.timeout:
             raise PeerLostError(
@@ -263,39 +274,39 @@ class Transport:
             return PeerLostError(
                 f"worker {self.side.name} lost a peer in {operation.name} ({operation.site})", "see that worker's log"
             )
-        self._stand_in(operation)
-        found = self.side.reason(error, isinstance(error, MismatchError), lambda: self.broken is not None)
-        return self.broken or found
+        self._update_status(operation)
+        reason = self.side.reason(error, isinstance(error, MismatchError), lambda: self.broken is not None)
+        return self.broken or reason
 
     def account(self, operation: Operation, waited: float) -> None:
-        """Takes note of seconds that this worker stood still for an operation."""
+        """Takes note of seconds that this worker waited for an operation."""
         self.ledger[operation.kind][2] += waited
 
-    def _stand_in(self, operation: Operation) -> None:
-        place = {"sequence": operation.sequence, "name": operation.name, "site": operation.site}
-        self.side.here = {**self.side.here, **place}
+    def _update_status(self, operation: Operation) -> None:
+        status = {"sequence": operation.sequence, "name": operation.name, "site": operation.site}
+        self.side.local_status = {**self.side.local_status, **status}
 
     # -- memory for what is summed often ------------------------------------------------------------------------
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor of zeros: in shared memory, where sums need no copies, if there is any. Collective."""
+        """A flat tensor of zeros: if possible in shared memory, where sums need no copies. Collective."""
         parts = unless(lambda: self.broken, lambda: self.hosts.arena(numel * dtype.itemsize))
         if parts is None:
             return torch.zeros(numel, dtype=dtype)
         assert self.hosts.shared is not None
         arena = SymmetricBuffer([part.view(dtype) for part in parts])
-        mine = arena.parts[self.hosts.shared.me]
-        self._arenas[mine.data_ptr()] = arena
-        return mine
+        own_part = arena.parts[self.hosts.shared.me]
+        self._arenas[own_part.data_ptr()] = arena
+        return own_part
 
     def in_arena(self, flat: torch.Tensor) -> SymmetricBuffer | None:
-        """The arena of `flat`, if it is a tensor that was allocated here."""
+        """The shared buffer of `flat`, if `allocate` made it."""
         arena = self._arenas.get(flat.data_ptr())
         same = arena is not None and len(arena.parts[0]) == len(flat) and arena.parts[0].dtype == flat.dtype
         return arena if same else None
 
     def release(self, flat: torch.Tensor) -> None:
-        """The memory of `flat`, if it was allocated here, is not summed in place any more."""
+        """Forgets the shared buffer of `flat`, if it has one: it is not summed in place any more."""
         self._arenas.pop(flat.data_ptr(), None)
 
     # -- the end ------------------------------------------------------------------------------------------------
@@ -305,12 +316,13 @@ class Transport:
         self.broken = self.broken or error
 
     def abort(self) -> None:
-        """Ends it for good, whatever is under way."""
+        """Ends the group for good, whatever is under way."""
         self.interrupt(PeerLostError("the group was aborted", "make a new one"))
         self.nccl.abort()
         self.close()
 
     def close(self) -> None:
+        """Closes the group's connections."""
         self.nccl.forget()
         if self in _channels:
             _channels.remove(self)
@@ -320,7 +332,7 @@ class Transport:
 
 
 def release_memory(flats: Iterable[torch.Tensor]) -> None:
-    """Shared memory that was allocated for these tensors is given back when nobody has them any more."""
+    """Returns the shared memory of these tensors once nobody holds them any more."""
     for flat in flats:
         for channel in _channels:
             channel.release(flat)
@@ -338,7 +350,7 @@ def _followed(steps: Steps, then: Callable[[], None]) -> Steps:
 
 
 def _own_address(store: dist.Store) -> str:
-    """The address of the interface that routes to the peers, of which the store's host is one."""
+    """The address of the interface that routes to the peers, one of which is the store's host."""
     if gloo_interface():
         return ""
     while isinstance(store, dist.PrefixStore):

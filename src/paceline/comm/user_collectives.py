@@ -25,7 +25,7 @@ _CURE = (
 
 
 class _Refusing(dist.ProcessGroup):
-    """Stands for the script's group: it has the rank and the size, and refuses every collective."""
+    """Stands in for the script's group: it has the same rank and size, and refuses every collective."""
 
     def __init__(self, rank: int, size: int, where: str) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -46,7 +46,9 @@ for _call in _CALLS:
 
 
 def refusing(where: str) -> AbstractContextManager[None]:
-    """Refuses collectives over torch's default group, if the script has made one. `where` they would be called."""
+    """A context that refuses collectives over torch's default group, if the script has made one, naming `where` they
+    were called.
+    """
     group: Any = dist.GroupMember.WORLD
     return nullcontext() if group is None else _standing_in(group, where)
 
@@ -54,7 +56,7 @@ def refusing(where: str) -> AbstractContextManager[None]:
 @contextmanager
 def _standing_in(group: Any, where: str) -> Iterator[None]:
     placeholder = _Refusing(group.rank(), group.size(), where)
-    known = c10d._world.pg_map  # by which torch tells a group's backend, for its log
+    known = c10d._world.pg_map  # where torch looks up a group's backend, for its log
     dist.GroupMember.WORLD, known[placeholder] = placeholder, known[group]
     try:
         yield

@@ -25,7 +25,7 @@ from paceline.base.batching import deal
 from paceline.base.mesh import Mesh
 from paceline.base.text import plural
 from paceline.comm.communicator import Group
-from paceline.comm.compression import BLOCK, Code, manner
+from paceline.comm.compression import BLOCK, Code, coded_sum
 from paceline.comm.error_feedback import wide
 from paceline.comm.hierarchical import HierarchicalTransport
 from paceline.comm.progress_engine import ENGINE, Steps
@@ -95,7 +95,7 @@ class StreamingDiLoCo(DiLoCo):
         self._streams = count > 1 or self.delay > 0
         self.manner = f", in {count} fragments" if count > 1 else ""
         self.manner += f", whose sums travel for {plural(self.delay, 'step')}" if self.delay else ""
-        self._coded = None if plan.outer_codec is None else QuantizedOuterSync(manner(plan.outer_codec).code, self)
+        self._coded = None if plan.outer_codec is None else QuantizedOuterSync(coded_sum(plan.outer_codec).code, self)
         self.manner += f", as {plan.outer_codec}" if plan.outer_codec else ""
         self._at_end = []
         self._before: list[torch.Tensor] = []  # rows as they were when the round began

@@ -38,7 +38,7 @@ class Layout:
 
     def buckets(self) -> Buckets:
         kind = ExactBuckets if self.job.exact else Buckets
-        return kind(self.job.dense, shards=self.shards, own=[*self.job.own.values()][: len(self.job.dense)])
+        return kind(self.job.dense, shards=self.shards, local_params=[*self.job.own.values()][: len(self.job.dense)])
 
     def running(self, name: str) -> AbstractContextManager[None]:
         """Around the forwards and backwards of a step of this name."""

@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.base.batching import Agreed
 from paceline.base.environment import World, way_to
 from paceline.base.mesh import Mesh, holders
-from paceline.comm.bucket_reducer import BucketReducer, StageInputs
+from paceline.comm.bucket_reducer import BucketReducer, OnReduced
 from paceline.comm.communicator import Group
-from paceline.comm.compression import Codec, add_codes, manner, pack_codes
+from paceline.comm.compression import Codec, add_codes, coded_sum, pack_codes
 from paceline.comm.gradient_buckets import Bucket, levels_of, zeros
 from paceline.comm.message_reader import damaged, read_told
 from paceline.compute.job import StepOptions, StepSums
@@ -282,7 +282,7 @@ class GradientPusher(BucketReducer):
     def send(self, bucket: Bucket) -> None:
         replica, servers = self._replica, self._replica.servers
         levels = levels_of(replica.job.dense[bucket.members[0]].dtype) if replica.job.exact else 1
-        rows = bucket.mine.cpu().view(levels, -1)
+        rows = bucket.local_shard.cpu().view(levels, -1)
         places = zip(bucket.members, bucket.shapes, bucket.starts, strict=True)
         gradients = {n: rows[:, start : start + shape.numel()].reshape(-1) for n, shape, start in places}
         for part in range(servers.count):
@@ -315,7 +315,7 @@ class ServerReplica(Replica):
         self.owners = spread([param.nbytes for param in job.named.values()], count)
         self.transit = GradientPusher(self)
         self.own.coded, self.own.to = codec, "servers"
-        self.code = None if codec is None else manner(codec.word).code
+        self.code = None if codec is None else coded_sum(codec.word).code
         self.key: Key = (0, 0, 0)
 
     def account(self, size: int, whole: int = 0) -> None:
@@ -399,7 +399,7 @@ class SyncReplica(ServerReplica):
         self._round = generation, 0
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: StageInputs | None = None
+        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: OnReduced | None = None
     ) -> StepSums:
         self.key = (options.step, *self._round)
         self.servers.begin(self.number)

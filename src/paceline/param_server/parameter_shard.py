@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.base.batching import NOTHING
-from paceline.comm.compression import add_codes, manner, pack_codes
+from paceline.comm.compression import add_codes, coded_sum, pack_codes
 from paceline.comm.exact_sums import LEVELS, ExactBuckets
 from paceline.comm.gradient_buckets import levels_of
 from paceline.comm.message_reader import damaged, read_told
@@ -89,7 +89,7 @@ class ParameterShard:
             for sparse in (False, True)
         )
         self.all_dense, in_rows = ([*chain(*some.values())] for some in (self.dense, self.sparse))
-        self.code = manner(plan.codec).code if plan.codec else None
+        self.code = coded_sum(plan.codec).code if plan.codec else None
         self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
         self.touched = {n: TouchedRows(len(self.params[n]), stepper.done) for n in in_rows}
         self.squares = {part: [0.0] for part in self.parts}

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.base.batching import Agreed, exact_sum
 from paceline.base.mesh import Mesh
 from paceline.base.sharding import ShardedTensor, ShardingSpec, counting
-from paceline.comm.bucket_reducer import BucketReducer, ReduceStep, StageInputs
+from paceline.comm.bucket_reducer import BucketReducer, OnReduced, ReduceStep
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec
 from paceline.comm.error_feedback import ErrorFeedback
@@ -101,7 +101,7 @@ class Replica:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: StageInputs | None = None
+        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: OnReduced | None = None
     ) -> StepSums:
         """Forward and backward over this worker's micro-batches, whose sums are on their way then. `heard` is told of
         each bucket that has arrived.

@@ -481,7 +481,7 @@ class StepRunner:
         self.weights.kinds, self.weights.due = [kind for _, kind, *_ in said], True
         for text in own.formed([known for *_, known in said], resumed=operations.number == 0):
             self.run.say(text, once=True)
-        if decided := own.told(partial(share_of_sums, self.plan, self.job, group.size)):
+        if decided := own.describe(partial(share_of_sums, self.plan, self.job, group.size)):
             self.run.decide(self.trainer, *decided)
             self.run.say(": ".join(decided), once=True)
         if own.go_on(chosen, new):
