@@ -201,7 +201,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a tensor that any thread may write, even outside of inference mode. Call it outside of that."""
+    """The same memory in a tensor that any thread may write, even outside of inference mode; call it there."""
     if not tensor.is_inference():
         return tensor.detach()
     geometry = tensor.storage_offset(), tensor.shape, tensor.stride()

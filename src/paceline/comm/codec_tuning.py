@@ -41,7 +41,7 @@ Trials = dict[str, dict[str, CodecTrial]]  # by the name of a bucket's first par
 
 
 class LoopbackPeers:
-    """Stands for a `Gloo` of `size` leaders whose others send the same as this one, at once. Counts bytes and messages."""
+    """Stands for a `Gloo` of `size` leaders whose peers send the same as this one. Counts bytes and messages."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0

@@ -320,7 +320,7 @@ class Segment(NamedTuple):
 
 
 class ExportedSegment:
-    """Memory of this process that another process of its host reads, as slots by key. Raises OSError if there is none."""
+    """Memory of this process that another process of its host reads, as slots by key. Raises OSError."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("paceline", os.MFD_CLOEXEC)
