@@ -12,11 +12,11 @@ import torch
 from agents import journal
 from launching import SCRIPTS, paceline
 from optimizers import OPTIMIZERS, in_plain_torch
-from paceline.optim import LAMB, LARS
 from safetensors.torch import load_file
 from torch import nn
 
 from paceline.compute.update_coupling import Coupling, Scope, find_coupling
+from paceline.optim import LAMB, LARS
 from paceline.session.validation import coupling_of
 
 STEPS = 12
