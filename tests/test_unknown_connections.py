@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from agents import journal, until
-from clusters import Cluster
+from clusters import Cluster, worker_of
 from clusters import cluster as cluster
 from launching import free_port, paceline
 from networks import hosts as hosts
@@ -111,6 +111,53 @@ def test_connections_that_say_nothing_harm_no_server(tmp_path: Path, alone: Path
         text, _ = run.communicate(timeout=120)
     finally:
         run.kill()
+    assert run.returncode == 0, text
+    assert journal(tmp_path / "run", "lost") == []
+    assert apart(load_file(tmp_path / "out.safetensors"), load_file(alone)) <= 1e-12
+
+
+# Asks each address for so many connections, without waiting for any: what is not accepted waits in the kernel's queue.
+KEEP = """
+import socket, sys, time
+wires = []
+for address in sys.argv[2:]:
+    host, _, port = address.removeprefix("::ffff:").rpartition(":")
+    for _ in range(int(sys.argv[1])):
+        wires.append(socket.socket())
+        wires[-1].setblocking(False)
+        wires[-1].connect_ex((host, int(port)))
+print("open", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("plan", ["data=2", pytest.param("shard=2 zero=3", marks=pytest.mark.slow)])
+def test_connections_that_say_nothing_to_torchs_ports_end_no_run(tmp_path: Path, alone: Path, plan: str) -> None:
+    """The store and gloo close none of them; a worker whose soft limit of open files is 1,024 has room for more."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = ["-m", "paceline", "run", "--workers", "2", "--run-dir", "run", "--plan", plan, "train.py"]
+    limited = ["sh", "-c", 'ulimit -Sn 1024; exec "$@"', "sh", sys.executable, *command]
+    variables = environment(GATE=str(tmp_path / "gate"))
+    run = subprocess.Popen(limited, cwd=tmp_path, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    flood: subprocess.Popen[str] | None = None
+    try:
+        until(lambda: (tmp_path / "run/journal.jsonl").exists() and journal(tmp_path / "run", "step"))
+        workers = [worker_of(tmp_path / "run", rank) for rank in (0, 1)]
+        addresses = {one.address.rpartition(":") for one in listening(workers) if one.family != "unix"}
+        assert addresses
+        reached = {f"{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{port}" for host, _, port in addresses}
+        words = [sys.executable, "-c", KEEP, str(3 * MANY), *sorted(reached)]
+        flood = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        assert flood.stdout is not None
+        assert flood.stdout.readline() == "open\n"
+        until(lambda: max(len(descriptors(pid)) for pid in workers) > MANY)
+        (tmp_path / "gate").touch()
+        text, _ = run.communicate(timeout=120)
+    finally:
+        run.kill()
+        if flood is not None:
+            flood.kill()
+            flood.communicate()
     assert run.returncode == 0, text
     assert journal(tmp_path / "run", "lost") == []
     assert apart(load_file(tmp_path / "out.safetensors"), load_file(alone)) <= 1e-12

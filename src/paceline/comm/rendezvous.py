@@ -6,6 +6,7 @@ Who does not get there is told why.
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import socket
 import time
@@ -20,10 +21,24 @@ from paceline.base.environment import World, way_to
 from paceline.comm.peer_status import LATE, MANY, PAUSE, find_set_keys, run_in_thread, workers
 from paceline.errors import LaunchError, PeerLostError, first_line
 
+OPEN_FILES = 1 << 16  # the most that a worker may have open, where its hard limit allows as many
+
 
 def never() -> bool:
     """Returns False: the rendezvous is never given up."""
     return False
+
+
+def allow_open_files() -> None:
+    """Raises this process's soft limit of open files towards its hard limit.
+
+    The listening sockets of torch's store and of gloo accept every connection and close none that stays silent. Each
+    costs a file descriptor, and the usual soft limit of 1024 would end the run after as many.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class Rendezvous:
@@ -39,6 +54,7 @@ class Rendezvous:
         """The store of the team of `world`, once every worker has joined it. Raises LaunchError or PeerLostError."""
         assert world.store is not None
         host, port = world.store
+        allow_open_files()
         serves = world.rank == 0 and world.store_is_ours
 
         def make(served: bool, **options: Any) -> dist.Store:
