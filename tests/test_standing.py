@@ -137,7 +137,8 @@ def test_stacks_and_profiles_of_a_run_that_goes_on_from_all_its_agents(tmp_path:
     """Five workers of two agents; the one in the user's code computes without ever letting the interpreter go."""
     (tmp_path / "train.py").write_text(STANDS)
     run = [sys.executable, "-m", "paceline", "run", "--quiet", "--hang-timeout", "0"]
-    first = Process([*run, "--workers", "3", "--run-dir", "out", "train.py"], environment(), cwd=tmp_path, stderr=PIPE)
+    begun = [*run, "--workers", "3", "--shares", "1,1,1", "--run-dir", "out", "train.py"]  # all have rows
+    first = Process(begun, environment(), cwd=tmp_path, stderr=PIPE)
     until(lambda: (tmp_path / "out" / "coordinator.json").exists())
     joined = Process([*run, "--workers", "2", "--join", "out", "train.py"], environment(), cwd=tmp_path, stderr=PIPE)
     until(lambda: any(len(event["workers"]) == 5 for event in journal(tmp_path / "out", "formed")))  # type: ignore[arg-type]
@@ -200,7 +201,7 @@ def test_stacks_and_profiles_of_a_run_that_goes_on_from_all_its_agents(tmp_path:
 def test_a_dead_worker_leaves_its_last_collectives(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(STANDS.replace("rank == 4", "rank == 1").replace("while not", "while 1 or not"))
     command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--run-dir", "out", "--max-restarts", "0"]
-    run = Process([*command, "train.py"], environment(), cwd=tmp_path, stderr=PIPE)
+    run = Process([*command, "--shares", "1,1", "train.py"], environment(), cwd=tmp_path, stderr=PIPE)
     until(lambda: (tmp_path / "out" / "journal.jsonl").exists() and bool(journal(tmp_path / "out", "step")))
     (tmp_path / "stand").touch()
     until((tmp_path / "stands").exists)
