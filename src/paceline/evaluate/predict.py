@@ -70,11 +70,11 @@ class _Outputs:
                     self._word[1] += 1
                 while got:
                     number, rows, output = got.pop(0)
-                    some = range(number * self._sweep.micro, number * self._sweep.micro + rows)
+                    row_range = range(number * self._sweep.micro, number * self._sweep.micro + rows)
                     if self._file is None:
-                        yield some, output
+                        yield row_range, output
                     else:
-                        self._tries(partial(self._file.add, some, output))
+                        self._tries(partial(self._file.add, row_range, output))
         except GeneratorExit:  # the others wait for the next window
             self._word = None
             run()
@@ -119,12 +119,12 @@ class _Outputs:
                 self._tries(self._file.close)
             self._agreed()
             return None
-        mine: list[Any] = []
+        outputs: list[Any] = []
         with self._sweep.resting():
             micro_batches = self._feed.at(at)[2]
-            self._sweep.over(at * size, micro_batches, lambda n, rows, out, _: mine.append([n, rows, _plain(out)]))
-        if found := to_main(group, mine):
-            self._got = sorted((part for parts in found for part in parts), key=lambda part: part[0])
+            self._sweep.over(at * size, micro_batches, lambda n, rows, out, _: outputs.append([n, rows, _plain(out)]))
+        if gathered := to_main(group, outputs):
+            self._got = sorted((part for parts in gathered for part in parts), key=lambda part: part[0])
         return int(at)
 
     def _agreed(self) -> Any:
@@ -164,8 +164,8 @@ class _File:
         kinds = {name: self._kind(tensor, len(rows)) for name, tensor in named.items()}
         self._kinds = self._kinds or {name: kind for name, kind in kinds.items() if kind is not None}
         if kinds != self._kinds:
-            told = ", ".join(f"{name} {_told(tensor)}" for name, tensor in named.items())
-            what = f"rows {rows.start}-{rows.stop - 1} cannot be written to {self._path}: {told}"
+            kinds_text = ", ".join(f"{name} {_describe_kind(tensor)}" for name, tensor in named.items())
+            what = f"rows {rows.start}-{rows.stop - 1} cannot be written to {self._path}: {kinds_text}"
             cure = "return a tensor, or for .safetensors a mapping, of one entry a row, alike for all rows"
             raise UsageError(what, cure)
         for name, tensor in named.items():
@@ -190,15 +190,15 @@ class _File:
             temporary.unlink(missing_ok=True)
 
     def _chunks(self) -> Iterator[bytes]:
-        whole = {name: TensorInfo(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
+        infos = {name: TensorInfo(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
         if self._array:
-            text, one = io.BytesIO(), whole["output"]
+            text, one = io.BytesIO(), infos["output"]
             about = {"descr": _numpy(one.dtype), "fortran_order": False, "shape": one.shape}
             numpy.lib.format.write_array_header_1_0(text, about)
             yield text.getvalue()
         else:
-            yield head(whole)[0]
-        for name in ordered(whole):
+            yield head(infos)[0]
+        for name in ordered(infos):
             self._parts[name].seek(0)
             yield from iter(partial(self._parts[name].read, _BLOCK), b"")
 
@@ -211,6 +211,6 @@ def _numpy(dtype: torch.dtype) -> str:
         return ""
 
 
-def _told(value: Any) -> str:
+def _describe_kind(value: Any) -> str:
     tensor = isinstance(value, torch.Tensor)
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if tensor else type(value).__name__

@@ -73,11 +73,11 @@ def keep_best(run: Run) -> None:
         best.due = None
     if run.saving.storage is None or not any(best.step == step for best in due):
         return
-    there, number = False, -1
+    is_saved, number = False, -1
     while number != run.team.operations.number:
         number, run.saving.asked = run.team.operations.number, True
-        there = run.save(wait=True)
-    for best, (value, at) in zip(due if not there else (), before, strict=False):
+        is_saved = run.save(wait=True)
+    for best, (value, at) in zip(due if not is_saved else (), before, strict=False):
         best.value, best.step = value, at
 
 

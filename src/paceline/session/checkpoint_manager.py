@@ -73,7 +73,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def some(writers: list[int], size: int) -> list[int]:
+def limit_writers(writers: list[int], size: int) -> list[int]:
     """Those that write so many bytes, which all of them have."""
     return writers[: min(_MOST, max(1, size // _SHARE))]
 
@@ -226,18 +226,18 @@ class CheckpointManager:
 
     def _gather_streams(self, writers: Sequence[int]) -> None:
         """To the first writer, unless all are the same: of a thousand workers they are 25 MB."""
-        group, mine, members = self.team.group, user_streams(), self.team.operations.members
-        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-        self._streams = [mine]
+        group, own_streams, members = self.team.group, user_streams(), self.team.operations.members
+        digest = hashlib.sha256(repr(own_streams).encode()).hexdigest()
+        self._streams = [own_streams]
         if len({*group.gather_json(digest)}) == 1 or not writers:
             return
         writer = members.index(writers[0])
         if group.rank != writer:
-            group.send_bytes(pack(mine), writer)
-            self._streams = [mine] * group.size  # theirs take as many bytes
+            group.send_bytes(pack(own_streams), writer)
+            self._streams = [own_streams] * group.size  # theirs take as many bytes
         else:
             others = {rank: unpack(group.receive_bytes(rank)) for rank in range(group.size) if rank != writer}
-            self._streams = [others.get(rank, mine) for rank in range(group.size)]
+            self._streams = [others.get(rank, own_streams) for rank in range(group.size)]
 
     def _writing(self) -> list[int]:
         self.team.group.enter("who can write a checkpoint")
@@ -263,8 +263,8 @@ class CheckpointManager:
                     storage.remove("", [probe])
             if trouble is not None:
                 return [], trouble
-            found = [worker for worker, there in zip(operations.members, sees, strict=True) if there]
-            self._writers = (operations.number, found)
+            able = [worker for worker, is_seen in zip(operations.members, sees, strict=True) if is_seen]
+            self._writers = (operations.number, able)
         return self._writers[1], None
 
     @_no_collection()
@@ -280,15 +280,15 @@ class CheckpointManager:
             tensors, skeleton = flatten_pieces(subject.tree(), "")
             params = {param.data_ptr() for param in subject.params()}
             cut = {name: held for name, held in tensors.items() if isinstance(held, ShardedTensor)}
-            whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-            common = {n: t for n, t in whole.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
-            own = {name: tensor for name, tensor in whole.items() if name not in common}
+            full_tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+            common = {n: t for n, t in full_tensors.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
+            main_only = {name: tensor for name, tensor in full_tensors.items() if name not in common}
             if not cut:
-                writers = some(writers, sum(tensor.nbytes for tensor in common.values()))
+                writers = limit_writers(writers, sum(tensor.nbytes for tensor in common.values()))
             ranks = [self.team.operations.members.index(writer) for writer in writers]
-            plan = layout(own, common, cut, ranks, self._attempt)
+            plan = layout(main_only, common, cut, ranks, self._attempt)
             shapes = tensor_infos(tensors)
-            table = [(name, *shapes[name]) for some in (common, cut) for name in some]
+            table = [(name, *shapes[name]) for group in (common, cut) for name in group]
             self._table = hashlib.sha256(repr(table).encode()).hexdigest()
             manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
             if me in writers:
@@ -323,78 +323,79 @@ class CheckpointManager:
         return self._gather()
 
     def _gather(self) -> list[Any]:
-        part, mine = self._part, None
+        part, report = self._part, None
         if part is not None:
-            mine = [self._attempt, self._number, self._table, part.result, part.trouble]
-        said = self.team.group.gather_json(mine)
-        return [[worker, *parts] for worker, parts in zip(self.team.operations.members, said, strict=True) if parts]
+            report = [self._attempt, self._number, self._table, part.result, part.trouble]
+        reports = self.team.group.gather_json(report)
+        return [[worker, *parts] for worker, parts in zip(self.team.operations.members, reports, strict=True) if parts]
 
-    def _end(self, said: Any) -> Any:
-        draft, work = self._draft, self._work(said)
+    def _end(self, reports: Any) -> Any:
+        draft, work = self._draft, self._work(reports)
         if work is not None:
             self._commit = Background(work, "paceline-commit")
-        elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in said):
+        elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in reports):
             self._again = True  # the first of the writers was lost, and with it the manifest
         self._part = self._draft = None
-        return said
+        return reports
 
-    def _work(self, said: Any) -> Callable[[], dict[str, Any]] | None:
+    def _work(self, reports: Any) -> Callable[[], dict[str, Any]] | None:
         """What the first writer has left to do."""
         draft, part, storage = self._draft, self._part, self._into
         if draft is None or part is None or storage is None:
             return None
-        mine = [row for row in said if row[1] == self._attempt]
+        attempt_reports = [row for row in reports if row[1] == self._attempt]
         cost = part.seconds
 
         def work() -> dict[str, Any]:
             try:
-                self._refuse(draft, mine)
+                self._refuse(draft, attempt_reports)
             except CheckpointError:
                 give_up(storage, draft.step)
                 raise
-            told = {file: (size, digest) for row in mine for file, (size, digest) in row[4].items()}
+            digests = {file: (size, digest) for row in attempt_reports for file, (size, digest) in row[4].items()}
             mirrored = storage is not self.storage
             keep = 1 if mirrored else self.keep
             manifest = draft.manifest if not mirrored else {**draft.manifest, "best": []}  # a copy is none to be kept
-            found = commit(storage, draft.step, draft.plan, told, draft.shapes, manifest, keep)
+            checkpoint = commit(storage, draft.step, draft.plan, digests, draft.shapes, manifest, keep)
             if mirrored:
                 return {}
-            took, size = time.monotonic() - draft.began, sum(size for size, _ in told.values())
-            told_of = {"step": draft.step, "path": f"checkpoints/{found.folder}" if not storage.shared else str(found)}
-            return {**told_of, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
+            took, size = time.monotonic() - draft.began, sum(size for size, _ in digests.values())
+            path = str(checkpoint) if storage.shared else f"checkpoints/{checkpoint.folder}"
+            outcome = {"step": draft.step, "path": path}
+            return {**outcome, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
 
         return work
 
-    def _refuse(self, draft: _Draft, mine: list[Any]) -> None:
-        for worker, _, _, table, result, trouble in mine:
+    def _refuse(self, draft: _Draft, reports: list[Any]) -> None:
+        for worker, _, _, table, result, trouble in reports:
             if trouble is not None:
                 whose = f"worker {worker}: " if len(draft.writers) > 1 else ""
                 raise CheckpointError(f"{whose}{trouble[0]}", trouble[1])
             if result is None or table != self._table:
                 what = f"worker {worker} has other tensors than worker {draft.writers[0]}"
                 raise CheckpointError(what, "make the same model and optimizers on every worker")
-        if len(mine) < len(draft.writers):
-            lost = sorted({*draft.writers} - {row[0] for row in mine})
+        if len(reports) < len(draft.writers):
+            lost = sorted({*draft.writers} - {row[0] for row in reports})
             self._again = True
             what = f"checkpoint of step {draft.step} was given up with what worker {lost[0]} was writing of it"
             raise CheckpointError(what, "the next one begins at once")
 
-    def _done(self, told: dict[str, Any] | None, trouble: list[str] | None) -> None:
-        if told:
-            self._cost = told.pop("cost")
-            self.committed = told["step"]
+    def _done(self, outcome: dict[str, Any] | None, trouble: list[str] | None) -> None:
+        if outcome:
+            self._cost = outcome.pop("cost")
+            self.committed = outcome["step"]
         self._outcome = trouble
-        place = str(self._into)
+        location = str(self._into)
         if trouble is None:
-            if self._reasons.pop(place, None) is not None:
-                self.news.append(f"checkpoints are written to {place} again")
-            if told:
-                self.news.append(told)
+            if self._reasons.pop(location, None) is not None:
+                self.news.append(f"checkpoints are written to {location} again")
+            if outcome:
+                self.news.append(outcome)
             return
         reason = re.sub("[0-9]+", "", trouble[0])  # which step's it was makes no other one
-        if self._reasons.get(place) != reason:
+        if self._reasons.get(location) != reason:
             self.news.append(trouble)
-        self._reasons[place] = reason
+        self._reasons[location] = reason
 
     def finish(self) -> list[str] | None:
         """Waits for the end of the last one that was begun; what went wrong. All know the same then. Collective."""
@@ -420,11 +421,11 @@ class CheckpointManager:
         self._commit = None
         return group.gather_json([self.committed, self._outcome])
 
-    def _close(self, said: Any) -> Any:
+    def _close(self, reports: Any) -> Any:
         self._part = self._draft = None
         self.open = self._collect = False
-        self.committed = max((step for step, _ in said if step is not None), default=None)
-        return next((trouble for _, trouble in said if trouble is not None), None)
+        self.committed = max((step for step, _ in reports if step is not None), default=None)
+        return next((trouble for _, trouble in reports if trouble is not None), None)
 
     # -- a run that goes on -----------------------------------------------------------------------------------------
 
@@ -445,10 +446,10 @@ class CheckpointManager:
     def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
         """Step and tree of the newest good checkpoint, as this worker sees it."""
         try:
-            found = find_checkpoint(self.storage, say) if self.storage is not None else None
-            if found is None or not trainers_in(found.manifest):
+            checkpoint = find_checkpoint(self.storage, say) if self.storage is not None else None
+            if checkpoint is None or not trainers_in(checkpoint.manifest):
                 return None
-            return found.step, unflatten(found.manifest["tree"], found.tensors())
+            return checkpoint.step, unflatten(checkpoint.manifest["tree"], checkpoint.tensors())
         except CheckpointError as error:
             say(str(error))
             return None
@@ -459,14 +460,14 @@ class CheckpointManager:
         see it gets it from one who does.
         """
         storage, group = self.storage, self.team.group
-        mine: Checkpoint | None = None
+        checkpoint: Checkpoint | None = None
         if storage is not None and (group.rank == 0 or not storage.shared):
-            mine = find_checkpoint(storage, say)
-        copy = find_checkpoint(self._mirror[1], say) if self._mirror is not None else None
-        if copy is not None and (mine is None or copy.step > mine.step):
-            mine, self.from_mirror = copy, True
+            checkpoint = find_checkpoint(storage, say)
+        mirrored = find_checkpoint(self._mirror[1], say) if self._mirror is not None else None
+        if mirrored is not None and (checkpoint is None or mirrored.step > checkpoint.step):
+            checkpoint, self.from_mirror = mirrored, True
         group.enter("the start of the run")
-        steps = group.gather_json(mine.step if mine is not None else None)
+        steps = group.gather_json(checkpoint.step if checkpoint is not None else None)
         known = [step for step in steps if step is not None]
         if not known:
             return None
@@ -474,12 +475,12 @@ class CheckpointManager:
         blind = [rank for rank, other in enumerate(steps) if other != step]
         manifest: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
-        if mine is not None and mine.step == step:
-            ended = {} if storage is None else ended_in(mine.manifest, storage, say)
-            manifest = with_ended(mine.manifest, ended)
+        if checkpoint is not None and checkpoint.step == step:
+            ended = {} if storage is None else ended_in(checkpoint.manifest, storage, say)
+            manifest = with_ended(checkpoint.manifest, ended)
             manifest = {name: value for name, value in manifest.items() if name not in ("files", "tensors")}
-            for one in (mine, *ended.values()):
-                tensors |= one.tensors(mapped=not blind)  # whoever takes a value copies it
+            for part in (checkpoint, *ended.values()):
+                tensors |= part.tensors(mapped=not blind)  # whoever takes a value copies it
         if blind:
             if storage is not None and not storage.shared:
                 names = ", ".join(str(rank) for rank in blind)

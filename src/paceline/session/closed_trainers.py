@@ -83,21 +83,26 @@ class Ended:
         return []
 
     # Nothing of it changes any more.
-    def measured(self, said: list[Any]) -> None: ...
+    def measured(self, reports: list[Any]) -> None: ...
     def flush(self) -> None: ...
     def look_around(self) -> None: ...
     def restore(self, newcomer: bool) -> None: ...
     def follow(self) -> None: ...
     def prepare(self, saved: dict[str, Any]) -> None: ...
     def complete_step(self) -> None: ...
-    def hear(self, said: list[Any]) -> None: ...
+    def hear(self, message: list[Any]) -> None: ...
     def mark_copies(self) -> None: ...
 
 
-def line_of(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The line about a trainer that ends, with its model and `trainer.state`, out of its `whole` snapshot."""
-    phases = [{**phase, "complete": True} for phase in whole["phases"]]  # nobody goes back to its loops
-    return {**{name: whole[name] for name in _KEPT if name in whole}, "phases": phases, "closed": None, "viewed": False}
+def line_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """The line about a trainer that ends, with its model and `trainer.state`, from its full `snapshot`."""
+    phases = [{**phase, "complete": True} for phase in snapshot["phases"]]  # nobody goes back to its loops
+    return {
+        **{name: snapshot[name] for name in _KEPT if name in snapshot},
+        "phases": phases,
+        "closed": None,
+        "viewed": False,
+    }
 
 
 def release(run: Run) -> None:
@@ -116,7 +121,7 @@ def release(run: Run) -> None:
         if isinstance(member, Ended) and member.viewed is not None:
             weak[number], member.viewed = [weakref.ref(member.viewed)], None
     run.view_models()
-    if any(one() is not None for some in weak.values() for one in some):
+    if any(reference() is not None for references in weak.values() for reference in references):
         gc.collect()  # a scheduler and its optimizer, or a user's own objects, hold each other
     for number in _common(run, sorted(number for number, (model, *_) in weak.items() if model() is not None)):
         member = run.members[number]

@@ -67,7 +67,7 @@ def _parts(name: str, value: Any) -> list[str]:
         return [f"{name}[{key!r}]" for key in value]
     if hasattr(value, "_fields"):
         return [f"{name}.{field}" for field in value._fields]
-    return [f"{name}[{place}]" for place in range(len(value))] if isinstance(value, tuple | list) else [name]
+    return [f"{name}[{index}]" for index in range(len(value))] if isinstance(value, tuple | list) else [name]
 
 
 def _mistaken(error: BaseException, name: str, value: Any, first: int = 0) -> str:

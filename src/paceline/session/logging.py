@@ -28,10 +28,10 @@ def _medium(name: str, value: Any) -> Any:
 
 
 def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: str) -> None:
-    told, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
+    shown, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
     step = run.members[trainer].steps_done
     run.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
-    run.say(f"healed: {ranks(workers)} had another {told}{more}, {when}, and took what the majority has")
+    run.say(f"healed: {ranks(workers)} had another {shown}{more}, {when}, and took what the majority has")
 
 
 class Telling:
@@ -73,21 +73,21 @@ class Telling:
             self._keep(media)
         if values or not media:
             self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
-        found, whose = dict[str, float](), ""
+        reported, whose = dict[str, float](), ""
         for one in followed:
-            value = one.heard(values, "log()", self._run.say)
+            value = one.find_value(values, "log()", self._run.say)
             if value is not None and one.seen != (self._run.step, value):  # evaluate() has not just reported it
-                found[one.name], whose = value, whose or one.whose
-        if found:
-            self._report(settling(partial(agree, self._group, found, whose), self._offer))
+                reported[one.name], whose = value, whose or one.whose
+        if reported:
+            self._report(settling(partial(agree, self._group, reported, whose), self._offer))
 
     def _report(self, make: Callable[[], Attempt], spends: str = "script") -> dict[str, Any]:
         """Values that all workers find together, and what follows from them: in a resumed run, those that it found."""
         recorded = self._run.replays
-        found = dict(self._run.outside(make, spends, self._take_over))
+        values = dict(self._run.outside(make, spends, self._take_over))
         for one in self.followed if recorded else ():
-            one.replay(found, self._run.step)
-        return found
+            one.replay(values, self._run.step)
+        return values
 
     def _take_over(self, values: dict[str, Any], _: Any) -> dict[str, Any]:
         """Values that the others have found, whose state this worker has by now, and learning rates with it."""
@@ -99,11 +99,11 @@ class Telling:
         run, folder = self._run, self._run.folder
         for name, one in media.items() if run.main and folder is not None else ():
             try:
-                told = one.event(folder, name, self.steps_done)
+                event_fields = one.event(folder, name, self.steps_done)
             except OSError as error:
                 run.say(f"{name} is not kept: {folder} cannot be written ({error.strerror})", once=True)
             else:
-                run.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **told)
+                run.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **event_fields)
 
     def log_to(self, logger: Any) -> None:
         """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.

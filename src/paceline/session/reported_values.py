@@ -26,7 +26,7 @@ class Followed:
         self.seen: tuple[int, float] | None = None  # the step of the run and the value that were reported last
         self._noticed = False  # a value by that name, or people have been told that there was none
 
-    def heard(self, values: Mapping[str, Any], source: str, say: Callable[..., None]) -> float | None:
+    def find_value(self, values: Mapping[str, Any], source: str, say: Callable[..., None]) -> float | None:
         """The value that is followed, from this `source`. Where the first values have other names, people are told; of
         what is logged only if a name is much alike, as others may be logged beside it.
         """

@@ -111,11 +111,11 @@ class Run:
         self.took_step = False
         self.results: list[Any] = []
         self._replayed = 0
-        self._said: set[str] = set()
-        place = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
+        self._lines_said: set[str] = set()
+        location = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
         mirror = (world.mirror[0], storage_at(Path(world.mirror[1]), NO_MIRROR)) if world.mirror else None
         another = CHECKPOINTS if world.checkpoints else RUN_DIR
-        storage = storage_at(place, another) if place is not None and not world.serves else None
+        storage = storage_at(location, another) if location is not None and not world.serves else None
         # Set where this process is a parameter server.
         self.serving = make_server(world) if world.serves and make_server else None
         self.servers: Any = None  # the `param_server.client.ServerClient` to which this worker pushes gradients
@@ -138,11 +138,11 @@ class Run:
         self.progress = Progress() if self.main and world.events_fd is None else None
         self.tree: dict[str, Any] = {}
         self._streams: list[Any] = []  # the user's own, by rank, as they were saved; one where all had the same
-        found = None if world.newcomer else self.saving.find(self.say)
+        resume_point = None if world.newcomer else self.saving.find(self.say)
         self._from: dict[str, Any] | None = None  # what the checkpoint that the run resumes from tells of itself
-        world.tell("found", step=found[0] if found is not None else None)
-        if found is not None:
-            step, self._from, tensors = found
+        world.tell("found", step=resume_point[0] if resume_point is not None else None)
+        if resume_point is not None:
+            step, self._from, tensors = resume_point
             self.resumed: int | None = step
             self.tree = unflatten(self._from["tree"], tensors)
             self.results = pytree.tree_map_only(torch.Tensor, torch.clone, list(self.tree.get("results", ())))
@@ -152,7 +152,9 @@ class Run:
         self.imported: str = self._from.get("imported", "") if self._from is not None else ""
         self.passing = self._from is not None and not self.imported  # what was done before is not done again
         if self._from is not None and self.passing:
-            refuse_other_script(self._from.get("script_name", ""), self._from.get("script", ""), self.folder or place)
+            refuse_other_script(
+                self._from.get("script_name", ""), self._from.get("script", ""), self.folder or location
+            )
         if (
             self._from is not None
             and self.passing
@@ -179,8 +181,8 @@ class Run:
     @property
     def members(self) -> list[RegisteredTrainer]:
         """All trainers that the script has made; of those that have ended, what is kept."""
-        found = (one() if isinstance(one, weakref.ref) else one for one in self._members)
-        return [one for one in found if one is not None]
+        trainers = (one() if isinstance(one, weakref.ref) else one for one in self._members)
+        return [one for one in trainers if one is not None]
 
     @property
     def several(self) -> bool:
@@ -218,16 +220,18 @@ class Run:
         """For the report, of all trainers: what workers were to hold and send, and what they did. Collective."""
         group, members = self.team.group, self.members
         held = [member.held() for member in members]
-        mine = {str(n): told for n, one in enumerate(members) if (told := one.measure(sum(held) - held[n]))}
+        measurements = {
+            str(n): measurement for n, one in enumerate(members) if (measurement := one.measure(sum(held) - held[n]))
+        }
 
         def gather() -> Any:
             group.enter("what workers held and sent", kind="figures")
-            return group.gather_json(mine)
+            return group.gather_json(measurements)
 
-        said = [mine] if group.size == 1 else self.team.operations.run(settling(gather))
-        for number in mine:
-            if all(number in one for one in said):
-                members[int(number)].measured([one[number] for one in said])
+        reports = [measurements] if group.size == 1 else self.team.operations.run(settling(gather))
+        for number in measurements:
+            if all(number in one for one in reports):
+                members[int(number)].measured([one[number] for one in reports])
 
     # -- a team that changes ------------------------------------------------------------------------------------
 
@@ -240,22 +244,22 @@ class Run:
         if self.team.world.newcomer:  # those that it was given, and has not made yet
             trainers += self.tree.get("trainers", ())[len(trainers) :]
             described += self.tree.get("described", ())[len(described) :]
-        own = {
+        own_state = {
             "described": described,
             "streams": user_streams(),
             "saved": [self.saving.begun, self.saving.open],
             "capability": get_cpu_capability(),
         }
-        return {"trainers": trainers, "results": self.results, **own}
+        return {"trainers": trainers, "results": self.results, **own_state}
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
         self.saving.copied()
         self.refuse_differences(tree)
         self.tree, (self.saving.begun, self.saving.open) = tree, tree["saved"]
         if newcomer and "exact" in self._plan.split() and tree["capability"] != get_cpu_capability():
-            worker, theirs = self.team.operations.worker, tree["capability"]
+            worker, usual = self.team.operations.worker, tree["capability"]
             raise WorkersDifferError(
-                f"worker {worker} computes with {get_cpu_capability()} and the others with {theirs}: their bits differ",
+                f"worker {worker} computes with {get_cpu_capability()} and the others with {usual}: their bits differ",
                 "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
             )
         if newcomer:
@@ -285,13 +289,13 @@ class Run:
         for member, saved in zip(self.members, tree["trainers"], strict=False):
             member.prepare(saved)
 
-    def hear(self, said: list[Any]) -> None:
-        trainer, *what = said
+    def hear(self, message: list[Any]) -> None:
+        trainer, *what = message
         if trainer < len(self.members):
             self.members[trainer].hear(what)
 
-    def gives(self, worker: int, size: int, whole: int, seconds: float | None) -> None:
-        self.journal.write("gives", worker=worker, bytes=size, whole=whole)
+    def gives(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
+        self.journal.write("gives", worker=worker, bytes=size, whole=full_size)
         if seconds is not None and seconds > 1.0:
             what = f"while worker {worker} takes {size_of(size)} of state over"
             self.say(f"everybody waits for about {duration(seconds)}, {what}")
@@ -365,9 +369,9 @@ class Run:
 
     def say(self, text: str, once: bool = False) -> None:
         """A line for the person at the console, from worker 0."""
-        if not self.main or (once and text in self._said):
+        if not self.main or (once and text in self._lines_said):
             return
-        self._said.add(text)
+        self._lines_said.add(text)
         if self.progress is not None:
             self.progress.line(text)
         self.team.world.tell("line", text=text)
@@ -386,8 +390,8 @@ class Run:
             self.journal.write(event, **fields)
         if self.progress is not None:
             getattr(self.progress, "phase" if event == "grid" else event)(fields)
-        told = plain(fields) if event == "evaluate" else fields  # what of its results is no number, too
-        self.team.world.tell("phase" if event == "grid" else event, **told)
+        event_fields = plain(fields) if event == "evaluate" else fields  # what of its results is no number, too
+        self.team.world.tell("phase" if event == "grid" else event, **event_fields)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
@@ -404,14 +408,14 @@ class Run:
     def _needs(self) -> list[tuple[str, list[int]]]:
         """All trainers' together, where their plans are the same."""
         first, *others = [needs for member in self.members if (needs := member.needs())]
-        found = [(text, list(sizes)) for text, sizes in first]
+        totals = [(text, list(sizes)) for text, sizes in first]
         for needs in others:
-            if [text for text, _ in needs] == [text for text, _ in found]:
-                found = [
+            if [text for text, _ in needs] == [text for text, _ in totals]:
+                totals = [
                     (text, [a + b for a, b in zip(sizes, more, strict=True)])
-                    for (text, sizes), (_, more) in zip(found, needs, strict=True)
+                    for (text, sizes), (_, more) in zip(totals, needs, strict=True)
                 ]
-        return found
+        return totals
 
     @contextmanager
     def explains_memory(self, device: torch.device) -> Iterator[None]:
@@ -439,10 +443,10 @@ class Run:
         dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
         self.answer({"dtype": dtype, "mixes": mixes, "steps": self.step})
 
-    def answer(self, told: Any) -> Never:
+    def answer(self, result: Any) -> Never:
         """Hands over what such a run was made for, and ends the script."""
         if self.main:
-            Path(f"{self._check['out']}.json").write_text(json.dumps(told))
+            Path(f"{self._check['out']}.json").write_text(json.dumps(result))
         self._left = True
         raise SystemExit(0)
 
@@ -559,9 +563,9 @@ class Run:
         """The result of a collective; in a resumed run, before its first step, the one that was recorded. For `taken`
         see `Operations.run`.
         """
-        found = self.recorded() or [self.team.operations.run(make, spends, taken)]
-        self.record(found[0])
-        return found[0]
+        results = self.recorded() or [self.team.operations.run(make, spends, taken)]
+        self.record(results[0])
+        return results[0]
 
     @property
     def replays(self) -> bool:
@@ -572,9 +576,9 @@ class Run:
 
     def recorded(self) -> list[Any]:
         """In a resumed run, before its first step, the result that the next collective had, in a list."""
-        found = [self.results[self._replayed]] if self.replays else []
-        self._replayed += len(found)
-        return found
+        results = [self.results[self._replayed]] if self.replays else []
+        self._replayed += len(results)
+        return results
 
     def record(self, result: Any) -> None:
         """For those who resume. A finished run that goes through its script's end records nothing."""
@@ -635,14 +639,14 @@ class Run:
             self.say(text)
 
     def tell_saved(self) -> None:
-        for told in self.saving.news:
-            if isinstance(told, dict):
-                self.journal.write("checkpoint", **told)
-                self.team.world.tell("saved", step=told["step"])
-            elif isinstance(told, str):
-                self.say(told)
+        for outcome in self.saving.news:
+            if isinstance(outcome, dict):
+                self.journal.write("checkpoint", **outcome)
+                self.team.world.tell("saved", step=outcome["step"])
+            elif isinstance(outcome, str):
+                self.say(outcome)
             else:
-                self.say(f"training goes on without it: {'; '.join(told)}")
+                self.say(f"training goes on without it: {'; '.join(outcome)}")
         self.saving.news.clear()
 
     def _tree(self) -> Any:
@@ -714,8 +718,8 @@ class Run:
         self.agreement.write(self.journal)
         if rate := self.own.rate:
             self.journal.write("links", rate=rate)
-        for told in self.own.figures():
-            self.journal.write("codec", **told)
+        for figures in self.own.figures():
+            self.journal.write("codec", **figures)
         done = bool(self.members) and all(member.complete for member in self.members)
         self._closing = True
         if not failed and not self._left and self.members:

@@ -43,10 +43,10 @@ class RegisteredTrainer(Protocol):
     def needs(self) -> list[tuple[str, tuple[int, ...]]]: ...
     def held(self) -> int: ...
     def measure(self, besides: int) -> list[dict[str, Any]] | None: ...
-    def measured(self, said: list[Any]) -> None: ...
+    def measured(self, reports: list[Any]) -> None: ...
     def look_around(self) -> None: ...
     def dismantle(self) -> list[Any]: ...
-    def hear(self, said: list[Any]) -> None: ...
+    def hear(self, message: list[Any]) -> None: ...
     def mark_copies(self) -> None: ...
     @property
     def viewed(self) -> nn.Module | None: ...
@@ -171,10 +171,10 @@ class State(dict[str, Any]):
         self._before: dict[str, Any] = {}
         self._stamps: dict[str, Any] | None = None
 
-    def restore(self, saved: Mapping[str, Any], here: Mapping[str, Any] | None = None) -> None:
+    def restore(self, saved: Mapping[str, Any], local_entries: Mapping[str, Any] | None = None) -> None:
         """Takes what was `saved`, of which `here` has the tensors as this worker usually has them."""
         self._waiting = dict(saved)
-        for key, (kind, value) in (saved if here is None else here).items():
+        for key, (kind, value) in (saved if local_entries is None else local_entries).items():
             if kind == "plain":
                 super().__setitem__(key, value)
             elif key in self:  # the script of a newcomer put it here before it was given anything
@@ -263,7 +263,9 @@ def _stamp(value: Any) -> Any:
         tensors, skeleton = flatten(_entry(value)[1], "", live=True)
     except UsageError:  # what cannot be kept is refused by the next checkpoint
         return None
-    return skeleton, [(name, (here := local(tensor)).data_ptr(), here._version) for name, tensor in tensors.items()]
+    return skeleton, [
+        (name, (local_part := local(tensor)).data_ptr(), local_part._version) for name, tensor in tensors.items()
+    ]
 
 
 def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None, whose: str = "workers") -> str:
@@ -280,7 +282,7 @@ def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None
     return text + (f"; {total} steps in all" if total is not None else "")
 
 
-def grid_told(
+def describe_grid(
     grid: Grid, shares: list[int], rows: int | None, total: int | None, unit: int, number: int, models: Sequence[str]
 ) -> dict[str, Any]:
     """What the journal keeps of it. Shares are of units of so many workers. Of several trainers, who train `models` of
@@ -298,13 +300,13 @@ def grid_told(
 def resumed_grid(recorded: Grid, now: Grid, micro: int | None, done: int, say: Callable[[str], None]) -> Grid:
     """The recorded grid wins, unless the script or the plan says another: then that, named as what it is."""
     same = now.global_batch == recorded.global_batch
-    said = Grid(now.global_batch, micro or (recorded.micro if same else now.micro))
-    if said != recorded:
+    requested = Grid(now.global_batch, micro or (recorded.micro if same else now.micro))
+    if requested != recorded:
         say(
             f"changed mathematics: global batch {recorded.global_batch} in micro-batches of {recorded.micro} rows "
-            f"until step {done}, from here {said.global_batch} in micro-batches of {said.micro}"
+            f"until step {done}, from here {requested.global_batch} in micro-batches of {requested.micro}"
         )
-    return said
+    return requested
 
 
 def _whose(unit: int) -> str:
@@ -320,14 +322,14 @@ def idle_text(grid: Grid, weights: Sequence[float], unit: int = 1) -> tuple[str,
     micro = min(grid.micro, -(-grid.global_batch // wanted))
     while micro and _idle(-(-grid.global_batch // micro), weights):
         micro = micro // 2 if micro > 8 else micro - 1
-    some = f"the plan micro={micro} has one for each of the {wanted} {_whose(unit)}" if micro else ""
-    none = f"for {wanted} {_whose(unit)} the global batch would need more rows than {grid.global_batch}"
+    advice = f"the plan micro={micro} has one for each of the {wanted} {_whose(unit)}" if micro else ""
+    no_advice = f"for {wanted} {_whose(unit)} the global batch would need more rows than {grid.global_batch}"
     stay = "1 micro-batch stays" if count == 1 else f"{count} micro-batches stay"
     idle = [number * unit + mate for number in idle for mate in range(unit)]
     have = "has" if len(idle) == 1 else "have"
     return (
         f"{ranks(idle)} {have} nothing to do while the {stay} whole",
-        f"{some or none}, which changes the mathematics",
+        f"{advice or no_advice}, which changes the mathematics",
     )
 
 

@@ -75,15 +75,15 @@ def refuse_words(call: str, words: Mapping[str, Any], of: Callable[..., Any], pl
     Trainer hears in its plan.
     """
     known = [name for name in inspect.signature(of).parameters if name not in ("self", "words")]
-    said = [name for name in words if call == "Trainer" and name in {row.name for row in fields(Plan)}]
-    for name in words.keys() - set(said):
+    plan_words = [name for name in words if call == "Trainer" and name in {row.name for row in fields(Plan)}]
+    for name in words.keys() - set(plan_words):
         close = difflib.get_close_matches(name, known, n=1)
         cure = f"did you mean {close[0]}=?" if close else f"there are {', '.join(known)}"
         raise UsageError(f"{call} has no argument {name}=", _ELSEWHERE.get((call, name), cure).format(words[name]))
-    if said:
-        texts = [name if words[name] is True else f"{name}={words[name]}" for name in said]
-        verb = "is a word" if len(said) == 1 else "are words"
-        what = f"{' and '.join(f'{name}=' for name in said)} {verb} of the plan, and no argument of Trainer"
+    if plan_words:
+        texts = [name if words[name] is True else f"{name}={words[name]}" for name in plan_words]
+        verb = "is a word" if len(plan_words) == 1 else "are words"
+        what = f"{' and '.join(f'{name}=' for name in plan_words)} {verb} of the plan, and no argument of Trainer"
         raise UsageError(what, f'write plan="{" ".join([*(plan or "").split(), *texts])}"')
 
 
@@ -178,21 +178,21 @@ def built(
     """The model on its `device`, a function's made under a `seed`; where workers are to keep but a part of it, each
     `apart` from the start, without memory for what is large. And what its job is to know of that.
     """
-    told: dict[str, Any] = {}
+    job_fields: dict[str, Any] = {}
     if isinstance(model, nn.Module):
-        return checked(model).to(device), told
+        return checked(model).to(device), job_fields
     with streams.lent():
         streams.seed(seed)
         if apart:
             from paceline.parallel.deferred_init import CANNOT, build  # takes a while to import
 
             try:
-                made, told["blueprint"] = build(model)
-                return checked(made), told
+                made, job_fields["blueprint"] = build(model)
+                return checked(made), job_fields
             except CANNOT as error:
-                told["decisions"] = [("the model is built whole on each worker", first_line(error))]
+                job_fields["decisions"] = [("the model is built whole on each worker", first_line(error))]
             streams.seed(seed)
-        return checked(_made(model)).to(device), told
+        return checked(_made(model)).to(device), job_fields
 
 
 def _made(model: Any) -> Any:
@@ -222,8 +222,8 @@ def refused_exports(script: str) -> Iterator[str]:
     for call in nodes:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "export":
             path = next((arg.value for arg in call.args[:1] if isinstance(arg, ast.Constant)), None)
-            own = ast.unparse(call.func.value) in names and path != ""
-            if own and isinstance(path, str) and Path(path).suffix != ".safetensors":
+            is_export = ast.unparse(call.func.value) in names and path != ""
+            if is_export and isinstance(path, str) and Path(path).suffix != ".safetensors":
                 what = f"note: {ast.unparse(call)} in line {call.lineno} will be refused"
                 better = Path(path).with_suffix(".safetensors")
                 yield f"{what}: only .safetensors files are written; name it {better}"
@@ -233,11 +233,11 @@ def choose_plan(world: World, script: str | None) -> tuple[Plan, Plan, str]:
     """The plan, that of a trainer whose model may be whole, and where it came from. What was said outside of the script
     wins. PlanError.
     """
-    said, origin = script or "", "script" if script else "default"
+    text, origin = script or "", "script" if script else "default"
     if world.plan is not None:
         over = f" (over the script's {script!r})" if script and script != world.plan else ""
-        said, origin = world.plan, world.plan_origin + over
-    plan = Plan.parse(said).validate(world.size)
+        text, origin = world.plan, world.plan_origin + over
+    plan = Plan.parse(text).validate(world.size)
     if plan.server and world.orders_fd is None:
         what = f"server={plan.server} needs processes beside the workers, which `paceline run` alone starts"
         raise PlanError(what, "start the script with `paceline run`, without --max-restarts 0, or leave server out")
@@ -286,8 +286,8 @@ def private_memory() -> int:
     """Bytes that belong to this process alone, on CPU."""
     if not sys.platform.startswith("linux"):
         return 0
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    match = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1]) << 10 if match else 0
 
 
 def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None:
@@ -318,15 +318,16 @@ def trainable(model: nn.Module, plan: Plan, whole_batch: bool) -> dict[str, Any]
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not named:
         raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
-    found = {id(param): name for name, param in tables(model) if param.requires_grad}
-    said = [(row.name, value, word) for row, value, word in plan.said() if row.name in _NOT_IN_ROWS]
-    words = [word for name, value, word in said if value is True or value > (name != "delayed")]
+    sparse_names = {id(param): name for name, param in tables(model) if param.requires_grad}
+    plan_entries = [(row.name, value, word) for row, value, word in plan.said() if row.name in _NOT_IN_ROWS]
+    words = [word for name, value, word in plan_entries if value is True or value > (name != "delayed")]
     words += ['loss_over="batch"'] if whole_batch else []
-    if found and words:
-        what = f"{next(iter(found.values())) or 'the model'} gives sparse gradients, which {words[0]} does not know yet"
+    if sparse_names and words:
+        table = next(iter(sparse_names.values())) or "the model"
+        what = f"{table} gives sparse gradients, which {words[0]} does not know yet"
         raise UsageError(what, f"make it with sparse=False, or leave {words[0]} out")
-    order = sorted(named, key=lambda name: id(named[name]) in found)
-    return {"named": {name: named[name] for name in order}, "sparse": len(found)}
+    order = sorted(named, key=lambda name: id(named[name]) in sparse_names)
+    return {"named": {name: named[name] for name in order}, "sparse": len(sparse_names)}
 
 
 def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> list[Optimizer]:
@@ -365,53 +366,55 @@ def coupling_of(optimizer: Any, job: TrainingJob) -> tuple[Coupling, dict[str, t
     """What the updates of the user's optimizers depend on, and the group into which the user's function puts each
     parameter if it sees the whole shape, and no numbers; no groups where it wants to see these.
     """
-    own, cuts = job.own, job.own_cuts
-    shapes = {name: cuts[name].shape if name in cuts else tuple(param.shape) for name, param in own.items()}
+    local_params, cuts = job.own, job.own_cuts
+    shapes = {name: cuts[name].shape if name in cuts else tuple(param.shape) for name, param in local_params.items()}
     params = {
         name: marked(torch.empty(shapes[name], dtype=param.dtype, device="meta"), marks_of(param))
-        for name, param in own.items()
+        for name, param in local_params.items()
     }
     groups = {}
     try:
         made = optimizers_of(optimizer, list(params.items()))
         groups = _groups(made, params)
     except THEIRS:  # it wants to see numbers
-        params = own
-        made = optimizers_of(optimizer, list(own.items()))
+        params = local_params
+        made = optimizers_of(optimizer, list(local_params.items()))
     sparse = {name for name, param in job.named.items() if any(param is one for one in job.in_rows)}
-    device = next(iter(own.values())).device
+    device = next(iter(local_params.values())).device
     make = lambda tiny: optimizers_of(optimizer, list(tiny.items()))  # noqa: E731
     return find_coupling(made, params, shapes, make, device, sparse), groups
 
 
-def refuse_spread(found: Coupling, plan: Plan) -> None:
+def refuse_spread(coupling: Coupling, plan: Plan) -> None:
     """Refuses optimizers whose update of a parameter depends on others, where no server has all of them."""
-    if found.scope == Scope.ALL and plan.divides_servers:
-        what = f"{found.kind} {found.why}, and server={plan.server} divides the parameters among {plan.server} servers"
+    if coupling.scope == Scope.ALL and plan.divides_servers:
+        division = f"server={plan.server} divides the parameters among {plan.server} servers"
+        what = f"{coupling.kind} {coupling.why}, and {division}"
         raise UsageError(what, "say server=1, which has all parameters, or take an optimizer such as AdamW")
 
 
 def refuse_other_groups(
     optimizers: Sequence[Optimizer],
     groups: Mapping[str, tuple[int, int]],
-    own: Mapping[str, nn.Parameter],
+    local_params: Mapping[str, nn.Parameter],
     cuts: Mapping[str, ShardingSpec],
 ) -> None:
     """UsageError where a parameter is in another group than with whole shapes, as `coupling_of` finds."""
-    for name, place in _groups(optimizers, own).items():
-        if groups.get(name, place) != place:
-            whole, part = cuts[name].shape if name in cuts else tuple(own[name].shape), tuple(own[name].shape)
-            what = f"optimizer puts {name} into one group by its shape {whole}, and into another by the part {part}"
-            raise UsageError(f"{what} that is here", "make the groups by names, or by ndim")
+    for name, position in _groups(optimizers, local_params).items():
+        if groups.get(name, position) != position:
+            local_shape = tuple(local_params[name].shape)
+            full_shape = cuts[name].shape if name in cuts else local_shape
+            what = f"optimizer puts {name} into one group by its shape {full_shape}, and into another by the part"
+            raise UsageError(f"{what} {local_shape} that is here", "make the groups by names, or by ndim")
 
 
 def _groups(optimizers: Sequence[Optimizer], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
     """The number of each parameter's optimizer and group; what is not among `params` is left out."""
     names = {id(param): name for name, param in params.items()}
     return {
-        names[id(param)]: (number, place)
+        names[id(param)]: (number, index)
         for number, one in enumerate(optimizers)
-        for place, group in enumerate(one.param_groups)
+        for index, group in enumerate(one.param_groups)
         for param in group["params"]
         if id(param) in names
     }
@@ -528,13 +531,13 @@ def schedulers_of(schedule: Any, optimizers: Sequence[Optimizer], plan: Plan) ->
     """One of torch's schedulers for each optimizer; none without a schedule. Raises UsageError, also for a schedule by
     reported values where the optimizers' steps are not those of all workers together.
     """
-    found = [scheduler_of(schedule, one) for one in optimizers] if schedule else []
-    if (plan.local or plan.in_windows) and any(isinstance(one, ReduceLROnPlateau) for one in found):
+    schedulers = [scheduler_of(schedule, one) for one in optimizers] if schedule else []
+    if (plan.local or plan.in_windows) and any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
         what = (
             f"schedule=paceline.plateau(...) does not work with {plan.several}, where optimizers are at several steps"
         )
         raise UsageError(what, f"take a schedule of steps, or leave {plan.several} out")
-    return found
+    return schedulers
 
 
 def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
@@ -605,8 +608,8 @@ def _checked_scheduler(made: Any, optimizer: Optimizer) -> LRScheduler:
             what = f"schedule(optimizer) returned {path_of(type(one))} of another optimizer"
             raise UsageError(what, "make it of the optimizer that it is called with")
         queue += getattr(one, "_schedulers", ())
-    found: LRScheduler = made
-    return found
+    scheduler: LRScheduler = made
+    return scheduler
 
 
 def _of_each_step(kind: type, options: Mapping[str, Any]) -> UsageError:

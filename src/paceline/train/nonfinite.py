@@ -44,17 +44,18 @@ RoundReport = tuple[str, str]  # what, and the cure
 
 def _kind(values: Any, masks: bool = False) -> str:
     """``nan``, ``inf`` or ``-inf``, the worst in it, or an empty text. `masks` have -inf, and no gradient."""
-    found = set[str]()
+    kinds = set[str]()
     for tensor in tensors_of(values):
-        here = local(tensor)
-        if not (here.is_floating_point() or here.is_complex()) or bool(here.isfinite().all()):
+        local_part = local(tensor)
+        if not (local_part.is_floating_point() or local_part.is_complex()) or bool(local_part.isfinite().all()):
             continue
-        kind = (
-            "nan" if bool(here.isnan().any()) else "-inf" if not here.is_complex() and here.max() < math.inf else "inf"
-        )
+        if bool(local_part.isnan().any()):
+            kind = "nan"
+        else:
+            kind = "-inf" if not local_part.is_complex() and local_part.max() < math.inf else "inf"
         if not (masks and kind == "-inf" and not tensor.requires_grad):
-            found.add(kind)
-    return max(found, default="")  # in this order
+            kinds.add(kind)
+    return max(kinds, default="")  # in this order
 
 
 @dataclass
@@ -100,11 +101,11 @@ class _Seen:
 
     def _blame(self, within: str | None, kind: str) -> RoundReport:
         """The module whose own code made it; without one the user's forward, unless the rows had it."""
-        own = f"{within}." if within else ""
-        if bad := next((name for name in self.spoiled if within is not None and name.startswith(own)), None):
+        prefix = f"{within}." if within else ""
+        if bad := next((name for name in self.spoiled if within is not None and name.startswith(prefix)), None):
             return f"the parameter {bad!r} was not finite before it", _SPOILED
-        if within is None and (there := _kind(self.batch, masks=True)):
-            return f"there is {there} in these rows", _ROWS
+        if within is None and (input_kind := _kind(self.batch, masks=True)):
+            return f"there is {input_kind} in these rows", _ROWS
         return f"{self.title(within)} makes the first {kind}", _ZEROS
 
     def judge(self, output: Any, loss: torch.Tensor | None) -> RoundReport | None:
@@ -115,10 +116,10 @@ class _Seen:
             return self.first
         if self.spoiled:  # and it is the loss that uses it
             return self._blame("", kind)
-        there = _kind(self.batch, masks=True)
+        input_kind = _kind(self.batch, masks=True)
         return (
-            (f"there is {there} in these rows", _ROWS)
-            if there
+            (f"there is {input_kind} in these rows", _ROWS)
+            if input_kind
             else (f"the loss function makes the first {kind}", _LOSS)
         )
 
@@ -132,8 +133,8 @@ class _Seen:
         """In whose forward a node was made, the innermost; after the `end` in the loss."""
         number = node._sequence_nr()
         inside = [call for call in self.calls if call.first <= number < call.last]
-        found = min(inside, key=lambda call: call.last - call.first, default=None)
-        return "the loss function" if number >= end else self.title(None if found is None else found.name)
+        innermost = min(inside, key=lambda call: call.last - call.first, default=None)
+        return "the loss function" if number >= end else self.title(None if innermost is None else innermost.name)
 
 
 @dataclass(frozen=True)
@@ -150,16 +151,16 @@ class Refusal:
     def of_loss(self) -> NonFiniteLossError:
         """Collective."""
         group, model = self.group, self.replica.job.model
-        here = [name for name, param in model.named_parameters() if _kind(param)]
-        said = group.gather_json([[] if self.sums is None else self.sums.bad, here])
-        bad = [(rank, rows) for rank, (some, _) in enumerate(said) for rows in some]
+        bad_params = [name for name, param in model.named_parameters() if _kind(param)]
+        reports = group.gather_json([[] if self.sums is None else self.sums.bad, bad_params])
+        bad = [(rank, rows) for rank, (listed, _) in enumerate(reports) for rows in listed]
         named = "; ".join(f"worker {group.names[rank]}: {rows}" for rank, rows in bad[:2])
         named += f" and {len(bad) - 2} more" if len(bad) > 2 else ""
         what, cure = "", _LOOK
         if bad and self._by_itself:
-            spoiled = [name for name, _ in model.named_parameters() if any(name in some for _, some in said)]
-            told = [one for one in group.gather_json(self._forward(*bad[0], spoiled)) if one]
-            what, cure = told[0] if told else (what, cure)
+            spoiled = [name for name, _ in model.named_parameters() if any(name in listed for _, listed in reports)]
+            causes = [one for one in group.gather_json(self._forward(*bad[0], spoiled)) if one]
+            what, cure = causes[0] if causes else (what, cure)
         return self._error(f"the loss of {self.which} is not finite ({named})" + (what and f": {what}"), cure)
 
     def of_gradient(self, loss: float) -> NonFiniteLossError:
@@ -168,12 +169,12 @@ class Refusal:
         what = f"the gradient of {self.which} is not finite{where}, though its loss is ({loss:.6g})"
         if self._by_itself:
             sums = enumerate(row.grad for row in self.replica.updater.rows)
-            mine = next(([number, _kind(grad), ""] for number, grad in sums if _kind(grad)), None)
+            first_bad = next(([number, _kind(grad), ""] for number, grad in sums if _kind(grad)), None)
             if not self.replica.layout.gathers and job.over is None:
-                mine = self._backward() or mine
-            said = [one for one in self.group.gather_json(mine) if one]
-            number, kind, more = min(said, key=lambda one: (one[0], not one[2]), default=(0, "", ""))
-            what += f": that of {names[number]!r} is {kind}{more}" if said else ""
+                first_bad = self._backward() or first_bad
+            reports = [one for one in self.group.gather_json(first_bad) if one]
+            number, kind, more = min(reports, key=lambda one: (one[0], not one[2]), default=(0, "", ""))
+            what += f": that of {names[number]!r} is {kind}{more}" if reports else ""
         return self._error(what, "look for a square root, a division or a logarithm at 0")
 
     def _error(self, what: str, cure: str) -> NonFiniteLossError:
@@ -188,23 +189,23 @@ class Refusal:
     def _forward(self, rank: int, rows: str, spoiled: list[str]) -> RoundReport | None:
         """What made the loss of this micro-batch of the worker of this rank, or of the others that it names."""
         replica, bad = self.replica, [] if self.sums is None else self.sums.bad
-        mesh, here, gathers = replica.mesh, self.group.rank, replica.layout.gathers
-        some = [one for one in self.micro_batches if not one.blank]
-        if gathers and mesh.replica_of(here) == mesh.replica_of(rank):  # all of it gather the weights, once
-            some = [one for one in some if rows in Chunk([one], None).sources] if here == rank else []
-            some = some or list(self.micro_batches)
-            del some[1:]
-        elif here != rank:
+        mesh, own_rank, gathers = replica.mesh, self.group.rank, replica.layout.gathers
+        candidates = [one for one in self.micro_batches if not one.blank]
+        if gathers and mesh.replica_of(own_rank) == mesh.replica_of(rank):  # all of it gather the weights, once
+            candidates = [one for one in candidates if rows in Chunk([one], None).sources] if own_rank == rank else []
+            candidates = candidates or list(self.micro_batches)
+            del candidates[1:]
+        elif own_rank != rank:
             return None
-        found: RoundReport | None = None
+        cause: RoundReport | None = None
         with self._quietly(), replica.layout.running(self.which), torch.set_grad_enabled(not gathers):
-            for one in some:  # also those before it, which may have left something in buffers
+            for one in candidates:  # also those before it, which may have left something in buffers
                 seen = _Seen(replica.job.model, spoiled, one.batch)
-                told = seen.judge(*self._again(one, seen)[:2])
-                if told is not None and Chunk([one], None).source in bad:
-                    found = told
+                verdict = seen.judge(*self._again(one, seen)[:2])
+                if verdict is not None and Chunk([one], None).source in bad:
+                    cause = verdict
                     break
-        return found if here == rank else None
+        return cause if own_rank == rank else None
 
     def _backward(self) -> list[Any] | None:
         """The first parameter whose gradient is not finite in a micro-batch of this worker's, of what kind that is, and

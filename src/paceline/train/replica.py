@@ -69,9 +69,10 @@ class Replica:
         self.runner = Runner(*made) if pipeline is None else PipelineRunner(pipeline, *made)
         self.over = None if job.over is None else GradCache(self.runner)
         self.updater = OptimizerUpdate(job, self.home)
-        whole = partial(ShardingSpec.whole, places=mesh.replica)
+        full_spec = partial(ShardingSpec.whole, places=mesh.replica)
         cuts = {
-            name: job.own_cuts.get(name) or whole(param.shape) for name, param in [*job.own.items()][: len(job.dense)]
+            name: job.own_cuts.get(name) or full_spec(param.shape)
+            for name, param in [*job.own.items()][: len(job.dense)]
         }
         self._counted = counting([*cuts.values()], job.place)
         self.home.elements = [math.prod(cut.shape) for cut in cuts.values()]
@@ -101,7 +102,7 @@ class Replica:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: OnReduced | None = None
+        self, micro_batches: Sequence[MicroBatch], options: StepOptions, on_reduced: OnReduced | None = None
     ) -> StepSums:
         """Forward and backward over this worker's micro-batches, whose sums are on their way then. `heard` is told of
         each bucket that has arrived.
@@ -109,7 +110,7 @@ class Replica:
         name, job = f"step {options.step + 1}", self.job
         if self.codec is not None:
             self.codec.begin(options.turn, options.expected)
-        self.transit.begin(name, heard)
+        self.transit.begin(name, on_reduced)
         with self.layout.running(name), refusing("the loss, the forward or a hook"):
             sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
         self.transit.hand_on()
@@ -163,10 +164,10 @@ class Replica:
         alike = self._counted is None and self.mesh.context == 1 and not self.own.owed  # on all who have summed
         known = self.transit.squares() if alike and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
-            found = torch.tensor([known], dtype=torch.float64)
+            total = torch.tensor([known], dtype=torch.float64)
         else:
-            found = self.home.squares(options.micro_batches, self._counted, changed=not alike)
-        return torch.cat([found, found.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else found
+            total = self.home.squares(options.micro_batches, self._counted, changed=not alike)
+        return torch.cat([total, total.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else total
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Changes the weights; `norm` is that of the mean gradient, for clipping."""

@@ -119,7 +119,7 @@ class StepRunner:
     housed: int | None = None
     updated: float = 0.0  # seconds of the last update
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # observed here, by kind: what, and why
-    told: set[str] = field(default_factory=set)  # kinds that people have been told of
+    announced: set[str] = field(default_factory=set)  # kinds that people have been told of
     made: int = 0  # steps here; the first one, in which much is looked at, is left out of the following
     busy: float = 0.0  # seconds of forward and backward, and those in them that others were waited for
     waited: float = 0.0
@@ -155,10 +155,10 @@ class StepRunner:
         if self.run.asked:
             self._load(step := StepAttempt(self.done, 0.0), deal)
             try:
-                told = forecast(self.job, step.whole.share[0], step.whole.count, *self.run.asked)
+                prediction = forecast(self.job, step.whole.share[0], step.whole.count, *self.run.asked)
             except UsageError as error:
-                told = {"refused": [error.what, error.cure]}
-            self.run.answer(told)
+                prediction = {"refused": [error.what, error.cure]}
+            self.run.answer(prediction)
         self.run.traffic.turn(self.trainer)
         step = StepAttempt(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
@@ -213,24 +213,24 @@ class StepRunner:
         for member in self.run.members:
             member.state.step_begins()
         looks, self.weights.refused = group.size > 1 and self.weights.looks(step.number), True
-        step.digest = self.weights.told() if looks else None
+        step.digest = self.weights.digest_state() if looks else None
 
     def options(self, step: StepAttempt) -> StepOptions:
         """How its micro-batches, which are there, may be computed."""
         merge = self.merging.size
-        spread = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
+        noise_source = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
         return StepOptions(
             step=step.number,
             expected=(self.expected or float(step.whole.rows)) / step.scale,
             micro_batches=step.whole.count,
             rows=step.whole.rows,
-            spread=spread,
-            merge=min(merge, -(-step.whole.count // 2)) if spread == "first" else merge,
+            spread=noise_source,
+            merge=min(merge, -(-step.whole.count // 2)) if noise_source == "first" else merge,
             test=self.merging.undecided and not self.plan.one_by_one,
             collect=self.group.size > 1 or self.plan.exact,
             probe=self.plan.together == 1 and step.whole.count > 1 and self.replica.mesh.pipeline == 1,
             reverse=self.run.reverse,
-            hooked="hooks" in self.told,
+            hooked="hooks" in self.announced,
             cure=step.whole.cure,
             reached=self.operations.reached,
             turn=self.operations.done,
@@ -249,16 +249,16 @@ class StepRunner:
         options, migration = step.options, self.operations.migration
         if step.whole.single and step.whole.micro_batches and self.replica.mesh.pipeline == 1:
             self._try_single_row(step)
-        whole = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
+        sends_all_sums = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
         self.group.enter(name, check=False, kind="gradients")
         while True:
-            step.ahead = migration.step(self.trainer, whole) if migration.giving else None
-            heard = None if step.ahead is None else step.ahead.sum
+            step.ahead = migration.step(self.trainer, sends_all_sums) if migration.giving else None
+            on_reduced = None if step.ahead is None else step.ahead.sum
             # In the first step much is made that stays.
-            counters = self._counters() if self.made == 1 and "keeps" not in self.told else None
-            sums = step.sums = self.replica.run(step.whole.micro_batches, options, heard)
+            counters = self._counters() if self.made == 1 and "keeps" not in self.announced else None
+            sums = step.sums = self.replica.run(step.whole.micro_batches, options, on_reduced)
             if counters is not None and (names := counters.names()):
-                self.news["counts"] = counted_told(names), ""
+                self.news["counts"] = describe_changing_counters(names), ""
             step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
@@ -301,15 +301,15 @@ class StepRunner:
 
     def _heals(self, step: StepAttempt) -> bool:
         """Whether the weights that the gradients were made of had to be healed."""
-        undo, told, step.digest = partial(self.replica.abort, again=True), step.digest, None
-        return told is not None and self.weights.judge(self.group, step.agreed.digests, undo=undo)
+        undo, own_digest, step.digest = partial(self.replica.abort, again=True), step.digest, None
+        return own_digest is not None and self.weights.judge(self.group, step.agreed.digests, undo=undo)
 
     def _end(self, step: StepAttempt) -> None:
         """All is computed: what somebody has to tell, and what cannot be applied."""
         group = self.group
         if step.agreed.news:
-            for told in group.gather_json(self.untold()):
-                step.news = {**told, **step.news}
+            for worker_news in group.gather_json(self.untold()):
+                step.news = {**worker_news, **step.news}
         if step.agreed.tune:
             self._choose(anew=True)
         if step.agreed.lengths_differ:
@@ -352,15 +352,15 @@ class StepRunner:
         step.agreed, step.whole = Agreed(**agreed), WorkerBatch([], 0, rows, epoch)
         step.sums, step.spent = None, {}
 
-    def hear(self, said: list[Any]) -> None:
+    def hear(self, message: list[Any]) -> None:
         """A part of a step that the team made before this newcomer was of it: one tensor of sums, or all the rest."""
         if self.housed != self.operations.number:
             self.house("a step of others")
-        if len(said) == 2:
-            place, flat = said
-            self.replica.home.sums[place].copy_(flat)
+        if len(message) == 2:
+            index, bucket_sum = message
+            self.replica.home.sums[index].copy_(bucket_sum)
             return
-        agreed, norm, expected, records = said
+        agreed, norm, expected, records = message
         options = StepOptions(step=self.done, expected=expected, micro_batches=0)
         self.replica.follow(StepSums(records=records), Agreed(**agreed), options, norm)
         self.done += 1
@@ -402,8 +402,8 @@ class StepRunner:
             self.made += 1
             if self.made == 3 and self.run.team.group.rank == 0:
                 codecs = self.job.device.type == "cpu" and not self.plan.exact
-                if told := self.replica.own.advice(self.busy / 2, codecs):
-                    self._note(told)
+                if suggestion := self.replica.own.advice(self.busy / 2, codecs):
+                    self._note(suggestion)
             self.micro_batches = max(self.micro_batches, step.whole.count)
             if step.options.merge == self.merging.size:
                 self._merge(step, step.sums, step.spent["compute"])
@@ -417,7 +417,7 @@ class StepRunner:
             self._weigh(self.balance, step)
         if step.agreed.count <= 0:
             self._tell_of_nothing(step)
-        elif step.agreed.unused and "unused" not in self.told:
+        elif step.agreed.unused and "unused" not in self.announced:
             self._name_unused(step.agreed.unused)
 
     def _merge(self, step: StepAttempt, sums: StepSums, seconds: float) -> None:
@@ -432,21 +432,21 @@ class StepRunner:
         mesh, peak = self.plan.mesh(self.run.team.size), peak_memory(self.job.device)
         held = self.memory()
         # Of trainers in turn an earlier one may have been larger.
-        whole = peak if peak > self.peak or not self.run.several else memory_now(self.job.device)
-        held["process"] = max(whole - besides, sum(held.values()))
+        process_bytes = peak if peak > self.peak or not self.run.several else memory_now(self.job.device)
+        held["process"] = max(process_bytes - besides, sum(held.values()))
         self.run.journal.write("memory", trainer=self.trainer, **held)
         steps, sent = max(self.made - 1, 1), {k: n - self.before.get(k, 0) for k, n in self._sent().items()}
-        did: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
-        did["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
-        found = cost(self.plan, facts_of(self.job), mesh.size, -(-self.micro_batches // mesh.units))
-        return [dataclasses.asdict(found), held | did]
+        observed: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
+        observed["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
+        prediction = cost(self.plan, facts_of(self.job), mesh.size, -(-self.micro_batches // mesh.units))
+        return [dataclasses.asdict(prediction), held | observed]
 
-    def measured(self, said: Sequence[list[dict[str, Any]]]) -> None:
+    def measured(self, reports: Sequence[list[dict[str, Any]]]) -> None:
         """For the report: what all workers have measured."""
-        predicted, measured = zip(*said[: self.plan.mesh(len(said)).replica], strict=True)
-        told = {"stages": [{"blocks": blocks} for blocks in describe_blocks(self.job)], "workers": len(said)}
-        told |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
-        self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **told)
+        predicted, measured = zip(*reports[: self.plan.mesh(len(reports)).replica], strict=True)
+        details = {"stages": [{"blocks": blocks} for blocks in describe_blocks(self.job)], "workers": len(reports)}
+        details |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
+        self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **details)
 
     def memory(self) -> dict[str, int]:
         """The bytes that this worker holds at most, by category."""
@@ -465,26 +465,27 @@ class StepRunner:
         the places where a script makes its trainers at other times than the others.
         """
         operations, group = self.operations, self.run.team.group
-        balance, own = self.balance, self.replica.own
+        balance, feedback = self.balance, self.replica.own
         group.enter(name)
         self.replica.rehouse()
-        shares, known = None if balance is None else balance.state(), own.known(operations.done)
-        common = [group.links, own.chosen] if group.rank == 0 else []
-        said = group.gather_json([shares, self.weights.kind, common, known])
-        links, chosen = said[0][2]
+        shares, known = None if balance is None else balance.state(), feedback.known(operations.done)
+        common = [group.links, feedback.chosen] if group.rank == 0 else []
+        reports = group.gather_json([shares, self.weights.kind, common, known])
+        links, chosen = reports[0][2]
         if new := group.measure(links):
             measured = {"pairs": group.links, "over": group.interface}
             self.run.journal.write("links", **measured)
             self.run.say(f"the link between hosts: {links_of(measured)}", once=True)
-        if balance is not None and (change := balance.reform(operations.members, said[0][0])):  # of who is here longest
+        # The first worker is the one that has been in the team for the longest time.
+        if balance is not None and (change := balance.reform(operations.members, reports[0][0])):
             self._dealt(balance, change)
-        self.weights.kinds, self.weights.due = [kind for _, kind, *_ in said], True
-        for text in own.formed([known for *_, known in said], resumed=operations.number == 0):
+        self.weights.kinds, self.weights.due = [kind for _, kind, *_ in reports], True
+        for text in feedback.formed([known for *_, known in reports], resumed=operations.number == 0):
             self.run.say(text, once=True)
-        if decided := own.describe(partial(share_of_sums, self.plan, self.job, group.size)):
+        if decided := feedback.describe(partial(share_of_sums, self.plan, self.job, group.size)):
             self.run.decide(self.trainer, *decided)
             self.run.say(": ".join(decided), once=True)
-        if own.go_on(chosen, new):
+        if feedback.go_on(chosen, new):
             self._choose(anew=False)
         self.layout, self.housed, self.updated = None, operations.number, 0.0
 
@@ -510,10 +511,10 @@ class StepRunner:
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
         """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
-        if "keeps" in self.told | news.keys():  # then nobody knows whether it is a sum
+        if "keeps" in self.announced | news.keys():  # then nobody knows whether it is a sum
             news.pop("mixes", None)
-        for kind in sorted(news.keys() - self.told):
-            self.told.add(kind)
+        for kind in sorted(news.keys() - self.announced):
+            self.announced.add(kind)
             what, why = news[kind]
             if why:
                 self.run.decide(self.trainer, what, why)
@@ -525,7 +526,7 @@ class StepRunner:
         self.run.say(text, once=True)
 
     def untold(self) -> dict[str, tuple[str, str]]:
-        return {kind: said for kind, said in self.news.items() if kind not in self.told}
+        return {kind: entry for kind, entry in self.news.items() if kind not in self.announced}
 
     def _tell_of_nothing(self, step: StepAttempt) -> None:
         """A step in which nothing counts is named in the journal; on the console the first, tenth, hundredth, ..."""
@@ -549,7 +550,7 @@ class StepRunner:
         ]
         if not names:
             return
-        self.told.add("unused")
+        self.announced.add("unused")
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         self.run.say(
             f"{len(names)} of {len(self.job.named)} parameters got no gradient in step {self.done} and were left as "
@@ -567,10 +568,10 @@ class StepRunner:
 
     def _agree(self, step: StepAttempt, sums: StepSums, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
-        group, run, whole = self.group, self.run, step.whole
+        group, run, batch = self.group, self.run, step.whole
         self.news |= sums.news | self.job.news
         speaks = self.replica.mesh.speaks(group.rank)
-        tells = speaks and bool(whole.share) and not sums.failed
+        tells = speaks and bool(batch.share) and not sums.failed
         if self.layout is None:
             self.layout = self._first_layout(sorted(sums.metrics) if tells else None)
         layout = self.layout
@@ -596,24 +597,24 @@ class StepRunner:
             "spread": sums.spread[0] * step.options.expected**2,
             "spread_count": sums.spread[1],
             "spread_squares": sums.spread[1] ** 2,
-            "streams": whole.read > 0,
-            "read": whole.read,
-            "read_squares": whole.read**2,
+            "streams": batch.read > 0,
+            "read": batch.read,
+            "read_squares": batch.read**2,
             **run.saving.fields,
         }
         spent = self.spent | step.spent
         packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
-        rows = layout.rows(sums.parts if speaks else [], whole.count) if self.plan.exact else []
+        rows = layout.rows(sums.parts if speaks else [], batch.count) if self.plan.exact else []
         with HEARTBEAT.waiting():  # also where NCCL does
             summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
         vector = summed.tolist()
         agreed = layout.unpack(vector[: len(packed)])
         return layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
 
-    def _first_layout(self, mine: list[str] | None) -> VectorLayout:
+    def _first_layout(self, metric_names: list[str] | None) -> VectorLayout:
         """With the names of metrics that all have to tell who tell any."""
-        names = self.group.gather_json(mine)
-        known = [(rank, name) for rank, name in enumerate(names) if name is not None]
+        all_names = self.group.gather_json(metric_names)
+        known = [(rank, name) for rank, name in enumerate(all_names) if name is not None]
         for rank, other in known:
             if other != known[0][1]:
                 raise MetricError(
@@ -632,12 +633,12 @@ class StepRunner:
         return Refusal(self.replica, self.group, f"step {step.number + 1}{step.whose}", *computed)
 
 
-def counted_told(names: Sequence[str]) -> str:
+def describe_changing_counters(names: Sequence[str]) -> str:
     """For people: what a loss or a forward changes by itself, each time it is called."""
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     change, what = ("changes", "it") if len(names) == 1 else ("change", "them")
     return (
-        f"{some} {change} each time a micro-batch is computed, by the loss or the model: if the loss depends on "
+        f"{shown} {change} each time a micro-batch is computed, by the loss or the model: if the loss depends on "
         f"{what}, the result depends on the number of workers; then keep {what} in trainer.state and change {what} in "
         "the body of the loop"
     )
