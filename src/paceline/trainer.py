@@ -561,8 +561,8 @@ class Trainer(Telling):
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
         loss = agreed.loss / agreed.count if agreed.count else math.nan
         seconds = sum(one.spent.values()) - one.spent["other"]
-        ends = (loss, metrics, one.whole.rows, seconds, one.lr, one.norm, one.steps)
-        report = StepReport(self.steps_done, one.whole.epoch, *ends)
+        ends = (loss, metrics, one.batch.rows, seconds, one.lr, one.norm, one.steps)
+        report = StepReport(self.steps_done, one.batch.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report
         workers = dict(zip(run.team.operations.members, agreed.seconds, strict=False))
         lanes = dict(zip(workers, agreed.spent, strict=False))

@@ -98,7 +98,7 @@ class Run:
         ] = []  # of trainers in use the script alone holds them
         self.classes: list[str] = []  # of their models
         self.ended: set[int] = set()  # trainers that wait to be released
-        self.own = AllErrorFeedback()
+        self.error_feedback = AllErrorFeedback()
         self.models: list[torch.nn.Module] = []  # the members', for whoever must know what a loss may run
         self.notice: int | None = None
         self.loops: list[LoopState] = []  # those being gone through, the first to begin first
@@ -152,16 +152,10 @@ class Run:
         self.imported: str = self._from.get("imported", "") if self._from is not None else ""
         self.passing = self._from is not None and not self.imported  # what was done before is not done again
         if self._from is not None and self.passing:
-            refuse_other_script(
-                self._from.get("script_name", ""), self._from.get("script", ""), self.folder or location
-            )
-        if (
-            self._from is not None
-            and self.passing
-            and self.main
-            and (changed := changed_since(self._from.get("script", "")))
-        ):
-            self.say(changed)  # it continues
+            name, text = self._from.get("script_name", ""), self._from.get("script", "")
+            refuse_other_script(name, text, self.folder or location)
+            if self.main and (change := changed_since(text)):
+                self.say(change)  # the run continues with the new script
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
         alone_too = self._leave_alone if team.operations.elastic else self._notice
@@ -203,7 +197,7 @@ class Run:
         """A trainer has `ended` on all workers, or in the checkpoint: nothing of it is compared or summed any more."""
         for one in [one for one in self.agreement.weights if one.trainer == number]:
             self.agreement.release(one, self.journal)
-        for figures in self.own.release(number):
+        for figures in self.error_feedback.release(number):
             self.journal.write("codec", **figures)
         if ended is not None:
             self._members[number] = ended
@@ -549,7 +543,7 @@ class Run:
             self.saving.begin(self._subject(), mirror=True)
         while not ends and (self._enter_due or self.team.operations.hold):
             self._enter_due = False
-            self.own.pool(self.team.operations)
+            self.error_feedback.pool(self.team.operations)
             try:
                 self.team.operations.enter_next()
             except LeftError:
@@ -630,12 +624,12 @@ class Run:
         return trouble is None and saving.committed == self.step
 
     def _subject(self) -> Subject:
-        pool = partial(self.own.pool, self.team.operations) if self.own.differ else None
+        pool = partial(self.error_feedback.pool, self.team.operations) if self.error_feedback.differ else None
         return Subject(self.step, self._tree, self._params, self.about, self._meet, pool)
 
     def _meet(self) -> None:
         self.agreement.meet()
-        for text in self.own.meet(self.team.operations.done):
+        for text in self.error_feedback.meet(self.team.operations.done):
             self.say(text)
 
     def tell_saved(self) -> None:
@@ -716,9 +710,9 @@ class Run:
             by_bytes = sorted(self.team.group.ledger.items(), key=lambda item: -item[1][1])
             self.journal.write("collectives", kinds=dict(by_bytes))
         self.agreement.write(self.journal)
-        if rate := self.own.rate:
+        if rate := self.error_feedback.rate:
             self.journal.write("links", rate=rate)
-        for figures in self.own.figures():
+        for figures in self.error_feedback.figures():
             self.journal.write("codec", **figures)
         done = bool(self.members) and all(member.complete for member in self.members)
         self._closing = True

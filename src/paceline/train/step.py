@@ -72,7 +72,7 @@ class StepReport:
 @dataclass
 class StepAttempt:
     """A step under way, and once it is done what tells of it: `agreed`, `norm` (of the mean gradient), `lr` (the first
-    group's learning rate in it), `whole` (the rows), `spent` (seconds by part) and `news` of all workers. Without
+    group's learning rate in it), `batch` (the rows), `spent` (seconds by part) and `news` of all workers. Without
     `sums` another worker's state was taken over with it. `scale` is that of the loss.
     """
 
@@ -82,7 +82,7 @@ class StepAttempt:
     generation: int = -1  # that it was computed in last
     digest: float | None = None  # of the weights before it, where they are compared
     ahead: Migration.Stream | None = None  # what newcomers hear of it
-    whole: WorkerBatch = field(default_factory=partial(WorkerBatch, [], 0, 0))
+    batch: WorkerBatch = field(default_factory=partial(WorkerBatch, [], 0, 0))
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: StepOptions = field(default_factory=partial(StepOptions, 0, 1.0, 0))
     steps: int = 1  # in a turn
@@ -143,7 +143,7 @@ class StepRunner:
             self.balance = Balance(self.grid, self.operations.members, never, unit)
         self.scaling = LossScale() if plan.precision == "fp16" else None
         self.replica.own.trainer = self.trainer
-        self.run.own.append(self.replica.own)
+        self.run.error_feedback.append(self.replica.own)
 
     def turn(self, deal: Callable[[], WorkerBatch], name: str) -> StepAttempt | None:
         """Makes the next turn of the user's loop, applied whole or not at all; None where all are to stop first. `deal`
@@ -155,7 +155,7 @@ class StepRunner:
         if self.run.asked:
             self._load(step := StepAttempt(self.done, 0.0), deal)
             try:
-                prediction = forecast(self.job, step.whole.share[0], step.whole.count, *self.run.asked)
+                prediction = forecast(self.job, step.batch.share[0], step.batch.count, *self.run.asked)
             except UsageError as error:
                 prediction = {"refused": [error.what, error.cure]}
             self.run.answer(prediction)
@@ -197,7 +197,7 @@ class StepRunner:
         ended = time.perf_counter()
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
-        yield [dict(vars(step.agreed)), norm, step.lr, [step.whole.rows, step.whole.epoch]]
+        yield [dict(vars(step.agreed)), norm, step.lr, [step.batch.rows, step.batch.epoch]]
         self.operations.reached("applied")
         self.replica.complete()
         step.spent["update"] += time.perf_counter() - ended
@@ -221,17 +221,17 @@ class StepRunner:
         noise_source = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
         return StepOptions(
             step=step.number,
-            expected=(self.expected or float(step.whole.rows)) / step.scale,
-            micro_batches=step.whole.count,
-            rows=step.whole.rows,
+            expected=(self.expected or float(step.batch.rows)) / step.scale,
+            micro_batches=step.batch.count,
+            rows=step.batch.rows,
             spread=noise_source,
-            merge=min(merge, -(-step.whole.count // 2)) if noise_source == "first" else merge,
+            merge=min(merge, -(-step.batch.count // 2)) if noise_source == "first" else merge,
             test=self.merging.undecided and not self.plan.one_by_one,
             collect=self.group.size > 1 or self.plan.exact,
-            probe=self.plan.together == 1 and step.whole.count > 1 and self.replica.mesh.pipeline == 1,
+            probe=self.plan.together == 1 and step.batch.count > 1 and self.replica.mesh.pipeline == 1,
             reverse=self.run.reverse,
             hooked="hooks" in self.announced,
-            cure=step.whole.cure,
+            cure=step.batch.cure,
             reached=self.operations.reached,
             turn=self.operations.done,
         )
@@ -239,15 +239,15 @@ class StepRunner:
     def _load(self, step: StepAttempt, deal: Callable[[], WorkerBatch]) -> None:
         """This worker's micro-batches, on its device."""
         with refusing("the dataset or collate"):
-            step.whole, step.indivisible = deal(), False
-        for micro_batch in step.whole.micro_batches:
+            step.batch, step.indivisible = deal(), False
+        for micro_batch in step.batch.micro_batches:
             step.indivisible |= not micro_batch.take_part()
             micro_batch.batch = to_device(micro_batch.batch, self.job.device)
 
     def _compute(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str, began: float) -> float:
         """Gradients, and what all agree on: again, as long as they agree to. When this worker's own part was there."""
         options, migration = step.options, self.operations.migration
-        if step.whole.single and step.whole.micro_batches and self.replica.mesh.pipeline == 1:
+        if step.batch.single and step.batch.micro_batches and self.replica.mesh.pipeline == 1:
             self._try_single_row(step)
         sends_all_sums = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
         self.group.enter(name, check=False, kind="gradients")
@@ -256,13 +256,13 @@ class StepRunner:
             on_reduced = None if step.ahead is None else step.ahead.sum
             # In the first step much is made that stays.
             counters = self._counters() if self.made == 1 and "keeps" not in self.announced else None
-            sums = step.sums = self.replica.run(step.whole.micro_batches, options, on_reduced)
+            sums = step.sums = self.replica.run(step.batch.micro_batches, options, on_reduced)
             if counters is not None and (names := counters.names()):
                 self.news["counts"] = describe_changing_counters(names), ""
             step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
-            divided = step.whole.fine and alone
+            divided = step.batch.fine and alone
             if not (sums.redo or divided or agreed.failed or self._overflows(step) or self._heals(step)):
                 return computed
             self._again()
@@ -282,9 +282,9 @@ class StepRunner:
         """Before the first step of a loop in which a micro-batch of a single row comes later: whether the model can
         normalise one, tried on a row that is here. Raises UsageError.
         """
-        first = step.whole.micro_batches[0]
+        first = step.batch.micro_batches[0]
         if in_rows(first.batch, first.rows):
-            row = MicroBatch(first.index, 1, cut(first.batch, range(1)), step.whole.single)
+            row = MicroBatch(first.index, 1, cut(first.batch, range(1)), step.batch.single)
             self.replica.try_forward(row, step.options)
 
     def _overflows(self, step: StepAttempt) -> bool:
@@ -313,7 +313,7 @@ class StepRunner:
         if step.agreed.tune:
             self._choose(anew=True)
         if step.agreed.lengths_differ:
-            refuse_lengths(self.replica.team, step.whole.read)
+            refuse_lengths(self.replica.team, step.batch.read)
         self._refuse(step)
         for member in self.run.members:
             member.state.step_computed()
@@ -349,7 +349,7 @@ class StepRunner:
         """This worker's own part was lost; the step was not."""
         self.weights.refused = False
         agreed, step.norm, step.lr, (rows, epoch) = result
-        step.agreed, step.whole = Agreed(**agreed), WorkerBatch([], 0, rows, epoch)
+        step.agreed, step.batch = Agreed(**agreed), WorkerBatch([], 0, rows, epoch)
         step.sums, step.spent = None, {}
 
     def hear(self, message: list[Any]) -> None:
@@ -404,10 +404,10 @@ class StepRunner:
                 codecs = self.job.device.type == "cpu" and not self.plan.exact
                 if suggestion := self.replica.own.advice(self.busy / 2, codecs):
                     self._note(suggestion)
-            self.micro_batches = max(self.micro_batches, step.whole.count)
+            self.micro_batches = max(self.micro_batches, step.batch.count)
             if step.options.merge == self.merging.size:
                 self._merge(step, step.sums, step.spent["compute"])
-            for news in self.noise.learn(step.agreed, step.norm, step.whole.rows):
+            for news in self.noise.learn(step.agreed, step.norm, step.batch.rows):
                 self.run.journal.write("noise", trainer=self.trainer, step=self.done, **news)
         if step.news:
             self._tell(step.news)
@@ -422,7 +422,7 @@ class StepRunner:
 
     def _merge(self, step: StepAttempt, sums: StepSums, seconds: float) -> None:
         """What forward and backward, which took so many seconds, tell of merging."""
-        share = step.whole.share
+        share = step.batch.share
         decision = self.merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
         if decision is not None:
             self.run.decide(self.trainer, *decision)
@@ -497,7 +497,7 @@ class StepRunner:
     def _weigh(self, balance: Balance, step: StepAttempt) -> None:
         """What a step tells of the workers' speeds."""
         balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
-        if step.whole.full and (change := balance.learn(step.agreed.seconds)):
+        if step.batch.full and (change := balance.learn(step.agreed.seconds)):
             self._dealt(balance, change)
         for what, why in balance.news:
             self.run.decide(self.trainer, what, why)
@@ -568,7 +568,7 @@ class StepRunner:
 
     def _agree(self, step: StepAttempt, sums: StepSums, seconds: float) -> Agreed:
         """Sums of all workers; on the first step they first agree on the names of the metrics."""
-        group, run, batch = self.group, self.run, step.whole
+        group, run, batch = self.group, self.run, step.batch
         self.news |= sums.news | self.job.news
         speaks = self.replica.mesh.speaks(group.rank)
         tells = speaks and bool(batch.share) and not sums.failed
@@ -629,7 +629,7 @@ class StepRunner:
             raise self._refusal(step).of_loss()
 
     def _refusal(self, step: StepAttempt) -> Refusal:
-        computed = step.whole.micro_batches, step.options, step.sums
+        computed = step.batch.micro_batches, step.options, step.sums
         return Refusal(self.replica, self.group, f"step {step.number + 1}{step.whose}", *computed)
 
 
