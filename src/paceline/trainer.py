@@ -228,7 +228,7 @@ class Trainer(Telling):
 
     @by_pieces
     def _end(self) -> None:
-        """Gives all parts to an object of the run's own, which stands in for this one until all workers release it."""
+        """Moves all parts to an object of the run, which stands in for this trainer until all workers release it."""
         run, number = self._run, self._number
         if len(run.classes) <= number:
             return  # an error ended the constructor
@@ -241,7 +241,9 @@ class Trainer(Telling):
         run.placeholder(number, parts)
 
     def _go_on_ended(self, saved: dict[str, Any]) -> None:
-        """This trainer had ended when the checkpoint was written: it has its last weights, and trains no more."""
+        """Loads a trainer that had ended when the checkpoint was written: it has its last weights and trains no
+        more.
+        """
         self._replica.load({"model": saved["model"]})
         self._stepper.done, self._stepper.expected = saved["steps"], saved["expected"]
         self._line = {name: value for name, value in saved.items() if name not in ("model", "state")}
@@ -258,7 +260,7 @@ class Trainer(Telling):
 
     @property
     def viewed(self) -> nn.Module | None:
-        """The model, if other trainers' losses may run it."""
+        """The model, if the losses of other trainers may call it."""
         return self.model if self._line is None or self._line["viewed"] else None
 
     def _need_optimizer(self) -> None:
@@ -267,8 +269,8 @@ class Trainer(Telling):
             raise UsageError(what, "start a new run in another --run-dir to train it further")
 
     def dismantle(self) -> list[Any]:
-        """Gives the memory of a trainer back that all workers have released. Weak references to what the script may
-        hold: the model, and then the optimizers.
+        """Frees the memory of a trainer that all workers have released. Returns weak references to the model and then
+        the optimizers, which the script may still hold.
         """
         job, replica, mesh = self._job, self._replica, self._mesh
         weak: list[weakref.ref[Any]] = [weakref.ref(one) for one in (job.model, *job.optimizers)]
@@ -305,11 +307,11 @@ class Trainer(Telling):
 
     @property
     def _of(self) -> str:
-        """Which trainer of the script this is, in the names of collectives: workers must use the same one."""
+        """Names this trainer in collectives, if it is not the first: all workers must use the same one."""
         return f" of Trainer {self._number}" if self._number else ""
 
     def _choose_plan(self, script: str | None) -> Mesh:
-        """Settles the plan, which the `script` may say, and begins the run with it. Returns the plan's mesh."""
+        """Chooses the plan, which the `script` may give, and begins the run with it. Returns the plan's mesh."""
         run = self._run
         run_plan, self.plan, origin = choose_plan(run.team.world, script)
         if self.plan.exact:
@@ -324,15 +326,17 @@ class Trainer(Telling):
         return mesh
 
     def _compare(self, part: Description, known: bool) -> None:
-        """Compares a part of this trainer's description among the workers, unless it is `known` to the others: then it
-        is compared with theirs when their state is taken over. Collective if it is not known.
+        """Compares a part of this trainer's description between workers. If the trainer is `known` to the others, a
+        newcomer compares it with theirs when it takes over their state. Collective if it is not known.
         """
         self.described = {**self.described, **part}
         if not known:
             compare(self._group, part, f"the making of Trainer {self._number}")
 
     def _optimizers(self, make: Any, mesh: Mesh) -> list[Optimizer]:
-        """What the user's function makes of what is here of the parameters. That it may be a part must not matter."""
+        """Calls the user's function with the parameters that this worker holds. The result must not depend on whether
+        these are shards.
+        """
         run, job, plan = self._run, self._job, self.plan
         groups = dict[str, tuple[int, int]]()
         if job.own_cuts or plan.divides_servers:
@@ -404,7 +408,7 @@ class Trainer(Telling):
         return with_bodies(loop, lambda: run.members)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> LoopState:
-        """The next phase, or the one that the checkpoint holds of this number. Prints its grid."""
+        """Returns the state of the next loop, from the checkpoint if that holds it. Prints its grid."""
         self._run.need_team()
         grid = self._grid
         assert grid is not None
@@ -484,7 +488,7 @@ class Trainer(Telling):
             run.save(wait=True, must=True)
 
     def _tell_of_loading(self, feed: Feed) -> None:
-        """Where rows are loaded, for the journal; on the console what makes training slower than it could be."""
+        """Journals where rows are loaded, and tells the user what makes training slower than it could be."""
         for what, why in feed.take_news():
             self._run.decide(self._number, what, why)
             if what.startswith(("rows are loaded in the step:", "rows are loaded in the step from", "an iterable")):
@@ -517,7 +521,9 @@ class Trainer(Telling):
         return report
 
     def _brought(self, batch: Any, looks: str) -> WorkerBatch:
-        """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
+        """Returns the rows that this worker brings to step(), numbered among those of all workers. `looks` names the
+        step if equal rows of two workers are to be refused.
+        """
         micro = self._grid.micro if self._grid else self.plan.micro
         step, together = self.steps_done + 1, self.plan.together
         self._group.enter(f"step {step} by step(){self._of}", kind="step()")
@@ -528,7 +534,9 @@ class Trainer(Telling):
         return worker_batch
 
     def _deal(self, alike: Fingerprint, feed: Feed, phase: LoopState, cure: str, ahead: int = 0) -> WorkerBatch | None:
-        """This worker's part of the loop's next global batch, or of one further ahead, if there is one."""
+        """Returns this worker's part of the loop's next global batch, or of one that is `ahead`; None if there
+        is none.
+        """
         if ahead and not feed.has(phase.done + ahead):
             return None
         if warning := alike.compare(self._group, self._run.team.operations.number):
@@ -546,7 +554,7 @@ class Trainer(Telling):
         )
 
     def _get_assignment(self) -> Place:
-        """How the present team deals a global batch of this trainer's."""
+        """Returns how the present team divides a global batch of this trainer."""
         assignment, balance = self._run.team.place(self._mesh, self.plan.together), self._stepper.balance
         # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
         if balance is None or len(assignment.weights) == 1 or self._stepper.housed != assignment.generation:
@@ -573,7 +581,7 @@ class Trainer(Telling):
         return report
 
     def flush(self) -> None:
-        """A record of the steps since the last one, for the journal and the progress line."""
+        """Writes the steps since the last record to the journal and the progress line."""
         report, account = self._last, self._run.team.operations.account
         if not self._run.main:
             self._ledger.forget()
@@ -703,7 +711,7 @@ class Trainer(Telling):
         self._stopped = True
 
     def _together(self, name: str) -> None:
-        """All workers come to this, or none."""
+        """Enters a collective that all workers call, or none."""
         self._run.need_team()
         self._run.team.operations.run(settling(partial(self._group.enter, name)))
 
@@ -711,7 +719,9 @@ class Trainer(Telling):
 
     @by_pieces
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
-        """What the rest of the training depends on; for a checkpoint, after `done` transactions, with its own state."""
+        """Returns the state that further training depends on. For a checkpoint `done` is the number of transactions,
+        and this worker's own state is included.
+        """
         if self._line is not None and self._line["closed"] is not None:
             return self._line
         for optimizer in self._job.optimizers if not self._looked else ():
@@ -735,54 +745,58 @@ class Trainer(Telling):
         }
 
     def follow(self) -> None:
-        """This worker writes the journal from now on: it goes on after what is there."""
+        """Continues the journal after its last step: this worker writes it from now on."""
         self._ledger.go_on_after(self._run.journal.last_step(self._number))
 
     def prepare(self, saved: dict[str, Any]) -> None:
-        """The state as it was some steps ago, which goes ahead to a newcomer."""
+        """Loads a state that is some steps old, ahead of the steps that follow it."""
         if "closed" not in saved:
             self._replica.load(saved)
             self._stepper.done = saved["steps"]
 
     def needs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What this trainer's plan makes a worker hold, by category, and then what others would."""
+        """Returns each plan as text, and the bytes that a worker holds under it by category: this trainer's plan, and
+        then alternatives with more shards.
+        """
         facts, workers = facts_of(self._job), self._run.team.world.size
         plans = [self.plan, *self.plan.in_shards(workers)]
         return [(str(plan), cost(plan, facts, workers).held) for plan in plans]
 
     def complete_step(self) -> None:
-        """What a step that counts has left to do."""
+        """Finishes a step after its update: gathers the weights that other workers have updated."""
         if self._line is None:
             self._replica.complete()
 
     def held(self) -> int:
-        """The bytes that it takes."""
+        """Returns the bytes that the trainer holds on this worker."""
         return sum(self._stepper.memory().values())
 
     def measure(self, besides: int) -> list[dict[str, Any]] | None:
-        """What was to be held and sent and what was, where the process holds so much `besides`; None before a step."""
+        """Returns the predicted and the measured memory and traffic of a step; None before the first step. `besides`
+        are the bytes of the process that belong to other trainers.
+        """
         return self._stepper.measure(besides) if self.steps_done and self._line is None else None
 
     def measured(self, reports: list[Any]) -> None:
-        """What all workers have measured."""
+        """Journals the measurements of all workers for the report."""
         self._stepper.measured(reports)
 
     def look_around(self) -> None:
-        """Other trainers' models have come or gone."""
+        """Updates the list of models that this trainer's loss may call."""
         self._replica.runner.look_around()
 
     def mark_copies(self) -> None:
-        """What the script keeps of weights, for the body of a loop."""
+        """Marks the tensors in `trainer.state` that are copies of sharded weights, for the body of a loop."""
         if self.parts:
             mark_copies({key: value for key, (_, value) in self.state.saved().items()}, self._job)
 
     def hear(self, message: list[Any]) -> None:
-        """A part of a step after it."""
+        """Applies a part of a step that the team made before this newcomer joined."""
         self._stepper.hear(message)
 
     def restore(self, newcomer: bool) -> None:
-        """Takes this trainer's part of the checkpoint that the run resumes from, or of what another worker handed over.
-        One that is no newcomer is where it is in its script, with the user's values that belong there.
+        """Loads this trainer's part of the checkpoint, or of the state that another worker handed over. A worker that
+        is no newcomer keeps its position in the script and its own values of `trainer.state`.
         """
         trainers = list(self._run.tree["trainers"])
         if self._number >= len(trainers):

@@ -33,12 +33,13 @@ _STREAM = 1 << 43  # the streams of evaluation, apart from those of training
 
 
 def in_order(position: int, size: int, seed: int, epoch: int) -> int:
+    """Returns the position itself: the order of rows in evaluation."""
     return position
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for the time, module by module as it was afterwards."""
+    """Puts the model into eval mode in the context, and each module back into its former mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -50,7 +51,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_gradients() -> Iterator[None]:
-    """Says what helps where code needs gradients."""
+    """Adds a hint to errors of code that needs gradients."""
     try:
         yield
     except RuntimeError as error:
@@ -65,8 +66,8 @@ def _without_gradients() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class EvalPass:
-    """A model at rest and all rows of a dataset, each once and in order, in micro-batches of `micro` rows that are
-    dealt as `place` says. Global batches are cut as `grid` says, where metrics are over them.
+    """One pass over all rows of a dataset, each once and in order, with a model in eval mode. `get_assignment` says how
+    micro-batches of `micro` rows are assigned to workers. `grid` cuts global batches, for metrics over these.
     """
 
     team: Team
@@ -79,7 +80,9 @@ class EvalPass:
     of: str = ""  # which Trainer's, in the names of collectives
 
     def feed(self, micro_batches: int, full_batches: bool = False) -> Feed:
-        """This worker's part, so many of all workers' micro-batches at a time, or a `whole` global batch."""
+        """Returns this worker's part of the rows: so many micro-batches of all workers at a time, or with
+        `full_batches` a global batch.
+        """
         # The training's loader options serve here too, but a dataset of another kind may not take them.
         stream = self.source.rows is None
         source = replace(self.source, options=None) if stream else replace(self.source, order=in_order)
@@ -89,13 +92,16 @@ class EvalPass:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
+        """Puts the model into eval mode without gradients in the context, and restores buffers and random streams."""
         model, streams = self.model, RngState(self.job.device)
         alone = refusing("the forward or a metric")
         with alone, torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
             yield
 
     def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:
-        """Calls `use` with number, rows, output and batch of each of these micro-batches, numbered from `base` on."""
+        """Computes the outputs of micro-batches and calls `use` with number, rows, output and batch of each. Numbers
+        start at `base`.
+        """
         streams, speaks = RngState(self.job.device), self.get_assignment().speaks
         for micro_batch in micro_batches:
             number = base + micro_batch.index
@@ -109,8 +115,8 @@ class EvalPass:
             HEARTBEAT.beat()
 
     def at_once(self, number: int, base: int, micro_batches: Sequence[MicroBatch], use: Callable[..., None]) -> None:
-        """Calls `use` with the number of a global batch, its rows, their outputs, and no batch: where its first
-        micro-batch is.
+        """Gathers the outputs of a global batch and calls `use` with its number, rows, outputs and no batch, on the
+        worker with its first micro-batch.
         """
         outputs: list[tuple[int, int, Any]] = []
         self.over(base, micro_batches, lambda index, rows, output, _: outputs.append((index - base, rows, output)))
@@ -152,7 +158,7 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
 
 
 class Means:
-    """A function's ``{name: (sum, count)}`` of each micro-batch."""
+    """Collects a metric function's ``{name: (sum, count)}`` of each micro-batch."""
 
     def __init__(self, metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]) -> None:
         self._metric = AnnotatedCallable(metric, "metric")
@@ -165,6 +171,7 @@ class Means:
         pass
 
     def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
+        """Computes the metric of one micro-batch. Raises MetricError if the result is not (sum, count) by name."""
         result = self._metric(output, batch)
         if not isinstance(result, Mapping) or not all(map(is_pair, result.values())):
             what = f"the metric returned {' '.join(repr(result).split()):.60}"
@@ -177,7 +184,9 @@ class Means:
         self._sums[number] = sums
 
     def together(self, group: Group, micro_batches: int) -> dict[str, float]:
-        """Every micro-batch's sums to every worker, then added in grid order: equal bits on any number of workers."""
+        """Returns the mean of each metric. All workers get all sums and add them in grid order: equal bits on any
+        number of workers. Collective.
+        """
         own_names = sorted({tuple(sorted(sums)) for sums in self._sums.values()})
         all_names = [tuple(names) for worker in group.gather_json(own_names) for names in worker]
         if len(set(all_names)) > 1:

@@ -25,7 +25,9 @@ _States = dict[str, Any]
 
 
 def to_main(group: Group, tree: Any) -> list[Any]:
-    """Every worker's tree, by rank, on the main one; elsewhere nothing. Part of the entered collective."""
+    """Returns every worker's tree, by rank, on the main worker, and an empty list elsewhere. Part of the entered
+    collective.
+    """
     if group.rank:
         group.send_bytes(pack(tree), 0)
         return []
@@ -33,14 +35,14 @@ def to_main(group: Group, tree: Any) -> list[Any]:
 
 
 class MetricObjects:
-    """Metric objects by name, as a context in which they start no collectives of their own and after which they are as
-    new. `parts` are all that have states, as also a wrapper's inner ones.
+    """Metric objects by name. In their context they start no collectives of their own, and after it they are reset.
+    `parts` are all objects with states, those inside of a wrapper included.
     """
 
     @staticmethod
     def of(metric: Any, device: torch.device) -> MetricObjects | None:
-        """From an object, a mapping of them (a MetricCollection), or either with a function that says what of output
-        and batch is given to `update`; None where it is a plain function. Raises MetricError.
+        """Returns the metric objects of an object, of a mapping (a MetricCollection), or of a pair of either with a
+        function that returns the arguments of `update`. Returns None for a plain function. Raises MetricError.
         """
         given, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, None)
         named = {type(given).__name__: given} if not hasattr(given, "items") else dict(given.items())
@@ -95,7 +97,7 @@ class MetricObjects:
             one.reset()
 
     def _fit(self, name: str, one: Any, args: tuple[Any, ...], words: Mapping[str, Any]) -> None:
-        """Refuses arguments that `update` does not take."""
+        """Raises MetricError if `update` does not take these arguments."""
         self._fitting.add(name)
         if not (why := unfit(one.update, *args, **words)[0]):
             return
@@ -107,6 +109,7 @@ class MetricObjects:
         raise MetricError(what, example if self._arguments is None else cure)
 
     def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
+        """Updates the metrics with one micro-batch, from their start values, and keeps the resulting states."""
         self._reset()
         given = (output, batch) if self._arguments is None else self._arguments(output, batch)
         for name, one in self._named.items():
@@ -130,7 +133,9 @@ class MetricObjects:
         self._states[number] = rows, states
 
     def together(self, group: Group, micro_batches: int) -> dict[str, Any]:
-        """The results by name, on all workers: numbers as float, others as tensors."""
+        """Merges the states of all workers. Returns the results by name, on all workers: numbers as float, others as
+        tensors. Collective.
+        """
         gathered = to_main(group, [[[number, *kept] for number, kept in self._states.items()], self._sums])
         results: dict[str, Any] = {}
         if gathered:
@@ -155,18 +160,18 @@ class MetricObjects:
 
 
 def _cpu_copy(state: Any) -> Any:
-    """A copy on the CPU: of a tensor, or of all in a list."""
+    """Returns a copy on the CPU of a tensor, or of all tensors in a list."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), state)
 
 
 def _word(how: Any) -> str:
-    """A reduction by torchmetrics' name for it, or empty for one of another's."""
+    """Returns torchmetrics' name of a reduction, or an empty text for another one."""
     word = how if isinstance(how, str) else getattr(how, "__name__", "").removeprefix("dim_zero_")
     return word if word in _WORDS else ""
 
 
 def _merged(row_states: list[tuple[int, Any]], start: Any, how: Any) -> Any:
-    """One state out of those of all micro-batches, each with its rows, in the order of the grid."""
+    """Merges one state of all micro-batches, each with its number of rows, in grid order."""
     if isinstance(start, list):
         return [item for _, items in row_states for item in items]
     word, states = _word(how), [state for _, state in row_states]

@@ -61,8 +61,8 @@ _OPTIMIZERS = re.compile(r"trainers\.\d+\.optimizers\.")
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """For a time in which much is made and kept: the collector of circles would look through all of it again and again.
-    With many small tensors that took a third of the time for which training stood still.
+    """Disables Python's garbage collector for a while. It scans all new objects again and again: with many small
+    tensors that took a third of the time for which a checkpoint blocks training.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -74,15 +74,15 @@ def _no_collection() -> Iterator[None]:
 
 
 def limit_writers(writers: list[int], size: int) -> list[int]:
-    """Those that write so many bytes, which all of them have."""
+    """Returns the workers that write `size` bytes which all workers have: more for more bytes."""
     return writers[: min(_MOST, max(1, size // _SHARE))]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is saved: optimizer steps done; the whole state as a tree, whose tensors are not copies; all parameters in
-    it; what else the manifest tells; and a part of the collective, in which all workers' states are compared. Where
-    workers have state of their own, `pool` makes it everybody's.
+    """What a checkpoint saves: the number of steps, the state tree (its tensors are not copies), the parameters in it,
+    further fields of the manifest, and a part of the collective that compares all workers' states. `pool` collects
+    state that differs between workers.
     """
 
     step: int
@@ -95,7 +95,7 @@ class Subject:
 
 @dataclass
 class _Draft:
-    """What the first writer keeps until all files are there."""
+    """What the first writer needs for the manifest, until all files are written."""
 
     step: int
     writers: list[int]
@@ -107,13 +107,15 @@ class _Draft:
 
 
 class CheckpointManager:
-    """The checkpoints of a run, as one worker has them. `begun` is the step of the last one that was begun, `open`
-    whether its end is not known to all: both are the same everywhere. `committed` is the last one that this worker
-    knows to be whole. `news` are outcomes to be told, on the worker that wrote a manifest: the fields of the journal's
-    event, what went wrong, or a line. What goes wrong again and again for one reason is told once.
+    """Takes the checkpoints of a run, on one worker.
 
-    With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which lives
-    nowhere else, is kept there besides, in the same way.
+    `begun` is the step of the last one that was begun, and `open` whether its end is not yet known to all workers: both
+    are the same everywhere. `committed` is the last one that this worker knows to be complete. `news` are outcomes to
+    report, on the worker that wrote a manifest: the fields of the journal's event, an error as (what, cure), or a line.
+    An error that repeats for the same reason is reported once.
+
+    With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which
+    exists nowhere else, is also kept there.
     """
 
     def __init__(
@@ -144,8 +146,8 @@ class CheckpointManager:
     # -- when -------------------------------------------------------------------------------------------------------
 
     def wants(self, step: int) -> int:
-        """The first worker's wish after `step`, which the step's vector makes everybody's: a checkpoint (1), a copy in
-        the mirror (2), or nothing (0).
+        """Returns the main worker's wish after `step`, which the step's vector tells all workers: a checkpoint (1), a
+        copy in the mirror (2), or nothing (0).
         """
         if self._part is not None or self._commit is not None:
             return 0
@@ -157,7 +159,7 @@ class CheckpointManager:
 
     @property
     def _alone(self) -> bool:
-        """Whether the state lives in one replica, all of it on this host."""
+        """Whether a single replica, on this host, holds the state."""
         group = self.team.group
         return group.size <= group.mesh.replica and len(set(group.hosts)) == 1
 
@@ -167,8 +169,8 @@ class CheckpointManager:
         return time.monotonic() - self._saved_at >= (self._interval() if self._seconds is None else self._seconds)
 
     def _interval(self) -> float:
-        """Young, A first order approximation to the optimum checkpoint interval, CACM 1974; and no more than a part of
-        the time.
+        """Returns the seconds between checkpoints by Young, A first order approximation to the optimum checkpoint
+        interval, CACM 1974, bounded by a share of the time.
         """
         if self._cost is None:
             return _FIRST
@@ -177,17 +179,18 @@ class CheckpointManager:
 
     @property
     def fields(self) -> dict[str, float]:
-        """For the step's vector."""
+        """The entries of the step's vector: whether this worker is writing, or has written."""
         part = self._part
         return {"writing": part is not None and not part.over, "written": part is not None and part.over}
 
     def agreed(self, agreed: Agreed) -> None:
+        """Notes from a step's sums whether all workers have written their files."""
         self._collect = agreed.written > 0 and agreed.writing == 0
 
     # -- the way of one ---------------------------------------------------------------------------------------------
 
     def begin(self, subject: Subject, still: bool = False, mirror: bool = False) -> None:
-        """Begins one; collective. What went wrong is in the news."""
+        """Begins a checkpoint, or with `mirror` a copy in memory. Errors go to the news. Collective."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
         # Whoever has state of its own writes it; if not all can, there must be none.
         if subject.pool is not None and 0 < len(self.team.operations.run(settling(self._writing))) < self.team.size:
@@ -202,8 +205,8 @@ class CheckpointManager:
             self.begun, self._saved_at = subject.step, time.monotonic()
 
     def put_aside(self, subject: Subject, storage: Storage) -> list[str] | None:
-        """Writes what is kept beside the checkpoints, in a `storage` of its own, and waits for it; what went wrong, the
-        same on all workers. Collective.
+        """Writes a subject to a `storage` of its own, beside the checkpoints, and waits for it. Returns the error, the
+        same on all workers, or None. Collective.
         """
         if self.open:
             self.finish()
@@ -225,7 +228,7 @@ class CheckpointManager:
         return {"by": [attempt, writers], "trouble": trouble}
 
     def _gather_streams(self, writers: Sequence[int]) -> None:
-        """To the first writer, unless all are the same: of a thousand workers they are 25 MB."""
+        """Sends the users' random streams to the first writer if they differ: those of a thousand workers are 25 MB."""
         group, own_streams, members = self.team.group, user_streams(), self.team.operations.members
         digest = hashlib.sha256(repr(own_streams).encode()).hexdigest()
         self._streams = [own_streams]
@@ -244,7 +247,9 @@ class CheckpointManager:
         return self._who_writes()[0]
 
     def _who_writes(self) -> tuple[list[int], Any]:
-        """The workers that reach the place: those who find in it what the first one puts there."""
+        """Returns the workers that see the storage (those that see a file which the first worker puts there), and the
+        error if that fails.
+        """
         operations, group, storage = self.team.operations, self.team.group, self._into
         if not isinstance(storage, Folder) or (self._mirror is not None and storage is self._mirror[1]):
             return list(operations.members), None
@@ -302,7 +307,7 @@ class CheckpointManager:
         return settled
 
     def copied(self) -> None:
-        """Before an update: waits until the state may change."""
+        """Waits, before an update, until the state may change."""
         if self._part is not None:
             with self.team.operations.account.of("saving"):
                 blocked = self._part.copied()
@@ -310,7 +315,9 @@ class CheckpointManager:
                 self._draft.blocked += blocked
 
     def turn(self) -> None:
-        """Between two steps: what was written is made a checkpoint, once all have written. Collective, if at all."""
+        """Between two steps: commits a checkpoint once all workers have written their files. Collective if there is
+        one.
+        """
         if self._collect:
             self._collect = False
             self.team.operations.run(settling(self._tell, self._end), "saving")
@@ -339,7 +346,7 @@ class CheckpointManager:
         return reports
 
     def _work(self, reports: Any) -> Callable[[], dict[str, Any]] | None:
-        """What the first writer has left to do."""
+        """Returns the function that commits the checkpoint, on the first writer; None elsewhere."""
         draft, part, storage = self._draft, self._part, self._into
         if draft is None or part is None or storage is None:
             return None
@@ -398,7 +405,9 @@ class CheckpointManager:
         self._reasons[location] = reason
 
     def finish(self) -> list[str] | None:
-        """Waits for the end of the last one that was begun; what went wrong. All know the same then. Collective."""
+        """Waits for the end of the last checkpoint that was begun. Returns its error or None; all workers then know the
+        same. Collective.
+        """
         trouble: list[str] | None = self.team.operations.run(settling(self._wait, self._close), "saving")
         return trouble
 
@@ -430,8 +439,8 @@ class CheckpointManager:
     # -- a run that goes on -----------------------------------------------------------------------------------------
 
     def last_of(self, number: int, saved: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-        """What checkpoints say of a trainer that has ended, with its last weights. CheckpointError: they are not seen
-        here.
+        """Returns the saved fields of an ended trainer with its last weights. Raises CheckpointError if this worker
+        cannot read them.
         """
         if self.storage is None or saved.get("closed") is None or "model" in saved:
             return saved
@@ -444,7 +453,7 @@ class CheckpointManager:
 
     @HEARTBEAT.waiting()
     def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
-        """Step and tree of the newest good checkpoint, as this worker sees it."""
+        """Returns step and tree of the newest valid checkpoint that this worker sees."""
         try:
             checkpoint = find_checkpoint(self.storage, say) if self.storage is not None else None
             if checkpoint is None or not trainers_in(checkpoint.manifest):
@@ -456,8 +465,8 @@ class CheckpointManager:
 
     @HEARTBEAT.waiting()
     def find(self, say: Callable[[str], None]) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:
-        """Step, manifest and tensors of the newest good checkpoint, the same on every worker. Collective. Who does not
-        see it gets it from one who does.
+        """Returns step, manifest and tensors of the newest valid checkpoint, the same on every worker. A worker that
+        cannot see it receives it from one that can. Collective.
         """
         storage, group = self.storage, self.team.group
         checkpoint: Checkpoint | None = None
@@ -499,7 +508,7 @@ class CheckpointManager:
 
 
 def user_streams() -> dict[str, Any]:
-    """The state of the generators that belong to the script."""
+    """Returns the state of the random generators that belong to the script."""
     streams: dict[str, Any] = {
         "torch": bytes(torch.get_rng_state().tolist()).hex(),
         "random": json.loads(json.dumps(random.getstate())),
@@ -513,7 +522,7 @@ def user_streams() -> dict[str, Any]:
 
 
 def load_user_streams(saved: dict[str, Any]) -> None:
-    """Brings back what `user_streams` returned."""
+    """Restores what `user_streams` returned."""
     with reading():
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
         if "cuda" in saved and torch.cuda.is_available():

@@ -164,7 +164,7 @@ def _common(run: Run, numbers: list[int]) -> list[int]:
 
 
 def _release(run: Run, number: int) -> list[Any]:
-    """Writes the last weights of a trainer and frees its memory. Returns weak references to its model and optimizers."""
+    """Writes the last weights of a trainer and frees its memory. Returns weak references to model and optimizers."""
     member: Any = run.members[number]
     member.flush()
     run.saving.copied()  # of a checkpoint that is being written

@@ -46,7 +46,7 @@ _CURE = (
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the bits and where they are: 52 bits, the same on every device."""
+    """Returns a digest of the tensors' bits and their positions: 52 bits, the same on every device."""
     total = 0
     for alike in kinds(tensors, BYTES):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
@@ -63,8 +63,9 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
 
 
 class Weights:
-    """Those of one trainer. `kinds` are the present workers', by rank. With `due` they are compared in the next step,
-    as in the first one of a generation. `distance` is the largest that was measured.
+    """Compares the weights and the optimizer states of one trainer between workers. `kinds` names each worker's
+    processor, by rank. `due` asks for a comparison in the next step, as in the first step of a generation. `distance`
+    is the largest distance measured between workers with different processors.
     """
 
     def __init__(self, job: TrainingJob, mesh: Mesh, alike: bool = True, heals: Heals | None = None) -> None:
@@ -79,13 +80,13 @@ class Weights:
         self._rests = 0.0  # until when there is no time
 
     def looks(self, done: int) -> bool:
-        """Whether they are compared before the step after so many; the same on all workers."""
+        """Returns whether the weights are compared before the step after `done` steps; the same on all workers."""
         self.done = done
         return self.due or done & (done + 1) == 0
 
     @property
     def wish(self) -> bool:
-        """Of the first worker: that the next step compares them."""
+        """Whether the first worker wants a comparison in the next step: when the time budget allows one."""
         return time.monotonic() >= self._rests
 
     def _spend(self, began: float) -> None:
@@ -94,7 +95,7 @@ class Weights:
         self._rests = max(self._rests, now) + (now - began) / SPENT
 
     def _named(self) -> dict[str, torch.Tensor]:
-        """Parameters, of those in pieces the piece, and BatchNorm's statistics."""
+        """Returns the parameters (of sharded ones the local shard) and the statistics of BatchNorm."""
         tensors: dict[str, torch.Tensor] = dict(self.job.model.named_parameters())
         for path, module in self.job.model.named_modules():
             if isinstance(module, BatchNormBase):
@@ -102,7 +103,9 @@ class Weights:
         return {name: local(tensor) for name, tensor in tensors.items()}
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        """What the optimizers keep, where that is the same on all: not on islands, nor beside parameter servers."""
+        """Returns the optimizer state by name, where it is the same on all workers: not with islands, and not with
+        parameter servers.
+        """
         kept = dict[str, torch.Tensor]()
         for name, param in self.job.own.items() if self._alike_optimizers else ():
             for optimizer in self.job.optimizers:
@@ -112,6 +115,7 @@ class Weights:
         return kept
 
     def digest_state(self) -> float:
+        """Returns one number with the digests of the weights (upper bits) and of the optimizer state (lower bits)."""
         began, most = time.monotonic(), 1 << _HALF
         combined = digest(self._named().values()) % most * most + digest(self._kept().values()) % most
         self._spend(began)
@@ -125,9 +129,11 @@ class Weights:
         undo: Callable[[], None] = lambda: None,
         heal: bool = True,
     ) -> bool:
-        """Raises WorkersDifferError on all workers where one has others than the rest; `undo` brings statistics back.
-        Where workers differ in kind the distance is measured, unless `give` is None; with it the first one's state
-        becomes everybody's. Whether they were healed instead, if they may be. Collective.
+        """Compares the workers' `digests`. Returns whether differing workers were healed. Collective.
+
+        If a worker differs, `undo` first restores statistics that a forward may have changed. Then the workers are
+        healed, or all raise WorkersDifferError. Workers with different processors may round differently: their distance
+        is measured, unless `give` is None. With `give` all of them get the first worker's state.
         """
         self.checks += 1
         healed, combined = False, [int(number) for number in digests]
@@ -144,17 +150,17 @@ class Weights:
         return healed
 
     def _sets(self, kept: bool) -> list[list[int]]:
-        """The workers that must have the same weights, or that must keep the same, by rank."""
+        """Returns the ranks that must have equal weights, or with `kept` equal optimizer states, set by set."""
         pieces = self.job.kept_cuts if kept else self.job.cuts
         keys = [(kind, self.mesh.place(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
         return [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
 
     def _apart(self, values: Sequence[Any], kept: bool = False) -> tuple[list[int], list[int]] | None:
-        """Of workers that must have the same those that have and have not, by rank."""
+        """Returns the usual and the deviating ranks of the first set of workers that differ; None if all agree."""
         return next(filter(None, (parted(alike_ranks, values) for alike_ranks in self._sets(kept))), None)
 
     def _differ(self, group: Group, heal: bool) -> None:
-        """Tensor by tensor: who has which. Heals, or raises."""
+        """Finds the tensors that differ, and on which workers. Heals them, or raises WorkersDifferError."""
         both = [self._named(), self._kept()]
         each = group.gather_json([[[name, digest([t])] for name, t in named.items()] for named in both])
         takes, why, first = list[tuple[int, int, list[str]]](), "", ""
@@ -183,7 +189,7 @@ class Weights:
         self._heals(sorted({group.names[rank] for _, rank, _ in takes}), list(changed), self._when)
 
     def _take(self, group: Group, takes: Sequence[tuple[int, int, list[str]]], named: dict[str, torch.Tensor]) -> None:
-        """From one worker to another, each tensor."""
+        """Sends each tensor from the source worker to the worker that takes it."""
         group.enter("what is healed", check=False, kind="weights healed")
         for source, taker, names in takes:
             for name in names if group.rank in (source, taker) else ():
@@ -200,7 +206,9 @@ class Weights:
         return f"seen {seen}" + (f" and not yet {before}" if 0 <= self._alike < self.done else "")
 
     def _measure(self, group: Group, give: bool) -> None:
-        """How far from the first worker's, or from those of the first one that holds the same piece."""
+        """Measures the distance from the first worker's weights, or from those of the first worker with an
+        equal shard.
+        """
         apart, size, across = 0.0, 0.0, group.along("data", mesh=self.mesh)
         peers, named = across if self.job.cuts else group, self._named()
         peers.enter("the weights of several kinds of workers", check=False, kind="weights compared")
@@ -224,7 +232,7 @@ class Weights:
 
 
 class ConsistencyChecker:
-    """All trainers' weights, where all workers meet between two steps. `copied` waits for a checkpoint under way."""
+    """Compares the weights of all trainers between two steps. `copied` waits for a checkpoint that is being written."""
 
     def __init__(self, team: Team, copied: Callable[[], None]) -> None:
         self.team, self._copied = team, copied
@@ -233,19 +241,21 @@ class ConsistencyChecker:
         self._ended = 0
 
     def note(self, step: int) -> None:
-        """A loop is left: what the script does with the weights from here on is no part of the training."""
+        """Records the digests when a loop is left: what the script does to the weights afterwards is not training."""
         if self.team.size > 1 and not sys.is_finalizing():
             self._noted = step, self._digest_all()
 
     def end(self, step: int) -> None:
-        """The end of training, where no checkpoint is written. Collective."""
+        """Compares all weights at the end of training, if no checkpoint is written there. Collective."""
         if step != self._ended:
             noted = self._noted[1] if self._noted[0] == step else None
             self.team.operations.run(settling(partial(self.meet, noted, "the end of the training")))
         self._ended = step
 
     def meet(self, noted: list[float | None] | None = None, name: str = "") -> None:
-        """Collective; without a `name` part of one that all have entered. Raises WorkersDifferError."""
+        """Compares all weights. Collective; without a `name` it is part of a collective that all workers have entered.
+        Raises WorkersDifferError.
+        """
         group = self.team.group
         if group.size == 1:
             return
@@ -262,17 +272,18 @@ class ConsistencyChecker:
                 one.judge(group, values, True if noted is None else None)
 
     def _digest_all(self) -> list[float | None]:
-        """Nothing of those whose last step was refused: its forwards may have written to weights."""
+        """Returns the digest of each trainer; None after a refused step, whose forwards may have changed weights."""
         return [None if one.refused else one.digest_state() for one in self.weights]
 
     def release(self, weights: Weights, journal: Journal) -> None:
-        """Compares those of a trainer that has ended no more."""
+        """Stops comparing the weights of a trainer that has ended."""
         if weights in self.weights:
             self.write(journal, [weights])
             self.weights.remove(weights)
             self._noted = (-1, None)  # what was noted is in the order of the weights
 
     def write(self, journal: Journal, only: Sequence[Weights] | None = None) -> None:
+        """Writes the `agreement` event of each trainer, or `only` of some."""
         for one in self.weights if only is None else only:
             if one.checks:
                 figures = {"checks": one.checks, "seconds": one.seconds, "distance": one.distance}

@@ -28,6 +28,7 @@ def _medium(name: str, value: Any) -> Any:
 
 
 def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: str) -> None:
+    """Journals which workers were healed, and tells the user."""
     shown, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
     step = run.members[trainer].steps_done
     run.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
@@ -35,7 +36,7 @@ def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: 
 
 
 class Telling:
-    """A part of the Trainer."""
+    """The part of the Trainer that logs values."""
 
     _run: Run
     _group: Group
@@ -51,7 +52,7 @@ class Telling:
         return values
 
     def _weights(self, job: TrainingJob, mesh: Mesh) -> Weights:
-        """Which are compared, and with --heal made the same again."""
+        """Returns the comparison of this trainer's weights, which heals differences with --heal."""
         apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
         heals = self._run.team.world.heal
         if heals and apart:
@@ -82,7 +83,9 @@ class Telling:
             self._report(settling(partial(agree, self._group, reported, whose), self._offer))
 
     def _report(self, make: Callable[[], Attempt], spends: str = "script") -> dict[str, Any]:
-        """Values that all workers find together, and what follows from them: in a resumed run, those that it found."""
+        """Returns values that all workers compute together, and updates what follows them; in a resumed run the
+        recorded values.
+        """
         recorded = self._run.replays
         values = dict(self._run.outside(make, spends, self._take_over))
         for one in self.followed if recorded else ():
@@ -90,7 +93,7 @@ class Telling:
         return values
 
     def _take_over(self, values: dict[str, Any], _: Any) -> dict[str, Any]:
-        """Values that the others have found, whose state this worker has by now, and learning rates with it."""
+        """Takes values that other workers have computed, after this worker took over their state."""
         for one in self.followed:
             (one.replay if one is not self.best else one.offer)(values, self._run.step)
         return values

@@ -39,7 +39,7 @@ def script_name() -> str:
 
 
 def refuse_other_script(before: str, text: str, location: Any) -> None:
-    """Refuses to go on with the run of a script by another name, unless it is the same text, moved or renamed."""
+    """Raises UsageError if the run of a script is continued by a script with another name and another text."""
     now = script_name()
     if before and now and before != now and text != script_text():
         what = f"{location} holds the run of {before}, and this is {now}, another script"
@@ -48,7 +48,7 @@ def refuse_other_script(before: str, text: str, location: Any) -> None:
 
 
 def changed_since(before: str) -> str:
-    """For people, what is another one in the script now; empty where nothing is."""
+    """Returns a message about what has changed in the script; empty if nothing has."""
     now, names = script_text(), ("script of the checkpoint", "script now")
     lines = list(difflib.unified_diff(before.splitlines(), now.splitlines(), *names, lineterm="", n=1))
     if len(lines) > 30:
@@ -64,7 +64,9 @@ def module_name() -> str | None:
 
 
 def packages() -> dict[str, str]:
-    """The versions of what is installed, by the names of the folders that say so: to open all takes long."""
+    """Returns the versions of installed packages, from the names of their metadata folders: opening all files takes
+    long.
+    """
     versions: dict[str, str] = {}
     for folder in filter(os.path.isdir, sys.path):
         for name in sorted(os.listdir(folder)):
@@ -74,7 +76,7 @@ def packages() -> dict[str, str]:
 
 
 def without_secrets(remote: str) -> str:
-    """Where a git remote is: of an URL scheme, host and path, else what stands behind an @."""
+    """Returns the address of a git remote without user and password."""
     if "://" not in remote:
         return remote.rpartition("@")[2]
     parts = urlsplit(remote)
@@ -82,8 +84,8 @@ def without_secrets(remote: str) -> str:
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """Of the script in git: `commit`, `remote`, and whether files that it knows are `dirty`; what is changed in them
-    goes to the file `diff` of the run folder, mode 0600. Nothing where it is in none.
+    """Returns the git `commit`, the `remote`, and whether tracked files are `dirty`. Their changes go to the file
+    `diff` of the run folder, mode 0600. Empty if the script is in no repository.
     """
     script = Path(sys.argv[0])
     script_folder = script.resolve().parent if script.is_file() else Path.cwd()
@@ -105,7 +107,7 @@ def code(folder: Path) -> dict[str, Any]:
 
 
 def _git(folder: Path, *words: str) -> bytes | None:
-    """What it answers, as far as that is kept; None where it fails, or takes too long."""
+    """Returns the output of a git command, cut to what is kept; None if it fails or takes too long."""
     try:
         with subprocess.Popen(
             ["git", "--no-optional-locks", "-C", folder, *words],

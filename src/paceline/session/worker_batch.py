@@ -17,9 +17,9 @@ from paceline.session.validation import refuse_twins
 
 @dataclass
 class WorkerBatch:
-    """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
-    batch has; `fine`: micro-batches were divided among workers; `last`: the loop has no global batch after it.
-    `single`, with the first of a loop, is the first micro-batch of a later one that has a single row.
+    """One worker's part of a global batch: its micro-batches, and the size of the global batch. `full`: the global
+    batch has its usual size; `fine`: single micro-batches were divided among workers; `last`: the loop has no global
+    batch after it. With the first batch of a loop, `single` names a later micro-batch that has a single row.
     """
 
     micro_batches: list[MicroBatch]
@@ -35,16 +35,17 @@ class WorkerBatch:
 
     @property
     def share(self) -> list[MicroBatch]:
-        """Those that count."""
+        """The micro-batches that count, without dummies."""
         return [micro_batch for micro_batch in self.micro_batches if not micro_batch.blank]
 
 
 def bring(
     group: Group, unit: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, looks: str
 ) -> WorkerBatch:
-    """The rows that the workers of this `unit` bring to the entered collective, numbered among everybody's. Where it
-    `looks`, none may come twice. One that has fewer micro-batches than others of the `together` workers of a replica
-    runs its first or the `spare` one besides.
+    """Returns the rows that the workers of this `unit` bring to step(), numbered among those of all workers. It is part
+    of a collective that all have entered. `looks` names the step if equal rows of two workers are to be refused. If a
+    worker has fewer micro-batches than others of the `together` workers of a replica, its first one or the `spare` one
+    is repeated as a dummy.
     """
 
     def cuts(given: Any) -> list[range]:

@@ -39,11 +39,13 @@ _SPOILED = (
     "larger eps=, and go on from a checkpoint before it"
 )
 
-RoundReport = tuple[str, str]  # what, and the cure
+Diagnosis = tuple[str, str]  # what, and the cure
 
 
 def _kind(values: Any, masks: bool = False) -> str:
-    """``nan``, ``inf`` or ``-inf``, the worst in it, or an empty text. `masks` have -inf, and no gradient."""
+    """Returns the worst kind of value that is not finite, ``nan``, ``inf`` or ``-inf``, or an empty text. With `masks`,
+    -inf in tensors without gradient is allowed.
+    """
     kinds = set[str]()
     for tensor in tensors_of(values):
         local_part = local(tensor)
@@ -60,7 +62,9 @@ def _kind(values: Any, masks: bool = False) -> str:
 
 @dataclass
 class _Call:
-    """Of a module: what is not finite of what it was given, and which of autograd's nodes were made in it."""
+    """One call of a module: the kind of non-finite value in its arguments, and the range of autograd nodes that it
+    made.
+    """
 
     name: str
     given: str
@@ -70,17 +74,18 @@ class _Call:
 
 @dataclass
 class _Seen:
-    """A forward, module by module: `first` is what made the first output that is not finite."""
+    """Observes a forward module by module. `first` names the cause of the first output that is not finite."""
 
     model: nn.Module
     spoiled: Sequence[str]  # parameters that are not finite
     batch: Any
-    first: RoundReport | None = None
+    first: Diagnosis | None = None
     calls: list[_Call] = field(default_factory=list)
     _open: list[_Call] = field(default_factory=list)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
+        """Observes the model's modules in the context."""
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enters, name), with_kwargs=True).remove)
@@ -99,8 +104,10 @@ class _Seen:
                 kind = outer.pop().given
             self.first = self._blame(outer[-1].name if outer else None, kind)
 
-    def _blame(self, within: str | None, kind: str) -> RoundReport:
-        """The module whose own code made it; without one the user's forward, unless the rows had it."""
+    def _blame(self, within: str | None, kind: str) -> Diagnosis:
+        """Returns the cause: the module whose own code made the value; without a module the user's forward, or the rows
+        themselves.
+        """
         prefix = f"{within}." if within else ""
         if bad := next((name for name in self.spoiled if within is not None and name.startswith(prefix)), None):
             return f"the parameter {bad!r} was not finite before it", _SPOILED
@@ -108,8 +115,10 @@ class _Seen:
             return f"there is {input_kind} in these rows", _ROWS
         return f"{self.title(within)} makes the first {kind}", _ZEROS
 
-    def judge(self, output: Any, loss: torch.Tensor | None) -> RoundReport | None:
-        """After it: what made the `loss` what it is; None if that is a finite number, as is all before it."""
+    def judge(self, output: Any, loss: torch.Tensor | None) -> Diagnosis | None:
+        """Returns the cause of a loss that is not finite, after the forward; None if the loss and all before it are
+        finite.
+        """
         if self.first is None and (kind := _kind(output)):
             self.first = self._blame(None, kind)
         if self.first is not None or not (kind := _kind(loss)):
@@ -124,13 +133,14 @@ class _Seen:
         )
 
     def title(self, name: str | None) -> str:
+        """Returns how a module is named to the user."""
         if name is None:
             return "the forward"
         kind = type(self.model.get_submodule(name)).__name__
         return f"{name!r} ({kind})" if name else f"the model ({kind})"
 
     def maker(self, node: Any, end: int) -> str:
-        """In whose forward a node was made, the innermost; after the `end` in the loss."""
+        """Returns the innermost module in whose forward a node was made; nodes after `end` belong to the loss."""
         number = node._sequence_nr()
         inside = [call for call in self.calls if call.first <= number < call.last]
         innermost = min(inside, key=lambda call: call.last - call.first, default=None)
@@ -139,7 +149,9 @@ class _Seen:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Of a step that cannot be applied: `which` it is, for people, and what was computed in it here."""
+    """A step that cannot be applied: `which` names it to the user, the other fields are what this worker computed in
+    it.
+    """
 
     replica: Replica
     group: Group
@@ -149,7 +161,7 @@ class Refusal:
     sums: StepSums | None
 
     def of_loss(self) -> NonFiniteLossError:
-        """Collective."""
+        """Returns the error of a loss that is not finite. Collective."""
         group, model = self.group, self.replica.job.model
         bad_params = [name for name, param in model.named_parameters() if _kind(param)]
         reports = group.gather_json([[] if self.sums is None else self.sums.bad, bad_params])
@@ -164,7 +176,7 @@ class Refusal:
         return self._error(f"the loss of {self.which} is not finite ({named})" + (what and f": {what}"), cure)
 
     def of_gradient(self, loss: float) -> NonFiniteLossError:
-        """Collective."""
+        """Returns the error of a gradient that is not finite though the loss is. Collective."""
         job, names, where = self.replica.job, list(self.replica.job.named), self.replica.own.blame()
         what = f"the gradient of {self.which} is not finite{where}, though its loss is ({loss:.6g})"
         if self._by_itself:
@@ -183,11 +195,11 @@ class Refusal:
 
     @property
     def _by_itself(self) -> bool:
-        """Whether a micro-batch is run without others, but for the weights that they have."""
+        """Whether one worker can run a micro-batch without others, except for weights that they hold."""
         return self.replica.mesh.unit == 1
 
-    def _forward(self, rank: int, rows: str, spoiled: list[str]) -> RoundReport | None:
-        """What made the loss of this micro-batch of the worker of this rank, or of the others that it names."""
+    def _forward(self, rank: int, rows: str, spoiled: list[str]) -> Diagnosis | None:
+        """Runs the forward again. Returns the cause of the bad loss in the rows that the worker of this rank names."""
         replica, bad = self.replica, [] if self.sums is None else self.sums.bad
         mesh, own_rank, gathers = replica.mesh, self.group.rank, replica.layout.gathers
         candidates = [one for one in self.micro_batches if not one.blank]
@@ -197,7 +209,7 @@ class Refusal:
             del candidates[1:]
         elif own_rank != rank:
             return None
-        cause: RoundReport | None = None
+        cause: Diagnosis | None = None
         with self._quietly(), replica.layout.running(self.which), torch.set_grad_enabled(not gathers):
             for one in candidates:  # also those before it, which may have left something in buffers
                 seen = _Seen(replica.job.model, spoiled, one.batch)
@@ -208,8 +220,8 @@ class Refusal:
         return cause if own_rank == rank else None
 
     def _backward(self) -> list[Any] | None:
-        """The first parameter whose gradient is not finite in a micro-batch of this worker's, of what kind that is, and
-        where it comes from.
+        """Returns number, kind and origin of the first parameter whose gradient is not finite in one of this worker's
+        micro-batches.
         """
         params = [(n, param) for n, param in enumerate(self.replica.job.named.values()) if param.requires_grad]
         with self._quietly():
@@ -230,8 +242,8 @@ class Refusal:
         return None
 
     def _again(self, one: MicroBatch, seen: _Seen) -> tuple[Any, torch.Tensor | None, int]:
-        """Runs a micro-batch as the step did: its output, the sum of its losses (not where that is over the batch), and
-        how many nodes there were between the two.
+        """Runs a micro-batch as in the step. Returns its output, the sum of its losses (None for a loss over the whole
+        batch), and the number of autograd nodes between the two.
         """
         job, runner = self.replica.job, self.replica.runner
         if self.sums is not None and self.sums.records is not None:
@@ -247,7 +259,7 @@ class Refusal:
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        """No trace is left; and where the user's code fails, nothing more is known."""
+        """Undoes all effects of the context, and ignores errors of the user's code."""
         runner = self.replica.runner
         runner.undo()
         try:
@@ -258,6 +270,6 @@ class Refusal:
 
 
 def _looked(node: Any, bad: list[Any], into: Any, out: Any) -> None:
-    """In backward: the gradients that a node makes, and those that it was given."""
+    """A backward hook: collects nodes that make a non-finite gradient of finite ones."""
     if not bad and _kind(into) and not _kind(out):
         bad.append(node)
