@@ -19,7 +19,7 @@ from paceline.comm import shared_memory as shared
 from paceline.comm.peer_status import PeerStatus, asker
 from paceline.comm.rendezvous import _wait_for_all
 from paceline.errors import PeerLostError
-from paceline.session.checkpoint_manager import some
+from paceline.session.checkpoint_manager import limit_writers
 
 
 class Asked:
@@ -179,4 +179,4 @@ def test_what_a_generation_asks_grows_with_its_workers(hosts: int, each: int, mo
     ("workers", "size", "expected"), [(5, 10, 1), (5, 3 << 20, 3), (9, 1 << 40, 9), (1000, 1 << 40, 32)]
 )
 def test_so_many_write_a_checkpoint(workers: int, size: int, expected: int) -> None:
-    assert some([*range(workers)], size) == [*range(expected)]
+    assert limit_writers([*range(workers)], size) == [*range(expected)]

@@ -12,7 +12,7 @@ _HINT = "hint: "
 
 
 def a(noun: str) -> str:
-    """``an int``, ``a float``: with its article."""
+    """Returns a noun with its article: ``an int``, ``a float``."""
     return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"
 
 
@@ -88,7 +88,9 @@ class LaunchError(PacelineError):
 
 
 class AddNote:
-    """Notes on an exception that passes what it was raised in, as ``micro-batch 4``; our own say that themselves."""
+    """Adds a note to an exception that leaves the context: what raised it, as ``micro-batch 4``. Exceptions of Paceline
+    name that themselves.
+    """
 
     def __init__(self, what: Callable[[], str]) -> None:
         self._what = what
@@ -102,22 +104,25 @@ class AddNote:
 
 
 def add_hint(error: BaseException, hint: str) -> None:
-    """Adds to an exception of the user's what to write instead, once; nothing where there is nothing to say."""
+    """Adds a hint to a user's exception: what to write instead. Only the first hint is added, and an empty one is
+    ignored.
+    """
     if hint and not isinstance(error, PacelineError) and not hint_of(error):
         error.add_note(_HINT + hint)
 
 
 def hint_of(error: BaseException) -> str:
+    """Returns the hint that `add_hint` added to an exception; empty if there is none."""
     notes = getattr(error, "__notes__", ())
     return next((n.removeprefix(_HINT) for n in notes if isinstance(n, str) and n.startswith(_HINT)), "")
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """What `AddNote` noted on it."""
+    """Returns the notes that `AddNote` added to an exception."""
     notes = getattr(error, "__notes__", ())
     return [note.removeprefix(_NOTE) for note in notes if isinstance(note, str) and note.startswith(_NOTE)]
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, without the pages below; its kind if it says nothing."""
+    """Returns the first line of another library's error message, or the name of its class if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -55,7 +55,7 @@ from paceline.session.error_hints import AnnotatedCallable
 from paceline.session.logging import Telling
 from paceline.session.reported_values import PlateauFollower
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
-from paceline.session.training_loop import LoopState, SavedFields, State, grid_told, idle_text, resumed_grid
+from paceline.session.training_loop import LoopState, SavedFields, State, describe_grid, idle_text, resumed_grid
 from paceline.session.validation import (
     Fixed,
     FromScript,
@@ -141,13 +141,13 @@ class Trainer(Telling):
         self._device = device_of(run.team.world.local_rank)
         mesh = self._mesh = self._choose_plan(plan)
         self._streams = RngState(self._device)
-        self.model, told = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart)
+        self.model, model_fields = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart)
         form = AnnotatedCallable(fitting("forward", forward or default_forward), "forward", default=forward is None)
-        said_so = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
+        plan_fields = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
         judge = AnnotatedCallable(fitting("loss", loss), "loss")
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
-        kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, **said_so, **told}
+        kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, **plan_fields, **model_fields}
         objective = led if loss_over else judge
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
@@ -155,8 +155,8 @@ class Trainer(Telling):
             run.need_team()
         known = run.knows(self._number)
         self.described: Description = {}
-        said = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
-        self._compare(describe_model(self.model, {**said, "plan": str(replace(self.plan, data=None))}), known)
+        arguments = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
+        self._compare(describe_model(self.model, {**arguments, "plan": str(replace(self.plan, data=None))}), known)
         with self._streams.lent():  # blocks may be run to see what can be cut
             self._replica = build_replica(
                 self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks
@@ -165,8 +165,8 @@ class Trainer(Telling):
             run.decide(self._number, what, why)
             run.say(what)
         optimizers = self._optimizers(optimizer, mesh)
-        self._said = FromScript.of(seed, optimizers, self.model)
-        self._compare(describe_optimizers(optimizers, self._said.options, job.own), known)
+        self._script_settings = FromScript.of(seed, optimizers, self.model)
+        self._compare(describe_optimizers(optimizers, self._script_settings.options, job.own), known)
         schedulers = schedulers_of(schedule, optimizers, self.plan)
         self._replica.build(optimizers, schedulers)
         for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact, job.in_rows):
@@ -228,7 +228,7 @@ class Trainer(Telling):
 
     @by_pieces
     def _end(self) -> None:
-        """Gives all parts to an object of the run's own, which stands in for this one until all workers release it."""
+        """Moves all parts to an object of the run, which stands in for this trainer until all workers release it."""
         run, number = self._run, self._number
         if len(run.classes) <= number:
             return  # an error ended the constructor
@@ -241,7 +241,9 @@ class Trainer(Telling):
         run.placeholder(number, parts)
 
     def _go_on_ended(self, saved: dict[str, Any]) -> None:
-        """This trainer had ended when the checkpoint was written: it has its last weights, and trains no more."""
+        """Loads a trainer that had ended when the checkpoint was written: it has its last weights and trains no
+        more.
+        """
         self._replica.load({"model": saved["model"]})
         self._stepper.done, self._stepper.expected = saved["steps"], saved["expected"]
         self._line = {name: value for name, value in saved.items() if name not in ("model", "state")}
@@ -258,7 +260,7 @@ class Trainer(Telling):
 
     @property
     def viewed(self) -> nn.Module | None:
-        """The model, if other trainers' losses may run it."""
+        """The model, if the losses of other trainers may call it."""
         return self.model if self._line is None or self._line["viewed"] else None
 
     def _need_optimizer(self) -> None:
@@ -267,8 +269,8 @@ class Trainer(Telling):
             raise UsageError(what, "start a new run in another --run-dir to train it further")
 
     def dismantle(self) -> list[Any]:
-        """Gives the memory of a trainer back that all workers have released. Weak references to what the script may
-        hold: the model, and then the optimizers.
+        """Frees the memory of a trainer that all workers have released. Returns weak references to the model and then
+        the optimizers, which the script may still hold.
         """
         job, replica, mesh = self._job, self._replica, self._mesh
         weak: list[weakref.ref[Any]] = [weakref.ref(one) for one in (job.model, *job.optimizers)]
@@ -305,45 +307,47 @@ class Trainer(Telling):
 
     @property
     def _of(self) -> str:
-        """Which trainer of the script this is, in the names of collectives: workers must use the same one."""
+        """Names this trainer in collectives, if it is not the first: all workers must use the same one."""
         return f" of Trainer {self._number}" if self._number else ""
 
     def _choose_plan(self, script: str | None) -> Mesh:
-        """Settles the plan, which the `script` may say, and begins the run with it. Returns the plan's mesh."""
+        """Chooses the plan, which the `script` may give, and begins the run with it. Returns the plan's mesh."""
         run = self._run
-        whole, self.plan, origin = choose_plan(run.team.world, script)
+        run_plan, self.plan, origin = choose_plan(run.team.world, script)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self.plan.mesh(self._group.size)
         if run.team.operations.elastic and run.members:
             refuse_other_places(mesh.replica, self._group.mesh.replica)
-        self._group.mesh = max(self._group.mesh, whole.mesh(self._group.size), key=lambda mesh: mesh.replica)
-        run.begin(str(whole), origin, self._seed, self._device)
+        self._group.mesh = max(self._group.mesh, run_plan.mesh(self._group.size), key=lambda mesh: mesh.replica)
+        run.begin(str(run_plan), origin, self._seed, self._device)
         if shared := sharing(run.team.world, self._device):
             run.say(shared, once=True)
         return mesh
 
     def _compare(self, part: Description, known: bool) -> None:
-        """Compares a part of this trainer's description among the workers, unless it is `known` to the others: then it
-        is compared with theirs when their state is taken over. Collective if it is not known.
+        """Compares a part of this trainer's description between workers. If the trainer is `known` to the others, a
+        newcomer compares it with theirs when it takes over their state. Collective if it is not known.
         """
         self.described = {**self.described, **part}
         if not known:
             compare(self._group, part, f"the making of Trainer {self._number}")
 
     def _optimizers(self, make: Any, mesh: Mesh) -> list[Optimizer]:
-        """What the user's function makes of what is here of the parameters. That it may be a part must not matter."""
+        """Calls the user's function with the parameters that this worker holds. The result must not depend on whether
+        these are shards.
+        """
         run, job, plan = self._run, self._job, self.plan
         groups = dict[str, tuple[int, int]]()
         if job.own_cuts or plan.divides_servers:
             with self._streams.lent():  # what the user's function draws is drawn once
-                found, groups = coupling_of(make, job)
-            refuse_spread(found, plan)
-            if job.own_cuts and found.scope > Scope.ELEMENT:
+                coupling, groups = coupling_of(make, job)
+            refuse_spread(coupling, plan)
+            if job.own_cuts and coupling.scope > Scope.ELEMENT:
                 self._replica.use_full_parameters()
-                what = f"{found.kind} gets whole parameters on each worker, and its state is not divided"
-                run.decide(self._number, what, f"it {found.why}")
-                run.say(f"{what}: it {found.why}", once=True)
+                what = f"{coupling.kind} gets whole parameters on each worker, and its state is not divided"
+                run.decide(self._number, what, f"it {coupling.why}")
+                run.say(f"{what}: it {coupling.why}", once=True)
         optimizers = optimizers_of(make, list(job.own.items()))
         if forgotten := left_out(optimizers, list(job.own.items())):
             run.say(forgotten, once=True)
@@ -404,7 +408,7 @@ class Trainer(Telling):
         return with_bodies(loop, lambda: run.members)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> LoopState:
-        """The next phase, or the one that the checkpoint holds of this number. Prints its grid."""
+        """Returns the state of the next loop, from the checkpoint if that holds it. Prints its grid."""
         self._run.need_team()
         grid = self._grid
         assert grid is not None
@@ -425,13 +429,13 @@ class Trainer(Telling):
         if not phase.complete:
             self._need_optimizer()
         if not phase.complete:
-            place = self._place()
-            dealt = self._stepper.shares(len(grid.cut(grid.global_batch)), place.weights)
+            assignment = self._get_assignment()
+            dealt = self._stepper.shares(len(grid.cut(grid.global_batch)), assignment.weights)
             unit = self._mesh.unit
-            told = grid_told(grid, dealt, rows, total, unit, self._number, self._run.classes)
-            told |= {"phase": number, "epochs": epochs, "done": [one.steps_done for one in self._run.members]}
-            self._run.show("grid", **told, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = None if place.fine or self.plan.several else idle_text(grid, place.weights, unit)
+            fields = describe_grid(grid, dealt, rows, total, unit, self._number, self._run.classes)
+            fields |= {"phase": number, "epochs": epochs, "done": [member.steps_done for member in self._run.members]}
+            self._run.show("grid", **fields, steps=None if total is None else self.steps_done - phase.done + total)
+            idle = None if assignment.fine or self.plan.several else idle_text(grid, assignment.weights, unit)
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)
@@ -452,7 +456,7 @@ class Trainer(Telling):
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, self._stepper.place or self._place, run.team.world.tell, watched=True)
+        feed = Feed(source, grid, span, self._stepper.place or self._get_assignment, run.team.world.tell, watched=True)
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=not self.plan.several)
         with closing(feed), run.loop(phase):
@@ -484,7 +488,7 @@ class Trainer(Telling):
             run.save(wait=True, must=True)
 
     def _tell_of_loading(self, feed: Feed) -> None:
-        """Where rows are loaded, for the journal; on the console what makes training slower than it could be."""
+        """Journals where rows are loaded, and tells the user what makes training slower than it could be."""
         for what, why in feed.take_news():
             self._run.decide(self._number, what, why)
             if what.startswith(("rows are loaded in the step:", "rows are loaded in the step from", "an iterable")):
@@ -517,25 +521,31 @@ class Trainer(Telling):
         return report
 
     def _brought(self, batch: Any, looks: str) -> WorkerBatch:
-        """The rows that this worker brings, numbered among everybody's. Where it `looks`, none may come twice."""
+        """Returns the rows that this worker brings to step(), numbered among those of all workers. `looks` names the
+        step if equal rows of two workers are to be refused.
+        """
         micro = self._grid.micro if self._grid else self.plan.micro
         step, together = self.steps_done + 1, self.plan.together
         self._group.enter(f"step {step} by step(){self._of}", kind="step()")
         unit = self._group.along(*AXES[2:], mesh=self._mesh)
-        whole = bring(self._group, unit, batch, micro, together, self._spare, looks)
-        if together > 1 and whole.share:
-            self._spare = whole.share[0]
-        return whole
+        worker_batch = bring(self._group, unit, batch, micro, together, self._spare, looks)
+        if together > 1 and worker_batch.share:
+            self._spare = worker_batch.share[0]
+        return worker_batch
 
     def _deal(self, alike: Fingerprint, feed: Feed, phase: LoopState, cure: str, ahead: int = 0) -> WorkerBatch | None:
-        """This worker's part of the loop's next global batch, or of one further ahead, if there is one."""
+        """Returns this worker's part of the loop's next global batch, or of one that is `ahead`; None if there
+        is none.
+        """
         if ahead and not feed.has(phase.done + ahead):
             return None
-        if told := alike.compare(self._group, self._run.team.operations.number):
-            self._run.say(told, once=True)
+        if warning := alike.compare(self._group, self._run.team.operations.number):
+            self._run.say(warning, once=True)
         epoch, rows, micro_batches = feed.at(phase.done + ahead)
-        if told := alike.compare_stream(self._group, self._run.team.operations.number, feed, phase.done + ahead, epoch):
-            self._run.say(told, once=True)
+        if warning := alike.compare_stream(
+            self._group, self._run.team.operations.number, feed, phase.done + ahead, epoch
+        ):
+            self._run.say(warning, once=True)
         full = rows == feed.grid.global_batch
         last = self.plan.quorum is not None and not feed.has(phase.done + ahead + 1)
         read, single = len(feed.read), feed.later_single_row(phase.done + ahead)
@@ -543,13 +553,13 @@ class Trainer(Telling):
             micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, read, single
         )
 
-    def _place(self) -> Place:
-        """How the present team deals a global batch of this trainer's."""
-        place, balance = self._run.team.place(self._mesh, self.plan.together), self._stepper.balance
+    def _get_assignment(self) -> Place:
+        """Returns how the present team divides a global batch of this trainer."""
+        assignment, balance = self._run.team.place(self._mesh, self.plan.together), self._stepper.balance
         # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
-        if balance is None or len(place.weights) == 1 or self._stepper.housed != place.generation:
-            return place
-        return replace(place, weights=balance.weights, fine=balance.fine)
+        if balance is None or len(assignment.weights) == 1 or self._stepper.housed != assignment.generation:
+            return assignment
+        return replace(assignment, weights=balance.weights, fine=balance.fine)
 
     def _advance(self, deal: Callable[..., Any], name: str) -> StepReport | None:
         run = self._run
@@ -559,8 +569,8 @@ class Trainer(Telling):
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
         loss = agreed.loss / agreed.count if agreed.count else math.nan
         seconds = sum(one.spent.values()) - one.spent["other"]
-        ends = (loss, metrics, one.whole.rows, seconds, one.lr, one.norm, one.steps)
-        report = StepReport(self.steps_done, one.whole.epoch, *ends)
+        ends = (loss, metrics, one.batch.rows, seconds, one.lr, one.norm, one.steps)
+        report = StepReport(self.steps_done, one.batch.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report
         workers = dict(zip(run.team.operations.members, agreed.seconds, strict=False))
         lanes = dict(zip(workers, agreed.spent, strict=False))
@@ -571,15 +581,15 @@ class Trainer(Telling):
         return report
 
     def flush(self) -> None:
-        """A record of the steps since the last one, for the journal and the progress line."""
+        """Writes the steps since the last record to the journal and the progress line."""
         report, account = self._last, self._run.team.operations.account
         if not self._run.main:
             self._ledger.forget()
             account.take()
         elif self._ledger and report is not None:
             figures = self._ledger.take(int(sum(self._run.traffic.of(self._number).values())))
-            own = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
-            self._run.show("step", trainer=self._number, **own, **figures, account=account.take())
+            values = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
+            self._run.show("step", trainer=self._number, **values, **figures, account=account.take())
             if (each := self._ledger.each()) is not None:
                 self._run.journal.write("each", trainer=self._number, step=report.step, **each)
 
@@ -609,11 +619,11 @@ class Trainer(Telling):
         sweep = self._sweep(dataset, collate, model)
 
         def compute() -> dict[str, Any]:
-            found = evaluate(sweep, metric)
+            results = evaluate(sweep, metric)
             for one in self.followed:
-                one.heard(found, "evaluate()", self._run.say)
-            self._run.show("evaluate", trainer=self._number, step=self.steps_done, results=found)
-            return found
+                one.find_value(results, "evaluate()", self._run.say)
+            self._run.show("evaluate", trainer=self._number, step=self.steps_done, results=results)
+            return results
 
         return self._report(settling(compute, self._offer), "evaluating")
 
@@ -647,8 +657,8 @@ class Trainer(Telling):
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)
         collate, options = collate or self._loader.get("collate"), self._loader.get("options", {})
         source = Source.of(dataset, self._seed, collate, None, options)
-        place = lambda: replace(self._place(), fine=False)  # noqa: E731
-        return EvalPass(self._run.team, self._job, model or self.model, source, micro, place, self._grid, self._of)
+        undivided = lambda: replace(self._get_assignment(), fine=False)  # noqa: E731
+        return EvalPass(self._run.team, self._job, model or self.model, source, micro, undivided, self._grid, self._of)
 
     def keep_best(self, name: str, mode: str = "max") -> None:
         """Keeps the checkpoint of the weights whose `name` was best, in `evaluate` or `log`, beyond all others.
@@ -682,7 +692,7 @@ class Trainer(Telling):
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
         self._need_open()
         self._run.need_team()
-        if not self.steps_done and not self._run.imported and self._said.untrained(self.model):
+        if not self.steps_done and not self._run.imported and self._script_settings.untrained(self.model):
             why = "nothing went through what steps() returned" if self.untouched else "no step was made here"
             what = f"these weights are not trained: {why}"
             self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
@@ -701,7 +711,7 @@ class Trainer(Telling):
         self._stopped = True
 
     def _together(self, name: str) -> None:
-        """All workers come to this, or none."""
+        """Enters a collective that all workers call, or none."""
         self._run.need_team()
         self._run.team.operations.run(settling(partial(self._group.enter, name)))
 
@@ -709,16 +719,18 @@ class Trainer(Telling):
 
     @by_pieces
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
-        """What the rest of the training depends on; for a checkpoint, after `done` transactions, with its own state."""
+        """Returns the state that further training depends on. For a checkpoint `done` is the number of transactions,
+        and this worker's own state is included.
+        """
         if self._line is not None and self._line["closed"] is not None:
             return self._line
         for optimizer in self._job.optimizers if not self._looked else ():
             if hidden := hidden_in(optimizer):
                 self._run.say(f"{hidden}; keep them in self.state", once=True)
         self._looked = True
-        kept, whole = copies_in_pieces(self.state.saved(), self._job)
+        kept, full_copies = copies_in_pieces(self.state.saved(), self._job)
         if self._line is not None:  # its weights could not be written
-            more = {"whole": whole} if whole else {}
+            more = {"whole": full_copies} if full_copies else {}
             return {**self._line, "model": model_state(self._job), "state": kept, **more}
         return {
             **self._stepper.state(done),
@@ -727,96 +739,100 @@ class Trainer(Telling):
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
             "state": kept,
-            **({"whole": whole} if whole else {}),
+            **({"whole": full_copies} if full_copies else {}),
             "best": self.best.saved(),
-            "said": self._said.saved(),
+            "said": self._script_settings.saved(),
         }
 
     def follow(self) -> None:
-        """This worker writes the journal from now on: it goes on after what is there."""
+        """Continues the journal after its last step: this worker writes it from now on."""
         self._ledger.go_on_after(self._run.journal.last_step(self._number))
 
     def prepare(self, saved: dict[str, Any]) -> None:
-        """The state as it was some steps ago, which goes ahead to a newcomer."""
+        """Loads a state that is some steps old, ahead of the steps that follow it."""
         if "closed" not in saved:
             self._replica.load(saved)
             self._stepper.done = saved["steps"]
 
     def needs(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What this trainer's plan makes a worker hold, by category, and then what others would."""
+        """Returns each plan as text, and the bytes that a worker holds under it by category: this trainer's plan, and
+        then alternatives with more shards.
+        """
         facts, workers = facts_of(self._job), self._run.team.world.size
         plans = [self.plan, *self.plan.in_shards(workers)]
         return [(str(plan), cost(plan, facts, workers).held) for plan in plans]
 
     def complete_step(self) -> None:
-        """What a step that counts has left to do."""
+        """Finishes a step after its update: gathers the weights that other workers have updated."""
         if self._line is None:
             self._replica.complete()
 
     def held(self) -> int:
-        """The bytes that it takes."""
+        """Returns the bytes that the trainer holds on this worker."""
         return sum(self._stepper.memory().values())
 
     def measure(self, besides: int) -> list[dict[str, Any]] | None:
-        """What was to be held and sent and what was, where the process holds so much `besides`; None before a step."""
+        """Returns the predicted and the measured memory and traffic of a step; None before the first step. `besides`
+        are the bytes of the process that belong to other trainers.
+        """
         return self._stepper.measure(besides) if self.steps_done and self._line is None else None
 
-    def measured(self, said: list[Any]) -> None:
-        """What all workers have measured."""
-        self._stepper.measured(said)
+    def measured(self, reports: list[Any]) -> None:
+        """Journals the measurements of all workers for the report."""
+        self._stepper.measured(reports)
 
     def look_around(self) -> None:
-        """Other trainers' models have come or gone."""
+        """Updates the list of models that this trainer's loss may call."""
         self._replica.runner.look_around()
 
     def mark_copies(self) -> None:
-        """What the script keeps of weights, for the body of a loop."""
+        """Marks the tensors in `trainer.state` that are copies of sharded weights, for the body of a loop."""
         if self.parts:
             mark_copies({key: value for key, (_, value) in self.state.saved().items()}, self._job)
 
-    def hear(self, said: list[Any]) -> None:
-        """A part of a step after it."""
-        self._stepper.hear(said)
+    def hear(self, message: list[Any]) -> None:
+        """Applies a part of a step that the team made before this newcomer joined."""
+        self._stepper.hear(message)
 
     def restore(self, newcomer: bool) -> None:
-        """Takes this trainer's part of the checkpoint that the run resumes from, or of what another worker handed over.
-        One that is no newcomer is where it is in its script, with the user's values that belong there.
+        """Loads this trainer's part of the checkpoint, or of the state that another worker handed over. A worker that
+        is no newcomer keeps its position in the script and its own values of `trainer.state`.
         """
         trainers = list(self._run.tree["trainers"])
         if self._number >= len(trainers):
             return
         # What is taken is copied, and not held any longer: it may be as large as all the rest. The tree itself may be
         # on its way to another worker.
-        mine, trainers[self._number] = SavedFields(trainers[self._number]), {}
+        saved, trainers[self._number] = SavedFields(trainers[self._number]), {}
         self._run.tree = {**self._run.tree, "trainers": trainers}
-        if "steps" not in mine:  # weights from elsewhere, to begin with; or nothing for this trainer
-            if "model" in mine:
-                fits = adopted(self.model, mine["model"], self._number, self._run.imported, self._job.cuts)
+        if "steps" not in saved:  # weights from elsewhere, to begin with; or nothing for this trainer
+            if "model" in saved:
+                fits = adopted(self.model, saved["model"], self._number, self._run.imported, self._job.cuts)
                 self._replica.load({"model": fits})
             return
-        missing = {"model", "phases", "stopped", "state"} - mine.keys()
-        if missing and newcomer and "closed" not in mine:
+        missing = {"model", "phases", "stopped", "state"} - saved.keys()
+        if missing and newcomer and "closed" not in saved:
             what = f"the checkpoint holds no {min(missing)} of trainer {self._number}, which has done steps"
             raise CheckpointError(what, "take another checkpoint, or start anew in another --run-dir")
         checkpoint = f"checkpoint of step {self._run.resumed} in {self._run.folder or 'memory'}"
-        with mine.naming("what others sent" if self._run.resumed is None else f"the {checkpoint}", self._number):
+        with saved.naming("what others sent" if self._run.resumed is None else f"the {checkpoint}", self._number):
             if newcomer and self._run.resumed is not None:
-                refuse_another_model(self.model, mine["model"], self._number, checkpoint, self._job.cuts)
-            if "closed" not in mine:
-                load_stepper(self._stepper, mine, newcomer)
+                refuse_another_model(self.model, saved["model"], self._number, checkpoint, self._job.cuts)
+            if "closed" not in saved:
+                load_stepper(self._stepper, saved, newcomer)
             elif newcomer:
-                self._go_on_ended(mine)
+                self._go_on_ended(saved)
             if not newcomer:
                 return
-            self._replica.own.take(mine.get("own") or {})
-            self._seed = self._job.seed = self._said.go_on(mine.get("said"), self._run.say)
-            self._phases = [LoopState.of(phase) for phase in mine["phases"]]
-            self._stopped = mine["stopped"]
-            self.best.restore(mine.get("best"))
-        kept = pytree.tree_map_only(torch.Tensor, torch.clone, mine["state"])
-        self.state.restore(kept, own_copies(kept, self._job, mine.get("whole") or ()))
+            self._replica.own.take(saved.get("own") or {})
+            self._seed = self._job.seed = self._script_settings.go_on(saved.get("said"), self._run.say)
+            self._phases = [LoopState.of(phase) for phase in saved["phases"]]
+            self._stopped = saved["stopped"]
+            self.best.restore(saved.get("best"))
+        kept = pytree.tree_map_only(torch.Tensor, torch.clone, saved["state"])
+        self.state.restore(kept, own_copies(kept, self._job, saved.get("whole") or ()))
         self.mark_copies()
-        if mine.get("grid") and self._grid:
-            before, now, done = Grid(*mine["grid"]), self._grid, self.steps_done
+        if saved.get("grid") and self._grid:
+            before, now, done = Grid(*saved["grid"]), self._grid, self.steps_done
             self._grid = resumed_grid(before, now, self.plan.micro, done, self._run.say)
             self._stepper.regrid(self._grid, before.global_batch)

@@ -33,12 +33,13 @@ _STREAM = 1 << 43  # the streams of evaluation, apart from those of training
 
 
 def in_order(position: int, size: int, seed: int, epoch: int) -> int:
+    """Returns the position itself: the order of rows in evaluation."""
     return position
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode for the time, module by module as it was afterwards."""
+    """Puts the model into eval mode in the context, and each module back into its former mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -50,7 +51,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_gradients() -> Iterator[None]:
-    """Says what helps where code needs gradients."""
+    """Adds a hint to errors of code that needs gradients."""
     try:
         yield
     except RuntimeError as error:
@@ -65,8 +66,8 @@ def _without_gradients() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class EvalPass:
-    """A model at rest and all rows of a dataset, each once and in order, in micro-batches of `micro` rows that are
-    dealt as `place` says. Global batches are cut as `grid` says, where metrics are over them.
+    """One pass over all rows of a dataset, each once and in order, with a model in eval mode. `get_assignment` says how
+    micro-batches of `micro` rows are assigned to workers. `grid` cuts global batches, for metrics over these.
     """
 
     team: Team
@@ -74,29 +75,34 @@ class EvalPass:
     model: nn.Module
     source: Source
     micro: int
-    place: Callable[[], Place]
+    get_assignment: Callable[[], Place]
     grid: Grid | None = None
     of: str = ""  # which Trainer's, in the names of collectives
 
-    def feed(self, micro_batches: int, whole: bool = False) -> Feed:
-        """This worker's part, so many of all workers' micro-batches at a time, or a `whole` global batch."""
+    def feed(self, micro_batches: int, full_batches: bool = False) -> Feed:
+        """Returns this worker's part of the rows: so many micro-batches of all workers at a time, or with
+        `full_batches` a global batch.
+        """
         # The training's loader options serve here too, but a dataset of another kind may not take them.
         stream = self.source.rows is None
         source = replace(self.source, options=None) if stream else replace(self.source, order=in_order)
-        grid = self.grid if whole and self.grid else Grid(micro_batches * self.micro, self.micro)
+        grid = self.grid if full_batches and self.grid else Grid(micro_batches * self.micro, self.micro)
         span = (0, None if source.rows is None else grid.batches(source.rows), 1)
-        return Feed(source, grid, span, self.place, self.team.world.tell)
+        return Feed(source, grid, span, self.get_assignment, self.team.world.tell)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
+        """Puts the model into eval mode without gradients in the context, and restores buffers and random streams."""
         model, streams = self.model, RngState(self.job.device)
         alone = refusing("the forward or a metric")
         with alone, torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
             yield
 
     def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:
-        """Calls `use` with number, rows, output and batch of each of these micro-batches, numbered from `base` on."""
-        streams, speaks = RngState(self.job.device), self.place().speaks
+        """Computes the outputs of micro-batches and calls `use` with number, rows, output and batch of each. Numbers
+        start at `base`.
+        """
+        streams, speaks = RngState(self.job.device), self.get_assignment().speaks
         for micro_batch in micro_batches:
             number = base + micro_batch.index
             batch = to_device(micro_batch.batch, self.job.device)
@@ -109,18 +115,18 @@ class EvalPass:
             HEARTBEAT.beat()
 
     def at_once(self, number: int, base: int, micro_batches: Sequence[MicroBatch], use: Callable[..., None]) -> None:
-        """Calls `use` with the number of a global batch, its rows, their outputs, and no batch: where its first
-        micro-batch is.
+        """Gathers the outputs of a global batch and calls `use` with its number, rows, outputs and no batch, on the
+        worker with its first micro-batch.
         """
-        mine: list[tuple[int, int, Any]] = []
-        self.over(base, micro_batches, lambda place, rows, output, _: mine.append((place - base, rows, output)))
+        outputs: list[tuple[int, int, Any]] = []
+        self.over(base, micro_batches, lambda index, rows, output, _: outputs.append((index - base, rows, output)))
         units = self.job.units
-        if units is not None and self.place().speaks:
+        if units is not None and self.get_assignment().speaks:
             units.enter("the outputs of a global batch in evaluate()", check=False, kind="outputs")
-            columns, _ = gathered(units, mine, self.job.device)
-            if any(index == 0 for index, _, _ in mine):
+            columns, _ = gathered(units, outputs, self.job.device)
+            if any(index == 0 for index, _, _ in outputs):
                 with in_metric():
-                    use(number, len(columns[0]), filled(mine[0][2], columns), None)
+                    use(number, len(columns[0]), filled(outputs[0][2], columns), None)
 
 
 def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
@@ -134,25 +140,25 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
     group = sweep.team.group
     group.enter(f"evaluate(){sweep.of}", kind="evaluate()")
     compare_rows(group, sweep.source, sweep.team.world.tell, "the dataset of evaluate()")
-    rows, base, first, whole = 0, 0, list[list[str]](), sweep.job.over is not None
-    if whole and sweep.grid is None:
+    rows, base, first, over_batch = 0, 0, list[list[str]](), sweep.job.over is not None
+    if over_batch and sweep.grid is None:
         what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"
         raise UsageError(what, "give global_batch= to the Trainer")
-    with MetricObjects.of(metric, sweep.job.device) or Means(metric) as found, sweep.resting():
-        for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, whole)):
+    with MetricObjects.of(metric, sweep.job.device) or Means(metric) as metrics, sweep.resting():
+        for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, over_batch)):
             first = first or first_rows(feed)
-            if whole:
-                sweep.at_once(number, base, micro_batches, found.add)
+            if over_batch:
+                sweep.at_once(number, base, micro_batches, metrics.add)
             else:
-                sweep.over(base, micro_batches, found.add)
+                sweep.over(base, micro_batches, metrics.add)
             base += -(-count // sweep.micro)
             rows += count
         compare_read(group, rows, feed, first, "the dataset of evaluate()")
-        return {**found.together(group, base), "n": rows}
+        return {**metrics.together(group, base), "n": rows}
 
 
 class Means:
-    """A function's ``{name: (sum, count)}`` of each micro-batch."""
+    """Collects a metric function's ``{name: (sum, count)}`` of each micro-batch."""
 
     def __init__(self, metric: Callable[[Any, Any], Mapping[str, tuple[Any, Any]]]) -> None:
         self._metric = AnnotatedCallable(metric, "metric")
@@ -165,10 +171,12 @@ class Means:
         pass
 
     def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
-        found = self._metric(output, batch)
-        if not isinstance(found, Mapping) or not all(map(is_pair, found.values())):
-            raise MetricError(f"the metric returned {' '.join(repr(found).split()):.60}", "return {name: (sum, count)}")
-        sums = {str(name): (float(total), float(count)) for name, (total, count) in found.items()}
+        """Computes the metric of one micro-batch. Raises MetricError if the result is not (sum, count) by name."""
+        result = self._metric(output, batch)
+        if not isinstance(result, Mapping) or not all(map(is_pair, result.values())):
+            what = f"the metric returned {' '.join(repr(result).split()):.60}"
+            raise MetricError(what, "return {name: (sum, count)}")
+        sums = {str(name): (float(total), float(count)) for name, (total, count) in result.items()}
         for name, (_, count) in sums.items():
             if not count >= 0.0:
                 what = f"the metric returned {count:g} as the count of {name!r} for {rows} row{'s' if rows > 1 else ''}"
@@ -176,17 +184,19 @@ class Means:
         self._sums[number] = sums
 
     def together(self, group: Group, micro_batches: int) -> dict[str, float]:
-        """Every micro-batch's sums to every worker, then added in grid order: equal bits on any number of workers."""
-        mine = sorted({tuple(sorted(found)) for found in self._sums.values()})
-        all_names = [tuple(names) for worker in group.gather_json(mine) for names in worker]
+        """Returns the mean of each metric. All workers get all sums and add them in grid order: equal bits on any
+        number of workers. Collective.
+        """
+        own_names = sorted({tuple(sorted(sums)) for sums in self._sums.values()})
+        all_names = [tuple(names) for worker in group.gather_json(own_names) for names in worker]
         if len(set(all_names)) > 1:
             one, other = sorted(set(all_names))[:2]
             what = f"the metric returned {list(one)} for some rows and {list(other)} for others"
             raise MetricError(what, "return the same names everywhere, with count 0 where there is nothing to count")
         names = all_names[0]
         table = torch.zeros(micro_batches, 2 * len(names), dtype=torch.float64)
-        for index, found in self._sums.items():
-            table[index] = torch.tensor([part for name in names for part in found[name]], dtype=torch.float64)
+        for index, sums in self._sums.items():
+            table[index] = torch.tensor([part for name in names for part in sums[name]], dtype=torch.float64)
         total = torch.zeros(2 * len(names), dtype=torch.float64)
         for row in group.sum(table):
             total += row

@@ -24,23 +24,25 @@ _METHODS = ("update", "compute", "reset")
 _States = dict[str, Any]
 
 
-def to_main(group: Group, mine: Any) -> list[Any]:
-    """Every worker's tree, by rank, on the main one; elsewhere nothing. Part of the entered collective."""
+def to_main(group: Group, tree: Any) -> list[Any]:
+    """Returns every worker's tree, by rank, on the main worker, and an empty list elsewhere. Part of the entered
+    collective.
+    """
     if group.rank:
-        group.send_bytes(pack(mine), 0)
+        group.send_bytes(pack(tree), 0)
         return []
-    return [mine, *(unpack(group.receive_bytes(rank)) for rank in range(1, group.size))]
+    return [tree, *(unpack(group.receive_bytes(rank)) for rank in range(1, group.size))]
 
 
 class MetricObjects:
-    """Metric objects by name, as a context in which they start no collectives of their own and after which they are as
-    new. `parts` are all that have states, as also a wrapper's inner ones.
+    """Metric objects by name. In their context they start no collectives of their own, and after it they are reset.
+    `parts` are all objects with states, those inside of a wrapper included.
     """
 
     @staticmethod
     def of(metric: Any, device: torch.device) -> MetricObjects | None:
-        """From an object, a mapping of them (a MetricCollection), or either with a function that says what of output
-        and batch is given to `update`; None where it is a plain function. Raises MetricError.
+        """Returns the metric objects of an object, of a mapping (a MetricCollection), or of a pair of either with a
+        function that returns the arguments of `update`. Returns None for a plain function. Raises MetricError.
         """
         given, arguments = metric if isinstance(metric, tuple) and len(metric) == 2 else (metric, None)
         named = {type(given).__name__: given} if not hasattr(given, "items") else dict(given.items())
@@ -70,11 +72,11 @@ class MetricObjects:
                 raise MetricError(what, "write evaluate(dataset, (metric, lambda output, batch: (output, batch[1])))")
             one = one.to(device) if hasattr(one, "to") else one
             inner = one.named_modules() if hasattr(one, "named_modules") else [("", one)]
-            found = {f"{name} {path}": part for path, part in inner if hasattr(part, "_reductions")}
-            if not any(part._reductions for part in found.values()):
+            stateful = {f"{name} {path}": part for path, part in inner if hasattr(part, "_reductions")}
+            if not any(part._reductions for part in stateful.values()):
                 what = f"{name} does not say how its states merge"
                 raise MetricError(what, "give it _defaults and _reductions, as torchmetrics.Metric.add_state does")
-            self.parts |= found
+            self.parts |= stateful
         self._states: dict[int, tuple[int, _States]] = {}  # rows and states of each micro-batch
         self._sums: _States = {}  # of what is large, or a whole number
 
@@ -95,7 +97,7 @@ class MetricObjects:
             one.reset()
 
     def _fit(self, name: str, one: Any, args: tuple[Any, ...], words: Mapping[str, Any]) -> None:
-        """Refuses arguments that `update` does not take."""
+        """Raises MetricError if `update` does not take these arguments."""
         self._fitting.add(name)
         if not (why := unfit(one.update, *args, **words)[0]):
             return
@@ -107,6 +109,7 @@ class MetricObjects:
         raise MetricError(what, example if self._arguments is None else cure)
 
     def add(self, number: int, rows: int, output: Any, batch: Any) -> None:
+        """Updates the metrics with one micro-batch, from their start values, and keeps the resulting states."""
         self._reset()
         given = (output, batch) if self._arguments is None else self._arguments(output, batch)
         for name, one in self._named.items():
@@ -120,56 +123,58 @@ class MetricObjects:
         states: _States = {}
         for path, part in self.parts.items():
             for state, how in part._reductions.items():
-                key, value = f"{path}.{state}", _here(getattr(part, state))
+                key, value = f"{path}.{state}", _cpu_copy(getattr(part, state))
                 sums = _word(how) == "sum" and isinstance(value, torch.Tensor)
                 if sums and (not value.is_floating_point() or value.numel() > _LARGE):
-                    value -= _here(part._defaults[state])
+                    value -= _cpu_copy(part._defaults[state])
                     self._sums[key] = value + self._sums[key] if key in self._sums else value
                 else:
                     states[key] = value
         self._states[number] = rows, states
 
     def together(self, group: Group, micro_batches: int) -> dict[str, Any]:
-        """The results by name, on all workers: numbers as float, others as tensors."""
-        said = to_main(group, [[[number, *kept] for number, kept in self._states.items()], self._sums])
+        """Merges the states of all workers. Returns the results by name, on all workers: numbers as float, others as
+        tensors. Collective.
+        """
+        gathered = to_main(group, [[[number, *kept] for number, kept in self._states.items()], self._sums])
         results: dict[str, Any] = {}
-        if said:
-            states = sorted((row for rows, _ in said for row in rows), key=lambda row: row[0])
+        if gathered:
+            states = sorted((row for rows, _ in gathered for row in rows), key=lambda row: row[0])
             for path, part in self.parts.items():
                 for state, how in part._reductions.items():
-                    key, start = f"{path}.{state}", _here(part._defaults[state])
-                    found = [(0, sums[key] + start) for _, sums in said if key in sums]
-                    found = found or [(rows, held[key]) for _, rows, held in states]
+                    key, start = f"{path}.{state}", _cpu_copy(part._defaults[state])
+                    row_states = [(0, sums[key] + start) for _, sums in gathered if key in sums]
+                    row_states = row_states or [(rows, held[key]) for _, rows, held in states]
                     merged = pytree.tree_map_only(
-                        torch.Tensor, lambda t: t.to(self._device), _merged(found, start, how)
+                        torch.Tensor, lambda t: t.to(self._device), _merged(row_states, start, how)
                     )
                     setattr(part, state, merged)
                 if hasattr(part, "_update_count"):
                     part._update_count, part._computed = len(states), None
             for name, one in self._named.items():
-                found = one.compute()
-                results |= found if isinstance(found, Mapping) else {name: found}
+                computed = one.compute()
+                results |= computed if isinstance(computed, Mapping) else {name: computed}
             results = {str(name): _plain(value) for name, value in results.items()}
-        told: dict[str, Any] = unpack(group.broadcast_bytes(pack(results) if said else None, 0))
-        return told
+        agreed: dict[str, Any] = unpack(group.broadcast_bytes(pack(results) if gathered else None, 0))
+        return agreed
 
 
-def _here(state: Any) -> Any:
-    """A copy on the CPU: of a tensor, or of all in a list."""
+def _cpu_copy(state: Any) -> Any:
+    """Returns a copy on the CPU of a tensor, or of all tensors in a list."""
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu().clone(), state)
 
 
 def _word(how: Any) -> str:
-    """A reduction by torchmetrics' name for it, or empty for one of another's."""
+    """Returns torchmetrics' name of a reduction, or an empty text for another one."""
     word = how if isinstance(how, str) else getattr(how, "__name__", "").removeprefix("dim_zero_")
     return word if word in _WORDS else ""
 
 
-def _merged(found: list[tuple[int, Any]], start: Any, how: Any) -> Any:
-    """One state out of those of all micro-batches, each with its rows, in the order of the grid."""
+def _merged(row_states: list[tuple[int, Any]], start: Any, how: Any) -> Any:
+    """Merges one state of all micro-batches, each with its number of rows, in grid order."""
     if isinstance(start, list):
-        return [item for _, items in found for item in items]
-    word, states = _word(how), [state for _, state in found]
+        return [item for _, items in row_states for item in items]
+    word, states = _word(how), [state for _, state in row_states]
     if word == "cat":
         return torch.cat([torch.atleast_1d(state) for state in states])
     if word == "sum":
@@ -178,7 +183,7 @@ def _merged(found: list[tuple[int, Any]], start: Any, how: Any) -> Any:
             total += state - start
         return total
     if word == "mean":
-        weighted = sum(rows * state.double() for rows, state in found) / sum(rows for rows, _ in found)
+        weighted = sum(rows * state.double() for rows, state in row_states) / sum(rows for rows, _ in row_states)
         return weighted.to(states[0])
     if len(states) == 1 and how is None:
         return states[0]
@@ -188,11 +193,11 @@ def _merged(found: list[tuple[int, Any]], start: Any, how: Any) -> Any:
     return stacked if how is None else how(stacked)
 
 
-def _plain(found: Any) -> Any:
-    if isinstance(found, Mapping):
-        return {str(name): _plain(value) for name, value in found.items()}
-    if isinstance(found, (list, tuple)):
-        return [_plain(value) for value in found]
-    if isinstance(found, torch.Tensor):
-        return float(found) if found.numel() == 1 else found.detach().cpu()
-    return float(found)
+def _plain(result: Any) -> Any:
+    if isinstance(result, Mapping):
+        return {str(name): _plain(value) for name, value in result.items()}
+    if isinstance(result, (list, tuple)):
+        return [_plain(value) for value in result]
+    if isinstance(result, torch.Tensor):
+        return float(result) if result.numel() == 1 else result.detach().cpu()
+    return float(result)

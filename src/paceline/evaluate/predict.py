@@ -35,8 +35,9 @@ _BLOCK = 1 << 24
 
 
 def predicted(run: Run, sweep: EvalPass, path: Path | None = None) -> Iterator[tuple[range, Any]]:
-    """The rows and output of each micro-batch on the main worker; nothing on the others, which do their part. With a
-    `path` they go to that file, and nothing is given to anybody. Raises CheckpointError on all where they cannot.
+    """Yields rows and output of each micro-batch on the main worker. Other workers do their part and yield nothing.
+    With a `path` the outputs go to that file, and nobody yields. Raises CheckpointError on all workers if the file
+    cannot be written.
     """
     for step in run.recorded():
         if step != run.step or run.team.world.newcomer:
@@ -51,7 +52,7 @@ def predicted(run: Run, sweep: EvalPass, path: Path | None = None) -> Iterator[t
 
 
 class _Outputs:
-    """One going through, on one worker."""
+    """One pass of predict(), on one worker."""
 
     def __init__(self, sweep: EvalPass, path: Path | None) -> None:
         self._sweep, self._path, self._file = sweep, path, _File(path) if path is not None else None
@@ -62,6 +63,7 @@ class _Outputs:
         self._fed = [0, 0]  # the window that it gave last, as in a word
 
     def windows(self) -> Iterator[tuple[range, Any]]:
+        """Computes one window after another, and yields rows and output of each micro-batch on the main worker."""
         run = partial(self._sweep.team.operations.run, settling(self._window), "evaluating")
         try:
             while run() is not None:
@@ -70,11 +72,11 @@ class _Outputs:
                     self._word[1] += 1
                 while got:
                     number, rows, output = got.pop(0)
-                    some = range(number * self._sweep.micro, number * self._sweep.micro + rows)
+                    row_range = range(number * self._sweep.micro, number * self._sweep.micro + rows)
                     if self._file is None:
-                        yield some, output
+                        yield row_range, output
                     else:
-                        self._tries(partial(self._file.add, some, output))
+                        self._tries(partial(self._file.add, row_range, output))
         except GeneratorExit:  # the others wait for the next window
             self._word = None
             run()
@@ -84,7 +86,7 @@ class _Outputs:
                 self._feed.close()
 
     def _tries(self, work: Callable[[], None]) -> None:
-        """Does what the main worker alone does; its trouble is everybody's."""
+        """Does something on the main worker only. Its error is raised on all workers in the next window."""
         try:
             if self._trouble is None:
                 work()
@@ -95,7 +97,9 @@ class _Outputs:
             self._trouble = [what, write_cure(error, None, "another file")]
 
     def _window(self) -> int | None:
-        """The next window, whose outputs are then in `_got` of the main worker; None: there is none."""
+        """Computes the next window. The main worker then has its outputs in `_got`. Returns the window's number, or
+        None if there is none.
+        """
         group, self._got = self._sweep.team.group, None
         group.enter(f"predict(){self._sweep.of}", kind="predict()")
         word = self._agreed()
@@ -119,16 +123,16 @@ class _Outputs:
                 self._tries(self._file.close)
             self._agreed()
             return None
-        mine: list[Any] = []
+        outputs: list[Any] = []
         with self._sweep.resting():
             micro_batches = self._feed.at(at)[2]
-            self._sweep.over(at * size, micro_batches, lambda n, rows, out, _: mine.append([n, rows, _plain(out)]))
-        if found := to_main(group, mine):
-            self._got = sorted((part for parts in found for part in parts), key=lambda part: part[0])
+            self._sweep.over(at * size, micro_batches, lambda n, rows, out, _: outputs.append([n, rows, _plain(out)]))
+        if gathered := to_main(group, outputs):
+            self._got = sorted((part for parts in gathered for part in parts), key=lambda part: part[0])
         return int(at)
 
     def _agreed(self) -> Any:
-        """What the main worker says; where it is in trouble all are. Part of the entered collective."""
+        """Returns the main worker's next window. Raises its error on all workers. Part of the entered collective."""
         word, trouble = self._sweep.team.group.gather_json([self._word, self._trouble])[0]
         if trouble is not None:
             raise CheckpointError(*trouble)
@@ -136,7 +140,9 @@ class _Outputs:
 
 
 def _plain(output: Any) -> Any:
-    """A copy of an output on the CPU: tensors, numbers and text in tuples, lists and dicts."""
+    """Copies an output to the CPU: tensors, numbers and text in tuples, lists and dicts. Raises UsageError for other
+    types.
+    """
     if isinstance(output, torch.Tensor):
         return output.detach().to("cpu", copy=True)
     if isinstance(output, Mapping):
@@ -150,7 +156,7 @@ def _plain(output: Any) -> Any:
 
 
 class _File:
-    """Outputs as they come, each name's in a file that has no name itself; then all of them in one."""
+    """The file of outputs: each name's rows are collected in a temporary file and put together at the end."""
 
     def __init__(self, path: Path) -> None:
         if path.suffix not in (".npy", ".safetensors"):
@@ -160,12 +166,15 @@ class _File:
         self._parts: dict[str, IO[bytes]] = {}
 
     def add(self, rows: range, output: Any) -> None:
+        """Appends the output of a micro-batch. Raises UsageError if its names, dtypes or shapes differ from the first
+        ones.
+        """
         named = output if isinstance(output, dict) and not self._array else {"output": output}
         kinds = {name: self._kind(tensor, len(rows)) for name, tensor in named.items()}
         self._kinds = self._kinds or {name: kind for name, kind in kinds.items() if kind is not None}
         if kinds != self._kinds:
-            told = ", ".join(f"{name} {_told(tensor)}" for name, tensor in named.items())
-            what = f"rows {rows.start}-{rows.stop - 1} cannot be written to {self._path}: {told}"
+            kinds_text = ", ".join(f"{name} {_describe_kind(tensor)}" for name, tensor in named.items())
+            what = f"rows {rows.start}-{rows.stop - 1} cannot be written to {self._path}: {kinds_text}"
             cure = "return a tensor, or for .safetensors a mapping, of one entry a row, alike for all rows"
             raise UsageError(what, cure)
         for name, tensor in named.items():
@@ -175,13 +184,14 @@ class _File:
         self._rows += len(rows)
 
     def _kind(self, tensor: Any, rows: int) -> TensorInfo | None:
-        """What is in a row; None: the file cannot hold it."""
+        """Returns dtype and shape of one row; None if the file cannot hold it."""
         if not isinstance(tensor, torch.Tensor) or tensor.shape[:1] != (rows,):
             return None
         held = _numpy(tensor.dtype) if self._array else tensor.dtype in DTYPES
         return TensorInfo(tensor.dtype, tuple(tensor.shape[1:])) if held else None
 
     def close(self) -> None:
+        """Writes the file from the collected rows, and replaces a former one."""
         temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
         try:
             write_file(temporary, self._chunks(), 0o666)
@@ -190,27 +200,27 @@ class _File:
             temporary.unlink(missing_ok=True)
 
     def _chunks(self) -> Iterator[bytes]:
-        whole = {name: TensorInfo(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
+        infos = {name: TensorInfo(kind.dtype, (self._rows, *kind.shape)) for name, kind in self._kinds.items()}
         if self._array:
-            text, one = io.BytesIO(), whole["output"]
+            text, one = io.BytesIO(), infos["output"]
             about = {"descr": _numpy(one.dtype), "fortran_order": False, "shape": one.shape}
             numpy.lib.format.write_array_header_1_0(text, about)
             yield text.getvalue()
         else:
-            yield head(whole)[0]
-        for name in ordered(whole):
+            yield head(infos)[0]
+        for name in ordered(infos):
             self._parts[name].seek(0)
             yield from iter(partial(self._parts[name].read, _BLOCK), b"")
 
 
 def _numpy(dtype: torch.dtype) -> str:
-    """numpy's word for a dtype; empty where it has none."""
+    """Returns numpy's name of a dtype; empty if numpy has none."""
     try:
         return numpy.dtype(str(dtype).removeprefix("torch.")).str
     except TypeError:
         return ""
 
 
-def _told(value: Any) -> str:
+def _describe_kind(value: Any) -> str:
     tensor = isinstance(value, torch.Tensor)
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if tensor else type(value).__name__

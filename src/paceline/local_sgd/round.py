@@ -87,7 +87,7 @@ class LocalSgdRunner(StepRunner):
         self.place = self._place
         if self.islands is not None:
             self.islands.trainer = self.trainer
-            self.run.own.append(self.islands)
+            self.run.error_feedback.append(self.islands)
             self.islands.recall = self._recall
 
     @property
@@ -212,7 +212,7 @@ class LocalSgdRunner(StepRunner):
         ended = time.perf_counter()
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
-        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.whole.rows, step.whole.epoch], step.steps, self._late]
+        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.batch.rows, step.batch.epoch], step.steps, self._late]
         self.operations.reached("applied")
         self.replica.complete()
         step.spent["update"] += time.perf_counter() - ended
@@ -225,7 +225,7 @@ class LocalSgdRunner(StepRunner):
 
     def _run(self, step: StepAttempt, deal: Callable[..., Any]) -> bool:
         """All steps of the islands that are here; whether they have made the round, and nothing has broken it off."""
-        step.whole, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
+        step.batch, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
         isles, quorum, most, last = self.isles, self.merging_by, self.run.team.world.max_steps, False
         self._sizes, self._trouble, ready = [], None, list[int]()
         quorum.begin(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
@@ -238,7 +238,7 @@ class LocalSgdRunner(StepRunner):
                 break
             self._load(one := StepAttempt(self.done + ahead, 0.0), partial(same, portion))
             step.spent["data"] += time.perf_counter() - began
-            step.whole = replace(portion, micro_batches=[])
+            step.batch = replace(portion, micro_batches=[])
             step.steps, last = step.steps + 1, portion.last
             self._sizes.append(portion.rows)
             for island in due:
@@ -268,17 +268,17 @@ class LocalSgdRunner(StepRunner):
     def _step_of(self, island: int, step: StepAttempt) -> bool:
         """One step of an island, of all replicas that have it; whether it is to be their last one of this round."""
         assert self.grid is not None
-        whole, progress = step.whole, self.isles.enter(island)
+        whole, progress = step.batch, self.isles.enter(island)
         run, rows = part(self.grid, whole.rows, island, self.isles.count)
         if not rows:
             self.isles.skip(progress)
             return False
-        step.whole = replace(whole, micro_batches=[m for m in whole.micro_batches if m.index in run], rows=rows)
+        step.batch = replace(whole, micro_batches=[m for m in whole.micro_batches if m.index in run], rows=rows)
         step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
         self.expected = progress.inner.expected
         step.options = self.options(step)
         began = time.perf_counter()
-        self._compute(step, lambda: step.whole, f"step {step.number + 1} of island {island}", began)
+        self._compute(step, lambda: step.batch, f"step {step.number + 1} of island {island}", began)
         seconds = time.perf_counter() - began
         self._refuse(step)
         if step.agreed.count <= 0:
@@ -308,7 +308,7 @@ class LocalSgdRunner(StepRunner):
         mine = {
             "islands": [[i, *_told(isles.work[i])] for i in isles.mine if i in isles.work] if isles.speaks else [],
             "sizes": self._sizes,
-            "epoch": step.whole.epoch,
+            "epoch": step.batch.epoch,
             "merged": decided,
             "broken": decided is None and run.notice is not None and (not made or self.merging_by.waits),
         }
@@ -353,7 +353,7 @@ class LocalSgdRunner(StepRunner):
         took = {str(island): taken for island, taken in at.items()} if late or gone else {}
         self._late = {"merged": merged, "late": late, "took": took, "missed": gone}
         step.steps = len(sizes)
-        step.whole = replace(step.whole, rows=sum(told[island][2] for island in merged), epoch=whole["epoch"])
+        step.batch = replace(step.batch, rows=sum(told[island][2] for island in merged), epoch=whole["epoch"])
 
 
 def meet(

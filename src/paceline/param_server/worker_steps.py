@@ -196,7 +196,7 @@ class AsyncWindowRunner(SyncServerRunner):
         ended = time.perf_counter()
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
-        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.whole.rows, step.whole.epoch], step.steps]
+        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.batch.rows, step.batch.epoch], step.steps]
         self.operations.reached("applied")
 
     def _taken(self, step: StepAttempt, _: Any, result: Any) -> None:
@@ -244,7 +244,7 @@ class AsyncWindowRunner(SyncServerRunner):
         one.options = replace(self.options(one), collect=True)
         self.replica.key = ticket, dealt["dealing"], 0
         began = time.perf_counter()
-        self._compute(one, lambda: one.whole, f"ticket {ticket}", began)
+        self._compute(one, lambda: one.batch, f"ticket {ticket}", began)
         norm, agreed, sums, share = 0.0, one.agreed, one.sums, portion.share
         if agreed.count or not self.plan.backup or not math.isfinite(agreed.loss):
             self._refuse(one)
@@ -279,7 +279,7 @@ class AsyncWindowRunner(SyncServerRunner):
         loss, count = (math.fsum(one[key] for one in self._log) for key in ("loss", "count"))
         step.agreed = replace(step.agreed, loss=loss, count=count, metrics=metrics, unused=tuple(sorted(unused)))
         last = max(self._log, key=lambda one: one["ticket"])
-        step.whole = WorkerBatch([], 0, sum(one["rows"] for one in self._log), last["epoch"])
+        step.batch = WorkerBatch([], 0, sum(one["rows"] for one in self._log), last["epoch"])
         step.norm = self._log[-1]["norm"]
 
     @torch.no_grad()

@@ -15,8 +15,8 @@ _MODES = {"max": 1, "min": -1}
 
 
 class BestCheckpoint(Followed):
-    """What `Trainer.keep_best` follows: a value by `name`, the best one so far, and the `step` of the run that had it.
-    A better one is `due` until its checkpoint is there.
+    """The value that `Trainer.keep_best` follows: its name, the best value so far, and the `step` of the run that had
+    it. A better value is `due` until its checkpoint is written.
     """
 
     def __init__(self) -> None:
@@ -28,6 +28,7 @@ class BestCheckpoint(Followed):
         self._saved: list[Any] | None = None
 
     def follow(self, name: str, mode: str) -> None:
+        """Follows the value `name`; `mode` is max or min. Raises UsageError."""
         if not isinstance(name, str) or not name:
             what = f"keep_best() is given {name!r:.60}, and the name of a value is wanted"
             raise UsageError(what, 'write keep_best("accuracy"), as evaluate() or log() names it')
@@ -39,26 +40,27 @@ class BestCheckpoint(Followed):
         self.restore(self._saved)
 
     def saved(self) -> list[Any] | None:
+        """Returns name, mode, value and step for a checkpoint."""
         return self._saved if self.value is None else [self.name, self.mode, self.value, self.step]
 
     def restore(self, saved: list[Any] | None) -> None:
-        """What a checkpoint holds counts where the script follows the same."""
+        """Takes the best value of a checkpoint if the script follows the same name and mode."""
         self._saved = saved
         if saved and saved[:2] == [self.name, self.mode]:
             self.value, self.step = saved[2:]
 
     def take(self, value: float, step: int) -> None:
-        """A better one is due."""
+        """Makes a value due if it is better than the best one."""
         best = self.value if self.due is None else self.due[0]
         if math.isfinite(value) and (best is None or (value - best) * _MODES[self.mode] > 0):
             self.due = value, step
 
 
 def keep_best(run: Run) -> None:
-    """Between two steps: the checkpoint of a value that is better than all before. Collective, if at all.
+    """Between two steps: writes the checkpoint of each value that is better than all before. Collective if any is due.
 
-    It is waited for, since these weights are gone with the next step; should a worker be lost meanwhile, it is written
-    again. Where it cannot be written, what was the best before still is.
+    Training waits for the checkpoint, since the weights change with the next step. If a worker is lost meanwhile, the
+    checkpoint is written again. If it cannot be written, the former best one stays.
     """
     due = [member.best for member in run.members if member.best.due is not None]
     if not due:
@@ -73,15 +75,15 @@ def keep_best(run: Run) -> None:
         best.due = None
     if run.saving.storage is None or not any(best.step == step for best in due):
         return
-    there, number = False, -1
+    is_saved, number = False, -1
     while number != run.team.operations.number:
         number, run.saving.asked = run.team.operations.number, True
-        there = run.save(wait=True)
-    for best, (value, at) in zip(due if not there else (), before, strict=False):
+        is_saved = run.save(wait=True)
+    for best, (value, at) in zip(due if not is_saved else (), before, strict=False):
         best.value, best.step = value, at
 
 
 def best_now(run: Run) -> list[dict[str, Any]]:
-    """For the manifest of a checkpoint of now: what makes it the best."""
+    """Returns the values whose best step is the present one, for the manifest of a checkpoint."""
     now = [(number, m.best) for number, m in enumerate(run.members) if m.best.step == run.step]
     return [{"trainer": number, "name": best.name, "mode": best.mode, "value": best.value} for number, best in now]

@@ -61,8 +61,8 @@ _OPTIMIZERS = re.compile(r"trainers\.\d+\.optimizers\.")
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """For a time in which much is made and kept: the collector of circles would look through all of it again and again.
-    With many small tensors that took a third of the time for which training stood still.
+    """Disables Python's garbage collector for a while. It scans all new objects again and again: with many small
+    tensors that took a third of the time for which a checkpoint blocks training.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -73,16 +73,16 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def some(writers: list[int], size: int) -> list[int]:
-    """Those that write so many bytes, which all of them have."""
+def limit_writers(writers: list[int], size: int) -> list[int]:
+    """Returns the workers that write `size` bytes which all workers have: more for more bytes."""
     return writers[: min(_MOST, max(1, size // _SHARE))]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is saved: optimizer steps done; the whole state as a tree, whose tensors are not copies; all parameters in
-    it; what else the manifest tells; and a part of the collective, in which all workers' states are compared. Where
-    workers have state of their own, `pool` makes it everybody's.
+    """What a checkpoint saves: the number of steps, the state tree (its tensors are not copies), the parameters in it,
+    further fields of the manifest, and a part of the collective that compares all workers' states. `pool` collects
+    state that differs between workers.
     """
 
     step: int
@@ -95,7 +95,7 @@ class Subject:
 
 @dataclass
 class _Draft:
-    """What the first writer keeps until all files are there."""
+    """What the first writer needs for the manifest, until all files are written."""
 
     step: int
     writers: list[int]
@@ -107,13 +107,15 @@ class _Draft:
 
 
 class CheckpointManager:
-    """The checkpoints of a run, as one worker has them. `begun` is the step of the last one that was begun, `open`
-    whether its end is not known to all: both are the same everywhere. `committed` is the last one that this worker
-    knows to be whole. `news` are outcomes to be told, on the worker that wrote a manifest: the fields of the journal's
-    event, what went wrong, or a line. What goes wrong again and again for one reason is told once.
+    """Takes the checkpoints of a run, on one worker.
 
-    With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which lives
-    nowhere else, is kept there besides, in the same way.
+    `begun` is the step of the last one that was begun, and `open` whether its end is not yet known to all workers: both
+    are the same everywhere. `committed` is the last one that this worker knows to be complete. `news` are outcomes to
+    report, on the worker that wrote a manifest: the fields of the journal's event, an error as (what, cure), or a line.
+    An error that repeats for the same reason is reported once.
+
+    With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which
+    exists nowhere else, is also kept there.
     """
 
     def __init__(
@@ -144,8 +146,8 @@ class CheckpointManager:
     # -- when -------------------------------------------------------------------------------------------------------
 
     def wants(self, step: int) -> int:
-        """The first worker's wish after `step`, which the step's vector makes everybody's: a checkpoint (1), a copy in
-        the mirror (2), or nothing (0).
+        """Returns the main worker's wish after `step`, which the step's vector tells all workers: a checkpoint (1), a
+        copy in the mirror (2), or nothing (0).
         """
         if self._part is not None or self._commit is not None:
             return 0
@@ -157,7 +159,7 @@ class CheckpointManager:
 
     @property
     def _alone(self) -> bool:
-        """Whether the state lives in one replica, all of it on this host."""
+        """Whether a single replica, on this host, holds the state."""
         group = self.team.group
         return group.size <= group.mesh.replica and len(set(group.hosts)) == 1
 
@@ -167,8 +169,8 @@ class CheckpointManager:
         return time.monotonic() - self._saved_at >= (self._interval() if self._seconds is None else self._seconds)
 
     def _interval(self) -> float:
-        """Young, A first order approximation to the optimum checkpoint interval, CACM 1974; and no more than a part of
-        the time.
+        """Returns the seconds between checkpoints by Young, A first order approximation to the optimum checkpoint
+        interval, CACM 1974, bounded by a share of the time.
         """
         if self._cost is None:
             return _FIRST
@@ -177,17 +179,18 @@ class CheckpointManager:
 
     @property
     def fields(self) -> dict[str, float]:
-        """For the step's vector."""
+        """The entries of the step's vector: whether this worker is writing, or has written."""
         part = self._part
         return {"writing": part is not None and not part.over, "written": part is not None and part.over}
 
     def agreed(self, agreed: Agreed) -> None:
+        """Notes from a step's sums whether all workers have written their files."""
         self._collect = agreed.written > 0 and agreed.writing == 0
 
     # -- the way of one ---------------------------------------------------------------------------------------------
 
     def begin(self, subject: Subject, still: bool = False, mirror: bool = False) -> None:
-        """Begins one; collective. What went wrong is in the news."""
+        """Begins a checkpoint, or with `mirror` a copy in memory. Errors go to the news. Collective."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
         # Whoever has state of its own writes it; if not all can, there must be none.
         if subject.pool is not None and 0 < len(self.team.operations.run(settling(self._writing))) < self.team.size:
@@ -202,8 +205,8 @@ class CheckpointManager:
             self.begun, self._saved_at = subject.step, time.monotonic()
 
     def put_aside(self, subject: Subject, storage: Storage) -> list[str] | None:
-        """Writes what is kept beside the checkpoints, in a `storage` of its own, and waits for it; what went wrong, the
-        same on all workers. Collective.
+        """Writes a subject to a `storage` of its own, beside the checkpoints, and waits for it. Returns the error, the
+        same on all workers, or None. Collective.
         """
         if self.open:
             self.finish()
@@ -225,26 +228,28 @@ class CheckpointManager:
         return {"by": [attempt, writers], "trouble": trouble}
 
     def _gather_streams(self, writers: Sequence[int]) -> None:
-        """To the first writer, unless all are the same: of a thousand workers they are 25 MB."""
-        group, mine, members = self.team.group, user_streams(), self.team.operations.members
-        digest = hashlib.sha256(repr(mine).encode()).hexdigest()
-        self._streams = [mine]
+        """Sends the users' random streams to the first writer if they differ: those of a thousand workers are 25 MB."""
+        group, own_streams, members = self.team.group, user_streams(), self.team.operations.members
+        digest = hashlib.sha256(repr(own_streams).encode()).hexdigest()
+        self._streams = [own_streams]
         if len({*group.gather_json(digest)}) == 1 or not writers:
             return
         writer = members.index(writers[0])
         if group.rank != writer:
-            group.send_bytes(pack(mine), writer)
-            self._streams = [mine] * group.size  # theirs take as many bytes
+            group.send_bytes(pack(own_streams), writer)
+            self._streams = [own_streams] * group.size  # theirs take as many bytes
         else:
             others = {rank: unpack(group.receive_bytes(rank)) for rank in range(group.size) if rank != writer}
-            self._streams = [others.get(rank, mine) for rank in range(group.size)]
+            self._streams = [others.get(rank, own_streams) for rank in range(group.size)]
 
     def _writing(self) -> list[int]:
         self.team.group.enter("who can write a checkpoint")
         return self._who_writes()[0]
 
     def _who_writes(self) -> tuple[list[int], Any]:
-        """The workers that reach the place: those who find in it what the first one puts there."""
+        """Returns the workers that see the storage (those that see a file which the first worker puts there), and the
+        error if that fails.
+        """
         operations, group, storage = self.team.operations, self.team.group, self._into
         if not isinstance(storage, Folder) or (self._mirror is not None and storage is self._mirror[1]):
             return list(operations.members), None
@@ -263,8 +268,8 @@ class CheckpointManager:
                     storage.remove("", [probe])
             if trouble is not None:
                 return [], trouble
-            found = [worker for worker, there in zip(operations.members, sees, strict=True) if there]
-            self._writers = (operations.number, found)
+            able = [worker for worker, is_seen in zip(operations.members, sees, strict=True) if is_seen]
+            self._writers = (operations.number, able)
         return self._writers[1], None
 
     @_no_collection()
@@ -280,15 +285,15 @@ class CheckpointManager:
             tensors, skeleton = flatten_pieces(subject.tree(), "")
             params = {param.data_ptr() for param in subject.params()}
             cut = {name: held for name, held in tensors.items() if isinstance(held, ShardedTensor)}
-            whole = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-            common = {n: t for n, t in whole.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
-            own = {name: tensor for name, tensor in whole.items() if name not in common}
+            full_tensors = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
+            common = {n: t for n, t in full_tensors.items() if t.data_ptr() in params or _OPTIMIZERS.match(n)}
+            main_only = {name: tensor for name, tensor in full_tensors.items() if name not in common}
             if not cut:
-                writers = some(writers, sum(tensor.nbytes for tensor in common.values()))
+                writers = limit_writers(writers, sum(tensor.nbytes for tensor in common.values()))
             ranks = [self.team.operations.members.index(writer) for writer in writers]
-            plan = layout(own, common, cut, ranks, self._attempt)
+            plan = layout(main_only, common, cut, ranks, self._attempt)
             shapes = tensor_infos(tensors)
-            table = [(name, *shapes[name]) for some in (common, cut) for name in some]
+            table = [(name, *shapes[name]) for group in (common, cut) for name in group]
             self._table = hashlib.sha256(repr(table).encode()).hexdigest()
             manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
             if me in writers:
@@ -302,7 +307,7 @@ class CheckpointManager:
         return settled
 
     def copied(self) -> None:
-        """Before an update: waits until the state may change."""
+        """Waits, before an update, until the state may change."""
         if self._part is not None:
             with self.team.operations.account.of("saving"):
                 blocked = self._part.copied()
@@ -310,7 +315,9 @@ class CheckpointManager:
                 self._draft.blocked += blocked
 
     def turn(self) -> None:
-        """Between two steps: what was written is made a checkpoint, once all have written. Collective, if at all."""
+        """Between two steps: commits a checkpoint once all workers have written their files. Collective if there is
+        one.
+        """
         if self._collect:
             self._collect = False
             self.team.operations.run(settling(self._tell, self._end), "saving")
@@ -323,81 +330,84 @@ class CheckpointManager:
         return self._gather()
 
     def _gather(self) -> list[Any]:
-        part, mine = self._part, None
+        part, report = self._part, None
         if part is not None:
-            mine = [self._attempt, self._number, self._table, part.result, part.trouble]
-        said = self.team.group.gather_json(mine)
-        return [[worker, *parts] for worker, parts in zip(self.team.operations.members, said, strict=True) if parts]
+            report = [self._attempt, self._number, self._table, part.result, part.trouble]
+        reports = self.team.group.gather_json(report)
+        return [[worker, *parts] for worker, parts in zip(self.team.operations.members, reports, strict=True) if parts]
 
-    def _end(self, said: Any) -> Any:
-        draft, work = self._draft, self._work(said)
+    def _end(self, reports: Any) -> Any:
+        draft, work = self._draft, self._work(reports)
         if work is not None:
             self._commit = Background(work, "paceline-commit")
-        elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in said):
+        elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in reports):
             self._again = True  # the first of the writers was lost, and with it the manifest
         self._part = self._draft = None
-        return said
+        return reports
 
-    def _work(self, said: Any) -> Callable[[], dict[str, Any]] | None:
-        """What the first writer has left to do."""
+    def _work(self, reports: Any) -> Callable[[], dict[str, Any]] | None:
+        """Returns the function that commits the checkpoint, on the first writer; None elsewhere."""
         draft, part, storage = self._draft, self._part, self._into
         if draft is None or part is None or storage is None:
             return None
-        mine = [row for row in said if row[1] == self._attempt]
+        attempt_reports = [row for row in reports if row[1] == self._attempt]
         cost = part.seconds
 
         def work() -> dict[str, Any]:
             try:
-                self._refuse(draft, mine)
+                self._refuse(draft, attempt_reports)
             except CheckpointError:
                 give_up(storage, draft.step)
                 raise
-            told = {file: (size, digest) for row in mine for file, (size, digest) in row[4].items()}
+            digests = {file: (size, digest) for row in attempt_reports for file, (size, digest) in row[4].items()}
             mirrored = storage is not self.storage
             keep = 1 if mirrored else self.keep
             manifest = draft.manifest if not mirrored else {**draft.manifest, "best": []}  # a copy is none to be kept
-            found = commit(storage, draft.step, draft.plan, told, draft.shapes, manifest, keep)
+            checkpoint = commit(storage, draft.step, draft.plan, digests, draft.shapes, manifest, keep)
             if mirrored:
                 return {}
-            took, size = time.monotonic() - draft.began, sum(size for size, _ in told.values())
-            told_of = {"step": draft.step, "path": f"checkpoints/{found.folder}" if not storage.shared else str(found)}
-            return {**told_of, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
+            took, size = time.monotonic() - draft.began, sum(size for size, _ in digests.values())
+            path = str(checkpoint) if storage.shared else f"checkpoints/{checkpoint.folder}"
+            outcome = {"step": draft.step, "path": path}
+            return {**outcome, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
 
         return work
 
-    def _refuse(self, draft: _Draft, mine: list[Any]) -> None:
-        for worker, _, _, table, result, trouble in mine:
+    def _refuse(self, draft: _Draft, reports: list[Any]) -> None:
+        for worker, _, _, table, result, trouble in reports:
             if trouble is not None:
                 whose = f"worker {worker}: " if len(draft.writers) > 1 else ""
                 raise CheckpointError(f"{whose}{trouble[0]}", trouble[1])
             if result is None or table != self._table:
                 what = f"worker {worker} has other tensors than worker {draft.writers[0]}"
                 raise CheckpointError(what, "make the same model and optimizers on every worker")
-        if len(mine) < len(draft.writers):
-            lost = sorted({*draft.writers} - {row[0] for row in mine})
+        if len(reports) < len(draft.writers):
+            lost = sorted({*draft.writers} - {row[0] for row in reports})
             self._again = True
             what = f"checkpoint of step {draft.step} was given up with what worker {lost[0]} was writing of it"
             raise CheckpointError(what, "the next one begins at once")
 
-    def _done(self, told: dict[str, Any] | None, trouble: list[str] | None) -> None:
-        if told:
-            self._cost = told.pop("cost")
-            self.committed = told["step"]
+    def _done(self, outcome: dict[str, Any] | None, trouble: list[str] | None) -> None:
+        if outcome:
+            self._cost = outcome.pop("cost")
+            self.committed = outcome["step"]
         self._outcome = trouble
-        place = str(self._into)
+        location = str(self._into)
         if trouble is None:
-            if self._reasons.pop(place, None) is not None:
-                self.news.append(f"checkpoints are written to {place} again")
-            if told:
-                self.news.append(told)
+            if self._reasons.pop(location, None) is not None:
+                self.news.append(f"checkpoints are written to {location} again")
+            if outcome:
+                self.news.append(outcome)
             return
         reason = re.sub("[0-9]+", "", trouble[0])  # which step's it was makes no other one
-        if self._reasons.get(place) != reason:
+        if self._reasons.get(location) != reason:
             self.news.append(trouble)
-        self._reasons[place] = reason
+        self._reasons[location] = reason
 
     def finish(self) -> list[str] | None:
-        """Waits for the end of the last one that was begun; what went wrong. All know the same then. Collective."""
+        """Waits for the end of the last checkpoint that was begun. Returns its error or None; all workers then know the
+        same. Collective.
+        """
         trouble: list[str] | None = self.team.operations.run(settling(self._wait, self._close), "saving")
         return trouble
 
@@ -420,17 +430,17 @@ class CheckpointManager:
         self._commit = None
         return group.gather_json([self.committed, self._outcome])
 
-    def _close(self, said: Any) -> Any:
+    def _close(self, reports: Any) -> Any:
         self._part = self._draft = None
         self.open = self._collect = False
-        self.committed = max((step for step, _ in said if step is not None), default=None)
-        return next((trouble for _, trouble in said if trouble is not None), None)
+        self.committed = max((step for step, _ in reports if step is not None), default=None)
+        return next((trouble for _, trouble in reports if trouble is not None), None)
 
     # -- a run that goes on -----------------------------------------------------------------------------------------
 
     def last_of(self, number: int, saved: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-        """What checkpoints say of a trainer that has ended, with its last weights. CheckpointError: they are not seen
-        here.
+        """Returns the saved fields of an ended trainer with its last weights. Raises CheckpointError if this worker
+        cannot read them.
         """
         if self.storage is None or saved.get("closed") is None or "model" in saved:
             return saved
@@ -443,30 +453,30 @@ class CheckpointManager:
 
     @HEARTBEAT.waiting()
     def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
-        """Step and tree of the newest good checkpoint, as this worker sees it."""
+        """Returns step and tree of the newest valid checkpoint that this worker sees."""
         try:
-            found = find_checkpoint(self.storage, say) if self.storage is not None else None
-            if found is None or not trainers_in(found.manifest):
+            checkpoint = find_checkpoint(self.storage, say) if self.storage is not None else None
+            if checkpoint is None or not trainers_in(checkpoint.manifest):
                 return None
-            return found.step, unflatten(found.manifest["tree"], found.tensors())
+            return checkpoint.step, unflatten(checkpoint.manifest["tree"], checkpoint.tensors())
         except CheckpointError as error:
             say(str(error))
             return None
 
     @HEARTBEAT.waiting()
     def find(self, say: Callable[[str], None]) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:
-        """Step, manifest and tensors of the newest good checkpoint, the same on every worker. Collective. Who does not
-        see it gets it from one who does.
+        """Returns step, manifest and tensors of the newest valid checkpoint, the same on every worker. A worker that
+        cannot see it receives it from one that can. Collective.
         """
         storage, group = self.storage, self.team.group
-        mine: Checkpoint | None = None
+        checkpoint: Checkpoint | None = None
         if storage is not None and (group.rank == 0 or not storage.shared):
-            mine = find_checkpoint(storage, say)
-        copy = find_checkpoint(self._mirror[1], say) if self._mirror is not None else None
-        if copy is not None and (mine is None or copy.step > mine.step):
-            mine, self.from_mirror = copy, True
+            checkpoint = find_checkpoint(storage, say)
+        mirrored = find_checkpoint(self._mirror[1], say) if self._mirror is not None else None
+        if mirrored is not None and (checkpoint is None or mirrored.step > checkpoint.step):
+            checkpoint, self.from_mirror = mirrored, True
         group.enter("the start of the run")
-        steps = group.gather_json(mine.step if mine is not None else None)
+        steps = group.gather_json(checkpoint.step if checkpoint is not None else None)
         known = [step for step in steps if step is not None]
         if not known:
             return None
@@ -474,12 +484,12 @@ class CheckpointManager:
         blind = [rank for rank, other in enumerate(steps) if other != step]
         manifest: dict[str, Any] = {}
         tensors: dict[str, torch.Tensor] = {}
-        if mine is not None and mine.step == step:
-            ended = {} if storage is None else ended_in(mine.manifest, storage, say)
-            manifest = with_ended(mine.manifest, ended)
+        if checkpoint is not None and checkpoint.step == step:
+            ended = {} if storage is None else ended_in(checkpoint.manifest, storage, say)
+            manifest = with_ended(checkpoint.manifest, ended)
             manifest = {name: value for name, value in manifest.items() if name not in ("files", "tensors")}
-            for one in (mine, *ended.values()):
-                tensors |= one.tensors(mapped=not blind)  # whoever takes a value copies it
+            for part in (checkpoint, *ended.values()):
+                tensors |= part.tensors(mapped=not blind)  # whoever takes a value copies it
         if blind:
             if storage is not None and not storage.shared:
                 names = ", ".join(str(rank) for rank in blind)
@@ -498,7 +508,7 @@ class CheckpointManager:
 
 
 def user_streams() -> dict[str, Any]:
-    """The state of the generators that belong to the script."""
+    """Returns the state of the random generators that belong to the script."""
     streams: dict[str, Any] = {
         "torch": bytes(torch.get_rng_state().tolist()).hex(),
         "random": json.loads(json.dumps(random.getstate())),
@@ -512,7 +522,7 @@ def user_streams() -> dict[str, Any]:
 
 
 def load_user_streams(saved: dict[str, Any]) -> None:
-    """Brings back what `user_streams` returned."""
+    """Restores what `user_streams` returned."""
     with reading():
         torch.set_rng_state(torch.frombuffer(bytearray.fromhex(saved["torch"]), dtype=torch.uint8))
         if "cuda" in saved and torch.cuda.is_available():

@@ -45,9 +45,9 @@ _KEPT = (*_TENSORS, "whole", "steps", "expected", "grid", "phases", "stopped", "
 
 @dataclass
 class Ended:
-    """What a run keeps of a trainer that was released: its line in checkpoints, which holds the tensors only where they
-    could not be written, and what it counts for. A model that the script holds besides, which other trainers'
-    losses may run, is `viewed`.
+    """What a run keeps of a trainer that all workers have released: its line in checkpoints, and the values that the
+    run still reports. The line holds the tensors only if they could not be written to a file. `viewed` is the model, if
+    the script still holds it, because the losses of other trainers may call it.
     """
 
     line: dict[str, Any]
@@ -63,41 +63,68 @@ class Ended:
 
     @classmethod
     def of(cls, member: RegisteredTrainer, line: dict[str, Any], viewed: nn.Module | None = None) -> Ended:
-        """What is kept of a `member` that ends with this `line` in checkpoints."""
+        """Returns the record of a `member` that ends with this `line` in checkpoints."""
         about = member.described, member.unmoved, member.untouched
         return cls(line, member.best, member.steps_done, member.complete, *about, viewed)
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
+        """Returns the line for a checkpoint."""
         return {**self.line, "viewed": self.viewed is not None}
 
     def needs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns nothing: an ended trainer needs no memory."""
         return []
 
     def held(self) -> int:
+        """Returns 0: an ended trainer holds no memory."""
         return 0
 
     def measure(self, besides: int) -> list[dict[str, Any]] | None:
+        """Returns None: an ended trainer measures nothing."""
         return None
 
     def dismantle(self) -> list[Any]:
+        """Returns nothing: the memory was freed when the trainer ended."""
         return []
 
     # Nothing of it changes any more.
-    def measured(self, said: list[Any]) -> None: ...
-    def flush(self) -> None: ...
-    def look_around(self) -> None: ...
-    def restore(self, newcomer: bool) -> None: ...
-    def follow(self) -> None: ...
-    def prepare(self, saved: dict[str, Any]) -> None: ...
-    def complete_step(self) -> None: ...
-    def hear(self, said: list[Any]) -> None: ...
-    def mark_copies(self) -> None: ...
+    def measured(self, reports: list[Any]) -> None:
+        """Does nothing: the state of an ended trainer is final."""
+
+    def flush(self) -> None:
+        """Does nothing: the state of an ended trainer is final."""
+
+    def look_around(self) -> None:
+        """Does nothing: the state of an ended trainer is final."""
+
+    def restore(self, newcomer: bool) -> None:
+        """Does nothing: the state of an ended trainer is final."""
+
+    def follow(self) -> None:
+        """Does nothing: the state of an ended trainer is final."""
+
+    def prepare(self, saved: dict[str, Any]) -> None:
+        """Does nothing: the state of an ended trainer is final."""
+
+    def complete_step(self) -> None:
+        """Does nothing: the state of an ended trainer is final."""
+
+    def hear(self, message: list[Any]) -> None:
+        """Does nothing: the state of an ended trainer is final."""
+
+    def mark_copies(self) -> None:
+        """Does nothing: the state of an ended trainer is final."""
 
 
-def line_of(whole: Mapping[str, Any]) -> dict[str, Any]:
-    """The line about a trainer that ends, with its model and `trainer.state`, out of its `whole` snapshot."""
-    phases = [{**phase, "complete": True} for phase in whole["phases"]]  # nobody goes back to its loops
-    return {**{name: whole[name] for name in _KEPT if name in whole}, "phases": phases, "closed": None, "viewed": False}
+def line_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the line about an ending trainer, with its model and `trainer.state`, from its full `snapshot`."""
+    phases = [{**phase, "complete": True} for phase in snapshot["phases"]]  # nobody goes back to its loops
+    return {
+        **{name: snapshot[name] for name in _KEPT if name in snapshot},
+        "phases": phases,
+        "closed": None,
+        "viewed": False,
+    }
 
 
 def release(run: Run) -> None:
@@ -116,7 +143,7 @@ def release(run: Run) -> None:
         if isinstance(member, Ended) and member.viewed is not None:
             weak[number], member.viewed = [weakref.ref(member.viewed)], None
     run.view_models()
-    if any(one() is not None for some in weak.values() for one in some):
+    if any(reference() is not None for references in weak.values() for reference in references):
         gc.collect()  # a scheduler and its optimizer, or a user's own objects, hold each other
     for number in _common(run, sorted(number for number, (model, *_) in weak.items() if model() is not None)):
         member = run.members[number]
@@ -127,7 +154,7 @@ def release(run: Run) -> None:
 
 
 def _common(run: Run, numbers: list[int]) -> list[int]:
-    """The numbers that all workers have. Collective."""
+    """Returns the numbers that all workers have. Collective."""
 
     def gather() -> list[int]:
         run.team.group.enter("which trainers have ended", kind="figures")
@@ -137,7 +164,7 @@ def _common(run: Run, numbers: list[int]) -> list[int]:
 
 
 def _release(run: Run, number: int) -> list[Any]:
-    """Writes the last weights of a trainer and gives its memory back; weak references to its model and optimizers."""
+    """Writes the last weights of a trainer and frees its memory. Returns weak references to model and optimizers."""
     member: Any = run.members[number]
     member.flush()
     run.saving.copied()  # of a checkpoint that is being written
@@ -147,7 +174,7 @@ def _release(run: Run, number: int) -> list[Any]:
 
 
 def _written(run: Run, number: int, line: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The line without tensors, once these are in a file. Collective."""
+    """Writes the tensors of a line to a file and returns the line without them. Collective."""
     saving = run.saving
     if saving.storage is None:  # nobody resumes, or joins
         return {name: value for name, value in line.items() if name not in _TENSORS}
@@ -161,12 +188,12 @@ def _written(run: Run, number: int, line: dict[str, Any], model: nn.Module) -> d
 
 
 def _copied(value: Any) -> Any:
-    """Of a tensor that the script may change."""
+    """Returns a copy of a tensor that the script may change."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def refuse_calls(model: nn.Module) -> None:
-    """Refuses calls of a model whose parts stay on several workers when its trainer has ended."""
+    """Makes calls of a sharded model raise UsageError after its trainer has ended."""
 
     def refuse(*_: Any) -> None:
         what = f"this {type(model).__name__} is divided among workers, and its trainer has ended"

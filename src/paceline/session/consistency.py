@@ -46,25 +46,26 @@ _CURE = (
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> int:
-    """Of the bits and where they are: 52 bits, the same on every device."""
-    found = 0
+    """Returns a digest of the tensors' bits and their positions: 52 bits, the same on every device."""
+    total = 0
     for alike in kinds(tensors, BYTES):
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
         bits = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(
             _INTEGERS[flat.element_size()]
         )
-        places = torch.arange(1, min(_CHUNK, len(bits)) + 1, dtype=torch.int64, device=bits.device)
-        by = (places * -7046029254386353131 >> 13 | 1).to(bits.dtype)  # odd, and as good as random
+        positions = torch.arange(1, min(_CHUNK, len(bits)) + 1, dtype=torch.int64, device=bits.device)
+        factors = (positions * -7046029254386353131 >> 13 | 1).to(bits.dtype)  # odd, and as good as random
         for chunk in bits.split(_CHUNK):
             # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
-            mixed = (chunk >> 4 * chunk.element_size()).bitwise_xor_(chunk).mul_(by[: len(chunk)])
-            found = (found * 1_000_003 + int(mixed.sum(dtype=mixed.dtype))) % ((1 << 52) - 1)
-    return found
+            mixed = (chunk >> 4 * chunk.element_size()).bitwise_xor_(chunk).mul_(factors[: len(chunk)])
+            total = (total * 1_000_003 + int(mixed.sum(dtype=mixed.dtype))) % ((1 << 52) - 1)
+    return total
 
 
 class Weights:
-    """Those of one trainer. `kinds` are the present workers', by rank. With `due` they are compared in the next step,
-    as in the first one of a generation. `distance` is the largest that was measured.
+    """Compares the weights and the optimizer states of one trainer between workers. `kinds` names each worker's
+    processor, by rank. `due` asks for a comparison in the next step, as in the first step of a generation. `distance`
+    is the largest distance measured between workers with different processors.
     """
 
     def __init__(self, job: TrainingJob, mesh: Mesh, alike: bool = True, heals: Heals | None = None) -> None:
@@ -79,13 +80,13 @@ class Weights:
         self._rests = 0.0  # until when there is no time
 
     def looks(self, done: int) -> bool:
-        """Whether they are compared before the step after so many; the same on all workers."""
+        """Returns whether the weights are compared before the step after `done` steps; the same on all workers."""
         self.done = done
         return self.due or done & (done + 1) == 0
 
     @property
     def wish(self) -> bool:
-        """Of the first worker: that the next step compares them."""
+        """Whether the first worker wants a comparison in the next step: when the time budget allows one."""
         return time.monotonic() >= self._rests
 
     def _spend(self, began: float) -> None:
@@ -94,43 +95,49 @@ class Weights:
         self._rests = max(self._rests, now) + (now - began) / SPENT
 
     def _named(self) -> dict[str, torch.Tensor]:
-        """Parameters, of those in pieces the piece, and BatchNorm's statistics."""
-        found: dict[str, torch.Tensor] = dict(self.job.model.named_parameters())
+        """Returns the parameters (of sharded ones the local shard) and the statistics of BatchNorm."""
+        tensors: dict[str, torch.Tensor] = dict(self.job.model.named_parameters())
         for path, module in self.job.model.named_modules():
             if isinstance(module, BatchNormBase):
-                found |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
-        return {name: local(tensor) for name, tensor in found.items()}
+                tensors |= {f"{path}.{name}".lstrip("."): buffer for name, buffer in module.named_buffers()}
+        return {name: local(tensor) for name, tensor in tensors.items()}
 
     def _kept(self) -> dict[str, torch.Tensor]:
-        """What the optimizers keep, where that is the same on all: not on islands, nor beside parameter servers."""
-        found = dict[str, torch.Tensor]()
+        """Returns the optimizer state by name, where it is the same on all workers: not with islands, and not with
+        parameter servers.
+        """
+        kept = dict[str, torch.Tensor]()
         for name, param in self.job.own.items() if self._alike_optimizers else ():
             for optimizer in self.job.optimizers:
                 state = optimizer.state.get(param, {})
                 tensors = ((key, state[key]) for key in sorted(state) if isinstance(state[key], torch.Tensor))
-                found |= {f"{key} of {name}": local(tensor) for key, tensor in tensors}
-        return found
+                kept |= {f"{key} of {name}": local(tensor) for key, tensor in tensors}
+        return kept
 
-    def told(self) -> float:
+    def digest_state(self) -> float:
+        """Returns one number with the digests of the weights (upper bits) and of the optimizer state (lower bits)."""
         began, most = time.monotonic(), 1 << _HALF
-        found = digest(self._named().values()) % most * most + digest(self._kept().values()) % most
+        combined = digest(self._named().values()) % most * most + digest(self._kept().values()) % most
         self._spend(began)
-        return float(found)
+        return float(combined)
 
     def judge(
         self,
         group: Group,
-        told: Sequence[float],
+        digests: Sequence[float],
         give: bool | None = False,
         undo: Callable[[], None] = lambda: None,
         heal: bool = True,
     ) -> bool:
-        """Raises WorkersDifferError on all workers where one has others than the rest; `undo` brings statistics back.
-        Where workers differ in kind the distance is measured, unless `give` is None; with it the first one's state
-        becomes everybody's. Whether they were healed instead, if they may be. Collective.
+        """Compares the workers' `digests`. Returns whether differing workers were healed. Collective.
+
+        If a worker differs, `undo` first restores statistics that a forward may have changed. Then the workers are
+        healed, or all raise WorkersDifferError. Workers with different processors may round differently: their distance
+        is measured, unless `give` is None. With `give` all of them get the first worker's state.
         """
         self.checks += 1
-        healed, weights, kept = False, [int(one) >> _HALF for one in told], [int(one) % (1 << _HALF) for one in told]
+        healed, combined = False, [int(number) for number in digests]
+        weights, kept = [number >> _HALF for number in combined], [number % (1 << _HALF) for number in combined]
         if self._apart(weights) or self._apart(kept, kept=True):
             undo()
             self._differ(group, heal and give is not None)
@@ -143,37 +150,37 @@ class Weights:
         return healed
 
     def _sets(self, kept: bool) -> list[list[int]]:
-        """The workers that must have the same weights, or that must keep the same, by rank."""
+        """Returns the ranks that must have equal weights, or with `kept` equal optimizer states, set by set."""
         pieces = self.job.kept_cuts if kept else self.job.cuts
         keys = [(kind, self.mesh.place(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
         return [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
 
     def _apart(self, values: Sequence[Any], kept: bool = False) -> tuple[list[int], list[int]] | None:
-        """Of workers that must have the same those that have and have not, by rank."""
-        return next(filter(None, (parted(some, values) for some in self._sets(kept))), None)
+        """Returns the usual and the deviating ranks of the first set of workers that differ; None if all agree."""
+        return next(filter(None, (parted(alike_ranks, values) for alike_ranks in self._sets(kept))), None)
 
     def _differ(self, group: Group, heal: bool) -> None:
-        """Tensor by tensor: who has which. Heals, or raises."""
+        """Finds the tensors that differ, and on which workers. Heals them, or raises WorkersDifferError."""
         both = [self._named(), self._kept()]
         each = group.gather_json([[[name, digest([t])] for name, t in named.items()] for named in both])
         takes, why, first = list[tuple[int, int, list[str]]](), "", ""
         for kept, named in enumerate(both):
-            said = [dict(one[kept]) for one in each]
-            for some in self._sets(bool(kept)):
-                apart = parted(some, [tuple(one.items()) for one in said])
+            digests = [dict(one[kept]) for one in each]
+            for alike_ranks in self._sets(bool(kept)):
+                apart = parted(alike_ranks, [tuple(one.items()) for one in digests])
                 if apart is None:
                     continue
-                usual, odd = apart
-                names = [name for name in named if len({said[rank].get(name) for rank in some}) > 1]
-                told = ranks(group.names[rank] for rank in odd), ranks(group.names[rank] for rank in usual)
-                first = first or "{} is another one on {} than on {}".format(*(names[:1] or ["a weight"]), *told)
-                if len(some) < 3:
-                    why = why or f"; --heal needs three replicas that have it, and there are {len(some)}"
-                elif 2 * len(usual) <= len(some):
-                    why = why or f"; --heal needs a strict majority, which {len(usual)} of {len(some)} are not"
-                elif any(said[rank].keys() != said[usual[0]].keys() for rank in odd):
+                usual, deviating = apart
+                names = [name for name in named if len({digests[rank].get(name) for rank in alike_ranks}) > 1]
+                both_groups = ranks(group.names[rank] for rank in deviating), ranks(group.names[rank] for rank in usual)
+                first = first or "{} is another one on {} than on {}".format(*(names[:1] or ["a weight"]), *both_groups)
+                if len(alike_ranks) < 3:
+                    why = why or f"; --heal needs three replicas that have it, and there are {len(alike_ranks)}"
+                elif 2 * len(usual) <= len(alike_ranks):
+                    why = why or f"; --heal needs a strict majority, which {len(usual)} of {len(alike_ranks)} are not"
+                elif any(digests[rank].keys() != digests[usual[0]].keys() for rank in deviating):
                     why = why or "; --heal cannot make what is not there"
-                takes += [(usual[0], rank, names) for rank in odd]
+                takes += [(usual[0], rank, names) for rank in deviating]
         if self._heals is None or not heal or why or not takes:
             first = first or "a weight is another one on some workers than on others"
             raise WorkersDifferError(f"{first}, {self._when}{why if self._heals and heal else ''}", _CURE)
@@ -182,16 +189,16 @@ class Weights:
         self._heals(sorted({group.names[rank] for _, rank, _ in takes}), list(changed), self._when)
 
     def _take(self, group: Group, takes: Sequence[tuple[int, int, list[str]]], named: dict[str, torch.Tensor]) -> None:
-        """From one worker to another, each tensor."""
+        """Sends each tensor from the source worker to the worker that takes it."""
         group.enter("what is healed", check=False, kind="weights healed")
         for source, taker, names in takes:
             for name in names if group.rank in (source, taker) else ():
-                here = named[name].detach().cpu().contiguous().clone()
+                value = named[name].detach().cpu().contiguous().clone()
                 if group.rank == source:
-                    group.send(here.reshape(-1), taker)
+                    group.send(value.reshape(-1), taker)
                 else:
-                    group.receive(flat := here.reshape(-1), source)
-                    named[name].copy_(flat.view(here.shape))
+                    group.receive(flat := value.reshape(-1), source)
+                    named[name].copy_(flat.view(value.shape))
 
     @property
     def _when(self) -> str:
@@ -199,15 +206,17 @@ class Weights:
         return f"seen {seen}" + (f" and not yet {before}" if 0 <= self._alike < self.done else "")
 
     def _measure(self, group: Group, give: bool) -> None:
-        """How far from the first worker's, or from those of the first one that holds the same piece."""
+        """Measures the distance from the first worker's weights, or from those of the first worker with an
+        equal shard.
+        """
         apart, size, across = 0.0, 0.0, group.along("data", mesh=self.mesh)
-        some, named = across if self.job.cuts else group, self._named()
-        some.enter("the weights of several kinds of workers", check=False, kind="weights compared")
+        peers, named = across if self.job.cuts else group, self._named()
+        peers.enter("the weights of several kinds of workers", check=False, kind="weights compared")
         floats = (p for p in self.job.model.parameters() if p.is_floating_point())
         for alike in kinds(map(local, floats), BYTES):
-            mine = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-            first = some.broadcast(mine.clone()).double()
-            apart += float((mine.double() - first).square().sum())
+            own_values = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
+            first = peers.broadcast(own_values.clone()).double()
+            apart += float((own_values.double() - first).square().sum())
             size += float(first.square().sum())
         distances = group.gather_json(math.sqrt(apart / size) if size else 0.0)
         far = max(distances, key=lambda distance: (math.isnan(distance), distance))
@@ -217,13 +226,13 @@ class Weights:
             raise WorkersDifferError(f"{what}, {self._when}", _CURE)
         self.distance = max(self.distance or 0.0, far)
         if give:
-            share(named.values(), some)
+            share(named.values(), peers)
             states = [value for one in self.job.optimizers for state in one.state.values() for value in state.values()]
             share((t for t in (*self.job.own.values(), *states) if isinstance(t, torch.Tensor)), across)
 
 
 class ConsistencyChecker:
-    """All trainers' weights, where all workers meet between two steps. `copied` waits for a checkpoint under way."""
+    """Compares the weights of all trainers between two steps. `copied` waits for a checkpoint that is being written."""
 
     def __init__(self, team: Team, copied: Callable[[], None]) -> None:
         self.team, self._copied = team, copied
@@ -232,45 +241,50 @@ class ConsistencyChecker:
         self._ended = 0
 
     def note(self, step: int) -> None:
-        """A loop is left: what the script does with the weights from here on is no part of the training."""
+        """Records the digests when a loop is left: what the script does to the weights afterwards is not training."""
         if self.team.size > 1 and not sys.is_finalizing():
-            self._noted = step, self._all_told()
+            self._noted = step, self._digest_all()
 
     def end(self, step: int) -> None:
-        """The end of training, where no checkpoint is written. Collective."""
+        """Compares all weights at the end of training, if no checkpoint is written there. Collective."""
         if step != self._ended:
             noted = self._noted[1] if self._noted[0] == step else None
             self.team.operations.run(settling(partial(self.meet, noted, "the end of the training")))
         self._ended = step
 
     def meet(self, noted: list[float | None] | None = None, name: str = "") -> None:
-        """Collective; without a `name` part of one that all have entered. Raises WorkersDifferError."""
+        """Compares all weights. Collective; without a `name` it is part of a collective that all workers have entered.
+        Raises WorkersDifferError.
+        """
         group = self.team.group
         if group.size == 1:
             return
         if name:
             group.enter(name)
         self._copied()
-        told = noted or self._all_told()
-        everyone = group.gather_json([[one.kind, found] for one, found in zip(self.weights, told, strict=False)])
-        for one, *said in zip(self.weights, *everyone, strict=False):  # a newcomer may make some later
-            one.kinds = [kind for kind, _ in said]
-            if None not in (found := [found for _, found in said]):
-                one.judge(group, found, True if noted is None else None)
+        digests = noted or self._digest_all()
+        everyone = group.gather_json(
+            [[one.kind, reported] for one, reported in zip(self.weights, digests, strict=False)]
+        )
+        for one, *entries in zip(self.weights, *everyone, strict=False):  # a newcomer may make some later
+            one.kinds = [kind for kind, _ in entries]
+            if None not in (values := [value for _, value in entries]):
+                one.judge(group, values, True if noted is None else None)
 
-    def _all_told(self) -> list[float | None]:
-        """Nothing of those whose last step was refused: its forwards may have written to weights."""
-        return [None if one.refused else one.told() for one in self.weights]
+    def _digest_all(self) -> list[float | None]:
+        """Returns the digest of each trainer; None after a refused step, whose forwards may have changed weights."""
+        return [None if one.refused else one.digest_state() for one in self.weights]
 
     def release(self, weights: Weights, journal: Journal) -> None:
-        """Compares those of a trainer that has ended no more."""
+        """Stops comparing the weights of a trainer that has ended."""
         if weights in self.weights:
             self.write(journal, [weights])
             self.weights.remove(weights)
             self._noted = (-1, None)  # what was noted is in the order of the weights
 
-    def write(self, journal: Journal, some: Sequence[Weights] | None = None) -> None:
-        for one in self.weights if some is None else some:
+    def write(self, journal: Journal, only: Sequence[Weights] | None = None) -> None:
+        """Writes the `agreement` event of each trainer, or `only` of some."""
+        for one in self.weights if only is None else only:
             if one.checks:
-                told = {"checks": one.checks, "seconds": one.seconds, "distance": one.distance}
-                journal.write("agreement", trainer=one.trainer, **told)
+                figures = {"checks": one.checks, "seconds": one.seconds, "distance": one.distance}
+                journal.write("agreement", trainer=one.trainer, **figures)

@@ -17,15 +17,15 @@ _SHOWN = 6  # entries of a batch
 
 
 def path_of(kind: Any) -> str:
-    """How a user writes the name of a class or function of torch's, or of their own."""
+    """Returns the name by which a user writes a class or function, of torch or their own."""
     homes = ("torch.optim.lr_scheduler", "torch.optim", "torch.nn.functional", "torch.nn")
     home = next((home for home in homes if str(kind.__module__).startswith(home)), "")
     return f"{home}.{kind.__name__}" if home else str(kind.__name__)
 
 
 def unfit(given: Callable[..., Any], /, *args: Any, **named: Any) -> tuple[str, list[str]]:
-    """Why something cannot be called so, in Python's words, and the names of what it wants besides; an empty text where
-    it can, or where nobody knows.
+    """Returns why something cannot be called with these arguments, in Python's words, and the names of the arguments
+    that it needs besides. The reason is empty if the call is possible, or unknown.
     """
     if not callable(given):
         return f"it is {a(type(given).__name__)}", []
@@ -42,7 +42,7 @@ def unfit(given: Callable[..., Any], /, *args: Any, **named: Any) -> tuple[str, 
 
 
 def shape_of(batch: Any) -> str:
-    """A batch in a few words: ``[3x10 float64, 3 int64]``."""
+    """Describes a batch in a few words: ``[3x10 float64, 3 int64]``."""
     if isinstance(batch, torch.Tensor):
         return f"{'x'.join(map(str, batch.shape)) or 'a single'} {str(batch.dtype).removeprefix('torch.')}"
     if isinstance(batch, Mapping):
@@ -62,17 +62,17 @@ def _listed(items: list[str]) -> str:
 
 
 def _parts(name: str, value: Any) -> list[str]:
-    """How the parts of a batch are written."""
+    """Returns the expressions for the parts of a batch."""
     if isinstance(value, Mapping):
         return [f"{name}[{key!r}]" for key in value]
     if hasattr(value, "_fields"):
         return [f"{name}.{field}" for field in value._fields]
-    return [f"{name}[{place}]" for place in range(len(value))] if isinstance(value, tuple | list) else [name]
+    return [f"{name}[{index}]" for index in range(len(value))] if isinstance(value, tuple | list) else [name]
 
 
 def _mistaken(error: BaseException, name: str, value: Any, first: int = 0) -> str:
-    """What `value` is, and how to write its parts from the `first` on, if the error comes from taking it for something
-    else.
+    """Returns a hint if the error comes from taking `value` for something else: what it is, and the expressions for its
+    parts from the `first` on.
     """
     kind, sought = type(value).__name__, getattr(error, "name", None) or next(iter(error.args), None)
     about = re.search(rf"not {kind}\b|'{kind}'|\b{kind} ind", str(error)) is not None
@@ -90,7 +90,7 @@ def _mistaken(error: BaseException, name: str, value: Any, first: int = 0) -> st
 
 
 def _default(error: BaseException, model: Any, batch: Any) -> str:
-    """What to write in place of the default forward, if that calls the model with what it does not take."""
+    """Returns a hint what to write in place of the default forward, if the model does not take its arguments."""
     mapping = isinstance(batch, Mapping)
     why, _ = unfit(model.forward, **batch) if mapping else unfit(model.forward, batch)
     if not why or not isinstance(error, TypeError):
@@ -105,8 +105,8 @@ def _default(error: BaseException, model: Any, batch: Any) -> str:
 
 @dataclass
 class AnnotatedCallable:
-    """A user's forward(model, batch), loss(output, batch) or metric(output, batch), by `name`. What it raises about the
-    kind of these is given a hint. `default`: it is ours, for want of theirs.
+    """A user's forward(model, batch), loss(output, batch) or metric(output, batch), by `name`. Errors about the types
+    of the arguments get a hint. `default`: it is Paceline's own forward.
     """
 
     call: Callable[[Any, Any], Any]

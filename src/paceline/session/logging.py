@@ -28,14 +28,15 @@ def _medium(name: str, value: Any) -> Any:
 
 
 def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: str) -> None:
-    told, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
+    """Journals which workers were healed, and tells the user."""
+    shown, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
     step = run.members[trainer].steps_done
     run.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
-    run.say(f"healed: {ranks(workers)} had another {told}{more}, {when}, and took what the majority has")
+    run.say(f"healed: {ranks(workers)} had another {shown}{more}, {when}, and took what the majority has")
 
 
 class Telling:
-    """A part of the Trainer."""
+    """The part of the Trainer that logs values."""
 
     _run: Run
     _group: Group
@@ -51,7 +52,7 @@ class Telling:
         return values
 
     def _weights(self, job: TrainingJob, mesh: Mesh) -> Weights:
-        """Which are compared, and with --heal made the same again."""
+        """Returns the comparison of this trainer's weights, which heals differences with --heal."""
         apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
         heals = self._run.team.world.heal
         if heals and apart:
@@ -73,24 +74,26 @@ class Telling:
             self._keep(media)
         if values or not media:
             self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
-        found, whose = dict[str, float](), ""
+        reported, whose = dict[str, float](), ""
         for one in followed:
-            value = one.heard(values, "log()", self._run.say)
+            value = one.find_value(values, "log()", self._run.say)
             if value is not None and one.seen != (self._run.step, value):  # evaluate() has not just reported it
-                found[one.name], whose = value, whose or one.whose
-        if found:
-            self._report(settling(partial(agree, self._group, found, whose), self._offer))
+                reported[one.name], whose = value, whose or one.whose
+        if reported:
+            self._report(settling(partial(agree, self._group, reported, whose), self._offer))
 
     def _report(self, make: Callable[[], Attempt], spends: str = "script") -> dict[str, Any]:
-        """Values that all workers find together, and what follows from them: in a resumed run, those that it found."""
+        """Returns values that all workers compute together, and updates what follows them; in a resumed run the
+        recorded values.
+        """
         recorded = self._run.replays
-        found = dict(self._run.outside(make, spends, self._take_over))
+        values = dict(self._run.outside(make, spends, self._take_over))
         for one in self.followed if recorded else ():
-            one.replay(found, self._run.step)
-        return found
+            one.replay(values, self._run.step)
+        return values
 
     def _take_over(self, values: dict[str, Any], _: Any) -> dict[str, Any]:
-        """Values that the others have found, whose state this worker has by now, and learning rates with it."""
+        """Takes values that other workers have computed, after this worker took over their state."""
         for one in self.followed:
             (one.replay if one is not self.best else one.offer)(values, self._run.step)
         return values
@@ -99,11 +102,11 @@ class Telling:
         run, folder = self._run, self._run.folder
         for name, one in media.items() if run.main and folder is not None else ():
             try:
-                told = one.event(folder, name, self.steps_done)
+                event_fields = one.event(folder, name, self.steps_done)
             except OSError as error:
                 run.say(f"{name} is not kept: {folder} cannot be written ({error.strerror})", once=True)
             else:
-                run.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **told)
+                run.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **event_fields)
 
     def log_to(self, logger: Any) -> None:
         """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.

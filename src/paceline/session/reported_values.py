@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 class Followed:
-    """A value that is followed by its `name`; empty where none is. `whose` is the call that follows it, and `without`
-    what does not happen until there is a value.
+    """Something that follows a reported value by its `name`, which is empty if it follows none. `whose` is the call
+    that asked for it, and `without` says what does not happen until there is a value.
     """
 
     def __init__(self, whose: str, without: str) -> None:
@@ -26,9 +26,9 @@ class Followed:
         self.seen: tuple[int, float] | None = None  # the step of the run and the value that were reported last
         self._noticed = False  # a value by that name, or people have been told that there was none
 
-    def heard(self, values: Mapping[str, Any], source: str, say: Callable[..., None]) -> float | None:
-        """The value that is followed, from this `source`. Where the first values have other names, people are told; of
-        what is logged only if a name is much alike, as others may be logged beside it.
+    def find_value(self, values: Mapping[str, Any], source: str, say: Callable[..., None]) -> float | None:
+        """Returns the followed value among those of a `source`. If the first values have other names, the user is told;
+        of log() only if a name is similar, as other values may be logged, too.
         """
         others = [name for name in values if name != "n"]
         near = difflib.get_close_matches(self.name, others, n=1, cutoff=0.5)
@@ -40,7 +40,7 @@ class Followed:
         return self.of(values)
 
     def of(self, values: Mapping[str, Any]) -> float | None:
-        """The value that is followed, if it is there. Raises UsageError where it is no number."""
+        """Returns the followed value, or None if it is not there. Raises UsageError if it is no number."""
         try:
             return float(values[self.name]) if self.name in values else None
         except (TypeError, ValueError, RuntimeError):
@@ -48,18 +48,18 @@ class Followed:
             raise UsageError(what, "evaluate or log a number by that name") from None
 
     def offer(self, values: Mapping[str, Any], step: int) -> None:
-        """Values that were found with the weights of `step` of the run, the same on all workers."""
+        """Takes values of the run's `step`, the same on all workers."""
         if (value := self.of(values)) is not None:
             self.seen = step, value
             self.take(value, step)
 
     def replay(self, values: Mapping[str, Any], step: int) -> None:
-        """Values that a resumed run has from its checkpoint, which holds what followed from them."""
+        """Takes values that a resumed run has from its checkpoint, whose state includes their effects."""
         if (value := self.of(values)) is not None:
             self.seen, self._noticed = (step, value), True
 
     def take(self, value: float, step: int) -> None:
-        """What follows from a value."""
+        """Acts on a value."""
         raise NotImplementedError
 
 
@@ -86,7 +86,7 @@ class PlateauFollower(Followed):
 
     @property
     def unmoved(self) -> str:
-        """For people, at the end: that no value was ever reported; empty where one was."""
+        """A note to the user at the end, if no value was ever reported; else empty."""
         if not self._schedulers or any(scheduler.last_epoch for scheduler in self._schedulers):
             return ""
         return (
@@ -96,7 +96,7 @@ class PlateauFollower(Followed):
 
 
 def agree(group: Group, values: dict[str, float], whose: str) -> dict[str, Any]:
-    """Worker 0's values, which were logged, on all. Collective."""
+    """Returns the logged values of worker 0 on all workers. Collective."""
     names = ", ".join(f"{name}=" for name in values)
     group.enter(f"log({names}), which {whose} follows")
     return dict(group.gather_json(values)[0])

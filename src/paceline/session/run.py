@@ -66,7 +66,7 @@ from paceline.team.transactions import Attempt, LeftError, Taken, settling
 
 
 class ServerProcess(Protocol):
-    """What a run needs of the parameter server that its process is."""
+    """The interface of the parameter server that the run uses if its process is one."""
 
     def take(self) -> dict[str, Any]:
         """Waits for a worker's state and returns it."""
@@ -77,13 +77,17 @@ class ServerProcess(Protocol):
 
 
 class Run:
-    """One per process. `folder` is None without a run folder: then nothing is written and nothing resumed."""
+    """The run of this process; there is one per process. Without a run folder, `folder` is None, nothing is written and
+    nothing can be resumed.
+    """
 
     _current: Run | None = None
 
     @classmethod
     def current(cls, make_server: Callable[[World], ServerProcess] | None = None) -> Run:
-        """The run of this process, made at the first call; `make_server` is called where it is a parameter server."""
+        """Returns the run of this process and creates it at the first call. `make_server` is called if the process is a
+        parameter server.
+        """
         if cls._current is None:
             cls._current = Run(join(), make_server)
         return cls._current
@@ -98,7 +102,7 @@ class Run:
         ] = []  # of trainers in use the script alone holds them
         self.classes: list[str] = []  # of their models
         self.ended: set[int] = set()  # trainers that wait to be released
-        self.own = AllErrorFeedback()
+        self.error_feedback = AllErrorFeedback()
         self.models: list[torch.nn.Module] = []  # the members', for whoever must know what a loss may run
         self.notice: int | None = None
         self.loops: list[LoopState] = []  # those being gone through, the first to begin first
@@ -111,11 +115,11 @@ class Run:
         self.took_step = False
         self.results: list[Any] = []
         self._replayed = 0
-        self._said: set[str] = set()
-        place = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
+        self._lines_said: set[str] = set()
+        location = world.checkpoints or (self.folder / FOLDER if self.folder is not None else None)
         mirror = (world.mirror[0], storage_at(Path(world.mirror[1]), NO_MIRROR)) if world.mirror else None
         another = CHECKPOINTS if world.checkpoints else RUN_DIR
-        storage = storage_at(place, another) if place is not None and not world.serves else None
+        storage = storage_at(location, another) if location is not None and not world.serves else None
         # Set where this process is a parameter server.
         self.serving = make_server(world) if world.serves and make_server else None
         self.servers: Any = None  # the `param_server.client.ServerClient` to which this worker pushes gradients
@@ -138,11 +142,11 @@ class Run:
         self.progress = Progress() if self.main and world.events_fd is None else None
         self.tree: dict[str, Any] = {}
         self._streams: list[Any] = []  # the user's own, by rank, as they were saved; one where all had the same
-        found = None if world.newcomer else self.saving.find(self.say)
+        resume_point = None if world.newcomer else self.saving.find(self.say)
         self._from: dict[str, Any] | None = None  # what the checkpoint that the run resumes from tells of itself
-        world.tell("found", step=found[0] if found is not None else None)
-        if found is not None:
-            step, self._from, tensors = found
+        world.tell("found", step=resume_point[0] if resume_point is not None else None)
+        if resume_point is not None:
+            step, self._from, tensors = resume_point
             self.resumed: int | None = step
             self.tree = unflatten(self._from["tree"], tensors)
             self.results = pytree.tree_map_only(torch.Tensor, torch.clone, list(self.tree.get("results", ())))
@@ -152,14 +156,10 @@ class Run:
         self.imported: str = self._from.get("imported", "") if self._from is not None else ""
         self.passing = self._from is not None and not self.imported  # what was done before is not done again
         if self._from is not None and self.passing:
-            refuse_other_script(self._from.get("script_name", ""), self._from.get("script", ""), self.folder or place)
-        if (
-            self._from is not None
-            and self.passing
-            and self.main
-            and (changed := changed_since(self._from.get("script", "")))
-        ):
-            self.say(changed)  # it continues
+            name, text = self._from.get("script_name", ""), self._from.get("script", "")
+            refuse_other_script(name, text, self.folder or location)
+            if self.main and (change := changed_since(text)):
+                self.say(change)  # the run continues with the new script
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
         alone_too = self._leave_alone if team.operations.elastic else self._notice
@@ -171,67 +171,73 @@ class Run:
 
     @property
     def main(self) -> bool:
-        """Whether this worker speaks and writes for the team."""
+        """Whether this worker prints and writes for the team."""
         return self.team.rank == 0 and not self.team.operations.waiting and self.serving is None
 
     # -- trainers -------------------------------------------------------------------------------------------------
 
     @property
     def members(self) -> list[RegisteredTrainer]:
-        """All trainers that the script has made; of those that have ended, what is kept."""
-        found = (one() if isinstance(one, weakref.ref) else one for one in self._members)
-        return [one for one in found if one is not None]
+        """All trainers that the script has made; an ended trainer is represented by its `Ended` record."""
+        trainers = (one() if isinstance(one, weakref.ref) else one for one in self._members)
+        return [one for one in trainers if one is not None]
 
     @property
     def several(self) -> bool:
-        """Whether the script has made more than one."""
+        """Whether the script has made more than one trainer."""
         return len(self._members) > 1
 
     def enlist(self, member: RegisteredTrainer, model: torch.nn.Module) -> None:
+        """Registers a new trainer and its model."""
         self._members.append(weakref.ref(member))
         self.classes.append(type(model).__name__)
         self.models.append(model)
 
     def placeholder(self, number: int, member: RegisteredTrainer) -> None:
-        """A trainer has ended on this worker, and has given its parts to `member`."""
+        """Replaces a trainer that has ended on this worker by `member`, to which it gave its parts."""
         self._members[number] = member
         self.ended.add(number)
 
     def forget(self, number: int, ended: Ended | None = None) -> None:
-        """A trainer has `ended` on all workers, or in the checkpoint: nothing of it is compared or summed any more."""
+        """Stops comparing and summing a trainer that has ended on all workers, or in the checkpoint. `ended` takes its
+        place.
+        """
         for one in [one for one in self.agreement.weights if one.trainer == number]:
             self.agreement.release(one, self.journal)
-        for figures in self.own.release(number):
+        for figures in self.error_feedback.release(number):
             self.journal.write("codec", **figures)
         if ended is not None:
             self._members[number] = ended
             self.ended.discard(number)
 
     def view_models(self) -> None:
-        """The models that a loss may run are those that members have now."""
+        """Updates the list of models that a loss may call to those of the present trainers."""
         members = self.members
         self.models[:] = [model for member in members if (model := member.viewed) is not None]
         for member in members:
             member.look_around()
 
     def measure(self) -> None:
-        """For the report, of all trainers: what workers were to hold and send, and what they did. Collective."""
+        """Records the predicted and the measured memory and traffic of all trainers for the report. Collective."""
         group, members = self.team.group, self.members
         held = [member.held() for member in members]
-        mine = {str(n): told for n, one in enumerate(members) if (told := one.measure(sum(held) - held[n]))}
+        measurements = {
+            str(n): measurement for n, one in enumerate(members) if (measurement := one.measure(sum(held) - held[n]))
+        }
 
         def gather() -> Any:
             group.enter("what workers held and sent", kind="figures")
-            return group.gather_json(mine)
+            return group.gather_json(measurements)
 
-        said = [mine] if group.size == 1 else self.team.operations.run(settling(gather))
-        for number in mine:
-            if all(number in one for one in said):
-                members[int(number)].measured([one[number] for one in said])
+        reports = [measurements] if group.size == 1 else self.team.operations.run(settling(gather))
+        for number in measurements:
+            if all(number in one for one in reports):
+                members[int(number)].measured([one[number] for one in reports])
 
     # -- a team that changes ------------------------------------------------------------------------------------
 
     def hand_over(self, done: int | None = None) -> Any:
+        """Returns the whole state of the run as a tree, for a worker that joins."""
         trainers = [member.snapshot(done) for member in self.members]
         if len({*self.team.group.hosts}) > 1 and self.saving.storage is not None and not self.saving.storage.shared:
             # Whoever takes it may not see the folder.
@@ -240,22 +246,25 @@ class Run:
         if self.team.world.newcomer:  # those that it was given, and has not made yet
             trainers += self.tree.get("trainers", ())[len(trainers) :]
             described += self.tree.get("described", ())[len(described) :]
-        own = {
+        own_state = {
             "described": described,
             "streams": user_streams(),
             "saved": [self.saving.begun, self.saving.open],
             "capability": get_cpu_capability(),
         }
-        return {"trainers": trainers, "results": self.results, **own}
+        return {"trainers": trainers, "results": self.results, **own_state}
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
+        """Takes the state that another worker handed over. A worker that is no newcomer keeps its position in the
+        script. Raises WorkersDifferError.
+        """
         self.saving.copied()
         self.refuse_differences(tree)
         self.tree, (self.saving.begun, self.saving.open) = tree, tree["saved"]
         if newcomer and "exact" in self._plan.split() and tree["capability"] != get_cpu_capability():
-            worker, theirs = self.team.operations.worker, tree["capability"]
+            worker, usual = self.team.operations.worker, tree["capability"]
             raise WorkersDifferError(
-                f"worker {worker} computes with {get_cpu_capability()} and the others with {theirs}: their bits differ",
+                f"worker {worker} computes with {get_cpu_capability()} and the others with {usual}: their bits differ",
                 "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
             )
         if newcomer:
@@ -266,37 +275,45 @@ class Run:
             member.restore(newcomer)
 
     def complete(self) -> None:
+        """Finishes a step after its update, for all trainers. Collective in a replica."""
         for member in self.members:
             member.complete_step()
 
     def changing(self) -> int:
+        """Returns the bytes of the gradient sums of a step."""
         return sum(p.nbytes for model in self.models for p in model.parameters() if p.requires_grad)
 
     def refuse_differences(self, tree: Any) -> None:
-        """Raises WorkersDifferError where a model here is another one than the team's, which handed its own over. What
-        the script says besides does not count: a newcomer goes on with the team's.
+        """Raises WorkersDifferError if a model of this worker differs from the team's. Other settings of the script are
+        not compared: a newcomer continues with the team's.
         """
         whose = "the other workers", ranks([self.team.operations.worker])
         for member, described in zip(self.members, tree.get("described", ()), strict=False):
             refuse_difference(described, member.described, whose, OF_MODEL)
 
     def prepare(self, tree: Any) -> None:
+        """Loads a state that is some steps old, ahead of the steps that follow it."""
         self.refuse_differences(tree)
         for member, saved in zip(self.members, tree["trainers"], strict=False):
             member.prepare(saved)
 
-    def hear(self, said: list[Any]) -> None:
-        trainer, *what = said
+    def hear(self, message: list[Any]) -> None:
+        """Passes a part of a step to the trainer that it belongs to."""
+        trainer, *what = message
         if trainer < len(self.members):
             self.members[trainer].hear(what)
 
-    def gives(self, worker: int, size: int, whole: int, seconds: float | None) -> None:
-        self.journal.write("gives", worker=worker, bytes=size, whole=whole)
+    def gives(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
+        """Journals that a worker is about to receive `size` bytes of state, of `full_size` in all, and tells the user
+        if that takes more than a second.
+        """
+        self.journal.write("gives", worker=worker, bytes=size, whole=full_size)
         if seconds is not None and seconds > 1.0:
             what = f"while worker {worker} takes {size_of(size)} of state over"
             self.say(f"everybody waits for about {duration(seconds)}, {what}")
 
     def formed(self, generation: Generation, seconds: float) -> None:
+        """Journals a new generation. The worker that becomes the main one continues the journal."""
         if self.main and not self._opened:  # those before it are gone
             self._opened, self.journal = True, Journal(self.folder, self.loggers)
             for member in self.members:
@@ -307,11 +324,11 @@ class Run:
         )
 
     def knows(self, trainer: int) -> bool:
-        """Whether the team made this trainer before this newcomer was of it, which then makes it without the others."""
+        """Whether the team made this trainer before this newcomer joined, which then makes it without the others."""
         return self.team.world.newcomer and trainer < len(self.tree.get("trainers", ()))
 
     def need_team(self) -> None:
-        """A newcomer waits here: where its script first asks for something that the team knows."""
+        """Makes a newcomer wait until it is admitted: where its script first needs something of the team."""
         if self.team.operations.waiting and self.serving is not None:
             tree, self.team.operations.waiting = self.serving.take(), False
             self.take_over(tree, newcomer=True)
@@ -321,7 +338,7 @@ class Run:
     # -- beginning ----------------------------------------------------------------------------------------------
 
     def begin(self, plan: str, origin: str, seed: int, device: torch.device) -> None:
-        """Writes the journal's start line, once."""
+        """Writes the journal's `start` event, once."""
         if self._plan:
             return
         self._plan = plan
@@ -364,20 +381,20 @@ class Run:
     # -- saying -------------------------------------------------------------------------------------------------
 
     def say(self, text: str, once: bool = False) -> None:
-        """A line for the person at the console, from worker 0."""
-        if not self.main or (once and text in self._said):
+        """Prints a line for the user, on the main worker; with `once` not a second time."""
+        if not self.main or (once and text in self._lines_said):
             return
-        self._said.add(text)
+        self._lines_said.add(text)
         if self.progress is not None:
             self.progress.line(text)
         self.team.world.tell("line", text=text)
 
     def decide(self, trainer: int, what: str, why: str) -> None:
-        """A trainer's decision and its reason, for `paceline explain`."""
+        """Journals a trainer's decision and its reason, for `paceline explain`."""
         self.journal.write("decision", trainer=trainer, what=what, why=why)
 
     def show(self, event: str, **fields: Any) -> None:
-        """An event for the journal and the progress line."""
+        """Writes an event to the journal and shows it in the progress line."""
         if not self.main:
             return
         if event == "step":
@@ -386,36 +403,40 @@ class Run:
             self.journal.write(event, **fields)
         if self.progress is not None:
             getattr(self.progress, "phase" if event == "grid" else event)(fields)
-        told = plain(fields) if event == "evaluate" else fields  # what of its results is no number, too
-        self.team.world.tell("phase" if event == "grid" else event, **told)
+        event_fields = plain(fields) if event == "evaluate" else fields  # what of its results is no number, too
+        self.team.world.tell("phase" if event == "grid" else event, **event_fields)
 
     # -- memory -------------------------------------------------------------------------------------------------
 
     def weigh(self, given: Any) -> None:
-        """Before the first model is made, or is `given`: what the process takes without one."""
+        """Measures the memory of the process before the first model exists; `given` is a model that the script has made
+        already.
+        """
         if not self.members:
             self.besides = private_memory() - (held(given.parameters()) if isinstance(given, torch.nn.Module) else 0)
 
     def tell_needs(self) -> None:
-        """Before the first step: what plans make a worker hold, for the agent to say should the kernel end it."""
+        """Before the first step: tells the agent what each plan needs, so that it can explain a kill for lack of
+        memory.
+        """
         if self.team.world.events_fd is not None and not self.took_step:
             self.team.world.tell("needs", plans=self._needs(), besides=self.besides)
 
     def _needs(self) -> list[tuple[str, list[int]]]:
-        """All trainers' together, where their plans are the same."""
+        """Returns the needs of all trainers together, if their plans are the same."""
         first, *others = [needs for member in self.members if (needs := member.needs())]
-        found = [(text, list(sizes)) for text, sizes in first]
+        totals = [(text, list(sizes)) for text, sizes in first]
         for needs in others:
-            if [text for text, _ in needs] == [text for text, _ in found]:
-                found = [
+            if [text for text, _ in needs] == [text for text, _ in totals]:
+                totals = [
                     (text, [a + b for a, b in zip(sizes, more, strict=True)])
-                    for (text, sizes), (_, more) in zip(found, needs, strict=True)
+                    for (text, sizes), (_, more) in zip(totals, needs, strict=True)
                 ]
-        return found
+        return totals
 
     @contextmanager
     def explains_memory(self, device: torch.device) -> Iterator[None]:
-        """Raises OutOfMemoryError where torch had too little memory."""
+        """Raises OutOfMemoryError, with advice, if torch runs out of memory in the context."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -427,7 +448,7 @@ class Run:
     # -- paceline check, and explain ------------------------------------------------------------------------------
 
     def checking(self, job: TrainingJob, mixes: str) -> None:
-        """In a run of `paceline check`: after its steps, the weights are handed over and the script ends."""
+        """In a run of `paceline check`: writes the weights after the last step and ends the script."""
         if not self._check or self.step < self._check["steps"]:
             return
         for member in self.members:
@@ -439,10 +460,10 @@ class Run:
         dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
         self.answer({"dtype": dtype, "mixes": mixes, "steps": self.step})
 
-    def answer(self, told: Any) -> Never:
-        """Hands over what such a run was made for, and ends the script."""
+    def answer(self, result: Any) -> Never:
+        """Writes the `result` of a run of `paceline check` or `explain`, and ends the script."""
         if self.main:
-            Path(f"{self._check['out']}.json").write_text(json.dumps(told))
+            Path(f"{self._check['out']}.json").write_text(json.dumps(result))
         self._left = True
         raise SystemExit(0)
 
@@ -456,8 +477,8 @@ class Run:
 
     @contextmanager
     def loop(self, phase: LoopState) -> Iterator[None]:
-        """The time of a loop. Without an agent, Ctrl-C stops it cleanly. One that is left by `break` and followed by
-        more training is over: nobody who resumes goes back to it.
+        """Tracks a loop while the script iterates it. Without an agent, Ctrl-C stops it cleanly. A loop that is left by
+        `break` and followed by more training is over: a resumed run does not return to it.
         """
         handles = self._may_handle and self.team.world.launcher != "paceline" and not self.loops
         self.loops.append(phase)
@@ -475,11 +496,13 @@ class Run:
 
     @property
     def around(self) -> LoopState | None:
-        """The loop in whose body the script is: of several side by side the first, which is always asked first."""
+        """The loop in whose body the script is. Of several loops that are iterated together it is the first."""
         return next((loop for loop in self.loops if loop.outer is self.loops[-1].outer), None)
 
     def outermost(self, phase: LoopState) -> bool:
-        """Whether no other loop waits for this one: where it asks for a step, the whole script stands between two."""
+        """Whether `phase` is in the body of no other loop: where it asks for a step, the whole script is between two
+        steps.
+        """
         return self.loops[0] is phase
 
     def _interrupted(self, number: int, _: object) -> None:
@@ -519,7 +542,9 @@ class Run:
                 self._round.add(trainer)
 
     def agreed(self, agreed: Agreed) -> None:
-        """Wishes that all workers know of since a step: they wait until the outermost loop asks for its next one."""
+        """Records the wishes that workers agreed on in a step. They wait until the outermost loop asks for its next
+        step.
+        """
         self._save_due = agreed.save or self._save_due
         self._stop_due |= agreed.stop > 0
         self._enter_due |= agreed.enter > 0
@@ -527,8 +552,8 @@ class Run:
         self.profiles.turn(self.step, self.team.operations.orders.profile)
 
     def between(self, ends: bool = False) -> None:
-        """When the outermost loop asks for the next step: what was agreed, after its body did its part. Where the loop
-        `ends`, newcomers wait for the next one: they would pass over this one, with what is left to do together.
+        """Does what was agreed on, when the outermost loop asks for the next step. If the loop `ends`, newcomers wait
+        for the next loop: they would skip the collectives at the end of this one.
         """
         save, self._save_due = self._save_due, 0
         self.saving.turn()
@@ -545,7 +570,7 @@ class Run:
             self.saving.begin(self._subject(), mirror=True)
         while not ends and (self._enter_due or self.team.operations.hold):
             self._enter_due = False
-            self.own.pool(self.team.operations)
+            self.error_feedback.pool(self.team.operations)
             try:
                 self.team.operations.enter_next()
             except LeftError:
@@ -556,28 +581,30 @@ class Run:
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
     def outside(self, make: Callable[[], Attempt], spends: str = "script", taken: Taken | None = None) -> Any:
-        """The result of a collective; in a resumed run, before its first step, the one that was recorded. For `taken`
-        see `Operations.run`.
+        """Returns the result of a collective outside of loops; in a resumed run before its first step, the recorded
+        result. For `taken` see `Operations.run`.
         """
-        found = self.recorded() or [self.team.operations.run(make, spends, taken)]
-        self.record(found[0])
-        return found[0]
+        results = self.recorded() or [self.team.operations.run(make, spends, taken)]
+        self.record(results[0])
+        return results[0]
 
     @property
     def replays(self) -> bool:
-        """Whether the next collective has a result of before, in a resumed run before its first step."""
+        """Whether the next collective has a recorded result: in a resumed run before its first step."""
         self.need_team()
         now = not self.passing or self.took_step or self.loops or self.stepping
         return not now and self._replayed < len(self.results)
 
     def recorded(self) -> list[Any]:
-        """In a resumed run, before its first step, the result that the next collective had, in a list."""
-        found = [self.results[self._replayed]] if self.replays else []
-        self._replayed += len(found)
-        return found
+        """Returns a list with the recorded result of the next collective, or an empty list."""
+        results = [self.results[self._replayed]] if self.replays else []
+        self._replayed += len(results)
+        return results
 
     def record(self, result: Any) -> None:
-        """For those who resume. A finished run that goes through its script's end records nothing."""
+        """Records a result for runs that resume. A finished run that runs through the end of its script records
+        nothing.
+        """
         if (not self.passing or self.took_step) and not self.loops and not self.stepping:
             self.results.append(result)
 
@@ -585,23 +612,27 @@ class Run:
 
     @property
     def step(self) -> int:
+        """Optimizer steps of all trainers."""
         return sum(member.steps_done for member in self.members)
 
     def wants_save(self, steps: int = 1) -> int:
-        """Worker 0's wish after so many steps, by the intervals of `--save-every` and `--mirror`."""
+        """Returns the main worker's wish after so many further steps, by the intervals of `--save-every` and
+        `--mirror`.
+        """
         return self.saving.wants(self.step + steps) if self.main and self.saving.storage is not None else 0
 
     def ask_save(self) -> None:
+        """Requests a checkpoint at the next step. Raises UsageError without a run folder."""
         if self.saving.storage is None and self.serving is None:
             cure = "start with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR"
             raise UsageError("there is no run folder to save to", cure)
         self.saving.asked = True
 
     def save(self, wait: bool = False, must: bool = False) -> bool:
-        """A checkpoint of all trainers as they are now, written while training goes on; collective.
+        """Begins a checkpoint of all trainers, which is written while training continues. Collective.
 
-        With `wait` it is there on return, or a line said why not; `must`: or this raises CheckpointError. Whether it is
-        known to be there.
+        With `wait` it returns when the checkpoint is written or has failed; with `must` a failure raises
+        CheckpointError. Returns whether the checkpoint is known to exist.
         """
         saving = self.saving
         for member in self.members:
@@ -626,23 +657,24 @@ class Run:
         return trouble is None and saving.committed == self.step
 
     def _subject(self) -> Subject:
-        pool = partial(self.own.pool, self.team.operations) if self.own.differ else None
+        pool = partial(self.error_feedback.pool, self.team.operations) if self.error_feedback.differ else None
         return Subject(self.step, self._tree, self._params, self.about, self._meet, pool)
 
     def _meet(self) -> None:
         self.agreement.meet()
-        for text in self.own.meet(self.team.operations.done):
+        for text in self.error_feedback.meet(self.team.operations.done):
             self.say(text)
 
     def tell_saved(self) -> None:
-        for told in self.saving.news:
-            if isinstance(told, dict):
-                self.journal.write("checkpoint", **told)
-                self.team.world.tell("saved", step=told["step"])
-            elif isinstance(told, str):
-                self.say(told)
+        """Journals and prints the outcomes of checkpoints."""
+        for outcome in self.saving.news:
+            if isinstance(outcome, dict):
+                self.journal.write("checkpoint", **outcome)
+                self.team.world.tell("saved", step=outcome["step"])
+            elif isinstance(outcome, str):
+                self.say(outcome)
             else:
-                self.say(f"training goes on without it: {'; '.join(told)}")
+                self.say(f"training goes on without it: {'; '.join(outcome)}")
         self.saving.news.clear()
 
     def _tree(self) -> Any:
@@ -652,6 +684,7 @@ class Run:
         return (param for model in self.models for param in model.parameters())
 
     def about(self) -> dict[str, Any]:
+        """Returns what the manifest of a checkpoint tells of the run."""
         return {
             "plan": self._plan,
             "script": script_text(),
@@ -665,7 +698,7 @@ class Run:
     # -- the end ------------------------------------------------------------------------------------------------
 
     def leave(self, code: int, why: str) -> None:
-        """Ends the script here, politely, after a checkpoint; in a notebook or at a prompt the cell alone."""
+        """Ends the script after a checkpoint. In a notebook or at a prompt only the cell ends."""
         if not code:
             self.measure()
         self.save(wait=True)
@@ -684,7 +717,7 @@ class Run:
         raise SystemExit(code)
 
     def end_here(self) -> Never:
-        """Ends the script before anything was trained in it."""
+        """Ends the script before any training."""
         self._left = True
         raise SystemExit(STOPPED)
 
@@ -693,7 +726,7 @@ class Run:
             self.journal.write("account", seconds=self.team.operations.account.take())
 
     def say_finished(self) -> None:
-        """Says that a resumed run has nothing left to do: before code after its loops misses what they would yield."""
+        """Tells the user that a resumed run is finished, before code after its loops misses their reports."""
         if not self.took_step and self.step and all(member.complete for member in self.members):
             cure = "give a larger count= or epochs= to continue it, or another --run-dir"
             self.say(f"this run was finished at step {self.step}: nothing was left to do; {cure}", once=True)
@@ -707,15 +740,17 @@ class Run:
 
     @by_pieces
     def close(self, failed: bool) -> None:
-        """At the end of the script: what is owed is written; the report is made. UsageError: nothing was trained."""
+        """Ends the run at the end of the script: writes the last checkpoint, the journal and the report. Raises
+        UsageError if nothing was trained.
+        """
         if self.members and self.team.group.ledger:
             by_bytes = sorted(self.team.group.ledger.items(), key=lambda item: -item[1][1])
             self.journal.write("collectives", kinds=dict(by_bytes))
         self.agreement.write(self.journal)
-        if rate := self.own.rate:
+        if rate := self.error_feedback.rate:
             self.journal.write("links", rate=rate)
-        for told in self.own.figures():
-            self.journal.write("codec", **told)
+        for figures in self.error_feedback.figures():
+            self.journal.write("codec", **figures)
         done = bool(self.members) and all(member.complete for member in self.members)
         self._closing = True
         if not failed and not self._left and self.members:

@@ -38,17 +38,17 @@ def script_name() -> str:
     return path.name if path.is_file() else ""
 
 
-def refuse_other_script(before: str, text: str, place: Any) -> None:
-    """Refuses to go on with the run of a script by another name, unless it is the same text, moved or renamed."""
+def refuse_other_script(before: str, text: str, location: Any) -> None:
+    """Raises UsageError if the run of a script is continued by a script with another name and another text."""
     now = script_name()
     if before and now and before != now and text != script_text():
-        what = f"{place} holds the run of {before}, and this is {now}, another script"
+        what = f"{location} holds the run of {before}, and this is {now}, another script"
         cure = f"give another --run-dir to start a new run, or the script its old name {before} to go on with this one"
         raise UsageError(what, cure)
 
 
 def changed_since(before: str) -> str:
-    """For people, what is another one in the script now; empty where nothing is."""
+    """Returns a message about what has changed in the script; empty if nothing has."""
     now, names = script_text(), ("script of the checkpoint", "script now")
     lines = list(difflib.unified_diff(before.splitlines(), now.splitlines(), *names, lineterm="", n=1))
     if len(lines) > 30:
@@ -64,17 +64,19 @@ def module_name() -> str | None:
 
 
 def packages() -> dict[str, str]:
-    """The versions of what is installed, by the names of the folders that say so: to open all takes long."""
-    found: dict[str, str] = {}
-    for place in filter(os.path.isdir, sys.path):
-        for name in sorted(os.listdir(place)):
+    """Returns the versions of installed packages, from the names of their metadata folders: opening all files takes
+    long.
+    """
+    versions: dict[str, str] = {}
+    for folder in filter(os.path.isdir, sys.path):
+        for name in sorted(os.listdir(folder)):
             if match := re.fullmatch(r"(.+)-([^-]+)\.(?:dist|egg)-info", name):
-                found.setdefault(match[1], match[2])
-    return found
+                versions.setdefault(match[1], match[2])
+    return versions
 
 
 def without_secrets(remote: str) -> str:
-    """Where a git remote is: of an URL scheme, host and path, else what stands behind an @."""
+    """Returns the address of a git remote without user and password."""
     if "://" not in remote:
         return remote.rpartition("@")[2]
     parts = urlsplit(remote)
@@ -82,33 +84,33 @@ def without_secrets(remote: str) -> str:
 
 
 def code(folder: Path) -> dict[str, Any]:
-    """Of the script in git: `commit`, `remote`, and whether files that it knows are `dirty`; what is changed in them
-    goes to the file `diff` of the run folder, mode 0600. Nothing where it is in none.
+    """Returns the git `commit`, the `remote`, and whether tracked files are `dirty`. Their changes go to the file
+    `diff` of the run folder, mode 0600. Empty if the script is in no repository.
     """
     script = Path(sys.argv[0])
-    place = script.resolve().parent if script.is_file() else Path.cwd()
+    script_folder = script.resolve().parent if script.is_file() else Path.cwd()
     diffs = "diff", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD"
-    asked = ("rev-parse", "HEAD"), ("config", "--get", "remote.origin.url"), diffs
-    with ThreadPoolExecutor(len(asked)) as at_once:
-        commit, remote, diff = at_once.map(lambda words: _git(place, *words), asked)
+    commands = ("rev-parse", "HEAD"), ("config", "--get", "remote.origin.url"), diffs
+    with ThreadPoolExecutor(len(commands)) as at_once:
+        commit, remote, diff = at_once.map(lambda words: _git(script_folder, *words), commands)
     if not commit:
         return {}
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "commit": commit.decode(),
         "remote": without_secrets((remote or b"").decode(errors="replace")) or None,
     }
-    told |= {"dirty": None if diff is None else bool(diff), "diff": None}
+    facts |= {"dirty": None if diff is None else bool(diff), "diff": None}
     if diff:
-        told["diff"] = f"changes-{hashlib.sha256(diff).hexdigest()[:12]}.diff"
-        replace_file(folder / told["diff"], diff.decode(errors="replace"))
-    return told
+        facts["diff"] = f"changes-{hashlib.sha256(diff).hexdigest()[:12]}.diff"
+        replace_file(folder / facts["diff"], diff.decode(errors="replace"))
+    return facts
 
 
-def _git(place: Path, *words: str) -> bytes | None:
-    """What it answers, as far as that is kept; None where it fails, or takes too long."""
+def _git(folder: Path, *words: str) -> bytes | None:
+    """Returns the output of a git command, cut to what is kept; None if it fails or takes too long."""
     try:
         with subprocess.Popen(
-            ["git", "--no-optional-locks", "-C", place, *words],
+            ["git", "--no-optional-locks", "-C", folder, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -117,12 +119,12 @@ def _git(place: Path, *words: str) -> bytes | None:
             timer.start()
             try:
                 assert git.stdout is not None
-                said = git.stdout.read(MOST_DIFF)
-                if len(said) == MOST_DIFF:  # the rest is left out
+                output = git.stdout.read(MOST_DIFF)
+                if len(output) == MOST_DIFF:  # the rest is left out
                     git.kill()
-                    return said
+                    return output
             finally:
                 timer.cancel()
-        return said.strip(b"\n") if git.returncode == 0 else None
+        return output.strip(b"\n") if git.returncode == 0 else None
     except OSError:
         return None

@@ -50,17 +50,20 @@ def describe_model(model: nn.Module, arguments: Mapping[str, Any]) -> Descriptio
 
 
 def describe_optimizers(
-    optimizers: Sequence[Optimizer], options: Sequence[Sequence[Mapping[str, Any]]], own: Mapping[str, nn.Parameter]
+    optimizers: Sequence[Optimizer],
+    options: Sequence[Sequence[Mapping[str, Any]]],
+    local_params: Mapping[str, nn.Parameter],
 ) -> Description:
-    """The classes and groups of the optimizers: their `options`, and the names of their parameters among the `own`."""
-    names, found = {id(param): name for name, param in own.items()}, list[list[str]]()
-    for number, (one, said) in enumerate(zip(optimizers, options, strict=True)):
-        for place, (group, values) in enumerate(zip(one.param_groups, said, strict=True)):
-            where = f"group {place} of {type(one).__name__}" + (f" {number}" if len(optimizers) > 1 else "")
+    """The classes and groups of the optimizers: their `options`, and the names of their parameters among the
+    `local_params`."""
+    names, entries = {id(param): name for name, param in local_params.items()}, list[list[str]]()
+    for number, (one, group_options) in enumerate(zip(optimizers, options, strict=True)):
+        for index, (group, values) in enumerate(zip(one.param_groups, group_options, strict=True)):
+            where = f"group {index} of {type(one).__name__}" + (f" {number}" if len(optimizers) > 1 else "")
             members = sorted(names.get(id(param), "?") for param in group["params"])
-            found += [[f"{where} with ", f"{name}={value!r}"] for name, value in values.items()]
-            found += [[f"{where} with ", name] for name in members]
-    return {"the optimizer": found}
+            entries += [[f"{where} with ", f"{name}={value!r}"] for name, value in values.items()]
+            entries += [[f"{where} with ", name] for name in members]
+    return {"the optimizer": entries}
 
 
 def _describe_tensor(tensor: torch.Tensor) -> str:
@@ -78,23 +81,23 @@ def _is_plain(module: nn.Module) -> bool:
     return type(module).__module__.startswith(_TORCHS) and next(module.children(), None) is None
 
 
-def compare(group: Group, mine: Description, what: str) -> None:
+def compare(group: Group, description: Description, what: str) -> None:
     """Raises WorkersDifferError on all workers where their descriptions of `what` differ. Collective."""
     if group.size == 1:
         return
     group.enter(what, kind="descriptions compared")
-    digest = hashlib.sha256(json.dumps(mine).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
     apart = parted(range(group.size), group.gather_json(digest))
     if apart is None:
         return
-    everyone = group.gather_json(mine)
-    (usual, *_), (odd, *_) = apart
-    workers = [ranks(group.names[rank] for rank in some) for some in apart]
-    refuse_difference(everyone[usual], everyone[odd], workers)
+    everyone = group.gather_json(description)
+    (usual, *_), (deviating, *_) = apart
+    workers = [ranks(group.names[rank] for rank in members) for members in apart]
+    refuse_difference(everyone[usual], everyone[deviating], workers)
 
 
 def refuse_difference(
-    usual: Description, odd: Description, workers: Sequence[str], kinds: Sequence[str] | None = None
+    usual: Description, deviating: Description, workers: Sequence[str], kinds: Sequence[str] | None = None
 ) -> None:
     """Raises WorkersDifferError with the first entry in which two descriptions differ, of some `kinds` if not of all;
     `workers` says whose they are.
@@ -103,17 +106,17 @@ def refuse_difference(
     another implementation.
     """
     for kind in kinds or usual:
-        one, other = ([(name, rest) for name, rest in described.get(kind, ())] for described in (usual, odd))
+        one, other = ([(name, rest) for name, rest in described.get(kind, ())] for described in (usual, deviating))
         if kind == "module":
             both = dict(one).keys() & dict(other).keys()
-            one, other = ([entry for entry in some if entry[0] in both] for some in (one, other))
+            one, other = ([entry for entry in entries if entry[0] in both] for entries in (one, other))
         for number, pair in enumerate(zip_longest(one, other)):
             if pair[0] != pair[1]:
                 topic, numbered = _IN_ORDER.get(kind, kind), f"{kind} {number}" if kind in _IN_ORDER else ""
-                said = [f"{_text(entry, numbered)} on {whose}" for entry, whose in zip(pair, workers, strict=True)]
+                texts = [f"{_text(entry, numbered)} on {whose}" for entry, whose in zip(pair, workers, strict=True)]
                 same_names = sorted(name for name, _ in one) == sorted(name for name, _ in other)
                 moved = bool(numbered) and same_names and None not in pair and pair[0][0] != pair[1][0]
-                what = f"workers disagree about {topic}: {f'{numbered} is ' * bool(numbered)}{said[1]} and {said[0]}"
+                what = f"workers disagree about {topic}: {f'{numbered} is ' * bool(numbered)}{texts[1]} and {texts[0]}"
                 raise WorkersDifferError(what, _ORDER if moved else _CURES[topic])
 
 

@@ -28,46 +28,90 @@ LISTED = 16  # workers whose shares are told one by one
 
 
 class RegisteredTrainer(Protocol):
-    """What a run needs of a trainer."""
+    """The interface of a trainer that the run uses."""
 
     state: State
     best: BestCheckpoint
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
 
-    def snapshot(self, done: int | None = None) -> dict[str, Any]: ...
-    def flush(self) -> None: ...
-    def restore(self, newcomer: bool) -> None: ...
-    def follow(self) -> None: ...
-    def prepare(self, saved: dict[str, Any]) -> None: ...
-    def complete_step(self) -> None: ...
-    def needs(self) -> list[tuple[str, tuple[int, ...]]]: ...
-    def held(self) -> int: ...
-    def measure(self, besides: int) -> list[dict[str, Any]] | None: ...
-    def measured(self, said: list[Any]) -> None: ...
-    def look_around(self) -> None: ...
-    def dismantle(self) -> list[Any]: ...
-    def hear(self, said: list[Any]) -> None: ...
-    def mark_copies(self) -> None: ...
+    def snapshot(self, done: int | None = None) -> dict[str, Any]:
+        """Returns the trainer's part of a checkpoint as a tree; with `done`, as it is after so many transactions."""
+
+    def flush(self) -> None:
+        """Writes the steps since the last record to the journal and the progress line."""
+
+    def restore(self, newcomer: bool) -> None:
+        """Loads this trainer's part of the run's state tree. A `newcomer` also gets the state of its loops."""
+
+    def follow(self) -> None:
+        """Continues the journal after its last step: this worker writes it from now on."""
+
+    def prepare(self, saved: dict[str, Any]) -> None:
+        """Loads a state that is some steps old, ahead of the steps that follow it."""
+
+    def complete_step(self) -> None:
+        """Finishes a step after its update: gathers the weights that other workers have updated."""
+
+    def needs(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Returns each plan as text, and the bytes that a worker holds under it by category; the trainer's plan is
+        first.
+        """
+
+    def held(self) -> int:
+        """Returns the bytes that the trainer holds on this worker."""
+
+    def measure(self, besides: int) -> list[dict[str, Any]] | None:
+        """Returns the predicted and the measured memory and traffic of a step; None before the first step. `besides`
+        are the bytes of the process that belong to other trainers.
+        """
+
+    def measured(self, reports: list[Any]) -> None:
+        """Records the measurements of all workers for the report."""
+
+    def look_around(self) -> None:
+        """Updates the list of models that this trainer's loss may call."""
+
+    def dismantle(self) -> list[Any]:
+        """Frees the trainer's memory. Returns weak references to its model and optimizers."""
+
+    def hear(self, message: list[Any]) -> None:
+        """Applies a part of a step that the team made before this newcomer joined."""
+
+    def mark_copies(self) -> None:
+        """Marks the tensors in `trainer.state` that are copies of sharded weights."""
+
     @property
-    def viewed(self) -> nn.Module | None: ...
+    def viewed(self) -> nn.Module | None:
+        """The model, if the losses of other trainers may call it."""
+
     @property
-    def unmoved(self) -> str: ...
+    def unmoved(self) -> str:
+        """A sentence about a plateau schedule that never got a value; empty if there is nothing to say."""
+
     @property
-    def steps_done(self) -> int: ...
+    def steps_done(self) -> int:
+        """Optimizer steps done, those before a resume included."""
+
     @property
-    def complete(self) -> bool: ...
+    def complete(self) -> bool:
+        """Whether all loops of the trainer have reached their end."""
+
     @property
-    def untouched(self) -> list[LoopState]: ...
+    def untouched(self) -> list[LoopState]:
+        """Loops that `steps()` returned and that the script has not iterated."""
+
     @property
-    def parts(self) -> list[Redistributor | None]: ...  # as in Job
+    def parts(self) -> list[Redistributor | None]:  # as in Job
+        """The redistributors of sharded weights, as in the trainer's job."""
 
 
 @dataclass(eq=False)
 class LoopState:
-    """One call of `steps()`: its number in the script, the rows of an epoch, its aim, and the steps done of it.
+    """The state of one loop over `steps()`: its number in the script, the rows of an epoch, its target and the steps
+    done.
 
-    A resumed script does not run the bodies that are done again. `inside` says how many loops each trainer began in
-    them, by the trainer's number, so that those after them have the same numbers as before.
+    A resumed script does not run the loop bodies that were done before. `inside` counts the loops that each trainer, by
+    its number, began in these bodies, so that later loops keep their numbers.
     """
 
     number: int
@@ -85,21 +129,24 @@ class LoopState:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> LoopState:
-        """What `saved` gave, maybe to a later version, which knows of more."""
+        """Rebuilds a loop from what `saved` returned. Fields that this version does not know are ignored."""
         return cls(**{one.name: saved[one.name] for one in dataclasses.fields(cls) if one.name in saved})
 
     def saved(self) -> dict[str, Any]:
+        """Returns the loop's fields for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name not in ("outer", "site")}
 
     def enter(self, outer: LoopState | None, trainer: int) -> None:
-        """This call of `steps()` of a trainer was made in the body of `outer`, and of those around it."""
+        """Records that the trainer called `steps()` in the body of the loop `outer`, and of the loops around that."""
         self.outer = outer
         while outer is not None:
             outer.inside[trainer] = outer.inside.get(trainer, 0) + 1
             outer = outer.outer
 
     def same_rows(self, rows: int | None, say: Callable[[str], None]) -> int | None:
-        """The rows that the phase began with; more are not used, fewer are an error."""
+        """Returns the rows that the loop began with. Further rows of a dataset that has grown are not used. Raises
+        DatasetError if rows are missing.
+        """
         if self.rows is None or rows is None or rows == self.rows:
             return rows if self.done == 0 else self.rows
         if rows < self.rows:
@@ -109,7 +156,9 @@ class LoopState:
         return self.rows
 
     def aim(self, epochs: int | None, total: int | None, last: bool) -> bool:
-        """Takes the script's aim. A complete last phase with a larger aim than before goes on: then returns True."""
+        """Sets the target that the script asks for. Returns True if a complete last loop continues, because its target
+        is larger than before.
+        """
         further = total is not None and self.total is not None and total > self.total
         more_epochs = total is None and (epochs or 0) > (self.epochs or 0)
         goes_on = self.complete and last and (further or more_epochs)
@@ -121,13 +170,13 @@ class LoopState:
         return goes_on
 
     def source(self, source: Source) -> Source:
-        """The source, held to the rows and epochs of the phase."""
+        """Returns the source, limited to the loop's rows and starting at its first epoch."""
         rows = None if source.rows is None else self.rows
         return dataclasses.replace(source, rows=rows, first_epoch=self.first_epoch)
 
 
 class SavedFields(dict[str, Any]):
-    """What was saved of a trainer; it knows which field was read `last`."""
+    """A trainer's fields in a checkpoint. `last` is the field that was read last, for error messages."""
 
     last = ""
 
@@ -136,12 +185,13 @@ class SavedFields(dict[str, Any]):
         return super().__getitem__(name)
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Returns a field, as dict.get does, and remembers its name."""
         self.last = name
         return super().get(name, default)
 
     @contextmanager
     def naming(self, where: str, trainer: int) -> Iterator[None]:
-        """Raises CheckpointError, with the field, where something in here cannot be used."""
+        """Raises CheckpointError with the name of the field if the code in the context cannot use a value."""
         try:
             yield
         except (TypeError, LookupError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -160,8 +210,8 @@ class State(dict[str, Any]):
     """
 
     def __init__(self, fit: Callable[[Any, Callable[[], Any]], Any] = lambda saved, given: saved) -> None:
-        """`fit` makes of a saved value one that has its tensors whole or in pieces as the script's own value has them,
-        which a function gives.
+        """`fit(saved, current)` converts a saved value to the form of the script's own value, which `current()`
+        returns: with full tensors or with local shards.
         """
         super().__init__()
         self._fit = fit
@@ -171,10 +221,12 @@ class State(dict[str, Any]):
         self._before: dict[str, Any] = {}
         self._stamps: dict[str, Any] | None = None
 
-    def restore(self, saved: Mapping[str, Any], here: Mapping[str, Any] | None = None) -> None:
-        """Takes what was `saved`, of which `here` has the tensors as this worker usually has them."""
+    def restore(self, saved: Mapping[str, Any], local_entries: Mapping[str, Any] | None = None) -> None:
+        """Takes the `saved` entries. `local_entries` are the same entries in the form in which this worker stores
+        tensors.
+        """
         self._waiting = dict(saved)
-        for key, (kind, value) in (saved if here is None else here).items():
+        for key, (kind, value) in (saved if local_entries is None else local_entries).items():
             if kind == "plain":
                 super().__setitem__(key, value)
             elif key in self:  # the script of a newcomer put it here before it was given anything
@@ -182,12 +234,12 @@ class State(dict[str, Any]):
                 del self._waiting[key]
 
     def begin(self) -> None:
-        """Training goes on: from here on an assignment is one, not the script's first."""
+        """Ends the replay: from here on an assignment of the script wins over the checkpoint's value."""
         self._waiting = {key: entry for key, entry in self._waiting.items() if entry[0] == "object"}
 
     def step_begins(self) -> None:
-        """What its own code changes, and not the body, is brought back should it be computed again. Looked for in steps
-        1, 2, 4, 8, ...; from then on a copy is kept.
+        """Copies the values that the code of a step itself changes, so that the step can be computed again. Steps 1, 2,
+        4, 8, ... find out which values these are.
         """
         self._steps += 1
         self._before = {key: _copy(self[key]) for key in self._moved & self.keys()}
@@ -195,11 +247,12 @@ class State(dict[str, Any]):
         self._stamps = {key: _stamp(value) for key, value in self.items()} if looks else None
 
     def step_computed(self) -> None:
+        """Finds the values that the code of the step has changed."""
         if self._stamps is not None:
             self._moved |= {key for key, value in self.items() if _stamp(value) != self._stamps.get(key)}
 
     def step_again(self) -> None:
-        """All is as it was before the step. Containers and tensors stay the same objects."""
+        """Restores the values from before the step. Containers and tensors stay the same objects."""
         for key, (kind, saved) in self._before.items():
             live = self.get(key)
             if kind == "object":
@@ -224,6 +277,7 @@ class State(dict[str, Any]):
         super().__setitem__(key, value)
 
     def update(self, *others: Any, **values: Any) -> None:  # dict's own would pass by __setitem__
+        """Sets several values, as dict.update does."""
         for key, value in dict(*others, **values).items():
             self[key] = value
 
@@ -232,12 +286,13 @@ class State(dict[str, Any]):
         return self
 
     def setdefault(self, key: str, default: Any = None) -> Any:
+        """Sets a value unless the key has one; the checkpoint's value wins over `default`."""
         if key not in self or key in self._waiting:
             self[key] = default
         return self[key]
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint holds: ("plain", value), or ("object", its state_dict), by key."""
+        """Returns the entries of a checkpoint by key: ("plain", value), or ("object", its state_dict)."""
         kept: dict[str, Any] = {key: value for key, value in self._waiting.items() if key not in self}
         return kept | {key: _entry(value) for key, value in self.items()}
 
@@ -258,12 +313,14 @@ def _copy(value: Any) -> tuple[str, Any]:
 
 
 def _stamp(value: Any) -> Any:
-    """Differs where a value was changed."""
+    """Returns a value that differs after the given value was changed."""
     try:
         tensors, skeleton = flatten(_entry(value)[1], "", live=True)
     except UsageError:  # what cannot be kept is refused by the next checkpoint
         return None
-    return skeleton, [(name, (here := local(tensor)).data_ptr(), here._version) for name, tensor in tensors.items()]
+    return skeleton, [
+        (name, (local_part := local(tensor)).data_ptr(), local_part._version) for name, tensor in tensors.items()
+    ]
 
 
 def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None, whose: str = "workers") -> str:
@@ -280,11 +337,11 @@ def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None
     return text + (f"; {total} steps in all" if total is not None else "")
 
 
-def grid_told(
+def describe_grid(
     grid: Grid, shares: list[int], rows: int | None, total: int | None, unit: int, number: int, models: Sequence[str]
 ) -> dict[str, Any]:
-    """What the journal keeps of it. Shares are of units of so many workers. Of several trainers, who train `models` of
-    these classes, it is that of this number.
+    """Returns the fields of the journal's `grid` event. `shares` are of units of `unit` workers. `number` is the
+    trainer's, and `models` are the class names of all trainers' models.
     """
     kinds = dict(enumerate(models))
     sizes = {"global_batch": grid.global_batch, "micro": grid.micro, "micro_batches": len(grid.cut(grid.global_batch))}
@@ -296,15 +353,17 @@ def grid_told(
 
 
 def resumed_grid(recorded: Grid, now: Grid, micro: int | None, done: int, say: Callable[[str], None]) -> Grid:
-    """The recorded grid wins, unless the script or the plan says another: then that, named as what it is."""
+    """Returns the grid of a resumed run: the recorded one, unless the script or the plan asks for another. That one is
+    named as a change of the mathematics.
+    """
     same = now.global_batch == recorded.global_batch
-    said = Grid(now.global_batch, micro or (recorded.micro if same else now.micro))
-    if said != recorded:
+    requested = Grid(now.global_batch, micro or (recorded.micro if same else now.micro))
+    if requested != recorded:
         say(
             f"changed mathematics: global batch {recorded.global_batch} in micro-batches of {recorded.micro} rows "
-            f"until step {done}, from here {said.global_batch} in micro-batches of {said.micro}"
+            f"until step {done}, from here {requested.global_batch} in micro-batches of {requested.micro}"
         )
-    return said
+    return requested
 
 
 def _whose(unit: int) -> str:
@@ -312,7 +371,9 @@ def _whose(unit: int) -> str:
 
 
 def idle_text(grid: Grid, weights: Sequence[float], unit: int = 1) -> tuple[str, str] | None:
-    """For people, where units that are to have a share get none: whose they are, and which `micro` would serve."""
+    """Returns a message and its reason if some units get no micro-batch: which workers these are, and which `micro`
+    gives each unit one. None if all units have work.
+    """
     count, wanted = len(grid.cut(grid.global_batch)), sum(weight > 0 for weight in weights)
     idle = _idle(count, weights)
     if not idle:
@@ -320,14 +381,14 @@ def idle_text(grid: Grid, weights: Sequence[float], unit: int = 1) -> tuple[str,
     micro = min(grid.micro, -(-grid.global_batch // wanted))
     while micro and _idle(-(-grid.global_batch // micro), weights):
         micro = micro // 2 if micro > 8 else micro - 1
-    some = f"the plan micro={micro} has one for each of the {wanted} {_whose(unit)}" if micro else ""
-    none = f"for {wanted} {_whose(unit)} the global batch would need more rows than {grid.global_batch}"
+    advice = f"the plan micro={micro} has one for each of the {wanted} {_whose(unit)}" if micro else ""
+    no_advice = f"for {wanted} {_whose(unit)} the global batch would need more rows than {grid.global_batch}"
     stay = "1 micro-batch stays" if count == 1 else f"{count} micro-batches stay"
     idle = [number * unit + mate for number in idle for mate in range(unit)]
     have = "has" if len(idle) == 1 else "have"
     return (
         f"{ranks(idle)} {have} nothing to do while the {stay} whole",
-        f"{some or none}, which changes the mathematics",
+        f"{advice or no_advice}, which changes the mathematics",
     )
 
 

@@ -71,24 +71,26 @@ _ELSEWHERE = {
 
 
 def refuse_words(call: str, words: Mapping[str, Any], of: Callable[..., Any], plan: str | None = None) -> None:
-    """Refuses what a `call` was given that is none of its arguments, those `of` a function: what is unknown, or what a
-    Trainer hears in its plan.
+    """Raises UsageError for keyword arguments that a `call` does not know: the parameters are those `of` a function.
+    Words of the plan are named as such.
     """
     known = [name for name in inspect.signature(of).parameters if name not in ("self", "words")]
-    said = [name for name in words if call == "Trainer" and name in {row.name for row in fields(Plan)}]
-    for name in words.keys() - set(said):
+    plan_words = [name for name in words if call == "Trainer" and name in {row.name for row in fields(Plan)}]
+    for name in words.keys() - set(plan_words):
         close = difflib.get_close_matches(name, known, n=1)
         cure = f"did you mean {close[0]}=?" if close else f"there are {', '.join(known)}"
         raise UsageError(f"{call} has no argument {name}=", _ELSEWHERE.get((call, name), cure).format(words[name]))
-    if said:
-        texts = [name if words[name] is True else f"{name}={words[name]}" for name in said]
-        verb = "is a word" if len(said) == 1 else "are words"
-        what = f"{' and '.join(f'{name}=' for name in said)} {verb} of the plan, and no argument of Trainer"
+    if plan_words:
+        texts = [name if words[name] is True else f"{name}={words[name]}" for name in plan_words]
+        verb = "is a word" if len(plan_words) == 1 else "are words"
+        what = f"{' and '.join(f'{name}=' for name in plan_words)} {verb} of the plan, and no argument of Trainer"
         raise UsageError(what, f'write plan="{" ".join([*(plan or "").split(), *texts])}"')
 
 
 def whole_number(name: str, value: Any) -> int | None:
-    """What counts something, if it is given. UsageError for anything but a whole number, from 0 on."""
+    """Returns an argument that counts something, or None. Raises UsageError for anything but a whole number
+    from 0 on.
+    """
     if value is None and name != "seed":
         return None
     try:
@@ -130,7 +132,9 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 
 
 def fit(**given: Any) -> None:
-    """Refuses what is of the wrong kind, by its name. None stands for what was left out."""
+    """Raises UsageError for arguments of the wrong type, by their names. None stands for an argument that was
+    left out.
+    """
     for name, value in given.items():
         fits, wanted, write = _KINDS[name]
         if value is not None and not fits(value):
@@ -138,7 +142,7 @@ def fit(**given: Any) -> None:
 
 
 class Fixed(Generic[T]):
-    """An attribute that is set once; whoever sets it again is told `what` that would be, and what to do."""
+    """An attribute that can be set once. Setting it again raises an AttributeError that says what to do instead."""
 
     def __init__(self, what: str) -> None:
         self.what = what
@@ -158,7 +162,7 @@ class Fixed(Generic[T]):
 
 
 def fitting(name: str, given: Any) -> Any:
-    """A loss or a forward, if it can be called with what it gets."""
+    """Returns a loss or a forward, after checking that it can be called with its arguments. Raises UsageError."""
     takes, example = _CALLED[name]
     if inspect.isclass(given):
         what = f"{name} is the class {path_of(given)}, and a function of {takes} is wanted"
@@ -175,28 +179,28 @@ def fitting(name: str, given: Any) -> Any:
 def built(
     model: nn.Module | Callable[[], nn.Module], device: torch.device, streams: RngState, seed: int, apart: bool
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model on its `device`, a function's made under a `seed`; where workers are to keep but a part of it, each
-    `apart` from the start, without memory for what is large. And what its job is to know of that.
+    """Returns the model on its `device` and further fields of its job. A function is called under a `seed`. With
+    `apart` a model that workers will shard is built without memory for its large tensors.
     """
-    told: dict[str, Any] = {}
+    job_fields: dict[str, Any] = {}
     if isinstance(model, nn.Module):
-        return checked(model).to(device), told
+        return checked(model).to(device), job_fields
     with streams.lent():
         streams.seed(seed)
         if apart:
             from paceline.parallel.deferred_init import CANNOT, build  # takes a while to import
 
             try:
-                made, told["blueprint"] = build(model)
-                return checked(made), told
+                made, job_fields["blueprint"] = build(model)
+                return checked(made), job_fields
             except CANNOT as error:
-                told["decisions"] = [("the model is built whole on each worker", first_line(error))]
+                job_fields["decisions"] = [("the model is built whole on each worker", first_line(error))]
             streams.seed(seed)
-        return checked(_made(model)).to(device), told
+        return checked(_made(model)).to(device), job_fields
 
 
 def _made(model: Any) -> Any:
-    """What the user's function makes of nothing. UsageError where it is none, or wants something."""
+    """Calls the user's function that builds the model. Raises UsageError if it is no function, or needs arguments."""
     why, wants = unfit(model)
     if why:
         more = ", ".join(f"{name}=..." for name in wants)
@@ -207,7 +211,9 @@ def _made(model: Any) -> Any:
 
 
 def refused_exports(script: str) -> Iterator[str]:
-    """For people: calls of a Trainer's `export` in a script's text that will be refused for the name of their file."""
+    """Yields notes to the user: calls of a Trainer's `export` in a script that will be refused, because of the file's
+    suffix.
+    """
     try:
         nodes = list(ast.walk(ast.parse(script)))
     except (SyntaxError, ValueError):  # it is no script, or but the beginning of one
@@ -222,22 +228,22 @@ def refused_exports(script: str) -> Iterator[str]:
     for call in nodes:
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "export":
             path = next((arg.value for arg in call.args[:1] if isinstance(arg, ast.Constant)), None)
-            own = ast.unparse(call.func.value) in names and path != ""
-            if own and isinstance(path, str) and Path(path).suffix != ".safetensors":
+            is_export = ast.unparse(call.func.value) in names and path != ""
+            if is_export and isinstance(path, str) and Path(path).suffix != ".safetensors":
                 what = f"note: {ast.unparse(call)} in line {call.lineno} will be refused"
                 better = Path(path).with_suffix(".safetensors")
                 yield f"{what}: only .safetensors files are written; name it {better}"
 
 
 def choose_plan(world: World, script: str | None) -> tuple[Plan, Plan, str]:
-    """The plan, that of a trainer whose model may be whole, and where it came from. What was said outside of the script
-    wins. PlanError.
+    """Returns the plan, the plan of a trainer that may hold a full model on each worker, and where the plan came from.
+    A plan from outside of the script wins. Raises PlanError.
     """
-    said, origin = script or "", "script" if script else "default"
+    text, origin = script or "", "script" if script else "default"
     if world.plan is not None:
         over = f" (over the script's {script!r})" if script and script != world.plan else ""
-        said, origin = world.plan, world.plan_origin + over
-    plan = Plan.parse(said).validate(world.size)
+        text, origin = world.plan, world.plan_origin + over
+    plan = Plan.parse(text).validate(world.size)
     if plan.server and world.orders_fd is None:
         what = f"server={plan.server} needs processes beside the workers, which `paceline run` alone starts"
         raise PlanError(what, "start the script with `paceline run`, without --max-restarts 0, or leave server out")
@@ -245,6 +251,7 @@ def choose_plan(world: World, script: str | None) -> tuple[Plan, Plan, str]:
 
 
 def device_of(local_rank: int) -> torch.device:
+    """Returns the device of the worker with this rank on its host, and makes it torch's current one."""
     if not torch.cuda.is_available():
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     count = torch.cuda.device_count()
@@ -253,7 +260,7 @@ def device_of(local_rank: int) -> torch.device:
 
 
 def sharing(world: World, device: torch.device) -> str:
-    """What is said where there are more workers than GPUs."""
+    """Returns a note to the user if workers of this host share a GPU; else an empty text."""
     if device.type != "cuda" or world.local_size <= torch.cuda.device_count():
         return ""
     return (
@@ -263,7 +270,7 @@ def sharing(world: World, device: torch.device) -> str:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has had: on the device, or with a CPU in all."""
+    """Returns the largest number of bytes that this process has used: on the device, or on a CPU in all."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "win32":
@@ -274,7 +281,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_now(device: torch.device) -> int:
-    """The bytes that this process has at present: on the device, or with a CPU in all."""
+    """Returns the bytes that this process uses at present: on the device, or on a CPU in all."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     if not sys.platform.startswith("linux"):
@@ -283,15 +290,17 @@ def memory_now(device: torch.device) -> int:
 
 
 def private_memory() -> int:
-    """Bytes that belong to this process alone, on CPU."""
+    """Returns the bytes of main memory that belong to this process alone."""
     if not sys.platform.startswith("linux"):
         return 0
-    found = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    return int(found[1]) << 10 if found else 0
+    match = re.search(r"^RssAnon:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(match[1]) << 10 if match else 0
 
 
 def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None:
-    """For `exact`: the same instructions and one thread on every worker, or the same sums come out differently."""
+    """Prepares the process for `exact`: all workers must use the same instructions and one thread, or equal sums would
+    differ. Raises PlanError and WorkersDifferError.
+    """
     if device.type != "cpu":
         cure = "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out"
         raise PlanError(f"exact is not built for {device.type.upper()} yet", cure)
@@ -304,7 +313,7 @@ def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None
 
 
 def checked(model: Any) -> nn.Module:
-    """The model, if it can be trained here."""
+    """Returns the model, after checking that it can be trained. Raises UsageError."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is {a(type(model).__name__)}", "give an nn.Module or a function that returns one")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -314,23 +323,28 @@ def checked(model: Any) -> nn.Module:
 
 
 def trainable(model: nn.Module, plan: Plan, whole_batch: bool) -> dict[str, Any]:
-    """What a job is to know of the parameters that are trained: those whose gradients are rows come last."""
+    """Returns the trainable parameters by name, those with sparse gradients last, and the number of the latter. Raises
+    UsageError.
+    """
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not named:
         raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
-    found = {id(param): name for name, param in tables(model) if param.requires_grad}
-    said = [(row.name, value, word) for row, value, word in plan.said() if row.name in _NOT_IN_ROWS]
-    words = [word for name, value, word in said if value is True or value > (name != "delayed")]
+    sparse_names = {id(param): name for name, param in tables(model) if param.requires_grad}
+    plan_entries = [(row.name, value, word) for row, value, word in plan.said() if row.name in _NOT_IN_ROWS]
+    words = [word for name, value, word in plan_entries if value is True or value > (name != "delayed")]
     words += ['loss_over="batch"'] if whole_batch else []
-    if found and words:
-        what = f"{next(iter(found.values())) or 'the model'} gives sparse gradients, which {words[0]} does not know yet"
+    if sparse_names and words:
+        table = next(iter(sparse_names.values())) or "the model"
+        what = f"{table} gives sparse gradients, which {words[0]} does not know yet"
         raise UsageError(what, f"make it with sparse=False, or leave {words[0]} out")
-    order = sorted(named, key=lambda name: id(named[name]) in found)
-    return {"named": {name: named[name] for name in order}, "sparse": len(found)}
+    order = sorted(named, key=lambda name: id(named[name]) in sparse_names)
+    return {"named": {name: named[name] for name in order}, "sparse": len(sparse_names)}
 
 
 def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> list[Optimizer]:
-    """What the user's function makes of the params. UsageError where it is none, or makes something else."""
+    """Calls the user's `optimizer` with the params and returns a list of optimizers. Raises UsageError for other
+    results.
+    """
     example = "write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if isinstance(optimizer, Optimizer):
         name, lr = path_of(type(optimizer)), optimizer.defaults.get("lr", "...")
@@ -362,64 +376,68 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
 
 
 def coupling_of(optimizer: Any, job: TrainingJob) -> tuple[Coupling, dict[str, tuple[int, int]]]:
-    """What the updates of the user's optimizers depend on, and the group into which the user's function puts each
-    parameter if it sees the whole shape, and no numbers; no groups where it wants to see these.
+    """Returns what the updates of the user's optimizers depend on, and the group of each parameter if the user's
+    function sees full shapes without numbers. There are no groups if the function needs the numbers.
     """
-    own, cuts = job.own, job.own_cuts
-    shapes = {name: cuts[name].shape if name in cuts else tuple(param.shape) for name, param in own.items()}
+    local_params, cuts = job.own, job.own_cuts
+    shapes = {name: cuts[name].shape if name in cuts else tuple(param.shape) for name, param in local_params.items()}
     params = {
         name: marked(torch.empty(shapes[name], dtype=param.dtype, device="meta"), marks_of(param))
-        for name, param in own.items()
+        for name, param in local_params.items()
     }
     groups = {}
     try:
         made = optimizers_of(optimizer, list(params.items()))
         groups = _groups(made, params)
     except THEIRS:  # it wants to see numbers
-        params = own
-        made = optimizers_of(optimizer, list(own.items()))
+        params = local_params
+        made = optimizers_of(optimizer, list(local_params.items()))
     sparse = {name for name, param in job.named.items() if any(param is one for one in job.in_rows)}
-    device = next(iter(own.values())).device
+    device = next(iter(local_params.values())).device
     make = lambda tiny: optimizers_of(optimizer, list(tiny.items()))  # noqa: E731
     return find_coupling(made, params, shapes, make, device, sparse), groups
 
 
-def refuse_spread(found: Coupling, plan: Plan) -> None:
-    """Refuses optimizers whose update of a parameter depends on others, where no server has all of them."""
-    if found.scope == Scope.ALL and plan.divides_servers:
-        what = f"{found.kind} {found.why}, and server={plan.server} divides the parameters among {plan.server} servers"
+def refuse_spread(coupling: Coupling, plan: Plan) -> None:
+    """Raises UsageError for optimizers whose update of a parameter depends on all others, if no server holds
+    them all.
+    """
+    if coupling.scope == Scope.ALL and plan.divides_servers:
+        division = f"server={plan.server} divides the parameters among {plan.server} servers"
+        what = f"{coupling.kind} {coupling.why}, and {division}"
         raise UsageError(what, "say server=1, which has all parameters, or take an optimizer such as AdamW")
 
 
 def refuse_other_groups(
     optimizers: Sequence[Optimizer],
     groups: Mapping[str, tuple[int, int]],
-    own: Mapping[str, nn.Parameter],
+    local_params: Mapping[str, nn.Parameter],
     cuts: Mapping[str, ShardingSpec],
 ) -> None:
-    """UsageError where a parameter is in another group than with whole shapes, as `coupling_of` finds."""
-    for name, place in _groups(optimizers, own).items():
-        if groups.get(name, place) != place:
-            whole, part = cuts[name].shape if name in cuts else tuple(own[name].shape), tuple(own[name].shape)
-            what = f"optimizer puts {name} into one group by its shape {whole}, and into another by the part {part}"
-            raise UsageError(f"{what} that is here", "make the groups by names, or by ndim")
+    """Raises UsageError if a local shard gets into another group than the full parameter would."""
+    for name, position in _groups(optimizers, local_params).items():
+        if groups.get(name, position) != position:
+            local_shape = tuple(local_params[name].shape)
+            full_shape = cuts[name].shape if name in cuts else local_shape
+            what = f"optimizer puts {name} into one group by its shape {full_shape}, and into another by the part"
+            raise UsageError(f"{what} {local_shape} that is here", "make the groups by names, or by ndim")
 
 
 def _groups(optimizers: Sequence[Optimizer], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
-    """The number of each parameter's optimizer and group; what is not among `params` is left out."""
+    """Returns the numbers of each parameter's optimizer and group, for the parameters in `params`."""
     names = {id(param): name for name, param in params.items()}
     return {
-        names[id(param)]: (number, place)
+        names[id(param)]: (number, index)
         for number, one in enumerate(optimizers)
-        for place, group in enumerate(one.param_groups)
+        for index, group in enumerate(one.param_groups)
         for param in group["params"]
         if id(param) in names
     }
 
 
 def left_out(optimizers: Sequence[Optimizer], params: Sequence[tuple[str, nn.Parameter]]) -> str:
-    """For people: the trainable parameters that no optimizer has; empty where there are none. UsageError where two
-    have one.
+    """Returns a note to the user about trainable parameters without an optimizer; empty if there are none. Raises
+    UsageError if two optimizers hold the same parameter.
     """
     held = Counter(id(param) for one in optimizers for group in one.param_groups for param in group["params"])
     for name, param in params:
@@ -436,8 +454,8 @@ def left_out(optimizers: Sequence[Optimizer], params: Sequence[tuple[str, nn.Par
 
 @dataclass
 class FromScript:
-    """What a script says that a checkpoint keeps for those who resume: the seed, and the options of the optimizers'
-    groups. `version` is how often the weights had been written to when the trainer was made.
+    """The settings of a script that its checkpoints keep: the seed, and the options of the optimizers' groups.
+    `version` counts how often the weights had been written to when the trainer was made.
     """
 
     seed: int
@@ -446,6 +464,7 @@ class FromScript:
 
     @staticmethod
     def of(seed: int, optimizers: Sequence[Optimizer], model: nn.Module) -> FromScript:
+        """Returns the settings of a new trainer."""
         options = [
             [{k: v for k, v in g.items() if k not in _TORCHS and isinstance(v, _OPTIONS)} for g in one.param_groups]
             for one in optimizers
@@ -453,14 +472,17 @@ class FromScript:
         return FromScript(seed, options, _version(model))
 
     def saved(self) -> dict[str, Any]:
+        """Returns the settings for a checkpoint."""
         return {"seed": self.seed, "options": self.options}
 
     def untrained(self, model: nn.Module) -> bool:
-        """Whether nobody has written to the weights: no step, and no load."""
+        """Returns whether nothing has written to the weights: no step, and no load."""
         return self.version == _version(model)
 
     def go_on(self, saved: Mapping[str, Any] | None, say: Callable[..., None]) -> int:
-        """The seed, with which and with whose options a resumed run goes on, whatever the script says now."""
+        """Takes the settings of a checkpoint, whatever the script says now, and tells the user of differences. Returns
+        the seed.
+        """
         saved = saved or self.saved()  # an older version's
         for old, new in zip(saved["options"], self.options, strict=False):
             for group, now in zip(old, new, strict=False):
@@ -484,8 +506,8 @@ def _version(model: nn.Module) -> int:
 
 
 def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:
-    """Refuses a user's own `fused` where it would go wrong: with `exact` in shards (why, see `fused`), and anywhere
-    with parameters that are not contiguous.
+    """Raises UsageError for a user's own `fused` where it gives wrong results: with `exact` in shards (see `fused`),
+    and with parameters that are not contiguous.
     """
     for one in optimizers:
         groups = [group for group in one.param_groups if group.get("fused")]
@@ -498,11 +520,12 @@ def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:
 
 
 def fused(optimizers: list[Optimizer], device: torch.device, exact: bool, sparse: Sequence[nn.Parameter]) -> list[str]:
-    """Lets optimizers whose user left `fused` open run fused, where torch can; the names of those that do now.
+    """Makes optimizers run fused if torch can and the user left `fused` open. Returns the names of those
+    changed.
 
-    None that has one of the `sparse` parameters, and none with `exact`: torch's fused kernels for CPUs round an
-    element by where it lies, in the last few of a tensor or before, and a shard's rows would come out other than the
-    same rows in the whole.
+    Optimizers with a `sparse` parameter are left alone, and with `exact` all on a CPU: torch's fused kernels for CPUs
+    round an element by its position in the tensor, so a shard's rows would differ from the same rows of the full
+    tensor.
     """
     if exact and device.type == "cpu":
         return []
@@ -525,21 +548,21 @@ def fused(optimizers: list[Optimizer], device: torch.device, exact: bool, sparse
 
 
 def schedulers_of(schedule: Any, optimizers: Sequence[Optimizer], plan: Plan) -> list[LRScheduler]:
-    """One of torch's schedulers for each optimizer; none without a schedule. Raises UsageError, also for a schedule by
-    reported values where the optimizers' steps are not those of all workers together.
+    """Returns one of torch's schedulers for each optimizer; none without a schedule. Raises UsageError, also for a
+    schedule by reported values if optimizers of workers are at different steps.
     """
-    found = [scheduler_of(schedule, one) for one in optimizers] if schedule else []
-    if (plan.local or plan.in_windows) and any(isinstance(one, ReduceLROnPlateau) for one in found):
+    schedulers = [scheduler_of(schedule, one) for one in optimizers] if schedule else []
+    if (plan.local or plan.in_windows) and any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
         what = (
             f"schedule=paceline.plateau(...) does not work with {plan.several}, where optimizers are at several steps"
         )
         raise UsageError(what, f"take a schedule of steps, or leave {plan.several} out")
-    return found
+    return schedulers
 
 
 def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
-    """One of torch's schedulers: from its class or partial, from a factor as a function of the step, from a function of
-    the optimizer that returns one, or from what `paceline.plateau` returns.
+    """Returns one of torch's schedulers: from its class or partial, from a factor as a function of the step, from a
+    function of the optimizer, or from `paceline.plateau`. Raises UsageError.
     """
     if isinstance(schedule, Plateau):
         return schedule.on(optimizer)
@@ -577,8 +600,8 @@ _FACTOR = (
 
 
 def _by_the_optimizer(schedule: Any, optimizer: Optimizer, of_step: Exception) -> LRScheduler:
-    """The scheduler that a function makes of the optimizer. With step 0 it has failed; where it fails here as well, the
-    error counts that is not about having been given the other of the two.
+    """Returns the scheduler that a function of the optimizer makes. It has failed with step 0; if it fails with the
+    optimizer, too, the error is raised that is not about the type of the argument.
     """
     try:
         made = schedule(optimizer)
@@ -592,7 +615,7 @@ def _by_the_optimizer(schedule: Any, optimizer: Optimizer, of_step: Exception) -
 
 
 def _checked_scheduler(made: Any, optimizer: Optimizer) -> LRScheduler:
-    """One that steps with the optimizer it was given, with all that it has inside."""
+    """Returns a scheduler, after checking that it and all schedulers inside of it belong to the optimizer."""
     queue = [made]
     while queue:
         one = queue.pop()
@@ -605,19 +628,19 @@ def _checked_scheduler(made: Any, optimizer: Optimizer) -> LRScheduler:
             what = f"schedule(optimizer) returned {path_of(type(one))} of another optimizer"
             raise UsageError(what, "make it of the optimizer that it is called with")
         queue += getattr(one, "_schedulers", ())
-    found: LRScheduler = made
-    return found
+    scheduler: LRScheduler = made
+    return scheduler
 
 
 def _of_each_step(kind: type, options: Mapping[str, Any]) -> UsageError:
-    """A class of ReduceLROnPlateau says nothing of the value that it is to look at."""
+    """Returns the error of a ReduceLROnPlateau without the name of the value that it follows."""
     more = "".join(f", {name}={value!r}" for name, value in options.items())
     what = f"schedule is {path_of(kind)}, which needs a value to follow, and a step has none but the loss of its rows"
     return UsageError(what, f'write schedule=paceline.plateau("loss"{more}), as evaluate() or log() names the value')
 
 
 def refuse_other_places(places: int, before: int) -> None:
-    """Refuses a trainer whose replicas are not those of the trainers before it."""
+    """Raises PlanError for a trainer whose replicas have another size than those of earlier trainers."""
     if places not in (1, before):
         raise PlanError(
             f"this trainer has shard={places} and those before it shard={before}, and a worker that is lost takes a "
@@ -627,7 +650,7 @@ def refuse_other_places(places: int, before: int) -> None:
 
 
 def refuse_twins(digests: list[str], when: str) -> None:
-    """Refuses workers that bring the same rows: they would count twice."""
+    """Raises UsageError if workers bring the same rows: they would count twice."""
     seen: dict[str, int] = {}
     for rank, digest in enumerate(digests):
         if digest and digest in seen:

@@ -17,9 +17,9 @@ from paceline.session.validation import refuse_twins
 
 @dataclass
 class WorkerBatch:
-    """One worker's part of a global batch: its micro-batches, and the size of the whole. `full`: that is what a global
-    batch has; `fine`: micro-batches were divided among workers; `last`: the loop has no global batch after it.
-    `single`, with the first of a loop, is the first micro-batch of a later one that has a single row.
+    """One worker's part of a global batch: its micro-batches, and the size of the global batch. `full`: the global
+    batch has its usual size; `fine`: single micro-batches were divided among workers; `last`: the loop has no global
+    batch after it. With the first batch of a loop, `single` names a later micro-batch that has a single row.
     """
 
     micro_batches: list[MicroBatch]
@@ -35,43 +35,46 @@ class WorkerBatch:
 
     @property
     def share(self) -> list[MicroBatch]:
-        """Those that count."""
+        """The micro-batches that count, without dummies."""
         return [micro_batch for micro_batch in self.micro_batches if not micro_batch.blank]
 
 
 def bring(
     group: Group, unit: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, looks: str
 ) -> WorkerBatch:
-    """The rows that the workers of this `unit` bring to the entered collective, numbered among everybody's. Where it
-    `looks`, none may come twice. One that has fewer micro-batches than others of the `together` workers of a replica
-    runs its first or the `spare` one besides.
+    """Returns the rows that the workers of this `unit` bring to step(), numbered among those of all workers. It is part
+    of a collective that all have entered. `looks` names the step if equal rows of two workers are to be refused. If a
+    worker has fewer micro-batches than others of the `together` workers of a replica, its first one or the `spare` one
+    is repeated as a dummy.
     """
 
-    def cuts(theirs: Any) -> list[range]:
-        rows = 0 if theirs is None else rows_of(theirs)
+    def cuts(given: Any) -> list[range]:
+        rows = 0 if given is None else rows_of(given)
         return Grid(max(rows, 1), micro or max(rows, 1)).cut(rows)
 
-    mine, rank = cuts(batch), group.rank
-    brought = group.gather_json([len(mine), sum(map(len, mine)), digest_of(batch) if looks and mine else ""])
+    own_cuts, rank = cuts(batch), group.rank
+    brought = group.gather_json(
+        [len(own_cuts), sum(map(len, own_cuts)), digest_of(batch) if looks and own_cuts else ""]
+    )
     refuse_twins([entry[2] for entry in brought], looks)
     mates = [batch]
     if unit.size > 1:
         unit.enter("the rows of a unit", check=False, kind="step()")
-        mates = [unpack(said)[0] for said in unit.gather(pack([batch]))]
+        mates = [unpack(source)[0] for source in unit.gather(pack([batch]))]
     micro_batches: list[MicroBatch] = []
-    for mate, theirs in enumerate(mates, start=rank - unit.rank):
-        offset, first = (sum(entry[place] for entry in brought[:mate]) for place in (0, 1))
+    for mate, mate_batch in enumerate(mates, start=rank - unit.rank):
+        offset, first = (sum(entry[column] for entry in brought[:mate]) for column in (0, 1))
         whose = "this worker's" if mate == rank else f"worker {group.names[mate]}'s"
-        for number, part in enumerate(cuts(theirs), start=offset):
-            said = f"rows {part.start}-{part.stop - 1} of {whose} batch"
-            micro_batches.append(MicroBatch(number, len(part), cut(theirs, part), said, start=first + part.start))
-    whole = WorkerBatch(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
-    if whole.rows == 0:
+        for number, part in enumerate(cuts(mate_batch), start=offset):
+            source = f"rows {part.start}-{part.stop - 1} of {whose} batch"
+            micro_batches.append(MicroBatch(number, len(part), cut(mate_batch, part), source, start=first + part.start))
+    worker_batch = WorkerBatch(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
+    if worker_batch.rows == 0:
         raise UsageError("no worker brought a row to step()", "bring at least one row")
     spare = micro_batches[0] if micro_batches else spare
-    for _ in range(max(brought[other][0] for other in run_of(rank, together)) - len(mine)):
+    for _ in range(max(brought[other][0] for other in run_of(rank, together)) - len(own_cuts)):
         if spare is None:
             what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
             raise UsageError(what, "bring at least one row on every worker, or say zero=1")
-        whole.micro_batches.insert(0, dataclasses.replace(spare, blank=True))
-    return whole
+        worker_batch.micro_batches.insert(0, dataclasses.replace(spare, blank=True))
+    return worker_batch

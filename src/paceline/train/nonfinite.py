@@ -39,27 +39,32 @@ _SPOILED = (
     "larger eps=, and go on from a checkpoint before it"
 )
 
-RoundReport = tuple[str, str]  # what, and the cure
+Diagnosis = tuple[str, str]  # what, and the cure
 
 
 def _kind(values: Any, masks: bool = False) -> str:
-    """``nan``, ``inf`` or ``-inf``, the worst in it, or an empty text. `masks` have -inf, and no gradient."""
-    found = set[str]()
+    """Returns the worst kind of value that is not finite, ``nan``, ``inf`` or ``-inf``, or an empty text. With `masks`,
+    -inf in tensors without gradient is allowed.
+    """
+    kinds = set[str]()
     for tensor in tensors_of(values):
-        here = local(tensor)
-        if not (here.is_floating_point() or here.is_complex()) or bool(here.isfinite().all()):
+        local_part = local(tensor)
+        if not (local_part.is_floating_point() or local_part.is_complex()) or bool(local_part.isfinite().all()):
             continue
-        kind = (
-            "nan" if bool(here.isnan().any()) else "-inf" if not here.is_complex() and here.max() < math.inf else "inf"
-        )
+        if bool(local_part.isnan().any()):
+            kind = "nan"
+        else:
+            kind = "-inf" if not local_part.is_complex() and local_part.max() < math.inf else "inf"
         if not (masks and kind == "-inf" and not tensor.requires_grad):
-            found.add(kind)
-    return max(found, default="")  # in this order
+            kinds.add(kind)
+    return max(kinds, default="")  # in this order
 
 
 @dataclass
 class _Call:
-    """Of a module: what is not finite of what it was given, and which of autograd's nodes were made in it."""
+    """One call of a module: the kind of non-finite value in its arguments, and the range of autograd nodes that it
+    made.
+    """
 
     name: str
     given: str
@@ -69,17 +74,18 @@ class _Call:
 
 @dataclass
 class _Seen:
-    """A forward, module by module: `first` is what made the first output that is not finite."""
+    """Observes a forward module by module. `first` names the cause of the first output that is not finite."""
 
     model: nn.Module
     spoiled: Sequence[str]  # parameters that are not finite
     batch: Any
-    first: RoundReport | None = None
+    first: Diagnosis | None = None
     calls: list[_Call] = field(default_factory=list)
     _open: list[_Call] = field(default_factory=list)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
+        """Observes the model's modules in the context."""
         with ExitStack() as hooks:
             for name, module in self.model.named_modules():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enters, name), with_kwargs=True).remove)
@@ -98,47 +104,54 @@ class _Seen:
                 kind = outer.pop().given
             self.first = self._blame(outer[-1].name if outer else None, kind)
 
-    def _blame(self, within: str | None, kind: str) -> RoundReport:
-        """The module whose own code made it; without one the user's forward, unless the rows had it."""
-        own = f"{within}." if within else ""
-        if bad := next((name for name in self.spoiled if within is not None and name.startswith(own)), None):
+    def _blame(self, within: str | None, kind: str) -> Diagnosis:
+        """Returns the cause: the module whose own code made the value; without a module the user's forward, or the rows
+        themselves.
+        """
+        prefix = f"{within}." if within else ""
+        if bad := next((name for name in self.spoiled if within is not None and name.startswith(prefix)), None):
             return f"the parameter {bad!r} was not finite before it", _SPOILED
-        if within is None and (there := _kind(self.batch, masks=True)):
-            return f"there is {there} in these rows", _ROWS
+        if within is None and (input_kind := _kind(self.batch, masks=True)):
+            return f"there is {input_kind} in these rows", _ROWS
         return f"{self.title(within)} makes the first {kind}", _ZEROS
 
-    def judge(self, output: Any, loss: torch.Tensor | None) -> RoundReport | None:
-        """After it: what made the `loss` what it is; None if that is a finite number, as is all before it."""
+    def judge(self, output: Any, loss: torch.Tensor | None) -> Diagnosis | None:
+        """Returns the cause of a loss that is not finite, after the forward; None if the loss and all before it are
+        finite.
+        """
         if self.first is None and (kind := _kind(output)):
             self.first = self._blame(None, kind)
         if self.first is not None or not (kind := _kind(loss)):
             return self.first
         if self.spoiled:  # and it is the loss that uses it
             return self._blame("", kind)
-        there = _kind(self.batch, masks=True)
+        input_kind = _kind(self.batch, masks=True)
         return (
-            (f"there is {there} in these rows", _ROWS)
-            if there
+            (f"there is {input_kind} in these rows", _ROWS)
+            if input_kind
             else (f"the loss function makes the first {kind}", _LOSS)
         )
 
     def title(self, name: str | None) -> str:
+        """Returns how a module is named to the user."""
         if name is None:
             return "the forward"
         kind = type(self.model.get_submodule(name)).__name__
         return f"{name!r} ({kind})" if name else f"the model ({kind})"
 
     def maker(self, node: Any, end: int) -> str:
-        """In whose forward a node was made, the innermost; after the `end` in the loss."""
+        """Returns the innermost module in whose forward a node was made; nodes after `end` belong to the loss."""
         number = node._sequence_nr()
         inside = [call for call in self.calls if call.first <= number < call.last]
-        found = min(inside, key=lambda call: call.last - call.first, default=None)
-        return "the loss function" if number >= end else self.title(None if found is None else found.name)
+        innermost = min(inside, key=lambda call: call.last - call.first, default=None)
+        return "the loss function" if number >= end else self.title(None if innermost is None else innermost.name)
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Of a step that cannot be applied: `which` it is, for people, and what was computed in it here."""
+    """A step that cannot be applied: `which` names it to the user, the other fields are what this worker computed in
+    it.
+    """
 
     replica: Replica
     group: Group
@@ -148,32 +161,32 @@ class Refusal:
     sums: StepSums | None
 
     def of_loss(self) -> NonFiniteLossError:
-        """Collective."""
+        """Returns the error of a loss that is not finite. Collective."""
         group, model = self.group, self.replica.job.model
-        here = [name for name, param in model.named_parameters() if _kind(param)]
-        said = group.gather_json([[] if self.sums is None else self.sums.bad, here])
-        bad = [(rank, rows) for rank, (some, _) in enumerate(said) for rows in some]
+        bad_params = [name for name, param in model.named_parameters() if _kind(param)]
+        reports = group.gather_json([[] if self.sums is None else self.sums.bad, bad_params])
+        bad = [(rank, rows) for rank, (listed, _) in enumerate(reports) for rows in listed]
         named = "; ".join(f"worker {group.names[rank]}: {rows}" for rank, rows in bad[:2])
         named += f" and {len(bad) - 2} more" if len(bad) > 2 else ""
         what, cure = "", _LOOK
         if bad and self._by_itself:
-            spoiled = [name for name, _ in model.named_parameters() if any(name in some for _, some in said)]
-            told = [one for one in group.gather_json(self._forward(*bad[0], spoiled)) if one]
-            what, cure = told[0] if told else (what, cure)
+            spoiled = [name for name, _ in model.named_parameters() if any(name in listed for _, listed in reports)]
+            causes = [one for one in group.gather_json(self._forward(*bad[0], spoiled)) if one]
+            what, cure = causes[0] if causes else (what, cure)
         return self._error(f"the loss of {self.which} is not finite ({named})" + (what and f": {what}"), cure)
 
     def of_gradient(self, loss: float) -> NonFiniteLossError:
-        """Collective."""
+        """Returns the error of a gradient that is not finite though the loss is. Collective."""
         job, names, where = self.replica.job, list(self.replica.job.named), self.replica.own.blame()
         what = f"the gradient of {self.which} is not finite{where}, though its loss is ({loss:.6g})"
         if self._by_itself:
             sums = enumerate(row.grad for row in self.replica.updater.rows)
-            mine = next(([number, _kind(grad), ""] for number, grad in sums if _kind(grad)), None)
+            first_bad = next(([number, _kind(grad), ""] for number, grad in sums if _kind(grad)), None)
             if not self.replica.layout.gathers and job.over is None:
-                mine = self._backward() or mine
-            said = [one for one in self.group.gather_json(mine) if one]
-            number, kind, more = min(said, key=lambda one: (one[0], not one[2]), default=(0, "", ""))
-            what += f": that of {names[number]!r} is {kind}{more}" if said else ""
+                first_bad = self._backward() or first_bad
+            reports = [one for one in self.group.gather_json(first_bad) if one]
+            number, kind, more = min(reports, key=lambda one: (one[0], not one[2]), default=(0, "", ""))
+            what += f": that of {names[number]!r} is {kind}{more}" if reports else ""
         return self._error(what, "look for a square root, a division or a logarithm at 0")
 
     def _error(self, what: str, cure: str) -> NonFiniteLossError:
@@ -182,33 +195,33 @@ class Refusal:
 
     @property
     def _by_itself(self) -> bool:
-        """Whether a micro-batch is run without others, but for the weights that they have."""
+        """Whether one worker can run a micro-batch without others, except for weights that they hold."""
         return self.replica.mesh.unit == 1
 
-    def _forward(self, rank: int, rows: str, spoiled: list[str]) -> RoundReport | None:
-        """What made the loss of this micro-batch of the worker of this rank, or of the others that it names."""
+    def _forward(self, rank: int, rows: str, spoiled: list[str]) -> Diagnosis | None:
+        """Runs the forward again. Returns the cause of the bad loss in the rows that the worker of this rank names."""
         replica, bad = self.replica, [] if self.sums is None else self.sums.bad
-        mesh, here, gathers = replica.mesh, self.group.rank, replica.layout.gathers
-        some = [one for one in self.micro_batches if not one.blank]
-        if gathers and mesh.replica_of(here) == mesh.replica_of(rank):  # all of it gather the weights, once
-            some = [one for one in some if rows in Chunk([one], None).sources] if here == rank else []
-            some = some or list(self.micro_batches)
-            del some[1:]
-        elif here != rank:
+        mesh, own_rank, gathers = replica.mesh, self.group.rank, replica.layout.gathers
+        candidates = [one for one in self.micro_batches if not one.blank]
+        if gathers and mesh.replica_of(own_rank) == mesh.replica_of(rank):  # all of it gather the weights, once
+            candidates = [one for one in candidates if rows in Chunk([one], None).sources] if own_rank == rank else []
+            candidates = candidates or list(self.micro_batches)
+            del candidates[1:]
+        elif own_rank != rank:
             return None
-        found: RoundReport | None = None
+        cause: Diagnosis | None = None
         with self._quietly(), replica.layout.running(self.which), torch.set_grad_enabled(not gathers):
-            for one in some:  # also those before it, which may have left something in buffers
+            for one in candidates:  # also those before it, which may have left something in buffers
                 seen = _Seen(replica.job.model, spoiled, one.batch)
-                told = seen.judge(*self._again(one, seen)[:2])
-                if told is not None and Chunk([one], None).source in bad:
-                    found = told
+                verdict = seen.judge(*self._again(one, seen)[:2])
+                if verdict is not None and Chunk([one], None).source in bad:
+                    cause = verdict
                     break
-        return found if here == rank else None
+        return cause if own_rank == rank else None
 
     def _backward(self) -> list[Any] | None:
-        """The first parameter whose gradient is not finite in a micro-batch of this worker's, of what kind that is, and
-        where it comes from.
+        """Returns number, kind and origin of the first parameter whose gradient is not finite in one of this worker's
+        micro-batches.
         """
         params = [(n, param) for n, param in enumerate(self.replica.job.named.values()) if param.requires_grad]
         with self._quietly():
@@ -229,8 +242,8 @@ class Refusal:
         return None
 
     def _again(self, one: MicroBatch, seen: _Seen) -> tuple[Any, torch.Tensor | None, int]:
-        """Runs a micro-batch as the step did: its output, the sum of its losses (not where that is over the batch), and
-        how many nodes there were between the two.
+        """Runs a micro-batch as in the step. Returns its output, the sum of its losses (None for a loss over the whole
+        batch), and the number of autograd nodes between the two.
         """
         job, runner = self.replica.job, self.replica.runner
         if self.sums is not None and self.sums.records is not None:
@@ -246,7 +259,7 @@ class Refusal:
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        """No trace is left; and where the user's code fails, nothing more is known."""
+        """Undoes all effects of the context, and ignores errors of the user's code."""
         runner = self.replica.runner
         runner.undo()
         try:
@@ -257,6 +270,6 @@ class Refusal:
 
 
 def _looked(node: Any, bad: list[Any], into: Any, out: Any) -> None:
-    """In backward: the gradients that a node makes, and those that it was given."""
+    """A backward hook: collects nodes that make a non-finite gradient of finite ones."""
     if not bad and _kind(into) and not _kind(out):
         bad.append(node)

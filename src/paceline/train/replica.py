@@ -39,14 +39,16 @@ from paceline.parallel.pipeline.stage import Pipeline
 
 
 def mean_norm(squares: Sequence[float], agreed: Agreed, options: StepOptions) -> float:
-    """The norm of the mean gradient, of the squares of its sums; 0 where nothing counts, and so nothing is applied."""
+    """Returns the norm of the mean gradient from the squares of its sums; 0 if no row counts, since nothing is applied
+    then.
+    """
     return math.sqrt(exact_sum(squares)) * options.expected / agreed.count if agreed.count > 0 else 0.0
 
 
 class Replica:
-    """A step is `run`, `agree`, `norm`, `update`, `complete`; until `update` it can be `abort`ed. `group` are all
-    workers, of whom a `team` makes a step, if not all together; `outer` are those that hold equal parts, whose
-    gradients are summed, between hosts with the `codec`.
+    """This worker's copy or part of the model. A step calls `run`, `agree`, `norm`, `update` and `complete`; until
+    `update` it can be undone by `abort`. `group` are all workers, and `team` those that make a step together. `outer`
+    are the workers with the same shard: their gradients are summed, between hosts with the `codec`.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class Replica:
         self.runner = Runner(*made) if pipeline is None else PipelineRunner(pipeline, *made)
         self.over = None if job.over is None else GradCache(self.runner)
         self.updater = OptimizerUpdate(job, self.home)
-        whole = partial(ShardingSpec.whole, places=mesh.replica)
+        full_spec = partial(ShardingSpec.whole, places=mesh.replica)
         cuts = {
-            name: job.own_cuts.get(name) or whole(param.shape) for name, param in [*job.own.items()][: len(job.dense)]
+            name: job.own_cuts.get(name) or full_spec(param.shape)
+            for name, param in [*job.own.items()][: len(job.dense)]
         }
         self._counted = counting([*cuts.values()], job.place)
         self.home.elements = [math.prod(cut.shape) for cut in cuts.values()]
@@ -79,37 +82,37 @@ class Replica:
         self.codec, self.own = codec, ErrorFeedback(codec, group, outer, mesh, self.home, cuts)
 
     def use_full_parameters(self) -> None:
-        """The optimizers that will be built are to hold whole parameters, of which others have the rest."""
+        """Lets the optimizers hold full parameters, though this worker stores only shards of them."""
         assert self.job.replica is not None
         self.updater.use_full_parameters(self.job.replica)
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
-        """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
+        """Takes the optimizers and schedulers, made for the trainable parameters that this worker holds."""
         self.updater.build(optimizers, schedulers)
         if self.mesh.replica > 1:  # the model was made part by part, and as much was freed
             give_back()
 
     def rehouse(self) -> None:
-        """Takes fresh memory from the present generation. Collective."""
+        """Takes memory for gradients from the present generation. Collective."""
         if self.layout.allocate is not None:
             self.landing.rehouse(self.layout.allocate)
 
     def release(self) -> None:
-        """Gives back the memory and the hooks of gradients: no further step comes."""
+        """Frees the memory and the hooks of gradients after the last step."""
         release_memory(self.landing.release())
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: OnReduced | None = None
+        self, micro_batches: Sequence[MicroBatch], options: StepOptions, on_reduced: OnReduced | None = None
     ) -> StepSums:
-        """Forward and backward over this worker's micro-batches, whose sums are on their way then. `heard` is told of
-        each bucket that has arrived.
+        """Runs forward and backward over this worker's micro-batches and begins to reduce the gradients. `on_reduced`
+        is called with each bucket that is reduced.
         """
         name, job = f"step {options.step + 1}", self.job
         if self.codec is not None:
             self.codec.begin(options.turn, options.expected)
-        self.transit.begin(name, heard)
+        self.transit.begin(name, on_reduced)
         with self.layout.running(name), refusing("the loss, the forward or a hook"):
             sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
         self.transit.hand_on()
@@ -119,8 +122,8 @@ class Replica:
         return sums
 
     def try_forward(self, micro_batch: MicroBatch, options: StepOptions) -> None:
-        """Runs the forward of a micro-batch, of which no trace is left. Raises UsageError where it has a single row
-        and BatchNorm needs more; what else fails may do so only here, and is passed over.
+        """Runs the forward of a micro-batch and undoes all its effects. Raises UsageError if it has a single row and
+        BatchNorm needs more. Other errors are ignored, since they may occur only in this trial.
         """
         try:
             with self.layout.running(f"step {options.step + 1}"), suppress(*USERS_OWN):
@@ -129,7 +132,7 @@ class Replica:
             self.runner.restore(void=True)
 
     def agree(self, vector: torch.Tensor, sums: StepSums, options: StepOptions) -> torch.Tensor:
-        """Sums the step's vector over all workers; returns when all sums of the step have arrived."""
+        """Sums the step's vector over all workers. Returns it when all gradients of the step are reduced."""
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
         work = self.team.start_sum(small)
         self.transit.finish()
@@ -145,12 +148,14 @@ class Replica:
         return vector
 
     def add_up_rows(self, options: StepOptions) -> None:
-        """Makes gradients in rows the sums over all. Collective."""
+        """Sums sparse gradients over all workers. Collective."""
         self.outer.enter(f"rows of step {options.step + 1}", check=False, kind="rows")
         add_up(self.job.in_rows, self.outer)
 
     def norm(self, agreed: Agreed, options: StepOptions) -> float:
-        """Of the mean gradient, the same on every worker; 0 where nothing counts. Changes nothing. Collective."""
+        """Returns the norm of the mean gradient, the same on every worker; 0 if no row counts. Changes nothing.
+        Collective.
+        """
         squares = self.squares(options)
         replica = self.job.replica
         if replica is not None and replica.size > 1:
@@ -159,17 +164,17 @@ class Replica:
         return mean_norm(squares.tolist(), agreed, options)
 
     def squares(self, options: StepOptions) -> torch.Tensor:
-        """Of the gradients that count here, in float64 numbers whose sum it is."""
+        """Returns float64 numbers whose sum is the square of the norm of the gradients that this worker counts."""
         alike = self._counted is None and self.mesh.context == 1 and not self.own.owed  # on all who have summed
         known = self.transit.squares() if alike and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
-            found = torch.tensor([known], dtype=torch.float64)
+            total = torch.tensor([known], dtype=torch.float64)
         else:
-            found = self.home.squares(options.micro_batches, self._counted, changed=not alike)
-        return torch.cat([found, found.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else found
+            total = self.home.squares(options.micro_batches, self._counted, changed=not alike)
+        return torch.cat([total, total.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else total
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
-        """Changes the weights; `norm` is that of the mean gradient, for clipping."""
+        """Updates the weights. `norm` is that of the mean gradient, for clipping."""
         self.runner.carried.merge(sums.records)
         if agreed.count <= 0:  # what was sent is not used: codecs and `owed` keep what they have
             if self.codec is not None:
@@ -182,11 +187,11 @@ class Replica:
         self.own.owed = {}
 
     def complete(self) -> None:
-        """After an update, and in a new generation: brings what of the weights others have updated. Collective."""
+        """Gathers the weights that other workers have updated, after an update and in a new generation. Collective."""
         self.layout.complete()
 
     def abort(self, again: bool = False) -> None:
-        """Voids a step before its update: nothing of it may remain, unless the same workers begin it `again`."""
+        """Undoes a step before its update. With `again` the same workers repeat it."""
         self.transit.abandon()
         self.runner.restore(void=True)
         self.landing.abandon(again)
@@ -195,21 +200,21 @@ class Replica:
     # -- a step of others -------------------------------------------------------------------------------------------
 
     def follow(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
-        """Updates with what was written into `sums`."""
+        """Applies a step of other workers from the gradients that were written into the sums."""
         self.home.adopt()
         self.update(sums, agreed, options, norm)
 
     # -- state ------------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """The bytes of parameters (and buffers), gradients and optimizer that this worker holds in a step, at most."""
+        """Returns the largest number of bytes of parameters (and buffers), gradients and optimizer state in a step."""
         model = self.job.model
         weights = held([*model.parameters(), *model.buffers(), *self.updater.own]) + self.layout.gathered()
         gradients = self.landing.memory() + held(rows_of(self.job.in_rows))
         return {"parameters": weights, "gradients": gradients, "optimizer": self.updater.memory()}
 
     def state(self) -> dict[str, Any]:
-        """Everything that the next step depends on, by logical names."""
+        """Returns all state that the next step depends on, by logical names."""
         job = self.job
         owed = {
             name: ShardedTensor(tensor, self.own.cuts[name], job.place) for name, tensor in self.own.shared().items()
@@ -217,6 +222,7 @@ class Replica:
         return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": self.own.chosen}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state` returned. Weights from elsewhere come without optimizers."""
         load_model(self.job.model, state["model"], self.job.cuts, self.job.place)
         if "optimizers" in state:  # else weights from elsewhere, to begin with
             self.updater.load(state)

@@ -65,15 +65,15 @@ class StepReport:
     turn: int = 1
 
     def every(self, steps: int) -> bool:
-        """Whether a multiple of so many steps was reached since the last turn of the loop."""
+        """Returns whether a multiple of `steps` was reached since the last turn of the loop."""
         return self.step // steps > (self.step - self.turn) // steps
 
 
 @dataclass
 class StepAttempt:
-    """A step under way, and once it is done what tells of it: `agreed`, `norm` (of the mean gradient), `lr` (the first
-    group's learning rate in it), `whole` (the rows), `spent` (seconds by part) and `news` of all workers. Without
-    `sums` another worker's state was taken over with it. `scale` is that of the loss.
+    """A step that is being computed, and its result: `agreed`, `norm` (of the mean gradient), `lr` (the first group's
+    learning rate in it), `batch` (the rows), `spent` (seconds by part) and the `news` of all workers. `sums` is None if
+    the state of another worker was taken over with the step. `scale` is that of the loss.
     """
 
     number: int
@@ -82,7 +82,7 @@ class StepAttempt:
     generation: int = -1  # that it was computed in last
     digest: float | None = None  # of the weights before it, where they are compared
     ahead: Migration.Stream | None = None  # what newcomers hear of it
-    whole: WorkerBatch = field(default_factory=partial(WorkerBatch, [], 0, 0))
+    batch: WorkerBatch = field(default_factory=partial(WorkerBatch, [], 0, 0))
     indivisible: bool = False  # a micro-batch whose rows cannot be told apart was to be divided
     options: StepOptions = field(default_factory=partial(StepOptions, 0, 1.0, 0))
     steps: int = 1  # in a turn
@@ -96,9 +96,10 @@ class StepAttempt:
 
 @dataclass
 class StepRunner:
-    """Makes one trainer's steps. `done` counts them; `expected` is the last global count, which gradients are divided
-    by before it is known; `waiting_since` is when the last step ended. `balance` says who computes how much; the memory
-    for sums is of the generation `housed`. `weights` are compared with everybody's now and then.
+    """Computes the steps of one trainer. `done` counts them. `expected` is the count of the last global batch, which
+    divides gradients before the present count is known. `waiting_since` is the time at which the last step ended.
+    `balance` divides the work among workers. `housed` is the generation that gave the memory of gradient sums.
+    `weights` compares the weights with those of other workers.
     """
 
     run: Run
@@ -119,7 +120,7 @@ class StepRunner:
     housed: int | None = None
     updated: float = 0.0  # seconds of the last update
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # observed here, by kind: what, and why
-    told: set[str] = field(default_factory=set)  # kinds that people have been told of
+    announced: set[str] = field(default_factory=set)  # kinds that people have been told of
     made: int = 0  # steps here; the first one, in which much is looked at, is left out of the following
     busy: float = 0.0  # seconds of forward and backward, and those in them that others were waited for
     waited: float = 0.0
@@ -143,11 +144,11 @@ class StepRunner:
             self.balance = Balance(self.grid, self.operations.members, never, unit)
         self.scaling = LossScale() if plan.precision == "fp16" else None
         self.replica.own.trainer = self.trainer
-        self.run.own.append(self.replica.own)
+        self.run.error_feedback.append(self.replica.own)
 
     def turn(self, deal: Callable[[], WorkerBatch], name: str) -> StepAttempt | None:
-        """Makes the next turn of the user's loop, applied whole or not at all; None where all are to stop first. `deal`
-        gives this worker's rows, in the present team.
+        """Computes the next turn of the user's loop, which is applied completely or not at all. Returns None if all
+        workers stop before it. `deal` returns this worker's rows in the present team.
         """
         if not torch.is_grad_enabled():
             what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
@@ -155,10 +156,10 @@ class StepRunner:
         if self.run.asked:
             self._load(step := StepAttempt(self.done, 0.0), deal)
             try:
-                told = forecast(self.job, step.whole.share[0], step.whole.count, *self.run.asked)
+                prediction = forecast(self.job, step.batch.share[0], step.batch.count, *self.run.asked)
             except UsageError as error:
-                told = {"refused": [error.what, error.cure]}
-            self.run.answer(told)
+                prediction = {"refused": [error.what, error.cure]}
+            self.run.answer(prediction)
         self.run.traffic.turn(self.trainer)
         step = StepAttempt(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
@@ -178,6 +179,7 @@ class StepRunner:
         return step
 
     def _attempt(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str) -> Attempt:
+        """One attempt at a step in the present generation, as `Operations.run` makes it."""
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)
@@ -197,7 +199,7 @@ class StepRunner:
         ended = time.perf_counter()
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
-        yield [dict(vars(step.agreed)), norm, step.lr, [step.whole.rows, step.whole.epoch]]
+        yield [dict(vars(step.agreed)), norm, step.lr, [step.batch.rows, step.batch.epoch]]
         self.operations.reached("applied")
         self.replica.complete()
         step.spent["update"] += time.perf_counter() - ended
@@ -205,7 +207,7 @@ class StepRunner:
     # -- up to what all agree on ------------------------------------------------------------------------------------
 
     def _open(self, step: StepAttempt, name: str) -> None:
-        """In the present generation, with the weights as they are."""
+        """Begins an attempt: takes memory in a new generation, and a digest of the weights where they are compared."""
         group, step.generation = self.run.team.group, self.operations.number
         if self.housed != step.generation:
             self.house(name)
@@ -213,56 +215,58 @@ class StepRunner:
         for member in self.run.members:
             member.state.step_begins()
         looks, self.weights.refused = group.size > 1 and self.weights.looks(step.number), True
-        step.digest = self.weights.told() if looks else None
+        step.digest = self.weights.digest_state() if looks else None
 
     def options(self, step: StepAttempt) -> StepOptions:
-        """How its micro-batches, which are there, may be computed."""
+        """Returns the options with which the loaded micro-batches of a step are computed."""
         merge = self.merging.size
-        spread = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
+        noise_source = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
         return StepOptions(
             step=step.number,
-            expected=(self.expected or float(step.whole.rows)) / step.scale,
-            micro_batches=step.whole.count,
-            rows=step.whole.rows,
-            spread=spread,
-            merge=min(merge, -(-step.whole.count // 2)) if spread == "first" else merge,
+            expected=(self.expected or float(step.batch.rows)) / step.scale,
+            micro_batches=step.batch.count,
+            rows=step.batch.rows,
+            spread=noise_source,
+            merge=min(merge, -(-step.batch.count // 2)) if noise_source == "first" else merge,
             test=self.merging.undecided and not self.plan.one_by_one,
             collect=self.group.size > 1 or self.plan.exact,
-            probe=self.plan.together == 1 and step.whole.count > 1 and self.replica.mesh.pipeline == 1,
+            probe=self.plan.together == 1 and step.batch.count > 1 and self.replica.mesh.pipeline == 1,
             reverse=self.run.reverse,
-            hooked="hooks" in self.told,
-            cure=step.whole.cure,
+            hooked="hooks" in self.announced,
+            cure=step.batch.cure,
             reached=self.operations.reached,
             turn=self.operations.done,
         )
 
     def _load(self, step: StepAttempt, deal: Callable[[], WorkerBatch]) -> None:
-        """This worker's micro-batches, on its device."""
+        """Loads this worker's micro-batches onto its device."""
         with refusing("the dataset or collate"):
-            step.whole, step.indivisible = deal(), False
-        for micro_batch in step.whole.micro_batches:
+            step.batch, step.indivisible = deal(), False
+        for micro_batch in step.batch.micro_batches:
             step.indivisible |= not micro_batch.take_part()
             micro_batch.batch = to_device(micro_batch.batch, self.job.device)
 
     def _compute(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str, began: float) -> float:
-        """Gradients, and what all agree on: again, as long as they agree to. When this worker's own part was there."""
+        """Computes gradients and agrees on the step's sums, again if the workers agree to repeat it. Returns the time
+        at which this worker's own gradients were complete.
+        """
         options, migration = step.options, self.operations.migration
-        if step.whole.single and step.whole.micro_batches and self.replica.mesh.pipeline == 1:
+        if step.batch.single and step.batch.micro_batches and self.replica.mesh.pipeline == 1:
             self._try_single_row(step)
-        whole = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
+        sends_all_sums = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
         self.group.enter(name, check=False, kind="gradients")
         while True:
-            step.ahead = migration.step(self.trainer, whole) if migration.giving else None
-            heard = None if step.ahead is None else step.ahead.sum
+            step.ahead = migration.step(self.trainer, sends_all_sums) if migration.giving else None
+            on_reduced = None if step.ahead is None else step.ahead.sum
             # In the first step much is made that stays.
-            counters = self._counters() if self.made == 1 and "keeps" not in self.told else None
-            sums = step.sums = self.replica.run(step.whole.micro_batches, options, heard)
+            counters = self._counters() if self.made == 1 and "keeps" not in self.announced else None
+            sums = step.sums = self.replica.run(step.batch.micro_batches, options, on_reduced)
             if counters is not None and (names := counters.names()):
-                self.news["counts"] = counted_told(names), ""
+                self.news["counts"] = describe_changing_counters(names), ""
             step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
             alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
-            divided = step.whole.fine and alone
+            divided = step.batch.fine and alone
             if not (sums.redo or divided or agreed.failed or self._overflows(step) or self._heals(step)):
                 return computed
             self._again()
@@ -274,21 +278,23 @@ class StepRunner:
                 self._load(step, deal)
 
     def _counters(self) -> Counters:
-        """What the user's loss, forward and models keep besides parameters and buffers, as it is now."""
+        """Returns the present state of the user's loss, forward and models besides parameters and buffers."""
         loss, forward = (getattr(one, "call", one) for one in (self.job.over or self.job.loss, self.job.forward))
         return Counters(self.job.beside, loss=loss, forward=forward)
 
     def _try_single_row(self, step: StepAttempt) -> None:
-        """Before the first step of a loop in which a micro-batch of a single row comes later: whether the model can
-        normalise one, tried on a row that is here. Raises UsageError.
+        """Before the first step of a loop with a later micro-batch of a single row: tries whether the model can
+        normalise one row. Raises UsageError if not.
         """
-        first = step.whole.micro_batches[0]
+        first = step.batch.micro_batches[0]
         if in_rows(first.batch, first.rows):
-            row = MicroBatch(first.index, 1, cut(first.batch, range(1)), step.whole.single)
+            row = MicroBatch(first.index, 1, cut(first.batch, range(1)), step.batch.single)
             self.replica.try_forward(row, step.options)
 
     def _overflows(self, step: StepAttempt) -> bool:
-        """Whether the gradients are too large for the loss scale; then the step is computed again with half of it."""
+        """Returns whether gradients overflow at the present loss scale. The step is then computed again with half of
+        it.
+        """
         step.norm = 0.0
         if self.scaling is None or not math.isfinite(step.agreed.loss) or step.agreed.count <= 0:
             return False
@@ -300,26 +306,28 @@ class StepRunner:
         return True
 
     def _heals(self, step: StepAttempt) -> bool:
-        """Whether the weights that the gradients were made of had to be healed."""
-        undo, told, step.digest = partial(self.replica.abort, again=True), step.digest, None
-        return told is not None and self.weights.judge(self.group, step.agreed.digests, undo=undo)
+        """Compares the weights that the step began with. Returns whether some were healed, so that the step is
+        repeated.
+        """
+        undo, own_digest, step.digest = partial(self.replica.abort, again=True), step.digest, None
+        return own_digest is not None and self.weights.judge(self.group, step.agreed.digests, undo=undo)
 
     def _end(self, step: StepAttempt) -> None:
-        """All is computed: what somebody has to tell, and what cannot be applied."""
+        """Ends the computation of a step: collects the news of workers, and refuses a step that cannot be applied."""
         group = self.group
         if step.agreed.news:
-            for told in group.gather_json(self.untold()):
-                step.news = {**told, **step.news}
+            for worker_news in group.gather_json(self.untold()):
+                step.news = {**worker_news, **step.news}
         if step.agreed.tune:
             self._choose(anew=True)
         if step.agreed.lengths_differ:
-            refuse_lengths(self.replica.team, step.whole.read)
+            refuse_lengths(self.replica.team, step.batch.read)
         self._refuse(step)
         for member in self.run.members:
             member.state.step_computed()
 
     def _norm(self, step: StepAttempt) -> float:
-        """That of the mean gradient. When all know it, all sums have arrived everywhere."""
+        """Returns the norm of the mean gradient. Once all workers know it, all sums have arrived everywhere."""
         self.operations.reached("reduced")
         norm = step.norm or self.replica.norm(step.agreed, step.options)
         if not math.isfinite(norm):
@@ -346,21 +354,23 @@ class StepRunner:
             self.run.decide(self.trainer, f"loss scale {self.scaling.scale:g} from step {self.done + 1}", why)
 
     def _taken(self, step: StepAttempt, _: Any, result: Any) -> None:
-        """This worker's own part was lost; the step was not."""
+        """Completes a step that counts although this worker lost its own part: it took over another worker's state."""
         self.weights.refused = False
         agreed, step.norm, step.lr, (rows, epoch) = result
-        step.agreed, step.whole = Agreed(**agreed), WorkerBatch([], 0, rows, epoch)
+        step.agreed, step.batch = Agreed(**agreed), WorkerBatch([], 0, rows, epoch)
         step.sums, step.spent = None, {}
 
-    def hear(self, said: list[Any]) -> None:
-        """A part of a step that the team made before this newcomer was of it: one tensor of sums, or all the rest."""
+    def hear(self, message: list[Any]) -> None:
+        """Applies a part of a step that the team made before this newcomer joined: one bucket of sums, or the step's
+        agreed values.
+        """
         if self.housed != self.operations.number:
             self.house("a step of others")
-        if len(said) == 2:
-            place, flat = said
-            self.replica.home.sums[place].copy_(flat)
+        if len(message) == 2:
+            index, bucket_sum = message
+            self.replica.home.sums[index].copy_(bucket_sum)
             return
-        agreed, norm, expected, records = said
+        agreed, norm, expected, records = message
         options = StepOptions(step=self.done, expected=expected, micro_batches=0)
         self.replica.follow(StepSums(records=records), Agreed(**agreed), options, norm)
         self.done += 1
@@ -368,19 +378,23 @@ class StepRunner:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def state(self, done: int | None) -> dict[str, Any]:
-        """What the rest depends on; for a checkpoint after so many transactions, or else what all have alike."""
+        """Returns what further steps depend on; for a checkpoint `done` is the number of transactions, None for what is
+        equal on all workers.
+        """
         scaling = None if self.scaling is None else [self.scaling.scale, self.scaling.good]
         return {**self.replica.state(), "steps": self.done, "expected": self.expected, "scaling": scaling}
 
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
-        """What `state` was, maybe under another plan. One that is no newcomer has its own part."""
+        """Loads what `state` returned, possibly under another plan. A worker that is no newcomer keeps its own part."""
         self.replica.load(saved)
         self.done, self.expected = saved["steps"], saved["expected"]
         if self.scaling is not None and saved.get("scaling"):
             self.scaling = LossScale(*saved["scaling"])
 
     def regrid(self, grid: Grid, before: int) -> None:
-        """Global batches are cut as they were, whatever the script says, if they have as many rows as `before`."""
+        """Sets the grid of global batches. `before` is the former global batch: if its size changed, the learning rate
+        follows by the plan's rule.
+        """
         self.grid, job, rule = grid, self.job, self.plan.lr_scaling
         if rule and grid.global_batch != before:
             self.run.say(follow_batch(rule, before, grid.global_batch, job.optimizers, job.schedulers))
@@ -390,7 +404,7 @@ class StepRunner:
     # -- what a step teaches ----------------------------------------------------------------------------------------
 
     def _learn(self, step: StepAttempt) -> None:
-        """Of merging, of who is how fast, and of what people are to know."""
+        """Updates the merging of micro-batches, the balance of workers and the notes to the user after a step."""
         self.replica.own.step(sum(seconds for part, seconds in step.spent.items() if part not in ("data", "other")))
         if step.sums is not None:
             waited = step.sums.waited
@@ -402,12 +416,12 @@ class StepRunner:
             self.made += 1
             if self.made == 3 and self.run.team.group.rank == 0:
                 codecs = self.job.device.type == "cpu" and not self.plan.exact
-                if told := self.replica.own.advice(self.busy / 2, codecs):
-                    self._note(told)
-            self.micro_batches = max(self.micro_batches, step.whole.count)
+                if suggestion := self.replica.own.advice(self.busy / 2, codecs):
+                    self._note(suggestion)
+            self.micro_batches = max(self.micro_batches, step.batch.count)
             if step.options.merge == self.merging.size:
                 self._merge(step, step.sums, step.spent["compute"])
-            for news in self.noise.learn(step.agreed, step.norm, step.whole.rows):
+            for news in self.noise.learn(step.agreed, step.norm, step.batch.rows):
                 self.run.journal.write("noise", trainer=self.trainer, step=self.done, **news)
         if step.news:
             self._tell(step.news)
@@ -417,74 +431,77 @@ class StepRunner:
             self._weigh(self.balance, step)
         if step.agreed.count <= 0:
             self._tell_of_nothing(step)
-        elif step.agreed.unused and "unused" not in self.told:
+        elif step.agreed.unused and "unused" not in self.announced:
             self._name_unused(step.agreed.unused)
 
     def _merge(self, step: StepAttempt, sums: StepSums, seconds: float) -> None:
-        """What forward and backward, which took so many seconds, tell of merging."""
-        share = step.whole.share
+        """Updates the merging of micro-batches from the `seconds` of forward and backward."""
+        share = step.batch.share
         decision = self.merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
         if decision is not None:
             self.run.decide(self.trainer, *decision)
 
     def measure(self, besides: int) -> list[dict[str, Any]]:
-        """What this worker was to hold and send in a step, and what it did. The process holds so much `besides`."""
+        """Returns the predicted and the measured memory and traffic of a step on this worker. `besides` are the bytes
+        of the process that belong to others.
+        """
         mesh, peak = self.plan.mesh(self.run.team.size), peak_memory(self.job.device)
         held = self.memory()
         # Of trainers in turn an earlier one may have been larger.
-        whole = peak if peak > self.peak or not self.run.several else memory_now(self.job.device)
-        held["process"] = max(whole - besides, sum(held.values()))
+        process_bytes = peak if peak > self.peak or not self.run.several else memory_now(self.job.device)
+        held["process"] = max(process_bytes - besides, sum(held.values()))
         self.run.journal.write("memory", trainer=self.trainer, **held)
         steps, sent = max(self.made - 1, 1), {k: n - self.before.get(k, 0) for k, n in self._sent().items()}
-        did: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
-        did["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
-        found = cost(self.plan, facts_of(self.job), mesh.size, -(-self.micro_batches // mesh.units))
-        return [dataclasses.asdict(found), held | did]
+        observed: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
+        observed["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
+        prediction = cost(self.plan, facts_of(self.job), mesh.size, -(-self.micro_batches // mesh.units))
+        return [dataclasses.asdict(prediction), held | observed]
 
-    def measured(self, said: Sequence[list[dict[str, Any]]]) -> None:
-        """For the report: what all workers have measured."""
-        predicted, measured = zip(*said[: self.plan.mesh(len(said)).replica], strict=True)
-        told = {"stages": [{"blocks": blocks} for blocks in describe_blocks(self.job)], "workers": len(said)}
-        told |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
-        self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **told)
+    def measured(self, reports: Sequence[list[dict[str, Any]]]) -> None:
+        """Journals the measurements of all workers for the report."""
+        predicted, measured = zip(*reports[: self.plan.mesh(len(reports)).replica], strict=True)
+        details = {"stages": [{"blocks": blocks} for blocks in describe_blocks(self.job)], "workers": len(reports)}
+        details |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
+        self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **details)
 
     def memory(self) -> dict[str, int]:
-        """The bytes that this worker holds at most, by category."""
+        """Returns the largest number of bytes that this worker holds, by category."""
         return self.replica.memory()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
-        """How many of the micro-batches of a global batch each unit of these weights gets."""
+        """Returns how many micro-batches of a global batch each unit gets, by the units' weights."""
         return [len(part) for part in deal(batches, weights)]
 
     def _sent(self) -> dict[str, float]:
         return self.run.traffic.of(self.trainer)
 
     def house(self, name: str) -> None:
-        """Before a trainer's first step in a generation: memory comes from its group, the step's vector has as many
-        workers as it, and all know the same of everybody's speed. Collective; and not earlier, since newcomers come to
-        the places where a script makes its trainers at other times than the others.
+        """Prepares for the first step of a generation: takes memory from its group, and shares what each worker knows
+        of speeds and links. Collective. It does not happen earlier, since newcomers reach the places where a script
+        makes its trainers at other times than the other workers.
         """
         operations, group = self.operations, self.run.team.group
-        balance, own = self.balance, self.replica.own
+        balance, feedback = self.balance, self.replica.own
         group.enter(name)
         self.replica.rehouse()
-        shares, known = None if balance is None else balance.state(), own.known(operations.done)
-        common = [group.links, own.chosen] if group.rank == 0 else []
-        said = group.gather_json([shares, self.weights.kind, common, known])
-        links, chosen = said[0][2]
+        shares, known = None if balance is None else balance.state(), feedback.known(operations.done)
+        common = [group.links, feedback.chosen] if group.rank == 0 else []
+        reports = group.gather_json([shares, self.weights.kind, common, known])
+        links, chosen = reports[0][2]
         if new := group.measure(links):
             measured = {"pairs": group.links, "over": group.interface}
             self.run.journal.write("links", **measured)
             self.run.say(f"the link between hosts: {links_of(measured)}", once=True)
-        if balance is not None and (change := balance.reform(operations.members, said[0][0])):  # of who is here longest
+        # The first worker is the one that has been in the team for the longest time.
+        if balance is not None and (change := balance.reform(operations.members, reports[0][0])):
             self._dealt(balance, change)
-        self.weights.kinds, self.weights.due = [kind for _, kind, *_ in said], True
-        for text in own.formed([known for *_, known in said], resumed=operations.number == 0):
+        self.weights.kinds, self.weights.due = [kind for _, kind, *_ in reports], True
+        for text in feedback.formed([known for *_, known in reports], resumed=operations.number == 0):
             self.run.say(text, once=True)
-        if decided := own.describe(partial(share_of_sums, self.plan, self.job, group.size)):
+        if decided := feedback.describe(partial(share_of_sums, self.plan, self.job, group.size)):
             self.run.decide(self.trainer, *decided)
             self.run.say(": ".join(decided), once=True)
-        if own.go_on(chosen, new):
+        if feedback.go_on(chosen, new):
             self._choose(anew=False)
         self.layout, self.housed, self.updated = None, operations.number, 0.0
 
@@ -494,9 +511,9 @@ class StepRunner:
             self.run.say(what)
 
     def _weigh(self, balance: Balance, step: StepAttempt) -> None:
-        """What a step tells of the workers' speeds."""
+        """Updates the balance from the workers' seconds in a step."""
         balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
-        if step.whole.full and (change := balance.learn(step.agreed.seconds)):
+        if step.batch.full and (change := balance.learn(step.agreed.seconds)):
             self._dealt(balance, change)
         for what, why in balance.news:
             self.run.decide(self.trainer, what, why)
@@ -509,11 +526,11 @@ class StepRunner:
         self.run.journal.write("shares", **about, **dataclasses.asdict(change))
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
-        """What somebody has observed, once: a decision and its reason, or what people would not know otherwise."""
-        if "keeps" in self.told | news.keys():  # then nobody knows whether it is a sum
+        """Announces news of the workers, each kind once: as a decision with its reason, or as a note to the user."""
+        if "keeps" in self.announced | news.keys():  # then nobody knows whether it is a sum
             news.pop("mixes", None)
-        for kind in sorted(news.keys() - self.told):
-            self.told.add(kind)
+        for kind in sorted(news.keys() - self.announced):
+            self.announced.add(kind)
             what, why = news[kind]
             if why:
                 self.run.decide(self.trainer, what, why)
@@ -525,10 +542,11 @@ class StepRunner:
         self.run.say(text, once=True)
 
     def untold(self) -> dict[str, tuple[str, str]]:
-        return {kind: said for kind, said in self.news.items() if kind not in self.told}
+        """Returns this worker's news of kinds that were not announced yet."""
+        return {kind: entry for kind, entry in self.news.items() if kind not in self.announced}
 
     def _tell_of_nothing(self, step: StepAttempt) -> None:
-        """A step in which nothing counts is named in the journal; on the console the first, tenth, hundredth, ..."""
+        """Notes a step in which no row counts; on the console only the first, tenth, hundredth, ... one."""
         self.empty += 1
         steps = f"step {self.done}" if step.steps == 1 else f"steps {self.done - step.steps + 1}-{self.done}"
         text = f"the loss of {steps} counts 0 rows or tokens in the whole global batch: no weight was changed"
@@ -539,8 +557,8 @@ class StepRunner:
             self.run.say(text)
 
     def _name_unused(self, unused: tuple[int, ...]) -> None:
-        """Names the parameters that got no gradient, once: of a mixture of experts they are others in each step. Those
-        that the script has frozen since the Trainer was made are meant.
+        """Names the parameters that got no gradient, once: with a mixture of experts they differ from step to step.
+        Parameters that the script froze after the Trainer was made are left out.
         """
         names = [
             name
@@ -549,7 +567,7 @@ class StepRunner:
         ]
         if not names:
             return
-        self.told.add("unused")
+        self.announced.add("unused")
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         self.run.say(
             f"{len(names)} of {len(self.job.named)} parameters got no gradient in step {self.done} and were left as "
@@ -562,15 +580,15 @@ class StepRunner:
 
     @property
     def stops(self) -> bool:
-        """Whether this worker wishes that all make no further step."""
+        """Whether this worker wants the team to stop after this step."""
         return self.run.notice is not None
 
     def _agree(self, step: StepAttempt, sums: StepSums, seconds: float) -> Agreed:
-        """Sums of all workers; on the first step they first agree on the names of the metrics."""
-        group, run, whole = self.group, self.run, step.whole
+        """Sums the step's vector over all workers. In the first step they agree on the names of the metrics before."""
+        group, run, batch = self.group, self.run, step.batch
         self.news |= sums.news | self.job.news
         speaks = self.replica.mesh.speaks(group.rank)
-        tells = speaks and bool(whole.share) and not sums.failed
+        tells = speaks and bool(batch.share) and not sums.failed
         if self.layout is None:
             self.layout = self._first_layout(sorted(sums.metrics) if tells else None)
         layout = self.layout
@@ -596,24 +614,24 @@ class StepRunner:
             "spread": sums.spread[0] * step.options.expected**2,
             "spread_count": sums.spread[1],
             "spread_squares": sums.spread[1] ** 2,
-            "streams": whole.read > 0,
-            "read": whole.read,
-            "read_squares": whole.read**2,
+            "streams": batch.read > 0,
+            "read": batch.read,
+            "read_squares": batch.read**2,
             **run.saving.fields,
         }
         spent = self.spent | step.spent
         packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
-        rows = layout.rows(sums.parts if speaks else [], whole.count) if self.plan.exact else []
+        rows = layout.rows(sums.parts if speaks else [], batch.count) if self.plan.exact else []
         with HEARTBEAT.waiting():  # also where NCCL does
             summed = self.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
         vector = summed.tolist()
         agreed = layout.unpack(vector[: len(packed)])
         return layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
 
-    def _first_layout(self, mine: list[str] | None) -> VectorLayout:
-        """With the names of metrics that all have to tell who tell any."""
-        names = self.group.gather_json(mine)
-        known = [(rank, name) for rank, name in enumerate(names) if name is not None]
+    def _first_layout(self, metric_names: list[str] | None) -> VectorLayout:
+        """Returns the layout of the step's vector. All workers that report metrics must report the same names."""
+        all_names = self.group.gather_json(metric_names)
+        known = [(rank, name) for rank, name in enumerate(all_names) if name is not None]
         for rank, other in known:
             if other != known[0][1]:
                 raise MetricError(
@@ -623,21 +641,21 @@ class StepRunner:
         return VectorLayout(tuple(known[0][1]) if known else (), self.group.size, len(self.job.named))
 
     def _refuse(self, step: StepAttempt) -> None:
-        """Refuses a step whose loss is not finite. A count of zero is a step that changes nothing: see Update.apply."""
+        """Raises NonFiniteLossError if the loss is not finite. A count of zero is valid: the step changes nothing."""
         if not math.isfinite(step.agreed.loss):
             raise self._refusal(step).of_loss()
 
     def _refusal(self, step: StepAttempt) -> Refusal:
-        computed = step.whole.micro_batches, step.options, step.sums
+        computed = step.batch.micro_batches, step.options, step.sums
         return Refusal(self.replica, self.group, f"step {step.number + 1}{step.whose}", *computed)
 
 
-def counted_told(names: Sequence[str]) -> str:
-    """For people: what a loss or a forward changes by itself, each time it is called."""
-    some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+def describe_changing_counters(names: Sequence[str]) -> str:
+    """Returns a note to the user about values that a loss or a forward changes each time it is called."""
+    shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
     change, what = ("changes", "it") if len(names) == 1 else ("change", "them")
     return (
-        f"{some} {change} each time a micro-batch is computed, by the loss or the model: if the loss depends on "
+        f"{shown} {change} each time a micro-batch is computed, by the loss or the model: if the loss depends on "
         f"{what}, the result depends on the number of workers; then keep {what} in trainer.state and change {what} in "
         "the body of the loop"
     )
@@ -646,7 +664,7 @@ def counted_told(names: Sequence[str]) -> str:
 def refuse_other_kinds(
     kinds: Mapping[str, tuple[torch.dtype, torch.device]], named: Mapping[str, torch.Tensor], error: Exception
 ) -> None:
-    """Raises UsageError where a step failed and a parameter has another dtype, or is elsewhere, than at first."""
+    """Raises UsageError if a step failed and a parameter has another dtype or device than at first."""
     for name, param in named.items():
         dtype, device = kinds.get(name, (param.dtype, param.device))
         if (param.dtype, param.device) != (dtype, device):
