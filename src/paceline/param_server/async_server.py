@@ -166,7 +166,7 @@ class AsyncShard(ParameterShard):
         first.put(Kind.STAND, self.trainer, content=json.dumps(standing).encode())
 
     def _start_leading(self) -> None:
-        """Starts to assign tickets once all other servers have sent their standing, or goes on once a server is back."""
+        """Starts to assign tickets once all other servers have sent their standing, or one is back."""
         others = self.used - {self.server}
         ready = all(server in self.peers and not self.peers[server].broken for server in others)
         if self.server != min(self.used, default=-1) or not ready:

@@ -189,7 +189,7 @@ class ServerClient:
     def hear(
         self, asked: dict[int, int], kind: int, trainer: int, key: Key, make_report: WorkerReport
     ) -> list[Message]:
-        """Waits for the replies, and returns them by part. If another server comes to count for a part, asks that one."""
+        """Waits for the replies, and returns them by part. If another server takes over a part, asks that one."""
         replies = self._replies.setdefault(trainer, {})
 
         def came() -> bool:
@@ -425,7 +425,7 @@ class SyncReplica(ServerReplica):
         """Does nothing: servers add up the rows."""
 
     def norm(self, agreed: Agreed, options: StepOptions) -> float:
-        """The norm of the mean gradient, from the squares of all parts, which servers reply once they have all pushes."""
+        """The norm of the mean gradient, from the squares that servers send once they have all pushes."""
         servers, request = self.servers, RANKED.pack(self.team.rank, self.team.size)
         if self.job.exact:
             request += json.dumps([options.micro_batches, self.home.largest]).encode()

@@ -97,7 +97,7 @@ class SspScheduler:
         self.by[worker] += 1
 
     def take_over(self, workers: Collection[int]) -> None:
-        """Starts to assign tickets to these workers, after following another server: open tickets are assigned again."""
+        """Starts to assign tickets to these workers, after following another server: open ones are assigned again."""
         self.open.clear()
         self.next = max(self.done, default=self.start - 1) + 1
         self.back = sorted({*range(self.start, self.next)} - self.done)
