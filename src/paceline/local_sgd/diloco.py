@@ -184,7 +184,7 @@ class DiLoCo:
     def _send(
         self, kept: dict[int, InnerOptimizerState], island: int, source: int, target: int, into: int | None = None
     ) -> None:
-        """Sends the state of `island` from replica `source` to `target`, as that of island `into` (default: the same)."""
+        """Sends an island's state from replica `source` to `target`, as that of `into` (default: the same island)."""
         into, size = island if into is None else into, self.mesh.replica
         shard_index = self.group.rank % size
         if self.group.rank == source * size + shard_index:
