@@ -79,7 +79,7 @@ def ours(at: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     from paceline.param_server.protocol import Kind
 
     servers = ServerClient(1, 0, 0, lambda: {0: tuple(at)}, lambda: None)
-    while not servers.here:
+    while not servers.ready_servers:
         servers.meet(0.1, True)
         for empty in servers.empty:
             servers.give(empty, pack({}))

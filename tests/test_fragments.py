@@ -303,7 +303,12 @@ def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
     names = [str(number) for number in range(len(shapes))]
     work = {island: SimpleNamespace(inner=InnerOptimizerState()) for island in range(3)}
     isles = SimpleNamespace(
-        count=3, mine=[0, 1, 2], teams=[([0], [0, 1, 2])], work=work, twins=Group(World()), _names_of=lambda part: names
+        count=3,
+        team_islands=[0, 1, 2],
+        teams=[([0], [0, 1, 2])],
+        work=work,
+        twins=Group(World()),
+        _names_of=lambda part: names,
     )
     coded = QuantizedOuterSync(coded_sum(word).code, isles)  # type: ignore[arg-type]
     sent, deltas, apart = 0.0, 0.0, []

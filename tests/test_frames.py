@@ -80,7 +80,7 @@ def test_tensors_are_lent_on_one_host() -> None:
     assert places[0] == places[1]
     assert not any(tensor.any() for tensor in like.values())
     taker.put(Kind.READ, 2, (1, 2, 3), (5,), [torch.ones(3)])  # the other way round
-    sender._place = lambda frame: [torch.empty(3)]
+    sender._find_tensors = lambda frame: [torch.empty(3)]
     moved(sender, taker)
     assert sender.inbox[0].lent is not None
     assert torch.equal(sender.inbox[0].lent.tensors[0], torch.ones(3))
@@ -113,7 +113,7 @@ def test_another_hosts_memory_is_not_borrowed(wrong: str) -> None:
     assert not taker.near
     taker.put(Kind.READ, 0, (0, 0, 0), (0,), [torch.ones(3)])
     landing = torch.zeros(3)
-    sender._place = lambda frame: [landing]
+    sender._find_tensors = lambda frame: [landing]
     moved(sender, taker)
     assert torch.equal(landing, torch.ones(3))
 

@@ -29,7 +29,7 @@ from paceline import Trainer, plateau, stream_seed
 from paceline.base.batching import deal
 from paceline.base.journal import read_journal
 from paceline.errors import PacelineError, UsageError
-from paceline.local_sgd.diloco import dealt
+from paceline.local_sgd.diloco import assign_islands
 from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log
 
@@ -302,7 +302,7 @@ def test_single_steps_are_refused(run: Any) -> None:
 
 
 def test_who_has_an_island_keeps_it() -> None:
-    assert dealt(5, [(), ()]) == [[0, 1, 2], [3, 4]]
-    assert dealt(4, [{0, 1}, {2, 3}, ()]) == [[0], [2, 3], [1]]
-    assert dealt(4, [{0, 1}, {2}]) == [[0, 1], [2, 3]]
-    assert dealt(2, [{1}, {0, 1}]) == [[1], [0]]
+    assert assign_islands(5, [(), ()]) == [[0, 1, 2], [3, 4]]
+    assert assign_islands(4, [{0, 1}, {2, 3}, ()]) == [[0], [2, 3], [1]]
+    assert assign_islands(4, [{0, 1}, {2}]) == [[0, 1], [2, 3]]
+    assert assign_islands(2, [{1}, {0, 1}]) == [[1], [0]]

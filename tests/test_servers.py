@@ -30,7 +30,7 @@ from paceline.base.batching import deal
 from paceline.base.journal import read_journal
 from paceline.errors import PlanError
 from paceline.observe.summary import Summary, facts
-from paceline.param_server.client import spread
+from paceline.param_server.client import assign_parameters
 from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import GO, read_log
 
@@ -74,7 +74,7 @@ def in_codes(word: str, workers: int, servers: int, back: bool = True) -> dict[s
     model = built(served.net, SEED)
     params = list(model.parameters())
     optimizer = served.groups(model.named_parameters())
-    schedule, owners = LambdaLR(optimizer, served.rate), spread([param.nbytes for param in params], servers)
+    schedule, owners = LambdaLR(optimizer, served.rate), assign_parameters([param.nbytes for param in params], servers)
     parts = [[n for n, owner in enumerate(owners) if owner == part] for part in range(servers)]
 
     def coded(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -548,9 +548,9 @@ for trainer, number, size in ((one, 3, 24), (two, 2, 12)):
 def test_parameters_are_spread_evenly_by_bytes() -> None:
     sizes = [8, 100, 3, 60, 50, 8, 40]
     for servers in (1, 2, 3, 9):
-        owners = spread(sizes, servers)
+        owners = assign_parameters(sizes, servers)
         loads = [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == one) for one in range(servers)]
-        assert owners == spread(sizes, servers)
+        assert owners == assign_parameters(sizes, servers)
         assert sum(loads) == sum(sizes)
         assert max(loads) - min(loads) <= max(sizes)
-    assert spread([5, 5, 5, 5], 2) == [0, 1, 0, 1]
+    assert assign_parameters([5, 5, 5, 5], 2) == [0, 1, 0, 1]

@@ -103,7 +103,7 @@ class World:
     def take_over(self) -> None:
         """Who deals is lost, and another one does. What it had dealt has other numbers, and is not heard."""
         alive, before, self.tickets = self.tickets.clocks, self.tickets, self.other
-        self.tickets.lead(alive)
+        self.tickets.take_over(alive)
         if before.start > self.tickets.start:  # for workers the next window has begun
             self.tickets.cut(before.start)
             self.tickets.turn(min(self.window, self.updates - before.start))

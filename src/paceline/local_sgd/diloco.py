@@ -32,30 +32,33 @@ from paceline.train.replica import Replica
 OUTER = "nesterov:0.7:0.9"  # DiLoCo's
 
 
-def dealt(islands: int, held: Sequence[Collection[int]]) -> list[list[int]]:
-    """The islands of each team, where `held` are those whose state it has: whoever has one keeps it, as long as none
-    has two more than another.
+def assign_islands(islands: int, held: Sequence[Collection[int]]) -> list[list[int]]:
+    """Assigns islands to teams, where `held` has the islands whose state each team holds.
+
+    A team keeps the islands that it holds, unless another team would have at least two fewer.
     """
     if not any(held):
-        return [[*some] for some in deal(islands, [1.0] * len(held))]
-    found: list[list[int]] = [[] for _ in held]
+        return [[*islands_of_team] for islands_of_team in deal(islands, [1.0] * len(held))]
+    assigned: list[list[int]] = [[] for _ in held]
     for island in range(islands):
-        having = [team for team, some in enumerate(held) if island in some] or range(len(held))
-        min((found[team] for team in having), key=len).append(island)
-    while len(most := max(found, key=len)) > len(least := min(found, key=len)) + 1:
+        having = [team for team, islands_of_team in enumerate(held) if island in islands_of_team] or range(len(held))
+        min((assigned[team] for team in having), key=len).append(island)
+    while len(most := max(assigned, key=len)) > len(least := min(assigned, key=len)) + 1:
         least.append(most.pop())
-    return [sorted(some) for some in found]
+    return [sorted(islands_of_team) for islands_of_team in assigned]
 
 
 def outer_optimizer(word: str, params: list[torch.nn.Parameter]) -> Optimizer:
-    """What a plan's `outer=` says, of torch's: its gradient is how far islands have come from the round's start."""
+    """Makes the torch optimizer of a plan's `outer=`; its gradients are the islands' mean deltas."""
     kind, rate, *momentum = word.split(":")
     return SGD(params, lr=float(rate), momentum=float(momentum[0]) if momentum else 0.0, nesterov=kind == "nesterov")
 
 
 class DiLoCo:
-    """The islands of a plan for a replica's job, of which some are `mine`: those of this worker's team. All workers are
-    of `group`; `manner` tells people how islands are merged.
+    """Trains a plan's islands on the teams of replicas, and merges them at the end of each round.
+
+    `team_islands` are the islands of this worker's team; `group` has all workers. `manner` describes to users how
+    islands are merged.
     """
 
     trainer = 0  # its number
@@ -68,9 +71,9 @@ class DiLoCo:
         self.team, self.twins = replica.team, group.along("data", mesh=mesh)
         # Of an island: the step of the last checkpoint, that of the trainer in it, what the island kept; or nothing.
         self.recall: Callable[[int], list[Any]] = lambda island: []
-        self.mine: list[int] = []
+        self.team_islands: list[int] = []
         self.teams: list[tuple[list[int], list[int]]] = []  # the replicas and the islands of each
-        self.work: dict[int, IslandProgress] = {}  # of the round under way
+        self.work: dict[int, IslandProgress] = {}  # by island of this team, in the current round
         self.steps = 0  # done
         # What islands keep, by the steps done: what a round makes of it is there before it is known whether it counts,
         # also on a worker that takes the common state over. Of others' islands, too.
@@ -97,12 +100,12 @@ class DiLoCo:
 
     @property
     def kept(self) -> dict[int, InnerOptimizerState]:
-        """What islands keep at present."""
+        """The inner optimizer states at the current step, by island."""
         return self._kept.setdefault(self.steps, {})
 
     @property
     def speaks(self) -> bool:
-        """Whether this worker tells what its team has done."""
+        """Whether this worker reports for its team."""
         return self.team.rank == 0
 
     @property
@@ -113,58 +116,60 @@ class DiLoCo:
     # -- who has which ----------------------------------------------------------------------------------------------
 
     def house(self) -> Iterator[str]:
-        """A generation begins: islands are dealt to its teams, and their state goes where they go. What is to be told
-        of it. Collective.
+        """Assigns islands to the teams of a new generation, and moves their state along. Yields messages about lost
+        state. Collective.
         """
         group, mesh, kept = self.group, self.mesh.over(self.group.size), self.kept
         group.enter("the islands", check=False, kind="islands")
-        said = group.gather_json([[*kept], self.mine, self._under_way])
-        has = [set.intersection(*({*said[rank][0]} for rank in replica)) for replica in mesh.replicas]
+        reports = group.gather_json([[*kept], self.team_islands, self._under_way])
+        has = [set.intersection(*({*reports[rank][0]} for rank in replica)) for replica in mesh.replicas]
         ranks = mesh.teams(self.count)
         teams = [[mesh.replica_of(rank) for rank in team[:: mesh.replica]] for team in ranks]
-        had = [{i for n in team for i in has[n] if i in said[mesh.replicas[n][0]][1]} for team in teams]
+        had = [{i for n in team for i in has[n] if i in reports[mesh.replicas[n][0]][1]} for team in teams]
         copies = [{i for n in team for i in has[n]}.difference(*had) for team in teams]
-        found = dealt(self.count, [mine | more for mine, more in zip(had, copies, strict=True)])
-        here = next(number for number, team in enumerate(ranks) if group.rank in team)
-        self.mine, self.teams = found[here], [*zip(teams, found, strict=True)]
+        assigned = assign_islands(
+            self.count, [held_before | held_copies for held_before, held_copies in zip(had, copies, strict=True)]
+        )
+        team_number = next(number for number, team in enumerate(ranks) if group.rank in team)
+        self.team_islands, self.teams = assigned[team_number], [*zip(teams, assigned, strict=True)]
         if not any(has):
             resumed = bool(self._saved)
             self._begin()
             if resumed:  # else one that is lost in the first round is as any other
                 self.guard(self.steps, range(self.count))
         else:
-            to = {island: team for team, some in zip(teams, found, strict=True) for island in some}
+            to = {island: team for team, islands in zip(teams, assigned, strict=True) for island in islands}
             for island in range(self.count):
-                if told := self._bring(island, to[island], has):
-                    yield told
-            yield from self._bring_late(to, [entry[2] for entry in said])
-        steps = [{**dict(said[rank][2])} for number in teams[here] for rank in mesh.replicas[number]]
-        alike = {i for i in self.mine if i in self.late or len({some.get(i) for some in steps}) == 1}
+                if message := self._bring(island, to[island], has):
+                    yield message
+            yield from self._bring_late(to, [entry[2] for entry in reports])
+        steps = [{**dict(reports[rank][2])} for number in teams[team_number] for rank in mesh.replicas[number]]
+        alike = {i for i in self.team_islands if i in self.late or len({made.get(i) for made in steps}) == 1}
         self.work = {island: one for island, one in self.work.items() if island in alike}
 
     def _begin(self) -> None:
-        """In the beginning all are alike, which everybody knows, or as they were saved."""
+        """Begins with the saved states, or with the same fresh state for all islands, which all workers have."""
         each, self._saved = self._saved, {}
         fresh = InnerOptimizerState.live(self.replica, 0.0, self.steps)
-        for island in self.mine if each else range(self.count):
+        for island in self.team_islands if each else range(self.count):
             tree = each.get(str(island))
             self.kept[island] = fresh.copied() if tree is None else InnerOptimizerState.of(tree, self.steps)
 
     def _bring(self, island: int, team: Sequence[int], has: list[set[int]]) -> str:
-        """To those replicas of its `team` who have it not, from one that has it, from the last checkpoint, or from one
-        that has another one's.
+        """Brings an island's state to those replicas of its `team` that lack it: from a replica that has it, else from
+        the last checkpoint, else a copy of another island's. Returns a message if the state was lost.
         """
-        group, mesh, told, which = self.group, self.mesh.over(self.group.size), "", island
-        if not any(island in some for some in has):
-            told = f"island {island} was lost with what its optimizer keeps: it goes on with "
+        group, mesh, message, which = self.group, self.mesh.over(self.group.size), "", island
+        if not any(island in held_islands for held_islands in has):
+            message = f"island {island} was lost with what its optimizer keeps: it goes on with "
             saved = pack(self.recall(island)) if group.rank == 0 else None
             if saved := unpack(group.broadcast_bytes(saved, 0)):
                 step, at, tree = saved
-                self.kept.update({island: InnerOptimizerState.of(tree, at)} if island in self.mine else {})
-                return f"{told}that of the checkpoint of step {step}"
-            which = min(i for some in has for i in some)
-            told += f"a copy of what that of island {which} does"
-        having = [number for number, some in enumerate(has) if which in some]
+                self.kept.update({island: InnerOptimizerState.of(tree, at)} if island in self.team_islands else {})
+                return f"{message}that of the checkpoint of step {step}"
+            which = min(i for held_islands in has for i in held_islands)
+            message += f"a copy of what that of island {which} does"
+        having = [number for number, held_islands in enumerate(has) if which in held_islands]
         for number in team:
             if number in having and which == island:
                 continue
@@ -172,33 +177,36 @@ class DiLoCo:
             near = [other for other in having if hosts[other * mesh.replica] == hosts[number * mesh.replica]]
             source = (near or having)[0]
             self._send(self.kept, which, source, number, into=island)
-        if told and island in self.kept:  # what the other one has not sent yet it sends itself
+        if message and island in self.kept:  # what the other one has not sent yet it sends itself
             self.kept[island].forget("left")
-        return told
+        return message
 
     def _send(
         self, kept: dict[int, InnerOptimizerState], island: int, source: int, target: int, into: int | None = None
     ) -> None:
-        """An island's state from one replica to another, where it is that of the same one unless said."""
+        """Sends an island's state from replica `source` to `target`, as that of `into` (default: the same island)."""
         into, size = island if into is None else into, self.mesh.replica
-        place = self.group.rank % size
-        if self.group.rank == source * size + place:
+        shard_index = self.group.rank % size
+        if self.group.rank == source * size + shard_index:
             if source == target:
                 kept[into] = kept[island].copied()
                 return
-            self.group.send_bytes(pack(kept[island].named(self.replica)), target * size + place)
-        elif self.group.rank == target * size + place:
-            kept[into] = InnerOptimizerState.of(unpack(self.group.receive_bytes(source * size + place)), self.steps)
+            self.group.send_bytes(pack(kept[island].named(self.replica)), target * size + shard_index)
+        elif self.group.rank == target * size + shard_index:
+            kept[into] = InnerOptimizerState.of(
+                unpack(self.group.receive_bytes(source * size + shard_index)), self.steps
+            )
 
-    def _bring_late(self, to: Mapping[int, Sequence[int]], said: Sequence[Any]) -> Iterator[str]:
-        """What islands that were late have made goes to those replicas of their teams that have it not, from one all of
-        whose workers have it. `said`: the steps of what each has under way.
+    def _bring_late(self, to: Mapping[int, Sequence[int]], under_way: Sequence[Any]) -> Iterator[str]:
+        """Brings the progress of late islands to those replicas of their teams that lack it, from a replica all of
+        whose workers have it. `under_way` has each worker's [island, steps] pairs. Yields messages about
+        lost progress.
         """
-        size, place = self.mesh.replica, self.group.rank % self.mesh.replica
-        steps, self.lost = [dict(some) for some in said], {}
+        size, shard_index = self.mesh.replica, self.group.rank % self.mesh.replica
+        steps, self.lost = [dict(steps_of) for steps_of in under_way], {}
         for island, (made, rows) in [*self.late.items()]:
-            each = [{some.get(island, 0) for some in steps[n : n + size]} for n in range(0, len(steps), size)]
-            has = [min(some) if len(some) == 1 else 0 for some in each]
+            each = [{steps_of.get(island, 0) for steps_of in steps[n : n + size]} for n in range(0, len(steps), size)]
+            has = [min(counts) if len(counts) == 1 else 0 for counts in each]
             source = has.index(max(has))
             if max(has) < made:
                 del self.late[island]
@@ -210,23 +218,23 @@ class DiLoCo:
                 )
                 continue
             for number in (n for n in to[island] if has[n] != has[source]):
-                if self.group.rank == source * size + place:
-                    self.group.send_bytes(pack(self.work[island].named(self.replica)), number * size + place)
-                elif self.group.rank == number * size + place:
-                    tree = unpack(self.group.receive_bytes(source * size + place))
+                if self.group.rank == source * size + shard_index:
+                    self.group.send_bytes(pack(self.work[island].named(self.replica)), number * size + shard_index)
+                elif self.group.rank == number * size + shard_index:
+                    tree = unpack(self.group.receive_bytes(source * size + shard_index))
                     tree |= {"inner": InnerOptimizerState.of(tree["inner"], self.steps), "unused": {*tree["unused"]}}
                     self.work[island] = IslandProgress(**tree)
 
     def pool(self, team: Transactions) -> Generator[Any, Any, None]:
-        """An attempt of the team's: everybody has every island's state, before some of them leave. Collective."""
+        """Brings every island's state to all workers before some of them leave, as a transaction. Collective."""
         replicas = len(self.mesh.over(self.group.size).replicas)
         self.group.enter("the state of all islands", check=False, kind="islands")
-        said = self.group.gather_json([*self.kept])
+        held_islands = self.group.gather_json([*self.kept])
         everywhere = dict.fromkeys(self.late, range(replicas))
         for _ in self._bring_late(everywhere, self.group.gather_json(self._under_way)):
             pass  # all is there: it is between two rounds
-        for island in range(self.count) if all(said) else ():
-            has = [island in said[number * self.mesh.replica] for number in range(replicas)]
+        for island in range(self.count) if all(held_islands) else ():
+            has = [island in held_islands[number * self.mesh.replica] for number in range(replicas)]
             for number in range(replicas) if any(has) else ():
                 if not has[number]:
                     self._send(self.kept, island, has.index(True), number)
@@ -239,58 +247,60 @@ class DiLoCo:
         return [[island, one.steps] for island, one in self.work.items()]
 
     def pend(self, steps: int, merged: Collection[int], late: dict[int, list[int]]) -> None:
-        """What the round has made of what optimizers keep is that of so many steps, if it counts: of those islands that
-        are `merged`. What others have begun goes on, and if it is lost, from what they kept before.
+        """Prepares the state after `steps` steps, which takes effect if the round counts.
+
+        The `merged` islands get their new inner states. The `late` ones go on with what they have begun, and keep their
+        old states in case that is lost.
         """
         made = {}
-        for island in (island for island in self.mine if island in merged):
+        for island in (island for island in self.team_islands if island in merged):
             self.work[island].inner.beside = self._beside(island)
             made[island] = self.work[island].inner
         self._kept[steps] = {i: inner for i, inner in self.kept.items() if i not in merged} | made
-        left = {island: one for island, one in self.work.items() if island in late and island in self.mine}
+        left = {island: one for island, one in self.work.items() if island in late and island in self.team_islands}
         left = {island: replace(one, at=0, origin=one.origin or self._start) for island, one in left.items()}
         self._next = steps, left, late
 
     def _beside(self, island: int) -> dict[str, Any]:
-        """What an island keeps from a round for the next one, besides what its optimizers do."""
+        """What an island keeps for the next round besides its optimizer state."""
         return {}
 
     def _counts(self, steps: int) -> None:
-        """The round counts, also where another one's state is taken over."""
+        """Makes the round count, also on a worker that takes over another one's state."""
         self.work, self.late = self._next[1:] if self._next[0] == steps else ({}, {})
         self.steps = steps
 
     def drop(self) -> None:
-        """What late islands have begun comes to nothing: they begin the next round where all do."""
+        """Drops what late islands have begun: they start the next round from the merged weights."""
         self.work, self.late = {}, {}
 
     def guard(self, steps: int, merged: Collection[int]) -> None:
-        """Of an island that one replica alone computes another one of its host gets a copy of that, if there is one.
-        Collective.
+        """Copies the state of each island that only one replica computes to another replica on the same host, if there
+        is one. Collective.
         """
         group, mesh, made = self.group, self.mesh.over(self.group.size), self._kept[steps]
         replicas, size = len(mesh.replicas), mesh.replica
         if replicas == 1:
             return
         group.enter("copies of what islands keep", check=False, kind="islands")
-        mine, hosts = group.gather_json(self.mine), group.hosts
+        islands_by_rank, hosts = group.gather_json(self.team_islands), group.hosts
         for number in range(replicas):
             near = [other % replicas for other in range(number + 1, number + replicas)]
             near = [other for other in near if hosts[other * size] == hosts[number * size]]
-            for island in (island for island in mine[number * size] if island in merged):
-                alone = sum(island in mine[other * size] for other in range(replicas)) == 1
+            for island in (island for island in islands_by_rank[number * size] if island in merged):
+                alone = sum(island in islands_by_rank[other * size] for other in range(replicas)) == 1
                 if alone and near:
                     self._send(made, island, number, near[0])
 
     def shares(self, batches: int) -> list[int]:
-        """How many of so many micro-batches each unit gets, as islands are dealt in the beginning."""
+        """The number of micro-batches, of `batches`, that each unit gets with the first assignment of islands."""
         mesh, runs = self.mesh.over(self.group.size), deal(batches, [1.0] * self.count)
         teams = mesh.teams(self.count)
-        found: list[int] = []
-        for team, some in zip(teams, deal(self.count, [1.0] * len(teams)), strict=True):
-            parts = [deal(len(runs[island]), [1.0] * (len(team) // mesh.unit)) for island in some]
-            found += [sum(map(len, mine)) for mine in zip(*parts, strict=True)]
-        return found
+        shares: list[int] = []
+        for team, islands in zip(teams, deal(self.count, [1.0] * len(teams)), strict=True):
+            parts = [deal(len(runs[island]), [1.0] * (len(team) // mesh.unit)) for island in islands]
+            shares += [sum(map(len, unit_parts)) for unit_parts in zip(*parts, strict=True)]
+        return shares
 
     # -- a round ----------------------------------------------------------------------------------------------------
 
@@ -299,17 +309,17 @@ class DiLoCo:
         return [local(tensor) for tensor in (*model.parameters(), *model.buffers())]
 
     def _integers(self) -> list[torch.Tensor]:
-        """Buffers that have no mean."""
+        """The integer buffers, which have no mean."""
         buffers = self.replica.job.model.buffers()
         return [b for b in buffers if not b.is_floating_point() and not b.is_complex()]
 
     def begin(self) -> None:
-        """A round begins, or goes on where an earlier generation has left it."""
+        """Begins a round, or continues one that an earlier generation began."""
         with torch.no_grad():
             self._start = [tensor.clone() for tensor in self._tensors()]
         kept = self.kept
         self._kept = {self.steps: kept}
-        for island in self.mine:
+        for island in self.team_islands:
             if island not in self.work:
                 kept[island].put(self.replica)
                 inner = InnerOptimizerState.live(
@@ -318,7 +328,7 @@ class DiLoCo:
                 self.work[island] = IslandProgress(inner.copied())
 
     def enter(self, island: int) -> IslandProgress:
-        """The model and its optimizers are this island's."""
+        """Puts an island's weights and inner optimizer state into the model and its optimizers."""
         one = self.work[island]
         if self._live != island:
             self.rest()
@@ -331,7 +341,7 @@ class DiLoCo:
         return one
 
     def rest(self) -> None:
-        """The model is what it was when the round began. What islands have come to is kept."""
+        """Saves the live island, and restores the model as it was when the round began."""
         if self._live is None:
             return
         island, self._live = self._live, None
@@ -359,40 +369,40 @@ class DiLoCo:
             self.replica.complete()
 
     def skip(self, one: IslandProgress, rows: int = 0) -> None:
-        """A step without rows that count: the schedule goes on, the optimizer rests."""
+        """Counts a step without rows that count: the schedule moves on, the optimizer does not."""
         lr = float(self.replica.job.optimizers[0].param_groups[0]["lr"])
         for scheduler in self.replica.job.schedulers:
             scheduler.step()
         one.add(NOTHING, 0.0, lr, rows)
 
     def passed(self, step: int) -> bool:
-        """All islands here have made so many steps of the round; whether somebody breaks it off."""
+        """Called after each step of the round; returns whether a team breaks the round off."""
         return False
 
     def ended(self) -> bool:
-        """They have made all of them; whether somebody breaks it off."""
+        """Called after the last step of the round; returns whether a team breaks the round off."""
         return False
 
     def break_off(self) -> None:
-        """This worker does."""
+        """Tells the other teams that this worker breaks the round off."""
 
     def merge(self, name: str, merged: Collection[int]) -> None:
-        """How far the islands that are `merged` have come from where they began, which is the round's start unless they
-        were late, each weighted by its count, is added up. Collective.
+        """Sums the deltas of the `merged` islands, each weighted by its count. A delta starts at the round's start, or
+        for an island that was late before at the weights that it began with. Collective.
         """
         self._moving = [*self._at_end, *(b for b in self.replica.job.model.buffers() if b.is_floating_point())]
         moving = [local(tensor) for tensor in self._moving]
-        whole = self._integers()
+        integers = self._integers()
         start = [tensor.clone() for tensor in moving]
         self._sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in moving]
-        self._largest = [tensor.clone() for tensor in whole]
-        for island in (island for island in self.mine if island in merged):
+        self._largest = [tensor.clone() for tensor in integers]
+        for island in (island for island in self.team_islands if island in merged):
             began = start if (origin := self.work[island].origin) is None else self._moving_of(origin, moving)
             one = self.enter(island)
             for total, before, tensor in zip(self._sums, began, moving, strict=True):
                 if self.first:
                     total.add_(before.to(total.dtype) - tensor.to(total.dtype), alpha=one.count)
-            for most, tensor in zip(self._largest, whole, strict=True):
+            for most, tensor in zip(self._largest, integers, strict=True):
                 torch.maximum(most, tensor, out=most)
             if self.first:
                 self._add_left(island, self._names_of(range(len(self._at_end))), self._sums)
@@ -404,7 +414,7 @@ class DiLoCo:
             tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
 
     def _moving_of(self, values: Sequence[torch.Tensor], moving: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What is added up, where the model has these values."""
+        """The tensors to merge, with the given values in the model."""
         self.rest()
         self._fill(values)
         self._gathers()
@@ -414,14 +424,14 @@ class DiLoCo:
         return [self._names[id(self.rows[number])] for number in numbers]
 
     def _add_left(self, island: int, names: Sequence[str], totals: Sequence[torch.Tensor]) -> None:
-        """What codes had not sent of some parameters is added, uncoded."""
+        """Adds an island's pending residuals of the named parameters, uncoded."""
         left = self.kept[island].beside.get("left", {})
         for name, total in zip(names, totals, strict=False):
             if name in left:
                 total.add_(left[name].view_as(total).to(total.device))
 
     def weigh(self) -> None:
-        """Takes the measure of what is here when islands have been merged, and nothing counts yet."""
+        """Measures the memory of islands at its peak: after the merge, before the round counts."""
         ends = [tensor for one in self.work.values() for tensor in one.weights or ()]
         ends += [tensor for one in self.work.values() for tensor in one.origin or ()]
         inner = [one for kept in self._kept.values() for one in kept.values()]
@@ -432,11 +442,11 @@ class DiLoCo:
         self.most = held([*self._start, *ends, *self._sums, *self._merges()]), held(kept)
 
     def _merges(self) -> list[torch.Tensor]:
-        """What merges have made within the round."""
+        """The tensors that merges within the round have made."""
         return []
 
     def apply(self, count: float, steps: int) -> None:
-        """The round counts, with which there are so many steps: the outer optimizer moves the weights."""
+        """Makes the round count, after which `steps` steps are done: the outer optimizer moves the weights."""
         buffers = self._sums[len(self._at_end) :]
         with torch.no_grad():
             for row, total in zip(self._at_end, self._sums, strict=False) if count > 0 else ():
@@ -455,52 +465,62 @@ class DiLoCo:
     # -- state ------------------------------------------------------------------------------------------------------
 
     def meet(self, done: int) -> Iterator[str]:
-        """All are about to write a checkpoint. Collective."""
+        """Exchanges the tensor shapes of all islands' states before a checkpoint. Collective."""
         self.group.enter("what islands keep", check=False, kind="islands")
         names = {id(cut): name for name, cut in self.replica.job.own_cuts.items()}
         specs, everywhere = {}, self._pooled == self.steps
         for island, inner in self.kept.items():
-            if everywhere or island in self.mine:
+            if everywhere or island in self.team_islands:
                 inner.settle(self.replica)
-            if self.group.rank % self.mesh.replica == 0 if everywhere else (island in self.mine and self.speaks):
+            if (
+                self.group.rank % self.mesh.replica == 0
+                if everywhere
+                else (island in self.team_islands and self.speaks)
+            ):
                 tensors, skeleton = flatten_pieces(inner.named(self.replica), "")
-                specs[island] = [skeleton, {name: _told(tensor, names) for name, tensor in tensors.items()}]
-        said = self.group.gather_json(specs)
-        self._specs = {int(i): (rank, *spec) for rank, some in [*enumerate(said)][::-1] for i, spec in some.items()}
+                specs[island] = [skeleton, {name: _describe_tensor(tensor, names) for name, tensor in tensors.items()}]
+        replies = self.group.gather_json(specs)
+        self._specs = {
+            int(i): (rank, *spec) for rank, rank_specs in [*enumerate(replies)][::-1] for i, spec in rank_specs.items()
+        }
         yield from ()
 
     def state(self, done: int | None) -> dict[str, Any]:
-        """For a checkpoint after so many transactions, where all have met; else what all have alike."""
+        """The state for a checkpoint, after `meet`; with `done` None only what all workers have in common."""
         job = self.replica.job
         outer = optimizer_state(self.outer, self._names, self._cuts, job.place)
-        late = {str(island): told for island, told in self.late.items()}
+        late = {str(island): steps_and_rows for island, steps_and_rows in self.late.items()}
         if done is None:
             return {"outer": outer, "late": late}
         rank, size, kept = self.group.rank, self.mesh.replica, self.kept
         each = {}
-        for island, (first, skeleton, told) in self._specs.items():
+        for island, (first, skeleton, descriptions) in self._specs.items():
             holds = range(first, first + size)
             rows = [0 if other in holds else None for other in range(self.group.size)]
             tensors = flatten_pieces(kept[island].named(self.replica), "")[0] if rank in holds else {}
             made: dict[str, Any] = {}
-            for name, (dtype, shape, param) in told.items():
+            for name, (dtype, shape, param) in descriptions.items():
                 cut = ShardingSpec.whole(shape, size) if param is None else job.own_cuts[param]
-                stack, mine = stacked(cut, rows), tensors.get(name)
-                mine = mine.tensor if isinstance(mine, ShardedTensor) else mine
+                stack, kept_tensor = stacked(cut, rows), tensors.get(name)
+                kept_tensor = kept_tensor.tensor if isinstance(kept_tensor, ShardedTensor) else kept_tensor
                 like = stack.at(rank).shape
-                here = torch.zeros(like, dtype=getattr(torch, dtype)) if mine is None else mine.detach().view(like)
-                made[name] = ShardedTensor(here, stack, rank)
+                shard = (
+                    torch.zeros(like, dtype=getattr(torch, dtype))
+                    if kept_tensor is None
+                    else kept_tensor.detach().view(like)
+                )
+                made[name] = ShardedTensor(shard, stack, rank)
             each[str(island)] = unflatten(skeleton, made)
         return {"rule": "first", "count": self.count, "outer": outer, "each": each, "late": late}
 
     def load(self, saved: Mapping[str, Any], steps: int) -> str:
-        """What `state` was after so many steps, of whole tensors, or none where it is of another plan: what is to be
-        told as changed mathematics.
+        """Loads a `state` of full tensors after `steps` steps, which is empty if it is of another plan. Returns a
+        message about changed mathematics, or an empty text.
         """
         if steps != self.steps:
             self._counts(steps)
         if "each" not in saved:  # it is that of a team which goes on
-            self.late = {int(island): told for island, told in (saved.get("late") or {}).items()}
+            self.late = {int(island): steps_and_rows for island, steps_and_rows in (saved.get("late") or {}).items()}
         if "outer" in saved:
             job = self.replica.job
             load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)
@@ -517,15 +537,16 @@ class DiLoCo:
         return ""
 
 
-def _told(tensor: torch.Tensor | ShardedTensor, names: Mapping[int, str]) -> list[Any]:
-    """Of a tensor that an island keeps: its dtype and whole shape, and which parameter's it is cut as."""
-    here, name = (tensor.tensor, names[id(tensor.cut)]) if isinstance(tensor, ShardedTensor) else (tensor, None)
-    return [str(here.dtype).removeprefix("torch."), [*tensor.shape], name]
+def _describe_tensor(tensor: torch.Tensor | ShardedTensor, names: Mapping[int, str]) -> list[Any]:
+    """Describes a tensor of an island: its dtype, full shape, and the parameter whose sharding it has."""
+    local_tensor, name = (tensor.tensor, names[id(tensor.cut)]) if isinstance(tensor, ShardedTensor) else (tensor, None)
+    return [str(local_tensor.dtype).removeprefix("torch."), [*tensor.shape], name]
 
 
 def dealt_anew(each: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """For so many islands what others kept: each gets what the optimizer of the first kept; their weights are the
-    merged ones; and what codes had not sent is the first one's to send.
+    """Makes the saved states of `count` islands from those of another number of islands.
+
+    Each gets the optimizer state of island 0 and the merged weights; island 0 also gets all pending residuals.
     """
     first = {key: kept for key, kept in each["0"].items() if key != "fragments"}
     left: dict[str, torch.Tensor] = {}
@@ -537,5 +558,5 @@ def dealt_anew(each: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def unstack_first(tree: Any) -> Any:
-    """What an island keeps, as it was before it lay in a stack of its own."""
+    """An island's saved state without the leading dimension that checkpoints add."""
     return pytree.tree_map_only(torch.Tensor, lambda stack: stack[0], tree)

@@ -37,7 +37,7 @@ class InnerOptimizerState:
     def live(
         cls, replica: Replica, expected: float, at: int, beside: dict[str, Any] | None = None
     ) -> InnerOptimizerState:
-        """Of the optimizers as they are, in their memory."""
+        """The state of the live optimizers, which shares their memory."""
         job = replica.job
         groups = [[{k: v for k, v in g.items() if k != "params"} for g in one.param_groups] for one in job.optimizers]
         states = [dict(one.state) for one in job.optimizers]
@@ -46,15 +46,15 @@ class InnerOptimizerState:
 
     @classmethod
     def of(cls, tree: Any, at: int) -> InnerOptimizerState:
-        """What came from elsewhere; `at` this step, unless it says."""
+        """The state in a tree from another worker or a checkpoint, at step `at` unless the tree has one."""
         return cls(at=tree.get("at", at), tree=tree)
 
     def put(self, replica: Replica) -> None:
-        """The optimizers go on with it."""
+        """Puts this state into the live optimizers and schedules."""
         job = replica.job
         if self.tree is not None:
             replica.updater.load(self.tree)
-            beside = {key: _own(kept, job) for key, kept in self.tree.get("fragments", {}).items()}
+            beside = {key: _local_shards(kept, job) for key, kept in self.tree.get("fragments", {}).items()}
             vars(self).update(vars(InnerOptimizerState.live(replica, self.tree["expected"], self.at, beside)))
         for one, state, groups in zip(job.optimizers, self.states, self.groups, strict=True):
             one.state = defaultdict(dict, state)
@@ -70,7 +70,7 @@ class InnerOptimizerState:
         self.at = step
 
     def named(self, replica: Replica) -> Any:
-        """As a tree by logical names."""
+        """This state as a tree by logical names."""
         if self.tree is not None:
             return self.tree
         before = InnerOptimizerState.live(replica, 0.0, 0)
@@ -85,21 +85,21 @@ class InnerOptimizerState:
         return {**named, "expected": self.expected, "at": self.at, **({"fragments": beside} if beside else {})}
 
     def settle(self, replica: Replica) -> None:
-        """It becomes that of the live ones, which go on with what they have."""
+        """Turns a tree into tensors on the device; the live optimizers are unchanged afterwards."""
         if self.tree is not None:
             before = InnerOptimizerState.live(replica, 0.0, 0)
             self.put(replica)
             before.put(replica)
 
     def copied(self) -> InnerOptimizerState:
-        """In memory of its own."""
+        """A copy that shares no memory."""
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
         states = [{param: clone(kept) for param, kept in state.items()} for state in self.states]
         groups, schedulers = clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers)
         return InnerOptimizerState(states, groups, schedulers, self.expected, self.at, clone(self.beside), self.tree)
 
     def forget(self, key: str) -> None:
-        """Of what it keeps beside."""
+        """Removes a key from `beside`."""
         self.beside.pop(key, None)
         if self.tree is not None:
             self.tree.get("fragments", {}).pop(key, None)
@@ -127,11 +127,11 @@ class IslandProgress:
     torn: bool = False  # an update has begun, and is not everywhere yet
 
     def named(self, replica: Replica) -> Any:
-        """As a tree by logical names."""
+        """This progress as a tree by logical names."""
         return {**vars(self), "inner": self.inner.named(replica), "unused": sorted(self.unused or ())}
 
     def add(self, agreed: Agreed, norm: float, lr: float, rows: int = 0) -> None:
-        """A step of it, with rows or without."""
+        """Adds one step, whose count may be zero."""
         self.at, self.steps, self.lr, self.rows = self.at + 1, self.steps + 1, lr, self.rows + rows
         self.inner.at += 1
         if agreed.count <= 0:
@@ -141,8 +141,8 @@ class IslandProgress:
         self.unused = {*agreed.unused} if self.unused is None else self.unused & {*agreed.unused}
 
 
-def _own(kept: Any, job: TrainingJob) -> Any:
-    """Of what an island keeps beside by the names of parameters, whole or in pieces, the own pieces."""
+def _local_shards(kept: Any, job: TrainingJob) -> Any:
+    """Returns this worker's shards of tensors by parameter name, which may be whole; other values are unchanged."""
     if not isinstance(kept, Mapping):
         return kept
     cuts = {name: cut for name, cut in job.own_cuts.items() if name in kept and tuple(kept[name].shape) == cut.shape}

@@ -30,7 +30,10 @@ from paceline.train.step import StepAttempt, StepRunner
 
 
 def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> LocalSgdRunner:
-    """For a trainer whose plan says `local`; it is `about` what a Stepper is."""
+    """Builds the runner of a trainer whose plan says `local`; `about` has the other arguments of a StepRunner.
+
+    Raises UsageError if the loss needs the whole global batch, or an island would get no micro-batch.
+    """
     run, job, replica, plan = (about[name] for name in ("run", "job", "replica", "plan"))
     count = plan.local
     batches = 0 if grid is None else len(grid.cut(grid.global_batch))
@@ -63,7 +66,7 @@ def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None)
 
 
 class BrokenOffError(Exception):
-    """Somebody has been asked to stop in the midst of the round."""
+    """The round was broken off since a worker was asked to stop."""
 
     def __init__(self, agreed: Agreed) -> None:
         super().__init__("a round was broken off")
@@ -72,7 +75,7 @@ class BrokenOffError(Exception):
 
 @dataclass
 class LocalSgdRunner(StepRunner):
-    """Makes one trainer's rounds of `every` steps."""
+    """Runs one trainer's local-SGD rounds of `every` steps."""
 
     every: int = 1
     islands: DiLoCo | None = None
@@ -80,11 +83,11 @@ class LocalSgdRunner(StepRunner):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._ahead = 0  # of the round, the step that is under way
-        self._sizes: list[int] = []  # rows of its global batches
-        self._late: dict[str, Any] = {}  # who was late in it, and for what
-        self._trouble: NonFiniteLossError | None = None  # that an island here has come to
-        self.place = self._place
+        self._ahead = 0  # the number of the current step within the round
+        self._sizes: list[int] = []  # rows of each global batch of the round
+        self._late: dict[str, Any] = {}  # which islands were late in the round, and what they missed
+        self._trouble: NonFiniteLossError | None = None  # raised by an island of this team
+        self.place = self._batch_assignment
         if self.islands is not None:
             self.islands.trainer = self.trainer
             self.run.error_feedback.append(self.islands)
@@ -104,15 +107,15 @@ class LocalSgdRunner(StepRunner):
     def stops(self) -> bool:
         return self.merging_by.stops
 
-    def _place(self) -> Place:
-        """How the next global batch of the round is dealt: to the islands of this worker's team who have not had it."""
+    def _batch_assignment(self) -> Place:
+        """Assigns the next global batch of the round to those islands of this worker's team that have not had it."""
         isles, team = self.isles, self.isles.team
-        whole = self.run.team.place(isles.mesh)
+        assignment = self.run.team.place(isles.mesh)
         units = isles.mesh.over(team.size)
         first = isles.mesh.unit_of(self.run.team.rank) - units.unit_of(team.rank)
-        weights, due = whole.weights[first : first + units.units], tuple(self._due())
+        weights, due = assignment.weights[first : first + units.units], tuple(self._due())
         return replace(
-            whole,
+            assignment,
             rank=units.unit_of(team.rank),
             weights=weights,
             together=self.plan.together,
@@ -120,27 +123,28 @@ class LocalSgdRunner(StepRunner):
         )
 
     def _due(self) -> list[int]:
-        return [i for i in self.isles.mine if i not in self.isles.work or self.isles.work[i].at <= self._ahead]
+        return [i for i in self.isles.team_islands if i not in self.isles.work or self.isles.work[i].at <= self._ahead]
 
     def house(self, name: str) -> None:
+        """Prepares a new generation: assigns islands to its teams, and reports the work that was lost."""
         super().house(name)
         self.merging_by.write()
-        for told in self.isles.house():
-            self.run.say(told)
-            self.run.decide(self.trainer, *told.split(": ", 1))
+        for message in self.isles.house():
+            self.run.say(message)
+            self.run.decide(self.trainer, *message.split(": ", 1))
         for island, rows in self.isles.lost.items():
             self.run.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
 
     def _recall(self, island: int) -> list[Any]:
-        """What an island kept when the last checkpoint was taken."""
-        if (found := self.run.saving.look(self.run.say)) is None:
+        """Reads an island's state from the last checkpoint: [its step, the trainer's steps, the state], or []."""
+        if (checkpoint := self.run.saving.look(self.run.say)) is None:
             return []
-        saved = dict(enumerate(found[1]["trainers"])).get(self.trainer, {})
+        saved = dict(enumerate(checkpoint[1]["trainers"])).get(self.trainer, {})
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
-        return [] if kept is None else [found[0], saved["steps"], unstack_first(kept)]
+        return [] if kept is None else [checkpoint[0], saved["steps"], unstack_first(kept)]
 
     def turn(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
-        """Makes a round; None where it was broken off, since all are to stop."""
+        """Runs a round. Returns None if it was broken off because all workers stop."""
         try:
             step = super().turn(deal, name)
             self.merging_by.name(self.done, self._late)
@@ -150,33 +154,37 @@ class LocalSgdRunner(StepRunner):
             return None
 
     def state(self, done: int | None) -> dict[str, Any]:
+        """The trainer's state for a checkpoint, with the state of each island in place of the optimizers'."""
         state = super().state(done)
         common = {key: state[key] for key in ("model", "owed", "steps", "expected", "scaling")}
         return {**common, "islands": self.isles.state(done)}
 
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
+        """Loads a state, and says if it changes the mathematics, as another number of islands does."""
         self.replica.load(saved)
         self.done, self.expected = saved["steps"], saved["expected"]
         kept = saved.get("islands") or {}
-        told = self.isles.load(kept, self.done)
+        change = self.isles.load(kept, self.done)
         if newcomer and "each" in kept:
             report_dropped_rows(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
-            told = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
-        if told:
-            self.run.say(f"changed mathematics: {told}")
+            change = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
+        if change:
+            self.run.say(f"changed mathematics: {change}")
 
     def memory(self) -> dict[str, int]:
-        found, (weights, kept) = super().memory(), self.isles.most
-        return found | {"parameters": found["parameters"] + weights, "optimizer": max(found["optimizer"], kept)}
+        """The bytes in use by kind, with the weights and optimizer states of islands."""
+        sizes, (weights, kept) = super().memory(), self.isles.most
+        return sizes | {"parameters": sizes["parameters"] + weights, "optimizer": max(sizes["optimizer"], kept)}
 
-    def measured(self, said: Sequence[list[dict[str, Any]]]) -> None:
-        """At the end of a loop; what is left of late islands where it was stopped does not count."""
-        super().measured(said)
+    def measured(self, reports: Sequence[list[dict[str, Any]]]) -> None:
+        """Ends a loop: what late islands have begun is reported and dropped."""
+        super().measured(reports)
         report_dropped_rows(self.run, self.trainer, self.isles.late, self.done, "training was stopped")
         self.isles.drop()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        """The number of micro-batches of each unit, as islands are assigned at first; `weights` do not matter."""
         return self.isles.shares(batches)
 
     def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> Attempt:
@@ -224,7 +232,7 @@ class LocalSgdRunner(StepRunner):
     # -- what islands do by themselves ------------------------------------------------------------------------------
 
     def _run(self, step: StepAttempt, deal: Callable[..., Any]) -> bool:
-        """All steps of the islands that are here; whether they have made the round, and nothing has broken it off."""
+        """Runs the round's steps of this team's islands, and returns whether all were made without a break-off."""
         step.batch, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
         isles, quorum, most, last = self.isles, self.merging_by, self.run.team.world.max_steps, False
         self._sizes, self._trouble, ready = [], None, list[int]()
@@ -244,7 +252,7 @@ class LocalSgdRunner(StepRunner):
             for island in due:
                 if self.operations.interrupted:
                     raise ReformedError("another generation forms", "wait")
-                before, ready = ready, [i for i in isles.mine if isles.work[i].steps >= self.every]
+                before, ready = ready, [i for i in isles.team_islands if isles.work[i].steps >= self.every]
                 if isles.speaks and ready != before:
                     quorum.tell(step.number, (), ready, last=False)
                 try:
@@ -262,18 +270,20 @@ class LocalSgdRunner(StepRunner):
         if isles.ended():
             return False
         if isles.speaks:
-            quorum.tell(step.number, isles.mine, (), last or (most is not None and self.run.step + step.steps >= most))
+            quorum.tell(
+                step.number, isles.team_islands, (), last or (most is not None and self.run.step + step.steps >= most)
+            )
         return True
 
     def _step_of(self, island: int, step: StepAttempt) -> bool:
-        """One step of an island, of all replicas that have it; whether it is to be their last one of this round."""
+        """Runs one step of an island on all replicas of its team, and returns whether one of their workers stops."""
         assert self.grid is not None
-        whole, progress = step.batch, self.isles.enter(island)
-        run, rows = part(self.grid, whole.rows, island, self.isles.count)
+        batch, progress = step.batch, self.isles.enter(island)
+        run, rows = part(self.grid, batch.rows, island, self.isles.count)
         if not rows:
             self.isles.skip(progress)
             return False
-        step.batch = replace(whole, micro_batches=[m for m in whole.micro_batches if m.index in run], rows=rows)
+        step.batch = replace(batch, micro_batches=[m for m in batch.micro_batches if m.index in run], rows=rows)
         step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
         self.expected = progress.inner.expected
         step.options = self.options(step)
@@ -301,29 +311,34 @@ class LocalSgdRunner(StepRunner):
     # -- what all agree on ------------------------------------------------------------------------------------------
 
     def _meet(self, step: StepAttempt, name: str, seconds: float, made: bool) -> tuple[list[int], dict[int, list[int]]]:
-        """What each team tells of its islands, and each worker of itself; small, and in whole. Which islands are
-        merged; steps and rows of those that are not.
+        """Exchanges the reports of all teams and workers at the end of the round, and checks that the round counts.
+
+        Returns the islands to merge, and {island: [steps, rows]} of the late ones.
         """
         isles, group, run, decided = self.isles, self.run.team.group, self.run, self.merging_by.decided
-        mine = {
-            "islands": [[i, *_told(isles.work[i])] for i in isles.mine if i in isles.work] if isles.speaks else [],
+        team_report = {
+            "islands": [[i, *_describe_progress(isles.work[i])] for i in isles.team_islands if i in isles.work]
+            if isles.speaks
+            else [],
             "sizes": self._sizes,
             "epoch": step.batch.epoch,
             "merged": decided,
             "broken": decided is None and run.notice is not None and (not made or self.merging_by.waits),
         }
-        said = meet(self, step, name, mine, seconds, self._trouble)
-        if any(one["broken"] for one in said):
+        reports = meet(self, step, name, team_report, seconds, self._trouble)
+        if any(one["broken"] for one in reports):
             raise BrokenOffError(step.agreed)
-        told = {int(one[0]): one[1:] for some in said for one in some["islands"]}
-        merged = next((one["merged"] for one in said if one["merged"] is not None), sorted(told))
-        late = {island: told[island][1:3] for island in sorted({*told}.difference(merged)) if told[island][1]}
-        self._count_rows(step, max(said, key=lambda one: len(one["sizes"])), told, merged)
-        islands = [told[island][3:] for island in merged]
+        progress = {int(one[0]): one[1:] for report in reports for one in report["islands"]}
+        merged = next((one["merged"] for one in reports if one["merged"] is not None), sorted(progress))
+        late = {
+            island: progress[island][1:3] for island in sorted({*progress}.difference(merged)) if progress[island][1]
+        }
+        self._count_rows(step, max(reports, key=lambda one: len(one["sizes"])), progress, merged)
+        islands = [progress[island][3:] for island in merged]
         metrics: dict[str, tuple[float, float]] = {}
         unused: set[int] | None = None
-        for _, _, found, left, *_ in islands:
-            add_metrics(metrics, found)
+        for _, _, island_metrics, left, *_ in islands:
+            add_metrics(metrics, island_metrics)
             if left is not None:
                 unused = {*left} if unused is None else unused & {*left}
         step.agreed = replace(
@@ -340,32 +355,34 @@ class LocalSgdRunner(StepRunner):
         return merged, late
 
     def _count_rows(
-        self, step: StepAttempt, whole: dict[str, Any], told: dict[int, list[Any]], merged: list[int]
+        self, step: StepAttempt, longest: dict[str, Any], progress: dict[int, list[Any]], merged: list[int]
     ) -> None:
-        """The rows that this merge counts, and those of the round that nobody has taken. `whole`: what a team says that
-        has seen all of it.
+        """Counts the rows of this merge, and the rows of the round that no island has taken. `longest` is the report of
+        a team that has seen all batches of the round; `progress` has what each island did.
         """
         assert self.grid is not None
-        sizes, count = whole["sizes"], self.isles.count
-        at = {island: told[island][0] if island in told else 0 for island in range(count)}
+        sizes, count = longest["sizes"], self.isles.count
+        at = {island: progress[island][0] if island in progress else 0 for island in range(count)}
         gone = {str(island): where for island, where in missed(self.grid, sizes, step.number, at, count)}
         late = sorted({*at}.difference(merged))
         took = {str(island): taken for island, taken in at.items()} if late or gone else {}
         self._late = {"merged": merged, "late": late, "took": took, "missed": gone}
         step.steps = len(sizes)
-        step.batch = replace(step.batch, rows=sum(told[island][2] for island in merged), epoch=whole["epoch"])
+        step.batch = replace(step.batch, rows=sum(progress[island][2] for island in merged), epoch=longest["epoch"])
 
 
 def meet(
     stepper: StepRunner,
     step: StepAttempt,
     name: str,
-    mine: dict[str, Any],
+    fields: dict[str, Any],
     seconds: float,
     trouble: NonFiniteLossError | None,
 ) -> list[dict[str, Any]]:
-    """The end of a turn of several steps: what each worker says of itself and wants, `mine` besides. All know the same
-    of it then, in `step.agreed` as well; where one has come to `trouble` all raise that.
+    """Exchanges all workers' reports at the end of a round or window, and sets `step.agreed` from them. Collective.
+
+    `fields` are the caller's own part of this worker's report. Returns the reports by rank. If a worker has `trouble`,
+    all workers raise it.
     """
     group, run = stepper.run.team.group, stepper.run
     wants = {
@@ -375,33 +392,34 @@ def meet(
         "look": group.rank == 0 and group.size > 1 and stepper.weights.wish,
         **run.saving.fields,
     }
-    told = {"trouble": trouble and [trouble.what, trouble.cure], "news": stepper.untold()}
+    state = {"trouble": trouble and [trouble.what, trouble.cure], "news": stepper.untold()}
     group.enter(name, check=False, kind="turns")
-    said = group.gather_json({**mine, **told, "wants": wants, "seconds": seconds, "digest": step.digest or 0.0})
-    if troubles := [one["trouble"] for one in said if one["trouble"]]:
+    reports = group.gather_json({**fields, **state, "wants": wants, "seconds": seconds, "digest": step.digest or 0.0})
+    if troubles := [report["trouble"] for report in reports if report["trouble"]]:
         raise NonFiniteLossError(*troubles[0])
-    for one in said:
-        step.news = {kind: (what, why) for kind, (what, why) in one["news"].items()} | step.news
-    sums = {key: sum(one["wants"][key] for one in said) for key in wants} | {
-        "news": sum(bool(one["news"]) for one in said)
+    for report in reports:
+        step.news = {kind: (what, why) for kind, (what, why) in report["news"].items()} | step.news
+    sums = {key: sum(report["wants"][key] for report in reports) for key in wants} | {
+        "news": sum(bool(report["news"]) for report in reports)
     }
-    seconds_of, digests = (tuple(one[key] for one in said) for key in ("seconds", "digest"))
+    seconds_of, digests = (tuple(report[key] for report in reports) for key in ("seconds", "digest"))
     step.agreed = replace(NOTHING, seconds=seconds_of, digests=digests, **sums)
-    return said
+    return reports
 
 
 def same(portion: WorkerBatch) -> WorkerBatch:
+    """Returns the batch, for callers that need a function which loads one."""
     return portion
 
 
-def _told(one: IslandProgress) -> list[Any]:
-    """Of an island's steps, for everybody."""
+def _describe_progress(one: IslandProgress) -> list[Any]:
+    """The part of an island's progress that all teams need, as a JSON list."""
     unused = None if one.unused is None else sorted(one.unused)
     return [one.at, one.steps, one.rows, one.loss, one.count, one.metrics, unused, one.norm, one.lr]
 
 
 def leave_islands(stepper: StepRunner, saved: Mapping[str, Any]) -> None:
-    """Goes on without islands, with the optimizer state of island 0 in `saved`, which a checkpoint has of islands."""
+    """Goes on without islands, from island 0's optimizer state in `saved`, the islands' state of a checkpoint."""
     inner = unstack_first(saved["each"]["0"])
     stepper.replica.updater.load(inner)
     stepper.expected = inner["expected"]

@@ -63,29 +63,32 @@ def divided(job: TrainingJob, plan: Plan) -> list[range]:
 
 @dataclass
 class InFlightFragment:
-    """A fragment's sum under way: `totals` of each row, which come in `flats` of some together; `said`, the sum of
-    counts and of those who break off; and of a coded sum, by island, the part of the sum that its stretch left out.
+    """The sum of one fragment, on its way between the teams.
+
+    `totals` has the sum of each row; several of them travel together in one of `flats`. `tally` sums the counts, and
+    the teams that break off. Of a coded sum, `back` has what the codes of the sum left out, by the island that owns
+    the stretch.
     """
 
     totals: list[torch.Tensor]
-    said: torch.Tensor
+    tally: torch.Tensor
     flats: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
     works: list[dist.Work | None] = field(default_factory=list)
     back: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def land(self, group: Group) -> tuple[float, bool]:
-        """Waits for it: the count, and whether somebody breaks off."""
+        """Waits for the sum. Returns the count, and whether any team breaks off the round."""
         for work in self.works:
             group.finish(work)
-        for some, flat in self.flats:
-            for total, part in zip(some, flat.split([total.numel() for total in some]), strict=True):
+        for totals, flat in self.flats:
+            for total, part in zip(totals, flat.split([total.numel() for total in totals]), strict=True):
                 total.copy_(part.view_as(total))
-        count, broken = self.said.tolist()
+        count, broken = self.tally.tolist()
         return count, broken > 0
 
 
 class StreamingDiLoCo(DiLoCo):
-    """Islands whose plan says `fragments` or `outer_codec`."""
+    """The islands of a plan with `fragments` or `outer_codec`: fragments are merged within the round."""
 
     def __init__(self, replica: Replica, group: Group, mesh: Mesh, plan: Plan) -> None:
         super().__init__(replica, group, mesh, plan)
@@ -106,17 +109,23 @@ class StreamingDiLoCo(DiLoCo):
     # -- a round ----------------------------------------------------------------------------------------------------
 
     def house(self) -> Iterator[str]:
+        """Assigns islands to the teams of a new generation; streaming islands repeat the round from its start."""
         yield from super().house()
         if self._streams:  # what others had sent is gone: the round is done again from its start
             self.work.clear()
 
     def begin(self) -> None:
-        fresh = [island for island in self.mine if island not in self.work]
+        """Begins a round: islands go on from their own weights in fragments that were merged before the last step."""
+        fresh = [island for island in self.team_islands if island not in self.work]
         super().begin()
-        here = {_memory(local(param)): place for place, param in enumerate(self.replica.job.model.parameters())}
+        positions = {
+            _memory(local(param)): position for position, param in enumerate(self.replica.job.model.parameters())
+        }
         with torch.no_grad():
             rows = map(local, self.rows)
-            self._before = [self._start[here[_memory(row)]] if _memory(row) in here else row.clone() for row in rows]
+            self._before = [
+                self._start[positions[_memory(row)]] if _memory(row) in positions else row.clone() for row in rows
+            ]
             self._merged, self._flight = [], None
             for island in fresh:
                 if weights := self.work[island].inner.beside.pop("weights", None):
@@ -127,6 +136,7 @@ class StreamingDiLoCo(DiLoCo):
         self.rest()
 
     def passed(self, step: int) -> bool:
+        """Starts and completes the merges that are due after this step of the round; True: a team breaks it off."""
         number = len(self._merged)
         if number == len(self.parts):
             return False
@@ -135,7 +145,7 @@ class StreamingDiLoCo(DiLoCo):
         return step == self._ends[number] and self._land()
 
     def ended(self) -> bool:
-        """A shorter round merges here what it has not come to."""
+        """Merges the fragments that a shorter round has not reached; True: a team breaks the round off."""
         while len(self._merged) < len(self.parts):
             if self._flight is None:
                 self._launch()
@@ -144,7 +154,7 @@ class StreamingDiLoCo(DiLoCo):
         return False
 
     def break_off(self) -> None:
-        """Others learn of it by the next fragment."""
+        """Breaks the round off: the other teams learn of it from the next fragment's sum."""
         while len(self._merged) < len(self.parts):
             if self._flight is None:
                 self._launch(broken=True)
@@ -152,7 +162,7 @@ class StreamingDiLoCo(DiLoCo):
                 break
 
     def _counted(self, island: int) -> list[float]:
-        """By fragment, what an island has counted since its merge."""
+        """The count of an island since the last merge of each fragment."""
         one = self.work[island]
         before = one.inner.beside.get("counts", [])
         if len(before) != len(self.parts):
@@ -161,18 +171,20 @@ class StreamingDiLoCo(DiLoCo):
 
     @torch.no_grad()
     def _launch(self, broken: bool = False) -> None:
-        """The sum of the next fragment begins. Collective."""
+        """Starts the sum of the next fragment. Collective."""
         number = len(self._merged)
         part = self.parts[number]
         before = [self._before[row] for row in part]
-        said = torch.zeros(2, dtype=torch.float64)
-        said[1] = broken
-        self._flight = flight = InFlightFragment([torch.zeros_like(row, dtype=wide(row.dtype)) for row in before], said)
+        tally = torch.zeros(2, dtype=torch.float64)
+        tally[1] = broken
+        self._flight = flight = InFlightFragment(
+            [torch.zeros_like(row, dtype=wide(row.dtype)) for row in before], tally
+        )
         each: dict[int, list[torch.Tensor]] = {}
-        for island in [] if broken else self.mine:
+        for island in [] if broken else self.team_islands:
             self.enter(island)
             count, rows = self._counted(island)[number], [local(self.rows[row]) for row in part]
-            said[0] += count * self.first
+            tally[0] += count * self.first
             each[island] = [
                 (was.to(total.dtype) - row.to(total.dtype)).mul_(count)
                 for was, row, total in zip(before, rows, flight.totals, strict=True)
@@ -181,22 +193,22 @@ class StreamingDiLoCo(DiLoCo):
             if self._coded is None:  # then nothing is left
                 self.work[island].inner.forget("left")
         self.twins.enter(f"fragment {number + 1} of {len(self.parts)} after {self.steps} steps", False, "merges")
-        flight.works.append(self.twins.start_sum(said))
+        flight.works.append(self.twins.start_sum(tally))
         if self._coded is not None:
             self._coded.start(flight, part, each)
         else:
             for deltas in each.values() if self.first else ():
                 for total, delta in zip(flight.totals, deltas, strict=True):
                     total += delta
-            some = kinds(flight.totals, 1 << 62)
-            flight.flats = [(alike, torch.cat([total.reshape(-1) for total in alike])) for alike in some]
+            groups = kinds(flight.totals, 1 << 62)
+            flight.flats = [(alike, torch.cat([total.reshape(-1) for total in alike])) for alike in groups]
             flight.works += [self.twins.start_sum(flat) for _, flat in flight.flats]
         if self.twins.size > 1:
             ENGINE.in_background()
 
     @torch.no_grad()
     def _land(self) -> bool:
-        """The sum of a fragment has arrived: its weights are merged, and those of all islands. Collective."""
+        """Completes the sum of a fragment, and merges it into all islands; True: a team broke off. Collective."""
         assert self._flight is not None
         number, flight, self._flight = len(self._merged), self._flight, None
         count, broken = flight.land(self.twins)
@@ -215,7 +227,7 @@ class StreamingDiLoCo(DiLoCo):
         for one in made:
             one.grad = None
         self._merged.append((made, merges.state))
-        for island in self.mine if self._streams else ():  # else the round ends, and may be ended again
+        for island in self.team_islands if self._streams else ():  # else the round ends, and may be ended again
             self.enter(island)
             counts = self._counted(island)
             self.work[island].inner.beside["counts"][number] -= counts[number]
@@ -236,6 +248,7 @@ class StreamingDiLoCo(DiLoCo):
         return kept | ({"left": left} if left else {})
 
     def apply(self, count: float, steps: int) -> None:
+        """Takes over the weights that the merges of the round have made."""
         merged, self._merged = self._merged, []
         with torch.no_grad():
             for part, (made, state) in zip(self.parts, merged, strict=True):
@@ -247,8 +260,8 @@ class StreamingDiLoCo(DiLoCo):
         self._before = []
 
     def _merges(self) -> list[torch.Tensor]:
-        found = [tensor for made, state in self._merged for tensor in (*made, *_tensors(state))]
-        return [*found, *self._before]
+        merged = [tensor for made, state in self._merged for tensor in (*made, *_tensors(state))]
+        return [*merged, *self._before]
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
@@ -260,10 +273,12 @@ def _tensors(state: Any) -> list[torch.Tensor]:
 
 
 class QuantizedOuterSync:
-    """How far `islands` have come, as codes: each island's with what its codes left out before. An island has a stretch
-    of whole blocks of a fragment; whoever computes it decodes everybody's codes of that, adds them up in float64 in the
-    order of the islands, and sends codes of the sums to all. What these leave out it adds to what its island's did. So
-    the sums have the same bits on every worker, and do not depend on who computes which island.
+    """Sums the coded deltas of all islands, with error feedback.
+
+    Each island owns a stretch of whole blocks of a fragment. The team that computes the island decodes all islands'
+    codes of the stretch, adds them up in float64 in the order of the islands, and sends codes of the sums to all. What
+    these codes leave out is added to the island's residual. So the sums have the same bits on every worker, and do not
+    depend on which team computes which island.
     """
 
     def __init__(self, code: Code | None, islands: StreamingDiLoCo) -> None:
@@ -272,11 +287,11 @@ class QuantizedOuterSync:
 
     @cached_property
     def _block(self) -> int:
-        """Bytes of a block's codes."""
+        """The size of one block's codes in bytes."""
         return self.code.encode(torch.zeros(1, BLOCK, dtype=torch.float32)).numel()
 
     def _stretches(self, length: int) -> list[range]:
-        """Of so many elements those of each island."""
+        """The range of elements that each island owns, of `length` elements."""
         shares = deal(-(-length // BLOCK), [1.0] * self.islands.count)
         return [range(share.start * BLOCK, min(share.stop * BLOCK, length)) for share in shares]
 
@@ -290,12 +305,12 @@ class QuantizedOuterSync:
         return self.code.decode(codes[None], length)[0] if length else torch.empty(0, dtype=torch.float32)
 
     def start(self, flight: InFlightFragment, part: Sequence[int], each: dict[int, list[torch.Tensor]]) -> None:
-        """Starts summing what `each` island here sends of the rows of a `part`. Collective."""
+        """Starts the sum of the rows of fragment `part`; `each` has the deltas of this team's islands. Collective."""
         isles, twins = self.islands, self.islands.twins
         length = sum(total.numel() for total in flight.totals)
         stretches, names = self._stretches(length), isles._names_of(part)
         codes: dict[int, list[torch.Tensor]] = {}
-        for island in isles.mine:
+        for island in isles.team_islands:
             deltas = [delta.cpu().view(-1) for delta in each.get(island, ())]
             owed = torch.cat(deltas) if deltas else torch.zeros(length, dtype=torch.float32)
             codes[island] = [self._encode(owed[s.start : s.stop]) for s in stretches]
@@ -305,14 +320,18 @@ class QuantizedOuterSync:
                 left = owed.split([total.numel() for total in flight.totals])
                 shaped = (one.view_as(total) for one, total in zip(left, flight.totals, strict=True))
                 isles.work[island].inner.beside.setdefault("left", {}).update(zip(names, shaped, strict=True))
-        # By twin: its islands, and those that it speaks for.
-        has = {number: some for team, some in isles.teams for number in team}
-        speaks = {number: some if number == team[0] else [] for team, some in isles.teams for number in team}
+        # By twin: the islands of its team; and these again if it sends for the team, else none.
+        has = {number: islands_of_team for team, islands_of_team in isles.teams for number in team}
+        speaks = {
+            number: islands_of_team if number == team[0] else []
+            for team, islands_of_team in isles.teams
+            for number in team
+        }
         ins, outs = [], []
         for number in range(twins.size):
             to = [codes[i][j] for i in speaks[twins.rank] for j in has[number]]
             ins.append(torch.cat(to) if to else torch.empty(0, dtype=torch.uint8))
-            size = len(speaks[number]) * sum(self._size(stretches[j]) for j in isles.mine)
+            size = len(speaks[number]) * sum(self._size(stretches[j]) for j in isles.team_islands)
             outs.append(torch.empty(size, dtype=torch.uint8))
         flat = torch.empty(length, dtype=torch.float32)
         flight.flats = [(flight.totals, flat)]
@@ -323,17 +342,17 @@ class QuantizedOuterSync:
             else:
                 yield from hosts.all_to_all(outs, ins, fp)
             sums = self._sums(outs, speaks, stretches, flight)
-            mine = torch.cat([sums[j] for j in speaks[twins.rank]] or [torch.empty(0, dtype=torch.uint8)])
-            longest = max(sum(self._size(stretches[j]) for j in some) for some in speaks.values())
+            codes_of_sums = torch.cat([sums[j] for j in speaks[twins.rank]] or [torch.empty(0, dtype=torch.uint8)])
+            longest = max(sum(self._size(stretches[j]) for j in islands_of_team) for islands_of_team in speaks.values())
             everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(twins.size)]
-            padded = torch.nn.functional.pad(mine, (0, longest - len(mine)))
+            padded = torch.nn.functional.pad(codes_of_sums, (0, longest - len(codes_of_sums)))
             if hosts is None:
                 everyone[0].copy_(padded)
             else:
                 yield from hosts.all_gather(everyone, padded, fp)
-            for number, some in speaks.items():
-                sizes = [self._size(stretches[j]) for j in some]
-                for j, sent in zip(some, everyone[number][: sum(sizes)].split(sizes), strict=True):
+            for number, islands_of_team in speaks.items():
+                sizes = [self._size(stretches[j]) for j in islands_of_team]
+                for j, sent in zip(islands_of_team, everyone[number][: sum(sizes)].split(sizes), strict=True):
                     flat[stretches[j].start : stretches[j].stop] = self._decode(sent, len(stretches[j]))
 
         if length:
@@ -346,13 +365,13 @@ class QuantizedOuterSync:
         stretches: Sequence[range],
         flight: InFlightFragment,
     ) -> dict[int, torch.Tensor]:
-        """Codes of the sums of the own stretches, from everybody's codes of them."""
-        mine, got = self.islands.mine, dict[tuple[int, int], torch.Tensor]()
-        for number, some in speaks.items():
-            pairs = [(i, j) for i in some for j in mine]
+        """Decodes and sums the stretches of this team's islands, and returns the codes of the sums by island."""
+        team_islands, got = self.islands.team_islands, dict[tuple[int, int], torch.Tensor]()
+        for number, spoken_for in speaks.items():
+            pairs = [(i, j) for i in spoken_for for j in team_islands]
             got |= zip(pairs, outs[number].split([self._size(stretches[j]) for _, j in pairs]), strict=True)
         sums = {}
-        for j in mine:
+        for j in team_islands:
             total = torch.zeros(len(stretches[j]), dtype=torch.float64)
             for i in range(self.islands.count):
                 total += self._decode(got[i, j], len(stretches[j]))
@@ -361,12 +380,12 @@ class QuantizedOuterSync:
         return sums
 
     def keep(self, flight: InFlightFragment, part: Sequence[int]) -> None:
-        """What the codes of sums left out is sent by the islands whose stretches they are."""
+        """Adds what the codes of the sums left out to the residuals of the islands that own the stretches."""
         names, length = self.islands._names_of(part), sum(total.numel() for total in flight.totals)
         stretches = self._stretches(length)
         for island, back in flight.back.items():
             left = self.islands.work[island].inner.beside["left"]
             flat = torch.cat([left[name].view(-1) for name in names])
             flat[stretches[island].start : stretches[island].stop] += back
-            for name, some in zip(names, flat.split([left[name].numel() for name in names]), strict=True):
-                left[name] = some.view_as(left[name]).clone()
+            for name, residual in zip(names, flat.split([left[name].numel() for name in names]), strict=True):
+                left[name] = residual.view_as(left[name]).clone()

@@ -31,13 +31,16 @@ from paceline.param_server.ssp_clock import Push, SspScheduler
 
 @dataclass
 class PushedGradients:
-    """What a worker has pushed of a `ticket`, as that was dealt: gradients by number, or in `rows`, what it `told` of
-    them; and where buffers are kept, `records` of what its forwards leave in them.
+    """The gradients that a worker pushed for one `ticket`.
+
+    `dealing` says which assignment of the ticket they answer. Dense `gradients` are by parameter number, gradients of
+    tables are packed in `rows`. `report` has the count, the loss and the log entry; `records` has what the forwards
+    leave in buffers, if the model has such buffers.
     """
 
     ticket: int
     dealing: int
-    told: dict[str, Any]
+    report: dict[str, Any]
     gradients: dict[int, torch.Tensor]
     records: torch.Tensor | None
     rows: bytearray
@@ -45,9 +48,12 @@ class PushedGradients:
 
 @dataclass
 class Window:
-    """`log` has the window's updates in their order. Of the dealing server: `asking` wait for a ticket, by worker. Of
-    each worker's last push it knows which servers `have` it, or how many updates there were when it had been applied
-    (`last`). `dropped` pushes came from who was not heard any more.
+    """The state of one asynchronous window.
+
+    `log` has the window's updates in their order. Only the first server, which assigns tickets, uses the rest:
+    `asking` has the requests that wait for a ticket, by worker; `have` has the servers that hold a worker's last push;
+    `last` has the number of updates once that push was applied; `dropped` counts pushes that do not count, since they
+    are repeated or their worker is lost.
     """
 
     tickets: SspScheduler
@@ -62,9 +68,11 @@ class Window:
 
 
 class AsyncShard(ParameterShard):
-    """What this `server` has of the trainer of that number. Of those that are `used` the others are `peers` of the
-    first one, by number, which knows how many updates each has `applied_by` now; `first` is the connection to that, of
-    the others. `reached` hears of moments, `workers` tells who is connected.
+    """A parameter shard that applies each push by itself, in an order that the first server decides.
+
+    `used` are the servers that workers use now. On the first of them, `peers` has the connections to the others and
+    `applied_by` the updates that each has applied; on the others, `first` is the connection to the first one. The
+    callback `reached` is called with the name of each fault point; `workers` returns the connected workers.
     """
 
     TELLS = "standing", "update"  # what servers tell each other, in `paceline.comm.message_types`
@@ -99,7 +107,7 @@ class AsyncShard(ParameterShard):
         return SspScheduler(self.stepper.plan.staleness or 0.0, done, done, done)
 
     def hear(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
-        """Of a worker, or of another server, whose number is below zero: -2 is server 1."""
+        """Handles a message of a worker, or of another server, whose number is negative: -2 is server 1."""
         if frame.kind == Kind.DEAL:
             if self.leads:
                 self._ask(link, worker, frame)
@@ -114,7 +122,7 @@ class AsyncShard(ParameterShard):
         elif frame.kind == Kind.STAND:
             self._stands[-1 - worker] = read_told(frame.text, self.TELLS[0], caller(worker))
             self.peers[-1 - worker] = link
-            self._lead()
+            self._start_leading()
         elif frame.kind == Kind.APPLIED:
             self.applied_by[-1 - worker] = frame.key[0]
         elif frame.kind == Kind.APPLY:
@@ -131,7 +139,7 @@ class AsyncShard(ParameterShard):
     # -- who deals --------------------------------------------------------------------------------------------------
 
     def use(self, servers: set[int]) -> None:
-        """Workers use these. More than before, or another first one, they are between two windows alone."""
+        """Takes over the set of servers that workers use. It grows, or gets another first one, only between windows."""
         self.used = servers
         for server in self.peers.keys() - servers:
             del self.peers[server]
@@ -141,28 +149,33 @@ class AsyncShard(ParameterShard):
             self.leads = False
             self.window.asking.clear()
             self.window.have.clear()
-        self._lead()
+        self._start_leading()
         self._go_on()
 
     def stand(self, first: Connection) -> None:
-        """Tells the first one what this one has."""
+        """Tells the first server which updates and pushes this server has."""
         self.first, window = first, self.window
         log = [self._made_of(one) for one in window.log]
         has = [[worker, pushed.ticket, pushed.dealing] for worker, pushed in self.pushed.items()]
-        told = {"applied": self.applied, "window": [window.tickets.start, window.tickets.end], "log": log, "has": has}
-        first.put(Kind.STAND, self.trainer, content=json.dumps(told).encode())
+        standing = {
+            "applied": self.applied,
+            "window": [window.tickets.start, window.tickets.end],
+            "log": log,
+            "has": has,
+        }
+        first.put(Kind.STAND, self.trainer, content=json.dumps(standing).encode())
 
-    def _lead(self) -> None:
-        """All others have said where they stand: this one deals, or goes on to with one that has come again."""
+    def _start_leading(self) -> None:
+        """Starts to assign tickets once all other servers have sent their standing, or one is back."""
         others = self.used - {self.server}
         ready = all(server in self.peers and not self.peers[server].broken for server in others)
         if self.server != min(self.used, default=-1) or not ready:
             return
-        told, window = {server: self._stands[server] for server in others if server in self._stands}, self.window
-        for one in sorted(told.values(), key=lambda one: -int(one["applied"])):
+        standings, window = {server: self._stands[server] for server in others if server in self._stands}, self.window
+        for one in sorted(standings.values(), key=lambda one: -int(one["applied"])):
             for made in one["log"][len(one["log"]) - max(0, one["applied"] - self.applied) :]:
                 self._follow(tuple(one["window"]), *made)
-        for server, one in told.items():
+        for server, one in standings.items():
             self.applied_by[server] = one["applied"]
             if one["applied"] < (start := window.tickets.start):
                 why = f"it has made {one['applied']} updates, and the window began after {start}"
@@ -172,11 +185,11 @@ class AsyncShard(ParameterShard):
         self._stands.clear()
         if not self.leads:
             self.leads, self._base = True, secrets.randbits(60)
-            window.tickets.lead(self._workers())
+            window.tickets.take_over(self._workers())
             window.dealings.clear()
             window.last.clear()
             window.stopped, window.broken = -1, False
-        for server, one in told.items():
+        for server, one in standings.items():
             for worker, ticket, dealing in one["has"]:
                 if self._is_due(worker, (ticket, dealing, 0)):
                     self._has(worker, server)
@@ -185,9 +198,9 @@ class AsyncShard(ParameterShard):
             self._ask(link, worker, frame)
 
     def _tell(self, peer: Connection, update: int, one: dict[str, Any]) -> None:
-        """An update that it is to make."""
-        told = json.dumps([self.window.tickets.start, self.window.tickets.end, self._made_of(one)])
-        peer.put(Kind.APPLY, self.trainer, (update, 0, 0), content=told.encode())
+        """Tells a server to make this update."""
+        text = json.dumps([self.window.tickets.start, self.window.tickets.end, self._made_of(one)])
+        peer.put(Kind.APPLY, self.trainer, (update, 0, 0), content=text.encode())
 
     def _made_of(self, one: dict[str, Any]) -> list[Any]:
         """What others have to know of an update in the log, to make it: as `_follow` takes it."""
@@ -210,10 +223,11 @@ class AsyncShard(ParameterShard):
     def _note(self, worker: int, missed: int) -> None:
         pushed, clock = self.pushed[worker], self.window.tickets.clocks[worker]
         about = {"ticket": pushed.ticket, "worker": worker, "missed": missed, "clock": clock}
-        self.window.log.append(about | pushed.told["log"])
+        self.window.log.append(about | pushed.report["log"])
 
     @property
     def oldest(self) -> int:
+        """The number of updates at which the window began."""
         return self.window.tickets.start
 
     @property
@@ -225,41 +239,42 @@ class AsyncShard(ParameterShard):
     # -- a window ---------------------------------------------------------------------------------------------------
 
     def read(self, link: Connection, frame: Message) -> None:
+        """Answers a request for weights once the updates that it asks for are applied."""
         self._reading.append((link, frame))
         self._go_on()
 
     def lose(self, worker: int) -> None:
-        """Its connection has gone: it is not heard any more."""
+        """Forgets a worker whose connection is lost: its tickets are assigned again."""
         self.window.asking.pop(worker, None)
         self.window.have.pop(worker, None)
         self.window.tickets.lose(worker)
         self._go_on()
 
     def _ask(self, link: Connection, worker: int, frame: Message) -> None:
-        window, said, start = self.window, read_told(frame.text, "wish", caller(worker)), frame.key[0]
+        window, wish, start = self.window, read_told(frame.text, "wish", caller(worker)), frame.key[0]
         tickets = window.tickets
         if start > tickets.start:
             tickets.cut(start)  # it was, if this one deals since then
         if start == tickets.end and tickets.ended:
-            if said["stop"]:
+            if wish["stop"]:
                 window.stopped = start
             if start != window.stopped:
-                tickets.turn(said["updates"])
+                tickets.turn(wish["updates"])
                 window.log.clear()
                 window.dealings.clear()
                 window.last.clear()
                 window.dropped = 0
         if worker not in tickets.clocks:
             tickets.join(worker)
-        if said["stop"]:
+        if wish["stop"]:
             tickets.stop()
-        if "cut" in said:
-            tickets.cut(said["cut"])
-        window.broken |= bool(said.get("broken"))
+        if "cut" in wish:
+            tickets.cut(wish["cut"])
+        window.broken |= bool(wish.get("broken"))
         window.asking[worker] = link, frame.key
 
     def _take(self, client: Client, worker: int, frame: Message) -> None:
-        """A push is whole here."""
+        """Stores a push that has arrived completely, and reports it to the first server."""
         text, _, rest = bytes(frame.text).partition(b"\n")
         gradients = {number: client.buffers[frame.trainer, number] for number in self.all_dense}
         records = torch.frombuffer(bytearray(rest), dtype=torch.float64) if rest else None
@@ -268,8 +283,8 @@ class AsyncShard(ParameterShard):
             return
         ticket, dealing, _ = frame.key
         rows = client.rows.get(frame.trainer, bytearray())
-        told = read_told(text, "push", caller(worker))
-        self.pushed[worker] = PushedGradients(ticket, dealing, told, gradients, records, rows)
+        report = read_told(text, "push", caller(worker))
+        self.pushed[worker] = PushedGradients(ticket, dealing, report, gradients, records, rows)
         if self.leads:
             self._has(worker, self.server)
         elif self.first is not None:  # else it hears of it with all others
@@ -285,7 +300,7 @@ class AsyncShard(ParameterShard):
         self.window.have.setdefault(worker, set()).add(server)
 
     def _go_on(self) -> None:
-        """Whatever can go on now."""
+        """Makes all progress that is possible now: applies pushes, assigns tickets, answers reads."""
         if self.leads:
             for worker in [worker for worker, have in self.window.have.items() if have >= self.used]:
                 del self.window.have[worker]
@@ -301,11 +316,11 @@ class AsyncShard(ParameterShard):
                 link.put(Kind.READ, frame.trainer, frame.key, numbers, [weights[number] for number in numbers])
 
     def _settle(self, worker: int) -> None:
-        """All servers have its push."""
+        """Applies a push that all servers have."""
         window, tickets, pushed = self.window, self.window.tickets, self.pushed[worker]
         missed = tickets.applied - tickets.open[pushed.ticket][1]
-        found = tickets.push(worker, pushed.ticket)
-        assert found is Push.APPLY, "a push that is not due any more is none that all have"
+        outcome = tickets.push(worker, pushed.ticket)
+        assert outcome is Push.APPLY, "a push that is not due any more is none that all have"
         self._note(worker, missed)
         for server in self.used - {self.server}:
             self._tell(self.peers[server], self.applied, window.log[-1])
@@ -319,9 +334,9 @@ class AsyncShard(ParameterShard):
         for number, gradient in pushed.gradients.items():
             self.params[number].grad = gradient.view(self.params[number].shape)
         self.add_rows([pushed.rows])
-        self._merge(pushed.records, pushed.told["micro_batches"])
+        self._merge(pushed.records, pushed.report["micro_batches"])
         with _damped(self.replica.job.optimizers, 1 + missed if self.stepper.plan.damping else 1):
-            self.apply(self.applied, pushed.told)
+            self.apply(self.applied, pushed.report)
         self._reached("applied")
 
     def _deal(self) -> None:

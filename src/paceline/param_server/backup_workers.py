@@ -23,8 +23,10 @@ from paceline.param_server.ssp_clock import BackupScheduler
 
 
 class BackupWorkerShard(AsyncShard):
-    """What a server has of a trainer whose plan says `backup`. `_chosen` make the update that is being summed, whose
-    `_squares` are known of these servers, by part; `_summed` tells of which update, and of whom, gradients are here.
+    """A parameter shard whose updates wait for all workers but the plan's `backup`.
+
+    `_chosen` are the workers whose gradients make the update under way; `_squares` has the squares that servers have
+    reported for it, by server and part. `_summed` is the update, and the workers, that the summed gradients are for.
     """
 
     TELLS = "standing by shares", "update by shares"
@@ -41,6 +43,7 @@ class BackupWorkerShard(AsyncShard):
         return self.window.tickets
 
     def hear(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
+        """Handles a message, among them those between servers about the sum of the chosen workers' gradients."""
         if frame.kind != Kind.SUM:
             return super().hear(link, client, worker, frame)
         if frame.key[0] == self.applied and self.leads:
@@ -51,6 +54,7 @@ class BackupWorkerShard(AsyncShard):
         return self._go_on()
 
     def use(self, servers: set[int]) -> None:
+        """Takes over the set of servers that workers use; the workers of the update are chosen anew."""
         self._chosen = []
         super().use(servers)
 
@@ -76,8 +80,8 @@ class BackupWorkerShard(AsyncShard):
         return now and not self._chosen and worker not in shares.came
 
     def _settle(self, worker: int) -> None:
-        """All servers have its share."""
-        shares, counts = self._shares, self.pushed[worker].told["count"] > 0
+        """Counts a share that all servers have."""
+        shares, counts = self._shares, self.pushed[worker].report["count"] > 0
         nobody = {*shares.members} <= shares.idle | {worker}  # whose shares count: the last makes a step that rests
         shares.arrive(worker, counts or nobody)
 
@@ -87,26 +91,26 @@ class BackupWorkerShard(AsyncShard):
             self._go_on()
 
     def _decide(self) -> bool:
-        """Whether an update was made, since enough have come."""
+        """Makes an update once enough shares have arrived, and returns whether it did."""
         shares, others = self._shares, self.used - {self.server}
         if not self._chosen and shares.chosen:
             self._chosen = shares.chosen
             self._sum(self._chosen)
-            self._squares = {self.server: {str(part): found for part, found in self.squares.items()}}
+            self._squares = {self.server: {str(part): squares for part, squares in self.squares.items()}}
             for server in others:
                 text = json.dumps(self._chosen).encode()
                 self.peers[server].put(Kind.SUM, self.trainer, (self.applied, 0, 0), content=text)
         if not self._chosen or not self.used <= self._squares.keys():
             return False
-        found = list[float]()
+        squares = list[float]()
         for part in range(self.servers):
             first = next(one for one in holders(part, self.servers, int(self.copies)) if one in self.used)
-            found += squares_of(self._squares[first], part, f"server {first}")
-        made, told = self._chosen, self._told(self._chosen)
-        batches, members = deal(told["micro_batches"], [1.0] * len(shares.members)), shares.members
+            squares += squares_of(self._squares[first], part, f"server {first}")
+        made, report = self._chosen, self._combine_reports(self._chosen)
+        batches, members = deal(report["micro_batches"], [1.0] * len(shares.members)), shares.members
         late = [[worker, part.start, part.stop] for worker, part in zip(members, batches, strict=True)]
-        late = [one for one in late if one[0] not in made and one[1] < one[2] and told["count"] > 0]
-        norm = math.sqrt(exact_sum(found)) * told["expected"] / told["count"] if told["count"] > 0 else 0.0
+        late = [one for one in late if one[0] not in made and one[1] < one[2] and report["count"] > 0]
+        norm = math.sqrt(exact_sum(squares)) * report["expected"] / report["count"] if report["count"] > 0 else 0.0
         self.window.dropped += len(self.window.have)  # not all servers have these yet
         self.window.have.clear()
         window = shares.start, shares.end
@@ -122,20 +126,20 @@ class BackupWorkerShard(AsyncShard):
         return [one["workers"], one["norm"], one["late"]]
 
     def _follow(self, window: tuple[int, int], *made: Any) -> None:
-        """An update of these workers, of that norm; and who was late for it, with which micro-batches."""
+        """Applies an update: `made` has its workers, the norm, and who was late for it with which micro-batches."""
         workers, norm, late = made
         if window[0] != self.window.tickets.start:
             self.window.log.clear()
-        told = self._told(workers) | {"norm": norm}
+        report = self._combine_reports(workers) | {"norm": norm}
         self._shares.keep_up(window, workers)
-        self.window.log.append(told["log"] | {"ticket": self.applied, "workers": workers, "norm": norm, "late": late})
+        self.window.log.append(report["log"] | {"ticket": self.applied, "workers": workers, "norm": norm, "late": late})
         self._reached("reduced")
         if self._summed != (self.applied, workers):
             self._sum(workers)
         records = [pushed.records for pushed in self._of(workers) if pushed.records is not None]
         if records:
-            self._merge(reduce(lambda one, other: one + other, records), told["micro_batches"])
-        self.apply(self.applied, told)
+            self._merge(reduce(lambda one, other: one + other, records), report["micro_batches"])
+        self.apply(self.applied, report)
         self._summed = None
         self._reached("applied")
 
@@ -143,7 +147,7 @@ class BackupWorkerShard(AsyncShard):
         return [self._push_of(worker) for worker in workers]
 
     def _sum(self, workers: list[int]) -> None:
-        """The gradients are those of these, in the order of their shares."""
+        """Sums the gradients of these workers, in the order of their shares."""
         clients = [
             Client({(self.trainer, n): grad for n, grad in one.gradients.items()}, rows={self.trainer: one.rows})
             for one in self._of(workers)
@@ -153,14 +157,14 @@ class BackupWorkerShard(AsyncShard):
         self._add(clients)
         self._summed = self.applied, workers
 
-    def _told(self, workers: list[int]) -> dict[str, Any]:
-        """What they have told of their shares, as of one."""
-        all_ = [pushed.told for pushed in self._of(workers)]
+    def _combine_reports(self, workers: list[int]) -> dict[str, Any]:
+        """Combines the reports of these workers' shares into the report of one global batch."""
+        reports = [pushed.report for pushed in self._of(workers)]
         metrics: dict[str, tuple[float, float]] = {}
-        for told in all_:
-            add_metrics(metrics, told["log"]["metrics"])
-        unused = sorted(set.intersection(*({*told["unused"]} for told in all_)))
-        loss, count = (math.fsum(told[key] for told in all_) for key in ("loss", "count"))
+        for report in reports:
+            add_metrics(metrics, report["log"]["metrics"])
+        unused = sorted(set.intersection(*({*report["unused"]} for report in reports)))
+        loss, count = (math.fsum(report[key] for report in reports) for key in ("loss", "count"))
         log = {"missed": 0, "loss": loss, "count": count, "unused": unused, "metrics": metrics}
-        log |= {"rows": sum(told["log"]["rows"] for told in all_), "epoch": all_[0]["log"]["epoch"]}
-        return {**all_[0], "loss": loss, "count": count, "unused": unused, "log": log}
+        log |= {"rows": sum(report["log"]["rows"] for report in reports), "epoch": reports[0]["log"]["epoch"]}
+        return {**reports[0], "loss": loss, "count": count, "unused": unused, "log": log}

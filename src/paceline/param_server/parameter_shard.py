@@ -19,7 +19,7 @@ from paceline.compute.job import StepOptions
 from paceline.compute.optimizers import DelayedNesterov
 from paceline.compute.sparse_grads import TouchedRows, combined, pack_weights, rows_of, steps_rows_alone, unpack
 from paceline.compute.state_dict import optimizer_state
-from paceline.param_server.client import parts_of, spread
+from paceline.param_server.client import assign_parameters, parts_of
 from paceline.param_server.protocol import Connection, Key, Kind, Message
 from paceline.plan import Plan
 from paceline.train.replica import Replica
@@ -49,20 +49,20 @@ class Client:
     lent: dict[tuple[int, tuple[int, ...]], tuple[Key, memoryview]] = field(default_factory=dict)
 
     def borrow(self, frame: Message, in_codes: bool) -> None:
-        """What it has pushed is read where it lies."""
+        """Reads what the worker has pushed directly from the worker's shared memory."""
         assert frame.lent is not None
         about = frame.trainer, frame.numbers
         self.lent[about] = frame.key, frame.lent.stamp
         if in_codes:
             (self.codes[about],) = frame.lent.tensors
         else:
-            mine = zip(frame.numbers, frame.lent.tensors, strict=True)
-            self.buffers |= {(frame.trainer, number): tensor for number, tensor in mine}
+            pushed = zip(frame.numbers, frame.lent.tensors, strict=True)
+            self.buffers |= {(frame.trainer, number): tensor for number, tensor in pushed}
 
     def still(self, trainer: int, key: Key) -> bool:
-        """Whether what it lends is of this contribution still: it goes on to the next one where others are lost."""
-        mine = [stamp for (of, _), (lent, stamp) in self.lent.items() if of == trainer and lent == key]
-        return all(tuple(stamp[:3]) == key for stamp in mine)
+        """Whether the worker's shared memory still has this contribution: it goes on to the next if others are lost."""
+        stamps = [stamp for (of, _), (lent, stamp) in self.lent.items() if of == trainer and lent == key]
+        return all(tuple(stamp[:3]) == key for stamp in stamps)
 
 
 class ParameterShard:
@@ -78,7 +78,7 @@ class ParameterShard:
         if plan.delayed:
             job.optimizers = [DelayedNesterov(optimizer, plan.delayed) for optimizer in job.optimizers]
         self.params = [*self.replica.job.named.values()]
-        owners = spread([param.nbytes for param in self.params], self.servers)
+        owners = assign_parameters([param.nbytes for param in self.params], self.servers)
         self.parts = {
             part: [number for number, owner in enumerate(owners) if owner == part]
             for part in parts_of(server, self.servers, copies)
@@ -88,7 +88,7 @@ class ParameterShard:
             {part: [n for n in numbers if (n >= first) is sparse] for part, numbers in self.parts.items()}
             for sparse in (False, True)
         )
-        self.all_dense, in_rows = ([*chain(*some.values())] for some in (self.dense, self.sparse))
+        self.all_dense, in_rows = ([*chain(*by_part.values())] for by_part in (self.dense, self.sparse))
         self.code = coded_sum(plan.codec).code if plan.codec else None
         self.changes: dict[int, torch.Tensor] = {}  # codes of what the last step changed, by part
         self.touched = {n: TouchedRows(len(self.params[n]), stepper.done) for n in in_rows}
@@ -107,7 +107,7 @@ class ParameterShard:
         return self.stepper.done
 
     def room(self, number: int) -> torch.Tensor:
-        """Where a pushed gradient lands."""
+        """Allocates the memory that a pushed gradient arrives in."""
         param = self.params[number]
         if self.exact is None:
             return torch.empty(param.numel(), dtype=param.dtype)
@@ -132,8 +132,8 @@ class ParameterShard:
             self.params[number].grad = grad.view(self.params[number].shape)
         self.add_rows(one.rows[trainer] for one in clients)
         for part, numbers in self.dense.items():
-            found = [norm for number in numbers for norm in norms[number]]
-            total = float(torch.stack(found).double().square().sum()) if found else 0.0
+            part_norms = [norm for number in numbers for norm in norms[number]]
+            total = float(torch.stack(part_norms).double().square().sum()) if part_norms else 0.0
             self.squares[part] = [total + squares(rows_of(self.params[number] for number in self.sparse[part]))]
 
     def add_rows(self, texts: Iterable[bytearray]) -> None:
@@ -179,17 +179,19 @@ class ParameterShard:
             for at, number in enumerate(self.all_dense):
                 sums.add(at, one[self.trainer, number].chunk(levels_of(self.params[number].dtype)))
         sums.make()
-        found = sums.squares(micro_batches).view(-1, LEVELS).split([len(some) for some in self.dense.values()])
-        self.squares = {part: rows.flatten().tolist() for part, rows in zip(self.parts, found, strict=True)}
+        part_squares = (
+            sums.squares(micro_batches).view(-1, LEVELS).split([len(numbers) for numbers in self.dense.values()])
+        )
+        self.squares = {part: rows.flatten().tolist() for part, rows in zip(self.parts, part_squares, strict=True)}
 
-    def apply(self, step: int, told: dict[str, Any]) -> None:
-        """The step, once."""
-        agreed = replace(NOTHING, count=told["count"], loss=told["loss"], unused=tuple(told["unused"]))
-        for optimizer, rates in zip(self.replica.job.optimizers, told.get("rates") or (), strict=False):
+    def apply(self, step: int, commit: dict[str, Any]) -> None:
+        """Applies a step to the weights; `commit` has its count, loss, norm and maybe learning rates."""
+        agreed = replace(NOTHING, count=commit["count"], loss=commit["loss"], unused=tuple(commit["unused"]))
+        for optimizer, rates in zip(self.replica.job.optimizers, commit.get("rates") or (), strict=False):
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         before = {n: self.params[n].detach().clone() for n in self.all_dense} if self.in_codes else {}
-        self.replica.updater.apply(agreed, StepOptions(step, told["expected"], 0), told["norm"])
+        self.replica.updater.apply(agreed, StepOptions(step, commit["expected"], 0), commit["norm"])
         if self.in_codes:
             self._round(before)
         by_rows = [one for one in self.replica.job.optimizers if self.touched and steps_rows_alone(one)]

@@ -91,8 +91,8 @@ class _Unsealed(NamedTuple):
     part: bytes | memoryview
 
 
-# Where the tensors of a frame land, in their order; None: it has to wait.
-Place = Callable[[Message], "Sequence[torch.Tensor] | None"]
+# Returns the tensors that receive the content of a message, in their order; None: the message has to wait.
+FindTensors = Callable[[Message], "Sequence[torch.Tensor] | None"]
 
 
 class Connection:
@@ -103,7 +103,11 @@ class Connection:
     """
 
     def __init__(
-        self, connection: socket.socket, place: Place, key: bytes, says: Callable[[Connection], str] | None = None
+        self,
+        connection: socket.socket,
+        find_tensors: FindTensors,
+        key: bytes,
+        says: Callable[[Connection], str] | None = None,
     ) -> None:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -114,12 +118,12 @@ class Connection:
         self.near, self.known = False, False
         self._lent: ExportedSegment | None = None  # nothing is made for one that nobody knows
         self._borrowed: ImportedSegment | None = None
-        self._place, self._key, self._says = place, key, says
+        self._find_tensors, self._key, self._says = find_tensors, key, says
         self._out: deque[memoryview | _Unsealed] = deque()
         self._first: deque[memoryview] = deque()  # of the greeting, which goes before
         self._nonce = make_nonce()
-        self._own: MessageSeals | None = None  # of what this end says
-        self._theirs: MessageSeals | None = None
+        self._outgoing_seals: MessageSeals | None = None  # seals what this end sends
+        self._incoming_seals: MessageSeals | None = None
         if says is None:
             self._first.append(_hello(self._nonce))
         self._parts = self._read()
@@ -163,15 +167,17 @@ class Connection:
         self._out.extend(view for view in views if len(view))
 
     def _say(self, part: bytes | memoryview) -> None:
-        if self._own is None:
+        if self._outgoing_seals is None:
             self._out.append(_Unsealed(part))
         else:
-            self._out.extend(memoryview(some) for some in (part, self._own.next(part)) if len(some))
+            self._out.extend(memoryview(view) for view in (part, self._outgoing_seals.next(part)) if len(view))
 
-    def _know(self, nonce: bytes, theirs: bytes) -> None:
-        """From here on the other end is known: what waits to be sent gets its seals."""
+    def _know(self, nonce: bytes, other_nonce: bytes) -> None:
+        """Marks the other end as known: messages that wait to be sent get their seals."""
         calls = self._says is not None
-        self._own, self._theirs = (MessageSeals(self._key, nonce, theirs, one) for one in (calls, not calls))
+        self._outgoing_seals, self._incoming_seals = (
+            MessageSeals(self._key, nonce, other_nonce, one) for one in (calls, not calls)
+        )
         waiting, self._out = self._out, deque()
         for part in waiting:
             self._say(part.part) if isinstance(part, _Unsealed) else self._out.append(part)
@@ -179,13 +185,13 @@ class Connection:
 
     @property
     def memory(self) -> str:
-        """What the other end is to know to take what is lent here."""
-        return "" if self._lent is None else " ".join(map(str, [_here(), *self._lent.file]))
+        """The address of this end's shared memory, for the other end; empty if there is none."""
+        return "" if self._lent is None else " ".join(map(str, [_memory_domain(), *self._lent.file]))
 
-    def borrow(self, said: str) -> bool:
-        """Whether the other end, which says that of its memory, is near."""
-        host, *file = said.split() or [""]
-        if self._lent is not None and self._borrowed is None and host == _here():
+    def borrow(self, memory: str) -> bool:
+        """Opens the other end's shared memory, whose address is `memory`, and returns whether that was possible."""
+        host, *file = memory.split() or [""]
+        if self._lent is not None and self._borrowed is None and host == _memory_domain():
             with suppress(OSError, ValueError, TypeError):  # it may not be looked into, or is no file's place
                 self._borrowed = ImportedSegment(File(*map(int, file)))
         self.near = self._borrowed is not None
@@ -252,7 +258,7 @@ class Connection:
             yield from self._check(head + numbers)
             named = struct.unpack(f"<{count}i", numbers)
             frame = Message(kind, trainer & ~LENT, tuple(key), named, bytearray())
-            while (tensors := self._place(frame)) is None:
+            while (tensors := self._find_tensors(frame)) is None:
                 yield None
             if trainer & LENT:
                 where = bytearray(_WHERE.size)
@@ -280,30 +286,30 @@ class Connection:
         """Takes the seal of a part. A wrong one closes the connection: somebody has changed what is on it."""
         seal = bytearray(SEAL)
         yield memoryview(seal)
-        assert self._theirs is not None
-        if not is_proof(seal, self._theirs.next(part)):
+        assert self._incoming_seals is not None
+        if not is_proof(seal, self._incoming_seals.next(part)):
             yield from self._give_up()
 
     def _greet(self) -> Generator[memoryview | None, None, None]:
         """The parts of what the other end shows of itself. An end that does not know it closes the connection."""
-        said = yield from self._read_hello()
+        hello = yield from self._read_hello()
         if self._says is None:
-            proof, text = read_caller(self._key, self._nonce, said) or (b"", b"")
+            proof, text = read_caller(self._key, self._nonce, hello) or (b"", b"")
             if not proof:
                 yield from self._give_up()
             self._first.append(_hello(proof))
             self._make_room()
             self.greeting = text
-            self._know(self._nonce, said[:NONCE])
+            self._know(self._nonce, hello[:NONCE])
             self.inbox.append(Message(Kind.HELLO, 0, (0, 0, 0), (), bytearray()))
             return
-        if len(said) != NONCE:
+        if len(hello) != NONCE:
             yield from self._give_up()
         self._make_room()
-        self._first.append(_hello(prove_caller(self._key, said, self._nonce, self._says(self).encode())))
-        if not is_proof((yield from self._read_hello()), prove_listener(self._key, said, self._nonce)):
+        self._first.append(_hello(prove_caller(self._key, hello, self._nonce, self._says(self).encode())))
+        if not is_proof((yield from self._read_hello()), prove_listener(self._key, hello, self._nonce)):
             yield from self._give_up()
-        self._know(said, self._nonce)
+        self._know(hello, self._nonce)
 
     def _make_room(self) -> None:
         """What is made for one end that is known, or that we called."""
@@ -318,9 +324,9 @@ class Connection:
         kind, _, count, *_, size = _HEAD.unpack(head)
         if kind != Kind.HELLO or count or size > GREETING:
             yield from self._give_up()
-        said = bytearray(size)
-        yield memoryview(said)
-        return bytes(said)
+        text = bytearray(size)
+        yield memoryview(text)
+        return bytes(text)
 
     def _give_up(self) -> Generator[None, None, Never]:
         self.close()
@@ -335,6 +341,7 @@ class Connection:
         return SharedTensor(slot.stamp, laid_out(slot, like)) if sum(map(room_of, like)) <= len(slot.data) else None
 
     def close(self) -> None:
+        """Closes the socket and releases the shared memory; messages that wait to be sent are dropped."""
         self.broken = True
         self._out.clear()
         self._first.clear()
@@ -344,8 +351,8 @@ class Connection:
                 memory.close()
 
 
-def _hello(said: bytes) -> memoryview:
-    return memoryview(_HEAD.pack(Kind.HELLO, 0, 0, 0, 0, 0, len(said)) + said)
+def _hello(text: bytes) -> memoryview:
+    return memoryview(_HEAD.pack(Kind.HELLO, 0, 0, 0, 0, 0, len(text)) + text)
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
@@ -354,14 +361,14 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 @cache
-def _here() -> str:
-    """The same for all that can share memory with this process, and for no others; empty where nobody can."""
+def _memory_domain() -> str:
+    """Identifies the processes that can share memory with this one; empty if none can."""
     return hashlib.sha256(host_key().encode()).hexdigest()[:16] if host_key() else ""
 
 
 def _lent() -> ExportedSegment | None:
     try:
-        return ExportedSegment() if _here() else None
+        return ExportedSegment() if _memory_domain() else None
     except OSError:  # no file can be had: all goes through the socket
         return None
 

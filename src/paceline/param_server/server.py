@@ -34,7 +34,7 @@ GRACE = 0.5  # seconds in which a worker whose connection has gone may come agai
 
 
 class ParameterServer:
-    """This process's end of all connections. `steppers` are those of its trainers."""
+    """Serves the parameter shards of all trainers to workers and to other servers; `steppers` are its trainers'."""
 
     def __init__(self, world: World) -> None:
         assert world.store is not None
@@ -78,18 +78,18 @@ class ParameterServer:
         return [part for part in self._parts.values() if isinstance(part, AsyncShard)]
 
     def _workers(self) -> set[int]:
-        """Those who are connected."""
+        """The numbers of the connected workers."""
         return {who for link, _ in self._clients if not link.broken and (who := _who(link)) >= 0}
 
     def _hear_used(self, frame: Message) -> None:
-        """Which servers a worker uses: in a generation they become fewer."""
+        """Takes over the servers that a worker uses; within a generation their set can only shrink."""
         generation = frame.key[0]
-        said: dict[int, At] = {int(n): at for n, at in read_told(frame.text, "servers", "a worker").items()}
+        addresses: dict[int, At] = {int(n): at for n, at in read_told(frame.text, "servers", "a worker").items()}
         before = self._generation, [*self._used]
         if generation > self._generation:
-            self._generation, self._used = generation, said
+            self._generation, self._used = generation, addresses
         elif generation == self._generation:
-            self._used = {server: at for server, at in self._used.items() if server in said}
+            self._used = {server: at for server, at in self._used.items() if server in addresses}
         if before != (self._generation, [*self._used]):
             self._meet_first()
             for part in self._dealing:
@@ -122,7 +122,7 @@ class ParameterServer:
                     part.lose(worker)
 
     def _until(self, until: Callable[[], bool]) -> None:
-        def heard() -> bool:
+        def handle_inboxes() -> bool:
             self._away |= {_who(link): time.monotonic() for link, _ in self._clients if link.broken}
             self._clients = [one for one in self._clients if not one[0].broken]
             while True:
@@ -142,8 +142,8 @@ class ParameterServer:
             known = [*self._waiting, *(link for link, _ in self._clients)]
             return known if self._first is None or self._first.broken else [*known, self._first]
 
-        while not heard():
-            exchange(links, heard, self._tend, self._listener)
+        while not handle_inboxes():
+            exchange(links, handle_inboxes, self._tend, self._listener)
             self._accept()
 
     def _accept(self) -> None:
@@ -152,7 +152,7 @@ class ParameterServer:
         except OSError:  # none, or it has gone again
             return
         client = Client()
-        link = Connection(connection, partial(self._place, client), self._key)
+        link = Connection(connection, partial(self._tensors_for, client), self._key)
         self._waiting[link] = client
         if (instead := self._strangers.come(link, address[0], time.monotonic())) is not None:
             instead.close()
@@ -165,8 +165,8 @@ class ParameterServer:
             if not link.broken:
                 self._clients.append((link, client))
 
-    def _place(self, client: Client, frame: Message) -> list[torch.Tensor] | None:
-        """Where pushed gradients land. Before this server serves it takes the state alone."""
+    def _tensors_for(self, client: Client, frame: Message) -> list[torch.Tensor] | None:
+        """Returns the tensors that receive pushed gradients. Before it serves, the server accepts only the state."""
         if not self._parts:
             return [] if frame.kind == Kind.STATE else None
         if frame.kind != Kind.PUSH:
@@ -188,7 +188,7 @@ class ParameterServer:
 
     def _hear(self, link: Connection, client: Client, frame: Message) -> None:
         if frame.kind == Kind.HELLO:
-            link.borrow(_said(link)[1])
+            link.borrow(_read_greeting(link)[1])
             link.put(Kind.WELCOME, content=f"{int(bool(self._state))} {link.memory if link.near else ''}".encode())
         elif frame.kind == Kind.STATE:
             if not self._state:
@@ -260,11 +260,11 @@ class ParameterServer:
             raise PacelineError(what, "report this with the run's journal")
 
 
-def _said(link: Connection) -> tuple[int, str]:
-    """The number of a worker, of a server one below zero; and what it says of its memory."""
+def _read_greeting(link: Connection) -> tuple[int, str]:
+    """The number of the peer, which is negative for a server, and the address of its shared memory."""
     number, _, memory = (link.greeting or b"-1").decode().partition(" ")
     return int(number), memory
 
 
 def _who(link: Connection) -> int:
-    return _said(link)[0]
+    return _read_greeting(link)[0]

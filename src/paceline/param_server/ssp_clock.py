@@ -96,20 +96,22 @@ class SspScheduler:
         self.missed[missed] += 1
         self.by[worker] += 1
 
-    def lead(self, workers: Collection[int]) -> None:
-        """Who has followed deals from now on, among these workers: what was dealt and is not applied is so again."""
+    def take_over(self, workers: Collection[int]) -> None:
+        """Starts to assign tickets to these workers, after following another server: open ones are assigned again."""
         self.open.clear()
         self.next = max(self.done, default=self.start - 1) + 1
         self.back = sorted({*range(self.start, self.next)} - self.done)
         self.clocks = {worker: clock for worker, clock in self.clocks.items() if worker in workers}
 
     def deal(self, worker: int, read: int | None = None) -> int | None:
-        """Its next ticket, with which it reads the weights, after `read` updates if that is not all of them: the one
-        that it has, if the word of that was lost; None: there is none, or it has to wait.
+        """Assigns the worker's next ticket, with which it reads the weights after `read` updates (default: all).
+
+        A worker that has a ticket gets the same one again: the reply may have been lost. None: the worker has to wait,
+        or there is no ticket left.
         """
-        mine = next((ticket for ticket, (who, _) in self.open.items() if who == worker), None)
-        if mine is not None or not self.may_read(worker) or not (self.back or self.next < self.end):
-            return mine
+        open_ticket = next((ticket for ticket, (who, _) in self.open.items() if who == worker), None)
+        if open_ticket is not None or not self.may_read(worker) or not (self.back or self.next < self.end):
+            return open_ticket
         if self.back:
             ticket = heappop(self.back)
         else:
@@ -146,10 +148,10 @@ class BackupScheduler(SspScheduler):
 
     @property
     def chosen(self) -> list[int]:
-        """Who makes the update of this round, in the order of their shares; nobody as long as it waits."""
+        """The workers whose shares make this round's update, in the order of their shares; empty while it waits."""
         busy = [worker for worker in self.members if worker not in self.idle]
-        there = [worker for worker in busy if worker in self.clocks or worker in self.came]
-        need = max(1, min(len(busy) - self.backup, len(there)))
+        available = [worker for worker in busy if worker in self.clocks or worker in self.came]
+        need = max(1, min(len(busy) - self.backup, len(available)))
         return sorted(self.came[:need]) if len(self.came) >= need else []
 
     def deal(self, worker: int, read: int | None = None) -> int | None:
@@ -199,7 +201,7 @@ class BackupScheduler(SspScheduler):
         self.start, self.end = window
         self.settle(workers)
 
-    def lead(self, workers: Collection[int]) -> None:
-        """Who has followed deals from now on, among these workers: the round begins anew."""
+    def take_over(self, workers: Collection[int]) -> None:
+        """Starts to assign shares to these workers, after following another server: the round begins anew."""
         self._close()
         self.clocks = dict.fromkeys(workers, 0)

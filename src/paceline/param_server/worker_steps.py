@@ -31,7 +31,7 @@ WINDOW = 256  # updates, unless the plan says another number
 
 
 class SyncServerRunner(StepRunner):
-    """Makes steps whose updates servers make."""
+    """Runs training steps whose optimizer updates run on parameter servers."""
 
     replica: ServerReplica
 
@@ -58,27 +58,28 @@ class SyncServerRunner(StepRunner):
         self.replica.servers, self.replica.number = run.servers, self.trainer
 
     def _look(self) -> None:
-        """Raises where another generation is to be entered first."""
+        """Raises if the team is broken and another generation has to form first."""
         channel = self.run.team.group.channel
         if channel is not None and channel.broken is not None:
             raise channel.broken
 
     def _give(self, servers: ServerClient) -> None:
-        """The state to those that do not have it, with what the others keep."""
+        """Sends the training state, with the optimizer state of the other servers, to servers that lack it."""
         if empty := servers.empty:
             state = pack(self.run.hand_over(self.operations.done))
             for server in empty:
                 servers.give(server, state)
 
     def house(self, name: str) -> None:
+        """Prepares a new generation: waits until all servers have the training state."""
         super().house(name)
         self.replica.prepare()
         self._meet()
         self.replica.met(self.operations.number)
 
     def _meet(self) -> None:
-        """All wait until the servers have the state, but for those that are lost while others have what they kept; or
-        until one is asked to stop: then nothing was done yet.
+        """Waits until the servers have the state, without those that are lost and whose parts others hold. Ends the run
+        if a worker is asked to stop before the first step.
         """
         run, group, servers = self.run, self.run.team.group, self.replica.servers
         everybody = range(servers.count)
@@ -86,39 +87,41 @@ class SyncServerRunner(StepRunner):
             servers.meet(LOOK, gives=group.rank == 0)
             if group.rank == 0:
                 self._give(servers)
-            here, found = servers.here, servers.find()
-            mine = [
+            ready, addresses = servers.ready_servers, servers.find()
+            flags = [
                 servers.met,
                 run.notice is not None,
-                *(n in here for n in everybody),
-                *(n in found for n in everybody),
+                *(n in ready for n in everybody),
+                *(n in addresses for n in everybody),
             ]
-            met, stops, *said = group.sum(torch.tensor(mine, dtype=torch.int64)).tolist()
-            used = {n for n in everybody if said[n] == group.size}
-            if all(n in used or (met and not said[servers.count + n]) for n in everybody):
+            met, stops, *counts = group.sum(torch.tensor(flags, dtype=torch.int64)).tolist()
+            used = {n for n in everybody if counts[n] == group.size}
+            if all(n in used or (met and not counts[servers.count + n]) for n in everybody):
                 servers.use(used, self.operations.number)
-                if servers.whole:
+                if servers.has_all_parts:
                     return
             if stops and not met:
                 run.end_here()
 
     def state(self, done: int | None) -> dict[str, Any]:
-        """With what the servers keep, for a checkpoint."""
-        found, servers = super().state(done), self.run.servers
+        """The trainer's state for a checkpoint, with the optimizer state from the servers."""
+        state, servers = super().state(done), self.run.servers
         if done is None or servers is None or not servers.met:
-            return found
+            return state
         for text in self.replica.kept():
             parts = unpack(torch.frombuffer(text, dtype=torch.uint8))
-            for optimizer, part in zip(found["optimizers"], parts, strict=True):
+            for optimizer, part in zip(state["optimizers"], parts, strict=True):
                 # Optimizers also change numbers in their groups, as the step size that Prodigy estimates.
                 optimizer |= {**part, "state": optimizer["state"] | part["state"]}
-        return found
+        return state
 
 
 @dataclass
 class AsyncWindowRunner(SyncServerRunner):
-    """Makes windows of updates that are not in step: a turn of the user's loop is one. In it workers meet the servers
-    alone, which deal them global batches; at its end all have the same weights.
+    """Runs windows of asynchronous updates; one turn of the user's loop is a window.
+
+    Within a window each worker talks to the servers only, which assign global batches to it. At the end of the window
+    all workers have the same weights.
     """
 
     replica: AsyncReplica
@@ -126,7 +129,7 @@ class AsyncWindowRunner(SyncServerRunner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.balance = None
-        self.place = self._place
+        self.place = self._batch_assignment
         self._compared = -1  # the generation in which all know that they read the same rows
         self._trouble: NonFiniteLossError | None = None  # that a ticket here has come to
         self._log: list[dict[str, Any]] = []
@@ -149,19 +152,20 @@ class AsyncWindowRunner(SyncServerRunner):
     def window(self) -> int:
         return self.plan.window or WINDOW
 
-    def _place(self) -> Place:
-        """Each global batch is one worker's, or a share of it."""
+    def _batch_assignment(self) -> Place:
+        """Assigns a whole global batch to this worker, or its share of one."""
         rank, count = self._share
         return replace(self.run.team.place(self.replica.mesh), rank=rank, weights=(1.0,) * count, scattered=True)
 
     def _look(self) -> None:
-        """A loss of others is met at the end of the window."""
+        """Does nothing: the loss of another worker is handled at the end of the window."""
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        """One share: a worker computes all micro-batches of a global batch."""
         return [batches]
 
     def turn(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
-        """Makes a window; None where there was nothing in it, since all are to stop."""
+        """Runs a window. Returns None if the window was empty because all workers stop."""
         try:
             return super().turn(deal, name)
         except BrokenOffError as end:
@@ -206,43 +210,43 @@ class AsyncWindowRunner(SyncServerRunner):
     # -- what a worker does by itself -------------------------------------------------------------------------------
 
     def _make(self, step: StepAttempt, deal: Callable[..., Any]) -> None:
-        """Tickets, as they are dealt, until the window ends."""
+        """Computes the tickets that the first server assigns, until the window ends."""
         step.spent, self._trouble, most = {"data": 0.0}, None, self.run.team.world.max_steps
         updates = self.window if most is None else max(1, min(self.window, most - self.run.step))
-        said, dealt = dict[str, Any](), False
+        wish, has_worked = dict[str, Any](), False
         self.replica.begin(self.done)
         while True:
-            leaves = dealt and self.operations.newcomers and not self.operations.interrupted
-            said |= {"updates": updates, "stop": self.stops or leaves}
-            answer, said = self.replica.deal(self.done, said), {}
+            leaves = has_worked and self.operations.newcomers and not self.operations.interrupted
+            wish |= {"updates": updates, "stop": self.stops or leaves}
+            answer, wish = self.replica.deal(self.done, wish), {}
             if "log" in answer:
                 self._log, self._dropped = answer["log"], answer["dropped"]
                 break
-            dealt, began = True, time.perf_counter()
+            has_worked, began = True, time.perf_counter()
             self.replica.ask_weights(answer["update"])
             self._share = answer.get("share", (0, 1))
             portion = deal(answer["ticket"] - self.done)
             if portion is None:
-                said["cut"] = answer["ticket"]
+                wish["cut"] = answer["ticket"]
                 continue
             step.spent["data"] += time.perf_counter() - began
             self.replica.await_weights()
             try:
                 self._ticket(answer, portion)
             except NonFiniteLossError as error:
-                self._trouble, said["broken"] = error, True
+                self._trouble, wish["broken"] = error, True
         step.steps = len(self._log)
         if self._trouble is None:
             self.replica.ask_weights(self.done + step.steps)
             self.replica.await_weights()
             self._buffers = unpack(torch.frombuffer(self.replica.buffers(), dtype=torch.uint8))
 
-    def _ticket(self, dealt: dict[str, Any], portion: WorkerBatch) -> None:
-        """The gradients of one global batch, or of a share of it, for the servers."""
-        ticket, self.expected = dealt["ticket"], 0.0
+    def _ticket(self, assignment: dict[str, Any], portion: WorkerBatch) -> None:
+        """Computes the gradients of one global batch, or of a share of it, and pushes them."""
+        ticket, self.expected = assignment["ticket"], 0.0
         self._load(one := StepAttempt(ticket, 0.0), partial(same, portion))
         one.options = replace(self.options(one), collect=True)
-        self.replica.key = ticket, dealt["dealing"], 0
+        self.replica.key = ticket, assignment["dealing"], 0
         began = time.perf_counter()
         self._compute(one, lambda: one.batch, f"ticket {ticket}", began)
         norm, agreed, sums, share = 0.0, one.agreed, one.sums, portion.share
@@ -250,10 +254,10 @@ class AsyncWindowRunner(SyncServerRunner):
             self._refuse(one)
             norm = self._norm(one)
         assert sums is not None
-        told = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "norm": norm}
+        figures = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "norm": norm}
         more = {"rows": sum(part.rows for part in share), "epoch": portion.epoch, "metrics": agreed.metrics}
-        about = {"expected": one.options.expected, "micro_batches": portion.count, "log": told | more}
-        self.replica.push(sums, told | about)
+        about = {"expected": one.options.expected, "micro_batches": portion.count, "log": figures | more}
+        self.replica.push(sums, figures | about)
         if share:
             self._merge(one, sums, time.perf_counter() - began)
         self.replica.abort()
@@ -262,14 +266,14 @@ class AsyncWindowRunner(SyncServerRunner):
     # -- what all agree on ------------------------------------------------------------------------------------------
 
     def _meet_others(self, step: StepAttempt, name: str, seconds: float) -> bool:
-        """The end of the window. Whether it is the same for all: the first server may have been lost when it had told
-        some that nothing is to be made.
+        """Exchanges reports at the end of the window, and returns whether all workers made the same updates. They may
+        not have if the first server was lost after it had told only some workers that the window is over.
         """
-        said = meet(self, step, name, {"made": len(self._log)}, seconds, self._trouble)
-        return len({one["made"] for one in said}) == 1
+        reports = meet(self, step, name, {"made": len(self._log)}, seconds, self._trouble)
+        return len({report["made"] for report in reports}) == 1
 
     def _agree_on(self, step: StepAttempt) -> None:
-        """Whether all go on, and what the window has come to: of it all know the same, from the first server."""
+        """Sums the window's log, which all workers have from the first server. Raises BrokenOffError if it is empty."""
         if not self._log:
             raise BrokenOffError(step.agreed)
         metrics: dict[str, tuple[float, float]] = {}
@@ -284,7 +288,7 @@ class AsyncWindowRunner(SyncServerRunner):
 
     @torch.no_grad()
     def _apply(self, step: StepAttempt) -> None:
-        """What else the servers have made of the window is this worker's."""
+        """Takes over the window's buffers and moves the schedules on; worker 0 writes the journal."""
         buffers = dict(self.job.model.named_buffers())
         for name, value in self._buffers.items():
             buffers[name].copy_(value)
@@ -295,7 +299,7 @@ class AsyncWindowRunner(SyncServerRunner):
         if self.run.team.group.rank == 0:
             by = Counter(worker for one in self._log for worker in one.get("workers") or [one["worker"]])
             missed = Counter(one["missed"] for one in self._log)
-            told = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": self._dropped}
+            fields = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": self._dropped}
             if self.plan.backup:
-                told["late"] = [[one["ticket"] + 1, *late] for one in self._log for late in one["late"]]
-            self.run.journal.write("window", trainer=self.trainer, step=self.done, updates=step.steps, **told)
+                fields["late"] = [[one["ticket"] + 1, *late] for one in self._log for late in one["late"]]
+            self.run.journal.write("window", trainer=self.trainer, step=self.done, updates=step.steps, **fields)
