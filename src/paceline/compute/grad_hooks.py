@@ -46,13 +46,13 @@ class Hooks:
             return
         self._known = count
         for name, hooks in zip([name for name in self._params for _ in range(2)], params, strict=True):
-            if hooks and not all(map(_ours, hooks.values())):
+            if hooks and not all(map(_is_internal, hooks.values())):
                 if self._gathered:
                     raise UsageError(f"{name} of the model has a hook, which would not be called", "say zero=1")
-                self._found(f"a gradient hook on {name}")
+                self._record_hook(f"a gradient hook on {name}")
         for name, those in self._modules:
             if those:
-                self._found(f"a backward hook on {name}")
+                self._record_hook(f"a backward hook on {name}")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class Hooks:
             while asks is not None and asks.f_globals.get("__name__") == "torch.autograd.graph":
                 asks = asks.f_back
             if asks is not None and not str(asks.f_globals.get("__name__")).startswith(("torch.", "paceline.")):
-                self._found(f"a gradient hook in {Path(asks.f_code.co_filename).name}:{asks.f_lineno}")
+                self._record_hook(f"a gradient hook in {Path(asks.f_code.co_filename).name}:{asks.f_lineno}")
             return plain(tensor, hook)
 
         torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
@@ -73,13 +73,13 @@ class Hooks:
         finally:
             torch.Tensor.register_hook = plain  # type: ignore[method-assign]
 
-    def _found(self, where: str) -> None:
+    def _record_hook(self, where: str) -> None:
         if self._scaled:
             raise UsageError(f"{where} would see gradients in the loss scale of fp16", "say precision=bf16")
         self.where = self.where or where
 
 
-def _ours(hook: Any) -> bool:
+def _is_internal(hook: Any) -> bool:
     made = getattr(hook, "func", hook)  # of a partial
     return str(getattr(made, "__module__", "")).startswith("paceline.")
 

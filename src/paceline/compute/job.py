@@ -82,7 +82,7 @@ class TrainingJob:
     replica: Group | None = None
     units: Group | None = None  # the workers who have the same place in theirs
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
-    whole: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts
+    gather_output: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts
     once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight  # one that all of a unit use alike
     # Completes gradients of a micro-batch, by name, of which the workers of a unit have parts. Collective.
     add_up: Callable[[dict[str, torch.Tensor], Mapping[str, nn.Parameter]], None] = lambda gradients, named: None
@@ -137,7 +137,7 @@ class StepOptions:
     cure: str = ""
     reached: Callable[[str], None] = lambda moment: None
     turn: int = 0
-    spread: str = ""
+    noise_sample: str = ""
 
 
 @dataclass
@@ -162,7 +162,7 @@ class StepSums:
     tested: bool = False
     strict: bool = False
     why: str = ""
-    whole: bool = False
+    no_split: bool = False
     failed: bool = False
     news: dict[str, tuple[str, str]] = field(default_factory=dict)
     records: torch.Tensor | None = None
@@ -172,4 +172,4 @@ class StepSums:
     redo: bool = False
     bad: list[str] = field(default_factory=list)
     waited: float = 0.0
-    spread: tuple[float, float] = (0.0, 0.0)
+    sq_norms: tuple[float, float] = (0.0, 0.0)

@@ -33,12 +33,12 @@ class MicroBatch:
     batch: Any
     source: str = ""
     part: range | None = None
-    blank: bool = False
+    is_dummy: bool = False
     numbers: tuple[int, ...] = ()
     start: int = 0
     divided: bool = False
-    odd: str = ""
-    lead: Any = None
+    row_mismatch: str = ""
+    cached_grads: Any = None
 
     def take_part(self) -> bool:
         """Leaves the rows of this worker's part; whether they can be told from the others."""
@@ -91,8 +91,13 @@ class Chunk:
     @property
     def noted(self) -> AddNote:
         """While it is computed: an exception tells its rows."""
-        some = self.micro_batches
-        return AddNote(lambda: rows_told([m.index for m in some], [n for m in some for n in m.numbers]) or self.source)
+        micro_batches = self.micro_batches
+        return AddNote(
+            lambda: (
+                rows_told([m.index for m in micro_batches], [n for m in micro_batches for n in m.numbers])
+                or self.source
+            )
+        )
 
 
 def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:
@@ -114,10 +119,10 @@ def in_rows(batch: Any, rows: int) -> bool:
 
 def digest_of(batch: Any) -> str:
     """Of the tensors in it."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors_of(batch):
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def refuse_other_input(group: Group, given: Any, model: str, why: str) -> None:

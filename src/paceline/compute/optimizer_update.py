@@ -34,7 +34,7 @@ class OptimizerUpdate:
         )
         if self.hosted is not None:
             job.own = dict(zip(job.own, self.hosted.copies, strict=True))
-        self.own = list(job.own.values())
+        self.params = list(job.own.values())
         self._looks = True  # at the optimizers' state, after the first update
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
         self.names = {id(param): name for name, param in [*frozen, *job.own.items()]}
@@ -44,7 +44,7 @@ class OptimizerUpdate:
         job, rows = self.job, dict(zip(self.job.own, self.rows, strict=True))
         self.hosted = made = FullParameterCopies(rows, job.own_cuts, job.place, replica, job.offload)
         job.own, job.whole_copies = made.copies, True
-        self.own = list(made.copies.values())
+        self.params = list(made.copies.values())
         self.names |= {id(copy): name for name, copy in made.copies.items()}
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:

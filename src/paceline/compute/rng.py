@@ -114,14 +114,14 @@ class RngState:
     def moves(self, mark: tuple[Any, ...]) -> list[Any]:
         """What was drawn from since `mark`, as JSON has it: which generators, and how far they are."""
         pairs = enumerate(zip(self.mark(), mark, strict=False))
-        return [[number, _said(now)] for number, (now, before) in pairs if not _same(now, before)]
+        return [[number, _encode_state(now)] for number, (now, before) in pairs if not _same(now, before)]
 
     def follow(self, moves: list[Any]) -> None:
         """Goes as far as others of the same seed were."""
         if moves:
             marks = list(self.mark())
-            for number, said in moves:
-                marks[number] = _heard(said)
+            for number, encoded in moves:
+                marks[number] = _decode_state(encoded)
             self.restore(tuple(marks))
 
     @contextmanager
@@ -138,20 +138,20 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def _said(state: Any) -> Any:
+def _encode_state(state: Any) -> Any:
     """A generator's state, in lists and text."""
     if isinstance(state, torch.Tensor):
         return {"tensor": base64.b64encode(state.numpy().tobytes()).decode()}
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode()}
-    return {"tuple": [_said(inner) for inner in state]} if isinstance(state, tuple) else state
+    return {"tuple": [_encode_state(inner) for inner in state]} if isinstance(state, tuple) else state
 
 
-def _heard(said: Any) -> Any:
-    if not isinstance(said, dict):
-        return said
-    ((kind, value),) = said.items()
+def _decode_state(encoded: Any) -> Any:
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, value),) = encoded.items()
     if kind == "tuple":
-        return tuple(map(_heard, value))
+        return tuple(map(_decode_state, value))
     data = base64.b64decode(value)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if kind == "tensor" else data

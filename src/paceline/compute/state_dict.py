@@ -16,7 +16,16 @@ from paceline.errors import UsageError
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
 # What code of others raises that was not made to be tried.
-THEIRS = (RuntimeError, ValueError, TypeError, NameError, LookupError, AttributeError, AssertionError, ArithmeticError)
+PROBE_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    NameError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
 
 DEFERRED = "_paceline_deferred"  # the attribute of a parameter whose memory is allocated later
 
@@ -31,8 +40,8 @@ def same_number(what: str, saved: int, now: int) -> None:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What is here of one that torch has in pieces."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
-    return found
+    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return local_tensor
 
 
 def marks_of(param: nn.Parameter) -> dict[str, Any]:
@@ -76,8 +85,8 @@ def own_of(
     """The own rows of parameters, which are themselves where all are; and how what is here of each is cut then."""
     if shards.count == 1:
         return dict(named), {name: cuts[name] for name in named if name in cuts}
-    own = {n: marked(shards.of(param.detach(), shards.me), marks_of(param)) for n, param in named.items()}
-    return own, cut_in_rows(named, cuts, shards.count, unit)
+    local_rows = {n: marked(shards.of(param.detach(), shards.me), marks_of(param)) for n, param in named.items()}
+    return local_rows, cut_in_rows(named, cuts, shards.count, unit)
 
 
 def held(values: Iterable[Any]) -> int:
@@ -93,13 +102,13 @@ def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
     """
     kept = total = 0.0
     for one in optimizers:
-        bytes_, found = sum(p.nbytes for g in one.param_groups for p in g["params"]), _kept(one)
-        each = 2.0 if found is None else sum(value.numel() for value in found.values() if value.dim()) / _SIDE**2
+        bytes_, state = sum(p.nbytes for g in one.param_groups for p in g["params"]), _probe_state(one)
+        each = 2.0 if state is None else sum(value.numel() for value in state.values() if value.dim()) / _SIDE**2
         kept, total = kept + each * bytes_, total + bytes_
     return kept / total if total else 0.0
 
 
-def _kept(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
+def _probe_state(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
     """The tensors that another optimizer of the kind keeps for a small parameter; None where it cannot be made."""
     probe = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=torch.float32))
     probe.grad = torch.zeros_like(probe)
@@ -107,7 +116,7 @@ def _kept(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
         with torch.random.fork_rng(devices=[]):  # it may draw
             made = type(optimizer)([probe], **optimizer.defaults)
             made.step()
-    except THEIRS:  # it wants something else besides
+    except PROBE_ERRORS:  # it wants something else besides
         return None
     return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
 
@@ -129,7 +138,7 @@ def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mappi
 
 
 def optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec], place: int
+    optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec], shard_index: int
 ) -> dict[str, Any]:
     """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity. What is
     kept for each element of one that is cut is marked as what is held of that. What is kept under a text is in
@@ -146,34 +155,34 @@ def optimizer_state(
         refuse_odd_state(optimizer, names, cuts)
     for param in params if cuts else ():
         if (name := names[id(param)]) in cuts:
-            _mark(state[name], param, cuts[name], place)
+            _mark(state[name], param, cuts[name], shard_index)
     return {"groups": groups, "state": state, **({"besides": besides} if besides else {})}
 
 
-def _mark(kept: dict[str, Any], piece: torch.Tensor, cut: ShardingSpec, place: int) -> None:
+def _mark(state: dict[str, Any], piece: torch.Tensor, spec: ShardingSpec, shard_index: int) -> None:
     """Marks what an optimizer keeps for each element of a parameter's `piece`."""
-    for key, value in kept.items():
+    for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == piece.shape:
-            kept[key] = ShardedTensor(value, cut, place)
+            state[key] = ShardedTensor(value, spec, shard_index)
 
 
 def _own_pieces(
-    packed: Mapping[str, Any], optimizer: Optimizer, cuts: Mapping[str, ShardingSpec], place: int
+    packed: Mapping[str, Any], optimizer: Optimizer, cuts: Mapping[str, ShardingSpec], shard_index: int
 ) -> Mapping[str, Any]:
     """What was saved with the own pieces of whole tensors."""
     if not cuts:
         return packed
     single = any(not cut.shape for cut in cuts.values())
-    found = _kept(optimizer) if single else None
+    probe_state = _probe_state(optimizer) if single else None
     # For a parameter without dimensions a count of steps looks like what is kept for its element.
-    others = {"step"} if found is None else {key for key, value in found.items() if value.dim() == 0}
+    others = {"step"} if probe_state is None else {key for key, value in probe_state.items() if value.dim() == 0}
 
     def cut(name: str, key: str, value: Any) -> Any:
-        whole = cuts.get(name)
-        is_whole = whole is not None and isinstance(value, torch.Tensor) and tuple(value.shape) == whole.shape
-        if whole is None or not is_whole or (not whole.shape and key in others):
+        spec = cuts.get(name)
+        is_whole = spec is not None and isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape
+        if spec is None or not is_whole or (not spec.shape and key in others):
             return value
-        return whole.at(place).of(value)
+        return spec.at(shard_index).of(value)
 
     state = {
         name: {key: cut(name, key, value) for key, value in kept.items()} for name, kept in packed["state"].items()
@@ -181,9 +190,9 @@ def _own_pieces(
     return {**packed, "state": state}
 
 
-def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], place: int) -> dict[str, Any]:
+def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], shard_index: int) -> dict[str, Any]:
     """A model's tensors by name; of those that are cut what is here, marked as that."""
-    return {n: ShardedTensor(local(t), cuts[n], place) if n in cuts else t for n, t in tensors.items()}
+    return {n: ShardedTensor(local(t), cuts[n], shard_index) if n in cuts else t for n, t in tensors.items()}
 
 
 def model_state(job: TrainingJob) -> dict[str, Any]:
@@ -205,40 +214,40 @@ def copies_in_pieces(tree: Any, job: TrainingJob) -> tuple[Any, list[list[Any]]]
     """What a script keeps, with copies of parameters that are cut, as averages of weights are, marked as pieces: those
     under the name of one, and those in a list of all, in order. And the paths of such copies that are whole.
     """
-    whole: list[list[Any]] = []
+    full_paths: list[list[Any]] = []
     params = dict(job.model.named_parameters(remove_duplicate=False)) if job.cuts else {}
 
     def mark(tensor: torch.Tensor, name: str, path: _Path) -> Any:
-        cut, here = job.cuts[name], local(tensor)
-        is_piece = here.shape == cut.at(job.place).shape
-        if name in params and hasattr(params[name], "_local_tensor") and here.shape == cut.shape:
+        cut, local_tensor = job.cuts[name], local(tensor)
+        is_piece = local_tensor.shape == cut.at(job.place).shape
+        if name in params and hasattr(params[name], "_local_tensor") and local_tensor.shape == cut.shape:
             is_piece = hasattr(tensor, "_local_tensor")  # one place may have all rows
         if is_piece:
-            return ShardedTensor(here, cut, job.place)
+            return ShardedTensor(local_tensor, cut, job.place)
         if tuple(tensor.shape) == cut.shape:
-            whole.append([*path])
+            full_paths.append([*path])
         return tensor
 
-    return change_copies(tree, job, mark), whole
+    return change_copies(tree, job, mark), full_paths
 
 
-def own_copies(tree: Any, job: TrainingJob, whole: Sequence[Sequence[Any]] = ()) -> Any:
+def own_copies(tree: Any, job: TrainingJob, full_paths: Sequence[Sequence[Any]] = ()) -> Any:
     """The same as it was saved, with the own pieces of tensors, in torch's kind of those where parameters are of one;
     but for the copies at paths that were `whole`.
     """
     params = dict(job.model.named_parameters(remove_duplicate=False))
-    paths = {tuple(path) for path in whole}
+    paths = {tuple(path) for path in full_paths}
 
     def narrow(tensor: torch.Tensor, name: str, path: _Path) -> Any:
         cut, like = job.cuts[name], params.get(name)
         if path in paths or tuple(tensor.shape) not in (cut.shape, cut.at(job.place).shape):
             return tensor
-        own = cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
+        piece = cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
         if like is None or not hasattr(like, "_local_tensor"):
-            return own
+            return piece
         about: Any = like
         more = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-        return type(about).from_local(own.to(like.device), about.device_mesh, about.placements, **more)
+        return type(about).from_local(piece.to(like.device), about.device_mesh, about.placements, **more)
 
     return change_copies(tree, job, narrow)
 
@@ -257,12 +266,12 @@ def change_copies(
     if not job.cuts:
         return tree
     if isinstance(tree, Mapping):
-        found = {key: change_copies(value, job, change, (*path, key)) for key, value in tree.items()}
-        for key, value in found.items():
+        changed = {key: change_copies(value, job, change, (*path, key)) for key, value in tree.items()}
+        for key, value in changed.items():
             if isinstance(value, torch.Tensor):
                 name = next((name for name in job.cuts if f".{key}".endswith(f".{name}")), None)
-                found[key] = value if name is None else change(value, name, (*path, key))
-        return found
+                changed[key] = value if name is None else change(value, name, (*path, key))
+        return changed
     if type(tree) not in (list, tuple):
         return tree
     inside = [change_copies(value, job, change, (*path, at)) for at, value in enumerate(tree)]
@@ -272,13 +281,13 @@ def change_copies(
     return type(tree)(inside)
 
 
-def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], place: int) -> None:
+def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], shard_index: int) -> None:
     """Takes over a state dict, of tensors that are cut whole ones or pieces, one after another; torch sees to the rest,
     and that all are there.
     """
     state = dict(saved)
     for name, tensor in model.state_dict(keep_vars=True).items() if cuts else ():
-        value, piece = state.get(name), cuts[name].at(place) if name in cuts else None
+        value, piece = state.get(name), cuts[name].at(shard_index) if name in cuts else None
         if value is None or piece is None or tuple(value.shape) not in (cuts[name].shape, piece.shape):
             continue
         if tuple(value.shape) == cuts[name].shape:
@@ -294,25 +303,25 @@ def load_optimizer(
     saved: Mapping[str, Any],
     names: Mapping[int, str],
     cuts: Mapping[str, ShardingSpec],
-    place: int,
+    shard_index: int,
 ) -> None:
     """Takes over what `optimizer_state` told, of tensors that are cut the whole ones too. Raises UsageError where the
     groups differ.
     """
-    saved = _own_pieces(saved, optimizer, cuts, place)
+    saved = _own_pieces(saved, optimizer, cuts, shard_index)
     same_number("parameter groups", len(saved["groups"]), len(optimizer.param_groups))
     current = optimizer.state_dict()
     numbers: dict[str, int] = {}
     groups = []
     for group, packed, old in zip(optimizer.param_groups, current["param_groups"], saved["groups"], strict=True):
-        here = [names[id(param)] for param in group["params"]]
-        if set(here) != set(old["params"]):
-            odd = sorted(set(here) ^ set(old["params"]))
+        group_names = [names[id(param)] for param in group["params"]]
+        if set(group_names) != set(old["params"]):
+            differing = sorted(set(group_names) ^ set(old["params"]))
             raise UsageError(
-                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(odd[:5])}",
+                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(differing[:5])}",
                 "make the same groups as in the run that is resumed, or start a new run",
             )
-        numbers.update(zip(here, packed["params"], strict=True))
+        numbers.update(zip(group_names, packed["params"], strict=True))
         groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
     state = {numbers[name]: {key: _copy(value) for key, value in kept.items()} for name, kept in saved["state"].items()}
     besides = saved.get("besides") or {}
@@ -326,12 +335,14 @@ def _copy(value: Any) -> Any:
 
 def hidden_in(optimizer: Optimizer) -> str:
     """For people: tensors that an optimizer keeps and its `state_dict()` does not; empty where there are none."""
-    told = [*_tensors(optimizer.state_dict(), "")]
-    told += [*_tensors(optimizer.param_groups, ""), *_tensors(dict(optimizer.state), "")]
-    known = {id(tensor) for _, tensor in told} | {tensor.data_ptr() for _, tensor in told}
-    own = [(f".{name}", value) for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
-    found = [pair for name, value in own for pair in _tensors(value, name)]
-    hidden = [name for name, tensor in found if not known & {id(tensor), tensor.data_ptr()}]
+    saved = [*_tensors(optimizer.state_dict(), "")]
+    saved += [*_tensors(optimizer.param_groups, ""), *_tensors(dict(optimizer.state), "")]
+    known = {id(tensor) for _, tensor in saved} | {tensor.data_ptr() for _, tensor in saved}
+    attributes = [
+        (f".{name}", value) for name, value in vars(optimizer).items() if name not in ("state", "param_groups")
+    ]
+    reachable = [pair for name, value in attributes for pair in _tensors(value, name)]
+    hidden = [name for name, tensor in reachable if not known & {id(tensor), tensor.data_ptr()}]
     if not hidden:
         return ""
     kind, more = type(optimizer).__name__, f" and {len(hidden) - 1} more tensors" if len(hidden) > 1 else ""

@@ -32,7 +32,7 @@ class Collated:
             if not usual and second != {self._micro}:  # else time comes first
                 self._others += 1
                 self._odd = self._odd or self._told(micro_batch, first.pop())
-            micro_batch.odd = self._odd if self._usual >= max(USUAL, self._others + 1) else ""
+            micro_batch.row_mismatch = self._odd if self._usual >= max(USUAL, self._others + 1) else ""
         return micro_batch
 
     def _told(self, micro_batch: MicroBatch, made: int) -> str:

@@ -164,7 +164,7 @@ class PlanExplanation:
         said["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
         said["delay"] = self.plan.delay or 0
         said["kept"] = max(map(kept, table(*self.kind, self.each)))
-        for row, value, word in self.plan.said():
+        for row, value, word in self.plan.stated_words():
             told = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
             if row.name == "data" and self.plan.local:
                 some = f"each computes at most {plural(self.islands, 'island')}"

@@ -36,7 +36,7 @@ class WorkerBatch:
     @property
     def share(self) -> list[MicroBatch]:
         """Those that count."""
-        return [micro_batch for micro_batch in self.micro_batches if not micro_batch.blank]
+        return [micro_batch for micro_batch in self.micro_batches if not micro_batch.is_dummy]
 
 
 def bring(
@@ -73,5 +73,5 @@ def bring(
         if spare is None:
             what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
             raise UsageError(what, "bring at least one row on every worker, or say zero=1")
-        whole.micro_batches.insert(0, dataclasses.replace(spare, blank=True))
+        whole.micro_batches.insert(0, dataclasses.replace(spare, is_dummy=True))
     return whole

@@ -189,7 +189,7 @@ class Refusal:
         """What made the loss of this micro-batch of the worker of this rank, or of the others that it names."""
         replica, bad = self.replica, [] if self.sums is None else self.sums.bad
         mesh, here, gathers = replica.mesh, self.group.rank, replica.layout.gathers
-        some = [one for one in self.micro_batches if not one.blank]
+        some = [one for one in self.micro_batches if not one.is_dummy]
         if gathers and mesh.replica_of(here) == mesh.replica_of(rank):  # all of it gather the weights, once
             some = [one for one in some if rows in Chunk([one], None).sources] if here == rank else []
             some = some or list(self.micro_batches)
@@ -212,7 +212,7 @@ class Refusal:
         """
         params = [(n, param) for n, param in enumerate(self.replica.job.named.values()) if param.requires_grad]
         with self._quietly():
-            for one in (one for one in self.micro_batches if not one.blank):
+            for one in (one for one in self.micro_batches if not one.is_dummy):
                 seen, bad = _Seen(self.replica.job.model, (), None), list[Any]()
                 _, loss, end = self._again(one, seen)
                 assert loss is not None
