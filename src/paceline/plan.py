@@ -219,7 +219,7 @@ class Plan:
                     yield replace(self, data=None, shard=shard, zero=zero)
 
     def stated_words(self) -> Iterator[tuple[Field[Any], Any, str]]:
-        """What was said: the row of the table, the value, and the word as it is written."""
+        """Yields each word of the plan: its row of the table, its value, and its text."""
         for row in fields(self):
             value = getattr(self, row.name)
             if value is not None and value is not False:

@@ -52,7 +52,7 @@ class BatchNormStats:
         self._calls: list[int] = []  # versions of the counters of another trainer's
 
     def buffers(self) -> set[int]:
-        """Identities of the buffers that are looked after here."""
+        """Identities of the buffers that this object restores and merges."""
         return {
             id(buffer)
             for module in self.modules
@@ -245,7 +245,7 @@ _HOOKS = sorted(name for name in _TORCHS if "hooks" in name and isinstance(vars(
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes that are the module's own."""
+    """Attributes that a module has besides those of every nn.Module."""
     return {name: value for name, value in vars(module).items() if name not in _TORCHS}
 
 

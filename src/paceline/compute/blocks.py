@@ -20,9 +20,10 @@ _SHARED = "its blocks share parameters with each other, or with the rest"
 
 
 def blocks_of(model: nn.Module, sharing: bool = False) -> dict[str, nn.Module]:
-    """The parts of a model that repeat, by name: children of one kind in a list or a sequence, as a transformer's
-    layers are, also in lists of lists. A module that stands in lists twice is none, since it is called twice; nor is
-    one whose parameters are also used elsewhere, unless those that are `sharing` them are wanted.
+    """The repeated blocks of a model by name: children of one class in a list or sequence, such as transformer layers.
+
+    Lists may be nested. A module that is in lists twice is no block, since it is called twice. A module that shares
+    parameters with the rest of the model is a block only with `sharing`.
     """
     blocks: dict[str, nn.Module] = {}
     lists: dict[int, nn.ModuleList | nn.Sequential | nn.ModuleDict] = {}
@@ -58,12 +59,12 @@ def called_again(model: nn.Module) -> str:
 
 
 def _listed(module: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> list[nn.Module]:
-    """What is in a list, as often as it is there."""
+    """The modules of a list, repeated as often as the list has them."""
     return list(module.values() if isinstance(module, nn.ModuleDict) else module)
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is in a list, and in lists in it, which are only names: they are never called."""
+    """The named children of a module; lists among them, which are never called, are replaced by their own children."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from ((f"{name}.{inner}", module) for inner, module in _children(child))
@@ -72,7 +73,7 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def by_block(names: Iterable[str], blocks: Sequence[str]) -> list[list[str]]:
-    """Parameters by the block that they are in, and at last those that are in none."""
+    """Groups parameter names by block; the last group has those outside of all blocks."""
     groups: list[list[str]] = [[] for _ in [*blocks, ""]]
     for name in names:
         index = next((index for index, block in enumerate(blocks) if name.startswith(f"{block}.")), len(blocks))
@@ -81,7 +82,7 @@ def by_block(names: Iterable[str], blocks: Sequence[str]) -> list[list[str]]:
 
 
 def summarize_blocks(blocks: Mapping[str, nn.Module]) -> str:
-    """Their names, a list's together: ``layers.0 to 11 (Layer)``."""
+    """The names of blocks as a text, one range per list: ``layers.0 to 11 (Layer)``."""
     lists: dict[tuple[str, str], list[str]] = {}
     for name, block in blocks.items():
         path, _, last = name.rpartition(".")
@@ -92,7 +93,7 @@ def summarize_blocks(blocks: Mapping[str, nn.Module]) -> str:
 
 
 def explain_gathering(model: nn.Module, blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
-    """What is decided where parameters are gathered block by block, and why."""
+    """The decision how parameters are gathered, block by block or all at once, and its reason."""
     if not blocks:
         return "all parameters are gathered at once", _SHARED if blocks_of(model, sharing=True) else _NONE
     others = ", and the rest" if rest else ""
@@ -100,8 +101,9 @@ def explain_gathering(model: nn.Module, blocks: Mapping[str, nn.Module], rest: b
 
 
 def set_apart(model: nn.Module) -> None:
-    """Lets the gradient of what goes into a block, or into the model, be summed over its uses in there before those
-    outside are added: the order in which it is summed where fully_shard gathers the block's parameters.
+    """Sums the gradient of an input of a block, or of the model, over its uses inside before those outside are added.
+
+    This is the order of summation in which fully_shard, which gathers each block's parameters, computes it.
     """
     for module in [*blocks_of(model).values(), model]:
         module.register_forward_pre_hook(_set_apart, with_kwargs=True)
@@ -131,9 +133,11 @@ def recompute(model: nn.Module) -> tuple[str, str]:
 
 
 def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Recomputed, also several times for the gradient of a gradient, a forward finds the buffers as it first did and
-    changes copies of them: BatchNorm's statistics move once. A compiled one is recomputed by its graph, without its
-    side effects.
+    """Runs a block's forward with activation checkpointing.
+
+    A recomputation starts from the buffers of the first forward and changes copies of them, so that BatchNorm's
+    statistics move once; this holds for several recomputations, too (the gradient of a gradient). A compiled forward
+    is recomputed by its graph, which has no side effects.
     """
     saved_buffers: list[tuple[nn.Module, str, torch.Tensor]] | None = None
 

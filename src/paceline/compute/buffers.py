@@ -29,6 +29,8 @@ DECLARED = [0]  # how often `buffer` was called: who looked before then looks ag
 
 @dataclass(frozen=True)
 class Rule:
+    """How one declared buffer is merged; the fields are the arguments of `buffer`."""
+
     merge: Merge
     factor: float = 1.0
     pointer: str = ""
@@ -100,8 +102,10 @@ def _buffer_of(module: nn.Module, name: str) -> torch.Tensor:
 
 
 class _DeclaredBuffer:
-    """A declared buffer and what it held when the step began. All but a queue is merged as a weighted sum of how far
-    micro-batches move it from a base; beside each row of the records stands what the weights add up to.
+    """A declared buffer and its value at the start of the step.
+
+    The merge adds up how far each micro-batch moves the buffer from a base value, with weights. A record has one column
+    more than the buffer has elements: the sum of these weights. Queues are merged differently, see `_QueueBuffer`.
     """
 
     def __init__(self, label: str, module: nn.Module, name: str, rule: Rule, is_trained: bool) -> None:
@@ -112,28 +116,38 @@ class _DeclaredBuffer:
 
     @property
     def certain(self) -> str:
-        """Why micro-batches stay alone, if it is the trained model's; of another's nobody knows before it ran."""
+        """Why micro-batches must run one by one, known before the forward: only for the trained model in training mode.
+
+        Whether a loss runs another trainer's model shows only afterwards, in `moved`.
+        """
         return self.why if self.is_trained and self.module.training else ""
 
     def buffers(self) -> set[int]:
+        """The identity of the tensor, as a set."""
         return {id(self.tensor)}
 
     def take(self) -> None:
+        """Remembers the buffer's value and version at the start of a step."""
         self.tensor = _buffer_of(self.module, self.name)
         self.start, self._version = self.tensor.clone(), self.tensor._version
 
     def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
-        """Of a step's records: a row per micro-batch where their order counts, or that of a sum must not."""
+        """Shape of a step's records: a row for each micro-batch where the order of the merge matters, else one row.
+
+        It matters for "affine", and with `exact` for every sum, whose rounding must not depend on the workers.
+        """
         apart = self.rule.merge == "affine" or (exact and self.rule.merge != "last")
         rows = options.micro_batches if apart else 1
         return (rows if self.rule.merge in _RULES else 0), self.start.numel() + 1
 
     def restore(self) -> None:
+        """Gives the buffer the value that it had at the start of the step."""
         put_back(self.tensor, self.start)
         self.module._buffers[self.name] = self.tensor
         self._version = self.tensor._version
 
     def now(self) -> torch.Tensor:
+        """The buffer's current value. Raises ChangingBufferError if a forward changed its shape or removed it."""
         current, before = self.module._buffers[self.name], tuple(self.start.shape)
         if current is None or tuple(current.shape) != before:
             what = f"{self.why}, of shape {before}, into {None if current is None else tuple(current.shape)}"
@@ -144,7 +158,10 @@ class _DeclaredBuffer:
         return current.detach()
 
     def moved(self, values: bool = True) -> str:
-        """Why, if a forward has written to it; what bypasses the versions of tensors is found by its `values`."""
+        """Why micro-batches must run one by one, if a forward wrote to the buffer; else an empty text.
+
+        `values` compares values, too: writes through `.data` do not change a tensor's version.
+        """
         current = self.module._buffers[self.name]
         same = current is self.tensor and self.tensor._version == self._version
         return "" if same and not (values and not self.now().equal(self.start)) else self.why
@@ -155,6 +172,7 @@ class _DeclaredBuffer:
         return begun.to(like).flatten() * factor if self.rule.merge != "last" else torch.zeros_like(like)
 
     def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
+        """Adds the chunk's change of the buffer to the step's records; `count` is the step's micro-batches."""
         first, last = chunk.micro_batches[0].index, chunk.micro_batches[-1].index
         weights = {"mean": chunk.rows, "last": count - 1 in (first, last)}
         if weight := float(weights.get(str(self.rule.merge), self.moved() != "")):
@@ -163,7 +181,7 @@ class _DeclaredBuffer:
             row[-1] += weight
 
     def merge(self, rows: torch.Tensor, base: torch.Tensor | None = None) -> None:
-        """What micro-batches have done to it; they may have begun at another `base`."""
+        """Applies the records of all micro-batches to `start`; they may have started from another value, `base`."""
         changes, weights = rows[:, :-1], rows[:, -1:]
         if self.rule.merge == "affine":  # what a micro-batch adds goes through the later ones that write to it
             kept = torch.cat([self.rule.factor ** weights[1:], torch.ones_like(weights[:1])]).flip(0).cumprod(0).flip(0)
@@ -179,6 +197,8 @@ class _DeclaredBuffer:
 
 
 class _QueueBuffer(_DeclaredBuffer):
+    """A ring buffer to which each micro-batch appends entries; the records hold the entries themselves, one a row."""
+
     def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
         self.first, self.size = int(self.pointer.start), self.start.shape[self.rule.dim]
         return options.rows, self.start.numel() // self.size + 1
@@ -188,6 +208,7 @@ class _QueueBuffer(_DeclaredBuffer):
         return places[-self.size :] % self.size
 
     def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
+        """Copies the entries that the chunk appended into the rows of its samples."""
         moved = (int(self.pointer.now()) - self.first) % self.size
         if moved > chunk.rows or (moved == 0 and not self.now().equal(self.start)):
             what = f"{self.why}, and moves its pointer by {moved} of {self.size} in a micro-batch of {chunk.rows} rows"

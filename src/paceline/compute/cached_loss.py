@@ -35,9 +35,11 @@ _SEEDED = "draw from torch's, Python's or numpy's global generators, and keep no
 
 @dataclass(frozen=True)
 class CachedGrads:
-    """How a micro-batch's outputs are led in the second run, tensor by tensor: by the gradients of the loss (None: it
-    does not use this one). `before` is what they were in the first run, `own` are the loss's own parameters with their
-    gradients; in `apart` is noted whether outputs are others now.
+    """Gradients of the loss over the batch with respect to one micro-batch's outputs, for the second run.
+
+    `grads` has one entry per output tensor (None: the loss does not use it), `before` the outputs of the first run.
+    `loss_params` are the loss's own parameters with their gradients. `differences` collects whether each output of the
+    second run differs from the first.
     """
 
     grads: Sequence[torch.Tensor | None]
@@ -66,10 +68,11 @@ def _differs(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 def gather_outputs(
     group: Group, outputs: Sequence[tuple[int, int, Any]], device: torch.device
 ) -> tuple[list[torch.Tensor], dict[int, slice]]:
-    """Of `outputs`, this worker's with number and rows of the micro-batch, each tensor with the rows of everybody's, in
-    grid order; and where those of each micro-batch are. Part of the entered collective.
+    """Gathers the outputs of all workers' micro-batches in grid order. Part of the entered collective.
 
-    Raises UsageError for what is not tensors of rows, or not alike.
+    `outputs` are this worker's: index of the micro-batch, its rows, its output. Returns a tensor of all rows for each
+    tensor of an output, and the slice of each micro-batch by index. Raises UsageError for outputs that are not tensors
+    of rows, or whose dtypes or shapes differ between micro-batches.
     """
     local_outputs = [_rows_of(output, rows) for _, rows, output in outputs]
     kinds = [[[str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for x in tensors] for tensors in local_outputs]
@@ -110,7 +113,7 @@ def _describe_kinds(kinds: Sequence[Sequence[Any]]) -> str:
 
 
 def filled(like: Any, columns: Sequence[torch.Tensor]) -> Any:
-    """What is nested like one micro-batch's output, with the rows of all."""
+    """An output nested like that of one micro-batch, with the rows of all micro-batches."""
     rest = iter(columns)
     return pytree.tree_map_only(torch.Tensor, lambda _: next(rest), like)
 
@@ -122,7 +125,7 @@ class GradCache:
         self.runner, self.job = runner, runner.job
 
     def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
-        """As the runner's: gradients, and the sums of the loss."""
+        """Runs a step as the runner's `run` does: leaves gradients, and returns the sums of the loss."""
         local_outputs, units = self.runner.outputs(micro_batches, options), self.job.units
         options.reached("outputs")
         assert units is not None
@@ -131,7 +134,7 @@ class GradCache:
         columns, slices = gather_outputs(units, share, self.job.device)
         units.enter(f"step {options.step + 1}", check=False, kind="gradients")
         options.reached("gathered")
-        # Gradients by leads are scaled already, and what may be merged is not looked for.
+        # Cached gradients are scaled already, and the second run does not test whether micro-batches may be merged.
         second = replace(options, expected=1.0, merge=1, test=False, probe=False)
         if not local_outputs:  # outputs are other units', or the last stage's
             return self.runner.run(micro_batches, second, ready)
@@ -168,8 +171,9 @@ class GradCache:
     def _judged(
         self, columns: Sequence[torch.Tensor], like: Any, options: StepOptions
     ) -> tuple[Loss, list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The loss, the gradient of each column, and those of the loss's own parameters. Draws in it are seeded, too:
-        it is the same on all units.
+        """The loss over the batch, the gradient of each column, and the loss's own parameters with their gradients.
+
+        Random draws in the loss are seeded, so all units compute the same.
         """
         job, rows = self.job, len(columns[0])
         assert job.over is not None
@@ -199,7 +203,7 @@ class GradCache:
         return part.detached(), grads, list(zip(loss_params, gradients, strict=True))
 
     def _tell(self, sums: StepSums, part: Loss, first: bool) -> None:
-        """Who has the first micro-batch tells what the loss was, the others nothing."""
+        """Sets the loss in `sums` on the worker with the first micro-batch, and zeros on all others."""
         loss, count = float(part.total), float(part.count)
         self.runner.counts.refuse_values([count], [loss], ["the global batch"])
         metrics = {name: (float(total), float(number)) for name, (total, number) in part.metrics.items()}

@@ -83,7 +83,10 @@ class Runner:
         return sums
 
     def outputs(self, micro_batches: Sequence[MicroBatch], options: StepOptions) -> list[tuple[MicroBatch, Any]]:
-        """What the forward gives for each micro-batch, whole and without gradients; of all else no trace is left."""
+        """Outputs of the forward for each micro-batch, gathered over the unit and without gradients.
+
+        Buffers are restored after each forward. Micro-batches whose output is on another worker are left out.
+        """
         self._open(options)
         outputs = []
         for chunk in self._forwards([Chunk([m], m.batch) for m in micro_batches]):
@@ -97,7 +100,7 @@ class Runner:
         return outputs
 
     def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-        """Each chunk when it is its turn."""
+        """Yields the chunks in the order in which they run; a pipeline has another order."""
         yield from chunks
 
     def undo(self) -> None:
@@ -139,7 +142,7 @@ class Runner:
         return sums
 
     def _through(self, chunks: Sequence[Chunk], sums: StepSums, options: StepOptions) -> list[Loss]:
-        """Forward and backward of all, one after another."""
+        """Runs forward and backward of all chunks in turn; a merged chunk that fails is run again one by one."""
         queue, parts = deque(chunks), list[Loss]()
         while queue and not sums.failed:
             chunk = queue.popleft()
@@ -186,7 +189,7 @@ class Runner:
         return part.detached()
 
     def _backward(self, part: Loss, options: StepOptions, last: bool, is_dummy: bool = False) -> None:
-        """Where there are hooks, of the mean, and what they have seen is weighed."""
+        """Runs the backward of one chunk. User hooks see the gradient of the mean, which is weighted after them."""
         hooked = options.hooked or self.observer.hooks.where
         weight = float(part.count) / options.expected if hooked else None
         self.landing.open(last, is_dummy, weight)
@@ -199,9 +202,7 @@ class Runner:
         self.landing.close()
 
     def _run_dummy(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
-        """One of the forwards and backwards that the other workers of a replica make more than this one: nothing of it
-        counts.
-        """
+        """Runs a dummy micro-batch, so that all workers of a replica run equally many; its sums are dropped."""
         self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         self._backward(self._loss(chunk), options, last, is_dummy=True)
         self.restore()
@@ -281,6 +282,7 @@ class Runner:
 
 @contextmanager
 def _explain_single_row(chunk: Chunk, options: StepOptions) -> Iterator[None]:
+    """Turns BatchNorm's ValueError about a single row into a UsageError that names the row and the cure."""
     try:
         yield
     except ValueError as error:
@@ -302,6 +304,10 @@ class Loss:
 
     @staticmethod
     def of(result: Any, chunk: Chunk, trainable: bool) -> Loss:
+        """Reads what the user's loss function returned for a chunk: a mean, (sum, count) or (sum, count, metrics).
+
+        Raises LossError for any other form, and if a `trainable` model's loss has no gradient.
+        """
         metrics: Mapping[str, tuple[Any, Any]] = {}
         mean = result if isinstance(result, torch.Tensor) else None
         if isinstance(result, torch.Tensor):
@@ -324,6 +330,7 @@ class Loss:
         return Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
 
     def detached(self) -> Loss:
+        """A copy without autograd's graph, and without the mean."""
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}
         return Loss(self.total.detach(), _bare(self.count), metrics, self.sources, self.index)
 

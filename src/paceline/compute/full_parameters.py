@@ -20,8 +20,10 @@ _AT_ONCE = 1 << 24  # elements of pieces that are gathered together, unless one 
 
 
 class FullParameterCopies:
-    """Copies of the `own` parameters, of which the `cuts` leave a piece here, at a `place` in a `replica`. Optimizers
-    hold the copies, whose values are set for each update anew; with `hosted` they lie in the memory of the host.
+    """Full copies of sharded parameters, which optimizers hold.
+
+    `params` are this worker's shards by name, `cuts` their sharding in the `replica`, in which this worker has the
+    shard number `shard_index`. Each update gathers the copies anew. With `hosted` they are in host memory.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class FullParameterCopies:
         }
 
     def _batches(self) -> Iterator[list[str]]:
-        """Names whose pieces are gathered together: those of one dtype, up to a size."""
+        """Names of parameters that are gathered together: those of one dtype, up to `_AT_ONCE` elements."""
         batch, size = list[str](), 0
         for name in sorted(self._cuts, key=lambda name: str(self._params[name].dtype)):
             elements = max(piece.elements for piece in self._cuts[name].pieces)
@@ -52,7 +54,7 @@ class FullParameterCopies:
             yield batch
 
     def _gather(self, names: Sequence[str], pieces: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Fills whole tensors with the pieces that all workers have of them."""
+        """Fills full tensors with the shards of all workers."""
         everyone = self._replica.gather(torch.cat([piece.detach().reshape(-1) for piece in pieces]))
         ends = [0] * len(everyone)
         for name, target in zip(names, targets, strict=True):
@@ -66,7 +68,7 @@ class FullParameterCopies:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """What is done meanwhile to the copies, with the gradients of the pieces, is done to these. Collective."""
+        """Gathers values and gradients into the copies, then writes the updated copies back to shards. Collective."""
         self._replica.enter("whole copies for the optimizer", check=False, kind="weights")
         for names in self._batches():
             self._gather(names, [self._params[n] for n in names], [self.copies[n].detach() for n in names])

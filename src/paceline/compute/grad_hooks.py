@@ -21,8 +21,9 @@ from paceline.errors import UsageError
 
 
 class Hooks:
-    """The gradient hooks on parameters, on modules, and on tensors of the first forward; `where` names the first that
-    was found. There must be none where gradients are `scaled` (fp16), and none on parameters that are `gathered`.
+    """Finds the user's gradient hooks: on parameters, on modules, and on tensors of the first forward.
+
+    `where` names the first hook. Hooks are refused if gradients are `scaled` (fp16), and on `gathered` parameters.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], scaled: bool, gathered: bool) -> None:
@@ -32,14 +33,14 @@ class Hooks:
         self._known = -1
 
     def beside(self, models: Sequence[nn.Module]) -> None:
-        """Whose modules a loss may run."""
+        """Sets the models whose modules a loss may run."""
         named = [(name or "the model", module) for model in models for name, module in model.named_modules()]
         self._modules = [(n, hooks) for n, m in named for hooks in (m._backward_hooks, m._backward_pre_hooks)]
         self._modules += [("all modules", h) for h in (every._global_backward_hooks, every._global_backward_pre_hooks)]
         self._known = -1
 
     def look(self) -> None:
-        """Before a step: those on parameters and modules, where more have come since the last one."""
+        """Looks for hooks on parameters and modules before a step, if their number changed since the last one."""
         params = [hooks for p in self._params.values() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
         count = sum([len(hooks) for hooks in params if hooks]) + sum([len(hooks) for _, hooks in self._modules])
         if count == self._known:
@@ -56,7 +57,7 @@ class Hooks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A forward is run for the first time: are tensors in it given hooks?"""
+        """Notices hooks that the first forward registers on tensors."""
         plain: Any = torch.Tensor.register_hook
 
         def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
@@ -86,7 +87,7 @@ def _is_internal(hook: Any) -> bool:
 
 @contextmanager
 def weighed(params: Sequence[nn.Parameter], weight: float) -> Iterator[None]:
-    """What a backward in it makes is multiplied by `weight` after all hooks, and added to what was there."""
+    """Multiplies the gradients of a backward inside by `weight` after all hooks, and adds them to the former ones."""
     before = [param.grad for param in params]
     for param in params:
         param.grad = None
@@ -99,7 +100,7 @@ def weighed(params: Sequence[nn.Parameter], weight: float) -> Iterator[None]:
 
 
 def nodes_of(total: torch.Tensor) -> Iterator[Any]:
-    """Of autograd's graph, each once."""
+    """Yields each node of autograd's graph above a tensor once."""
     seen, left = set[Any](), [total.grad_fn]
     while left:
         node = left.pop()

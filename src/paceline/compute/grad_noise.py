@@ -26,13 +26,13 @@ CHANGED = 1.2  # it is told again when it is another one by so much
 
 
 def squares(gradients: Iterable[torch.Tensor]) -> float:
-    """Of all their elements, added up."""
+    """Sum of the squares of all elements of the gradients."""
     tensors = list(gradients)
     return float(torch.stack(torch._foreach_norm(tensors)).cpu().double().square().sum()) if tensors else 0.0
 
 
 def looked_at(step: int, plan: Plan, unit: int, workers: int, job: TrainingJob) -> str:
-    """Whose squares are looked at in a step, as Options have it: where a worker has whole gradients of its own rows."""
+    """The `noise_sample` of a step's options: empty in most steps, and where workers lack full gradients of their rows."""
     has_full_gradients = unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
     return ("all" if workers > 1 else "first") if has_full_gradients and step % EVERY == EVERY - 1 else ""
 
@@ -51,7 +51,10 @@ class GradNoiseScale:
     _reported: float = 0.0
 
     def learn(self, agreed: Agreed, norm: float, rows: int) -> Iterator[dict[str, Any]]:
-        """Of a step whose mean gradient over so many `rows` has the `norm`. For the journal, if there is news."""
+        """Updates the estimate from a step whose mean gradient over `rows` rows has this `norm`.
+
+        Yields the fields of a journal event if the scale changed by more than the factor CHANGED.
+        """
         free = agreed.spread_count - agreed.spread_squares / agreed.count if agreed.count > 0 else 0.0
         if free <= 1e-9 * agreed.count:  # nobody looked, or all rows were one worker's
             return

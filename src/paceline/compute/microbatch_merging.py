@@ -53,7 +53,7 @@ class MergeProbe:
         return certain or (HOOKED if self.hooks.where else self._failed)
 
     def give_up(self, chunk: Chunk, sums: StepSums, error: Exception) -> None:
-        """Other rows than those of one micro-batch fail: nobody is to compute them together, or apart."""
+        """Forbids all workers to merge, or to divide, micro-batches after such a chunk failed."""
         sums.failed = True
         if len(chunk.micro_batches) > 1:
             self._failed = sums.why = f"several micro-batches together fail {_describe_error(error)}"
@@ -72,7 +72,7 @@ class MergeProbe:
         sums: StepSums,
         options: StepOptions,
     ) -> None:
-        """After a step's micro-batches, of which `some` count."""
+        """Tests after a step whether its micro-batches (without dummies) may be merged and divided."""
         first, self.done = not self.done, self.done or bool(micro_batches)
         if self.hooks.where:
             sums.news["hooks"] = f"{self.hooks.where}: {_SEES}", ""
@@ -98,8 +98,8 @@ class MergeProbe:
     def _observe(
         self, loss: Computes, micro_batches: Sequence[MicroBatch], sums: StepSums, test: bool, first: bool
     ) -> None:
-        """Whether the loss of two micro-batches together is the sum of theirs, and that of one the sum of its parts':
-        observed, not guessed. What cannot be merged is divided only the `first` time.
+        """Measures whether the loss of two merged micro-batches is the sum of their losses, and the loss of one the sum
+        over its parts. If micro-batches cannot be merged, only the `first` call tests parts.
         """
         alone = [Chunk([micro_batch], micro_batch.batch) for micro_batch in micro_batches]
         together, single = join(micro_batches) if len(micro_batches) > 1 else None, None
@@ -147,8 +147,9 @@ class MergeProbe:
         return None
 
     def _differ(self, merged: Any, parts: Sequence[Any], rounding: float = 1.0) -> tuple[str, str] | None:
-        """The loss of a whole and that of its parts, for people, if they or the counts are not equal: more than what
-        another order of summation may differ by, times `rounding`.
+        """Texts of the merged loss and the sum over its parts, if these or the counts differ; else None.
+
+        The tolerance is what another order of summation may change, times `rounding`.
         """
         total, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
         tolerance = 1e-9 if merged.total.dtype == torch.float64 else 1e-4
@@ -161,7 +162,7 @@ class MergeProbe:
 
 
 def _distinct_digits(one: float, other: float, what: str = "") -> tuple[str, str]:
-    """Two numbers with as many digits as tell them apart."""
+    """Texts of two numbers with the fewest digits (6, 9 or 17) that show their difference."""
     pairs = [(f"{what}{one:.{digits}g}", f"{what}{other:.{digits}g}") for digits in (6, 9, 17)]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 

@@ -19,7 +19,7 @@ from paceline.comm.communicator import Group
 from paceline.comm.message_reader import damaged, read_told
 from paceline.comm.shared_memory import raw_bytes
 
-_DENSE = -1  # instead of rows: the gradient is a whole one, since the script uses the parameter in another way as well
+_DENSE = -1  # in the place of row indices: the gradient is dense, since the script also uses the parameter otherwise
 
 
 def tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -30,7 +30,7 @@ def tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def rows_of(params: Iterable[Parameter]) -> list[torch.Tensor]:
-    """Of gradients that are summed the rows that there are, or all."""
+    """The values of summed gradients: the stored rows of sparse ones, all of dense ones."""
     grads = [param.grad for param in params if param.grad is not None]
     return [grad._values() if grad.is_sparse else grad for grad in grads]
 
@@ -50,7 +50,7 @@ def _summed(param: Parameter, group: Group) -> torch.Tensor | None:
 
 
 def _local_rows(param: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows of its gradient there are, each once, and what they have, flat."""
+    """Indices of the stored rows of a parameter's gradient, each once, and their values, flat."""
     grad, none = param.grad, param.new_empty(0)
     if grad is None:
         return none.long(), none
@@ -65,7 +65,7 @@ def _is_dense(rows: torch.Tensor) -> bool:
 
 
 def combined(param: Parameter, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The gradient that workers' rows, and what they have, add up to in their order; None where nobody has any."""
+    """The sum of all workers' gradients, from row indices and values, in rank order; None if nobody has rows."""
     if not any(map(len, rows)):
         return None
     union, positions, length = None, rows, len(param)
@@ -90,7 +90,7 @@ def pack_gradients(params: Mapping[int, Parameter]) -> bytes:
 
 
 def pack_weights(params: Mapping[int, tuple[Parameter, torch.Tensor | None]]) -> bytes:
-    """Of parameters by number the values in these rows, or all."""
+    """Values of the given rows of parameters by number, or of all rows (None), as they travel to a worker."""
     rows_and_values = {
         number: (param.new_full((1,), _DENSE, dtype=torch.int64), param.detach().flatten())
         if rows is None
@@ -107,7 +107,7 @@ def _packed(rows_and_values: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) ->
 
 
 def unpack(data: bytearray, params: Sequence[Parameter], who: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """The rows of each parameter, and what they have, flat, of `who` has sent them. FormatError: it is not that."""
+    """Row indices and flat values by parameter number, from what `who` sent. Raises FormatError for damaged data."""
     start, unpacked = data.find(b"\n") + 1, {}
     header = read_told(data[: max(0, start - 1)], "rows", who)
     if wrong := next((number for number, _, _ in header if number >= len(params)), None):
@@ -127,7 +127,7 @@ def unpack(data: bytearray, params: Sequence[Parameter], who: str) -> dict[int, 
 
 @torch.no_grad()
 def put_weights(data: bytearray, params: Sequence[Parameter]) -> None:
-    """What `pack_weights` has packed."""
+    """Writes the values that `pack_weights` packed into the parameters."""
     for number, (rows, values) in unpack(data, params, "a server").items():
         param = params[number]
         if _is_dense(rows):
@@ -137,14 +137,15 @@ def put_weights(data: bytearray, params: Sequence[Parameter]) -> None:
 
 
 def steps_rows_alone(optimizer: Optimizer) -> bool:
-    """Whether it changes no other rows than those of a gradient."""
+    """Whether the optimizer changes only the rows that a gradient has."""
     plain = all(not group.get("momentum") and not group.get("weight_decay") for group in optimizer.param_groups)
     return type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD) and plain
 
 
 class TouchedRows:
-    """Which rows of a table of so many each of the last updates has changed, from the `first` on; never more than there
-    are rows.
+    """The rows of a table that each of the last updates changed, from update `first` on.
+
+    It forgets the oldest updates when it would hold more row indices than the table has rows (`length`).
     """
 
     def __init__(self, length: int, first: int) -> None:
@@ -152,7 +153,7 @@ class TouchedRows:
         self._log = deque[tuple[int, torch.Tensor]]()
 
     def note(self, update: int, rows: torch.Tensor | None, oldest: int) -> None:
-        """What an update has changed, None: any row; of those before the `oldest` nobody will ask."""
+        """Records the rows that an update changed (None: any row), and forgets updates before `oldest`."""
         if rows is None:
             rows, oldest = torch.empty(0, dtype=torch.int64), update + 1
         self._log.append((update, rows))
@@ -162,6 +163,6 @@ class TouchedRows:
             self._first, self._total = number + 1, self._total - len(gone)
 
     def since(self, update: int) -> torch.Tensor | None:
-        """The rows that the updates from this one on have changed, None: maybe any."""
+        """The rows changed by this update and all later ones; None if any row may have changed."""
         changed = [rows for _, rows in takewhile(lambda one: one[0] >= update, reversed(self._log))]
         return None if update < self._first else torch.cat([torch.empty(0, dtype=torch.int64), *changed]).unique()

@@ -21,19 +21,20 @@ _OF_ALL = 1e-2  # of the norm of all gradients: what a gradient smaller than tha
 
 
 def allowed(tensor: torch.Tensor) -> float:
+    """The relative distance that rounding explains: by the tensor's dtype, and a coarse one under autocast."""
     mixed = torch.is_autocast_enabled(tensor.device.type)  # a float32 may come of coarser numbers
     return _COARSE if mixed else _ROUNDING.get(tensor.dtype, _COARSE)
 
 
 def apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference as a part of that of `theirs`."""
+    """Norm of the difference relative to the norm of `expected`; 0 or 1 for integers and different shapes."""
     if actual.shape != expected.shape or not expected.is_floating_point():
         return float(not torch.equal(actual, expected))
     return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
 
 
 def outputs_apart(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, bool]:
-    """How far outputs are apart at most, and whether any are by more than rounding."""
+    """The largest relative distance of outputs, and whether any output differs by more than rounding."""
     distances = [apart(a, b) for a, b in zip(actual, expected, strict=True)]
     return max(distances, default=0.0), any(d > allowed(b) for d, b in zip(distances, expected, strict=True))
 
@@ -44,7 +45,10 @@ def farthest(
     outputs: Sequence[torch.Tensor],
     most_allowed: float = math.inf,
 ) -> tuple[str, float]:
-    """How far gradients are apart at most, of `outputs` or what came of them, and whose if it is more than rounding."""
+    """The parameter whose gradient differs most, if by more than rounding, and the largest relative distance.
+
+    The dtypes of `outputs`, from which the gradients come, decide what counts as rounding.
+    """
     norms = {name: float(one.double().norm()) for name, one in expected.items()}
     least, name, most = max(math.hypot(*norms.values()) * _OF_ALL, 1e-300), "", 0.0
     for whose, one in expected.items():
@@ -56,8 +60,9 @@ def farthest(
 
 
 def loss_apart(actual: Any, expected: Any, rounding: float, least: float) -> tuple[str, str, float]:
-    """Two losses (sum, count and metrics) for people, if they differ by more than `rounding`, else empty texts; and how
-    far the sums are apart, as a part of the second one, or of the `least` size that counts.
+    """Texts of two losses (sum, count, metrics) that differ by more than `rounding`, or empty ones; and the distance.
+
+    The distance is relative to the expected value, or to `least` where that value is smaller.
     """
     coarse = max(rounding, 1e-3) if rounding > 1e-9 else rounding  # of metrics: one that counts has steps
     figures = [("", actual.total, expected.total, rounding), ("a count of ", actual.count, expected.count, rounding)]
@@ -77,8 +82,9 @@ def loss_apart(actual: Any, expected: Any, rounding: float, least: float) -> tup
 
 
 def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Those of numbers that are made of outputs, by the same random weights each time. Parameters that the script has
-    frozen since the Trainer was made have none.
+    """Gradients, by parameter name, of a sum of the outputs with random weights that are the same in each call.
+
+    Parameters that the script froze after the Trainer was made have none.
     """
     named = {name: param for name, param in named.items() if param.requires_grad}
     made = [x for x in outputs if x.requires_grad]
@@ -124,14 +130,15 @@ def is_reentrant(node: Any) -> bool:
 
 
 def room(device: torch.device) -> float:
-    """Bytes that nobody needs."""
+    """Bytes of free memory on the device."""
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory_free()
 
 
 @contextmanager
 def weighing(model: nn.Module, sizes: list[int]) -> Iterator[None]:
-    """The bytes of what a model's innermost modules give meanwhile, about a third of what is kept for a backward. Hooks
-    on what autograd saves would take the attributes of tensors.
+    """Appends to `sizes` the bytes of all outputs of the model's innermost modules while the context is open.
+
+    This is about a third of what a backward keeps. Hooks on autograd's saved tensors would drop tensor attributes.
     """
 
     def weigh(module: nn.Module, given: Any, output: Any) -> None:
