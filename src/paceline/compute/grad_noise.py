@@ -32,7 +32,7 @@ def squares(gradients: Iterable[torch.Tensor]) -> float:
 
 
 def looked_at(step: int, plan: Plan, unit: int, workers: int, job: TrainingJob) -> str:
-    """The `noise_sample` of a step's options: empty in most steps, and where workers lack full gradients of their rows."""
+    """The `noise_sample` of a step: empty in most steps, and where workers lack full gradients of their rows."""
     has_full_gradients = unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
     return ("all" if workers > 1 else "first") if has_full_gradients and step % EVERY == EVERY - 1 else ""
 
