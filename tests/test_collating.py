@@ -69,11 +69,11 @@ def test_what_does_not_begin_with_rows_is_not_told_of(made):
     """Now and then it is as long as if it did."""
     lengths = torch.randint(4, 7, (200,), generator=torch.Generator().manual_seed(1)).tolist()
     collated = Collated(lambda some: some, 4)
-    found = [collated.look(MicroBatch(0, 4, made(length))).odd for length in [4, 9, *lengths]]
+    found = [collated.look(MicroBatch(0, 4, made(length))).row_mismatch for length in [4, 9, *lengths]]
     assert set(found) == {""}
 
 
 def test_the_last_micro_batch_is_shorter():
     collated = Collated(lambda some: some, 4)
-    found = [collated.look(MicroBatch(0, rows, packed(rows))).odd for rows in [4] * 8 + [2] + [4] * 8]
+    found = [collated.look(MicroBatch(0, rows, packed(rows))).row_mismatch for rows in [4] * 8 + [2] + [4] * 8]
     assert set(found) == {""}

@@ -36,11 +36,11 @@ def _open_streams() -> None:
 def main() -> int:
     """Reads the command line and does what it says; the exit code. Once workers run, their agent hears the signals."""
     _open_streams()
-    own, imported = os.getpid(), False
+    parent_pid, imported = os.getpid(), False
 
     def stop(number: int, _: Any) -> None:
         signal.signal(number, signal.SIG_DFL)  # whoever sends it again means at once
-        if os.getpid() != own:  # forked from us
+        if os.getpid() != parent_pid:  # forked from us
             os.kill(os.getpid(), number)
         elif not imported:  # there is nothing to tidy, and importlib would swallow exceptions here and there
             os.write(2, _line(number).encode())

@@ -128,18 +128,18 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> Plan:
         """The plan that `text` says: words with white space between. Raises PlanError if it cannot."""
-        said: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for word in text.split():
             row, value = _read(word)
-            if row.name in said:
-                first = _say(row.name, said[row.name])
+            if row.name in values:
+                first = _say(row.name, values[row.name])
                 raise PlanError(f"plan word {row.name!r} is said twice: {first} and {word}", "keep one of them")
-            said[row.name] = value
-        return cls(**said)
+            values[row.name] = value
+        return cls(**values)
 
     def __str__(self) -> str:
         """The canonical text: only what was said, in the order of the table."""
-        return " ".join(word for _, _, word in self.said())
+        return " ".join(word for _, _, word in self.stated_words())
 
     def validate(self, workers: int) -> Plan:
         """This plan over `workers`, with `data` resolved: the product of the axes is the number of workers.
@@ -152,14 +152,14 @@ class Plan:
         if self.backup and self.backup >= workers:
             what = f"backup={self.backup} of {workers} worker{'' if workers == 1 else 's'} leaves nobody to make a step"
             raise PlanError(what, f"say backup={workers - 1}" if workers > 1 else "leave backup out")
-        whole = replace(self, zero=self.zero or (3 if self.shard else None))
-        whole._check_pairs()
-        unbuilt = [word for row, _, word in whole.said() if not row.metadata["built"]]
+        resolved = replace(self, zero=self.zero or (3 if self.shard else None))
+        resolved._check_pairs()
+        unbuilt = [word for row, _, word in resolved.stated_words() if not row.metadata["built"]]
         if unbuilt:
             verb = "is" if len(unbuilt) == 1 else "are"
             known = ", ".join(_usage(row) for row in fields(Plan) if row.metadata["built"])
             raise PlanError(f"{' '.join(unbuilt)} {verb} not built yet", f"use only what is: {known}")
-        return replace(whole, data=data)
+        return replace(resolved, data=data)
 
     @cached_property
     def one_by_one(self) -> bool:
@@ -175,8 +175,8 @@ class Plan:
 
     def without(self, script: str, workers: int) -> Plan:
         """This plan for a trainer whose own one says that its model is whole: `pipeline=1`, `context=1`, `tensor=1`."""
-        said = {axis for axis in AXES[2:] if f"{axis}=1" in script.split() and (getattr(self, axis) or 1) > 1}
-        out: dict[str, Any] = {row.name: None for row in fields(self) if {row.name, row.metadata["of"]} & said}
+        disabled = {axis for axis in AXES[2:] if f"{axis}=1" in script.split() and (getattr(self, axis) or 1) > 1}
+        out: dict[str, Any] = {row.name: None for row in fields(self) if {row.name, row.metadata["of"]} & disabled}
         return replace(self, data=None, **out).validate(workers) if out else self
 
     @cached_property
@@ -218,8 +218,8 @@ class Plan:
                 if (shard, zero) != (self.shard, self.zero):
                     yield replace(self, data=None, shard=shard, zero=zero)
 
-    def said(self) -> Iterator[tuple[Field[Any], Any, str]]:
-        """What was said: the row of the table, the value, and the word as it is written."""
+    def stated_words(self) -> Iterator[tuple[Field[Any], Any, str]]:
+        """Yields each word of the plan: its row of the table, its value, and its text."""
         for row in fields(self):
             value = getattr(self, row.name)
             if value is not None and value is not False:
@@ -227,7 +227,7 @@ class Plan:
 
     def _divide(self, workers: int) -> int:
         """The replicas that the other axes leave; an error if some worker would be left over."""
-        axes = {row.name: value for row, value, _ in self.said() if row.metadata["axis"]}
+        axes = {row.name: value for row, value, _ in self.stated_words() if row.metadata["axis"]}
         stated = axes.pop("data", None)
         text, product = _say_all(axes), int(math.prod(axes.values()))
         if workers % product:
@@ -246,7 +246,7 @@ class Plan:
 
     def _check_pairs(self) -> None:
         """An error where a word lacks the one it refines, or two words cannot both hold."""
-        for row, _, word in self.said():
+        for row, _, word in self.stated_words():
             owner = row.metadata["of"]
             if owner and getattr(self, owner) is None:
                 raise PlanError(f"{word} needs {owner}", f"add {owner}=N, or leave {word} out")
@@ -259,10 +259,10 @@ class Plan:
         if self.local and (self.quorum or 0) >= self.local:
             what = f"quorum={self.quorum} of local={self.local} leaves nobody to be late"
             raise PlanError(what, "leave quorum out: a merge waits for all islands unless said")
-        beside = next((word for row, _, word in self.said() if row.name in ("fragments", "outer_codec")), "")
+        beside = next((word for row, _, word in self.stated_words() if row.name in ("fragments", "outer_codec")), "")
         if self.quorum and beside:
             raise PlanError(f"quorum={self.quorum} and {beside} are not built together yet", "leave one of them out")
-        for row, value, word in self.said():
+        for row, value, word in self.stated_words():
             if self.exact and row.name in ("codec", "staleness", "backup") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
             for axis in (axis for axis in AXES[2:] if (getattr(self, axis) or 1) > 1):
@@ -384,8 +384,8 @@ def _cuts(axes: list[int], workers: int) -> Iterator[tuple[int, ...]]:
         return
     low = [n for n in range(1, math.isqrt(workers) + 1) if workers % n == 0]
     legal = sorted({*low, *(workers // n for n in low)})
-    here = bisect.bisect(legal, axes[0])
-    for n in sorted({1, *legal[max(0, here - 3) : here + 3]}):  # three each way: five axes stay quick
+    nearest = bisect.bisect(legal, axes[0])
+    for n in sorted({1, *legal[max(0, nearest - 3) : nearest + 3]}):  # three each way: five axes stay quick
         for rest in _cuts(axes[1:], workers // n):
             yield n, *rest
 

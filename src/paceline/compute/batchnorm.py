@@ -42,7 +42,7 @@ class BatchNormStats:
                 "the model has SyncBatchNorm, which normalises over whatever workers there are",
                 "use BatchNorm: it normalises each micro-batch, the same on any number of workers",
             )
-        self._own = {id(module) for module in models[0].modules()}
+        self._trained_ids = {id(module) for module in models[0].modules()}
         self._active: list[Any] = []
         self._others: list[Any] = []
         self._buffers: list[torch.Tensor] = []
@@ -52,7 +52,7 @@ class BatchNormStats:
         self._calls: list[int] = []  # versions of the counters of another trainer's
 
     def buffers(self) -> set[int]:
-        """Identities of the buffers that are looked after here."""
+        """Identities of the buffers that this object restores and merges."""
         return {
             id(buffer)
             for module in self.modules
@@ -63,7 +63,7 @@ class BatchNormStats:
     def take(self) -> None:
         """Starts a step."""
         self._active = [module for module in self.modules if module.training and module.running_mean is not None]
-        self._others = [module for module in self._active if id(module) not in self._own]
+        self._others = [module for module in self._active if id(module) not in self._trained_ids]
         buffers = [b for m in self._active for b in (m.num_batches_tracked, m.running_mean, m.running_var)]
         if [*map(id, buffers)] != [*map(id, self._buffers)]:  # cutting the views anew takes longer than all the rest
             self._buffers = buffers
@@ -214,9 +214,9 @@ def without_a_trace(model: nn.Module, streams: RngState) -> Iterator[None]:
     dicts and sets there, the hooks that they register, and how far generators are that modules keep.
     """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    attributes = [(module, _own_of(module)) for module in model.modules()]
+    attributes = [(module, _attributes_of(module)) for module in model.modules()]
     seen = set[int]()
-    contents = [(held, _content_of(held)) for _, some in attributes for held in _held_in(some.values(), seen)]
+    contents = [(held, _content_of(held)) for _, values in attributes for held in _held_in(values.values(), seen)]
     # A forward may register hooks and remember in an attribute that it has: both go, or it would register them twice.
     contents += [
         (hooks, hooks.copy())
@@ -230,10 +230,10 @@ def without_a_trace(model: nn.Module, streams: RngState) -> Iterator[None]:
     finally:
         for held, content in contents:
             _fill(held, content)
-        for module, some in attributes:
-            for name in _own_of(module).keys() - some.keys():
+        for module, values in attributes:
+            for name in _attributes_of(module).keys() - values.keys():
                 del vars(module)[name]
-            vars(module).update(some)
+            vars(module).update(values)
         with torch.no_grad():
             for buffer, value in kept:
                 if not torch.equal(buffer, value):  # BatchNorm's change without a new version
@@ -244,8 +244,8 @@ _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has
 _HOOKS = sorted(name for name in _TORCHS if "hooks" in name and isinstance(vars(nn.Module())[name], dict))
 
 
-def _own_of(module: nn.Module) -> dict[str, Any]:
-    """The attributes that are the module's own."""
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    """Attributes that a module has besides those of every nn.Module."""
     return {name: value for name, value in vars(module).items() if name not in _TORCHS}
 
 

@@ -20,29 +20,30 @@ _SHARED = "its blocks share parameters with each other, or with the rest"
 
 
 def blocks_of(model: nn.Module, sharing: bool = False) -> dict[str, nn.Module]:
-    """The parts of a model that repeat, by name: children of one kind in a list or a sequence, as a transformer's
-    layers are, also in lists of lists. A module that stands in lists twice is none, since it is called twice; nor is
-    one whose parameters are also used elsewhere, unless those that are `sharing` them are wanted.
+    """The repeated blocks of a model by name: children of one class in a list or sequence, such as transformer layers.
+
+    Lists may be nested. A module that is in lists twice is no block, since it is called twice. A module that shares
+    parameters with the rest of the model is a block only with `sharing`.
     """
-    found: dict[str, nn.Module] = {}
+    blocks: dict[str, nn.Module] = {}
     lists: dict[int, nn.ModuleList | nn.Sequential | nn.ModuleDict] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             lists[id(module)] = module
-            if any(prefix.startswith(f"{name}.") or prefix == name for name in found):
+            if any(prefix.startswith(f"{name}.") or prefix == name for name in blocks):
                 continue
             children = {n: c for n, c in _children(module) if next(c.parameters(), None) is not None}
             kinds = [type(child) for child in children.values()]
             dot = f"{prefix}." if prefix else ""
-            found |= {f"{dot}{n}": child for n, child in children.items() if kinds.count(type(child)) > 1}
+            blocks |= {f"{dot}{n}": child for n, child in children.items() if kinds.count(type(child)) > 1}
     if not sharing:
-        return {name: block for name, block in found.items() if not _shares(model, name, block)}
+        return {name: block for name, block in blocks.items() if not _shares(model, name, block)}
     times = Counter(id(child) for one in lists.values() for child in _listed(one))
-    inside = {id(inner) for block in found.values() for inner in block.modules() if inner is not block}
-    once = {id(block): name for name, block in reversed(found.items())}
+    inside = {id(inner) for block in blocks.values() for inner in block.modules() if inner is not block}
+    once = {id(block): name for name, block in reversed(blocks.items())}
     return {
         name: block
-        for name, block in found.items()
+        for name, block in blocks.items()
         if times[id(block)] == 1 and id(block) not in inside and once[id(block)] == name
     }
 
@@ -58,12 +59,12 @@ def called_again(model: nn.Module) -> str:
 
 
 def _listed(module: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> list[nn.Module]:
-    """What is in a list, as often as it is there."""
+    """The modules of a list, repeated as often as the list has them."""
     return list(module.values() if isinstance(module, nn.ModuleDict) else module)
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """What is in a list, and in lists in it, which are only names: they are never called."""
+    """The named children of a module; lists among them, which are never called, are replaced by their own children."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from ((f"{name}.{inner}", module) for inner, module in _children(child))
@@ -72,16 +73,16 @@ def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def by_block(names: Iterable[str], blocks: Sequence[str]) -> list[list[str]]:
-    """Parameters by the block that they are in, and at last those that are in none."""
+    """Groups parameter names by block; the last group has those outside of all blocks."""
     groups: list[list[str]] = [[] for _ in [*blocks, ""]]
     for name in names:
-        place = next((place for place, block in enumerate(blocks) if name.startswith(f"{block}.")), len(blocks))
-        groups[place].append(name)
+        index = next((index for index, block in enumerate(blocks) if name.startswith(f"{block}.")), len(blocks))
+        groups[index].append(name)
     return groups
 
 
-def told(blocks: Mapping[str, nn.Module]) -> str:
-    """Their names, a list's together: ``layers.0 to 11 (Layer)``."""
+def summarize_blocks(blocks: Mapping[str, nn.Module]) -> str:
+    """The names of blocks as a text, one range per list: ``layers.0 to 11 (Layer)``."""
     lists: dict[tuple[str, str], list[str]] = {}
     for name, block in blocks.items():
         path, _, last = name.rpartition(".")
@@ -91,30 +92,31 @@ def told(blocks: Mapping[str, nn.Module]) -> str:
     )
 
 
-def gathered(model: nn.Module, blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
-    """What is decided where parameters are gathered block by block, and why."""
+def explain_gathering(model: nn.Module, blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
+    """The decision how parameters are gathered, block by block or all at once, and its reason."""
     if not blocks:
         return "all parameters are gathered at once", _SHARED if blocks_of(model, sharing=True) else _NONE
     others = ", and the rest" if rest else ""
-    return f"parameters are gathered in {len(blocks) + rest} blocks: {told(blocks)}{others}", _WHY
+    return f"parameters are gathered in {len(blocks) + rest} blocks: {summarize_blocks(blocks)}{others}", _WHY
 
 
 def set_apart(model: nn.Module) -> None:
-    """Lets the gradient of what goes into a block, or into the model, be summed over its uses in there before those
-    outside are added: the order in which it is summed where fully_shard gathers the block's parameters.
+    """Sums the gradient of an input of a block, or of the model, over its uses inside before those outside are added.
+
+    This is the order of summation in which fully_shard, which gathers each block's parameters, computes it.
     """
     for module in [*blocks_of(model).values(), model]:
         module.register_forward_pre_hook(_set_apart, with_kwargs=True)
 
 
-def _set_apart(module: nn.Module, given: Any, named: Any) -> Any:
+def _set_apart(module: nn.Module, args: Any, kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return None
-    leaves, form = pytree.tree_flatten((given, named))
-    for place in reversed(range(len(leaves))):  # what is made last comes first in the backward
-        if isinstance(leaves[place], torch.Tensor) and leaves[place].requires_grad:
-            leaves[place] = leaves[place].view_as(leaves[place])
-    return pytree.tree_unflatten(leaves, form)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    for index in reversed(range(len(leaves))):  # what is made last comes first in the backward
+        if isinstance(leaves[index], torch.Tensor) and leaves[index].requires_grad:
+            leaves[index] = leaves[index].view_as(leaves[index])
+    return pytree.tree_unflatten(leaves, structure)
 
 
 def recompute(model: nn.Module) -> tuple[str, str]:
@@ -127,31 +129,33 @@ def recompute(model: nn.Module) -> tuple[str, str]:
         raise UsageError("no part of the model repeats, so there are no blocks to recompute", "leave recompute out")
     for block in blocks.values():
         block.forward = partial(_recomputed, block, block.forward)
-    return f"activations are recomputed in {len(blocks)} blocks: {told(blocks)}", _WHY
+    return f"activations are recomputed in {len(blocks)} blocks: {summarize_blocks(blocks)}", _WHY
 
 
-def _recomputed(block: nn.Module, forward: Any, *given: Any, **named: Any) -> Any:
-    """Recomputed, also several times for the gradient of a gradient, a forward finds the buffers as it first did and
-    changes copies of them: BatchNorm's statistics move once. A compiled one is recomputed by its graph, without its
-    side effects.
+def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs a block's forward with activation checkpointing.
+
+    A recomputation starts from the buffers of the first forward and changes copies of them, so that BatchNorm's
+    statistics move once; this holds for several recomputations, too (the gradient of a gradient). A compiled forward
+    is recomputed by its graph, which has no side effects.
     """
-    found: list[tuple[nn.Module, str, torch.Tensor]] | None = None
+    saved_buffers: list[tuple[nn.Module, str, torch.Tensor]] | None = None
 
-    def run(*given: Any, **named: Any) -> Any:
-        nonlocal found
-        kept = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items()]
-        if found is None:
-            found = [(module, name, buffer.clone()) for module, name, buffer in kept if buffer is not None]
-            return forward(*given, **named)
-        for module, name, buffer in found:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal saved_buffers
+        current = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items()]
+        if saved_buffers is None:
+            saved_buffers = [(module, name, buffer.clone()) for module, name, buffer in current if buffer is not None]
+            return forward(*args, **kwargs)
+        for module, name, buffer in saved_buffers:
             module._buffers[name] = buffer.clone()
         try:
-            return forward(*given, **named)
+            return forward(*args, **kwargs)
         finally:  # torch leaves a recomputation by an exception as soon as it has what it needs
-            for module, name, now in kept:
-                module._buffers[name] = now
+            for module, name, original in current:
+                module._buffers[name] = original
 
-    return checkpoint(forward if torch.compiler.is_compiling() else run, *given, use_reentrant=False, **named)
+    return checkpoint(forward if torch.compiler.is_compiling() else run, *args, use_reentrant=False, **kwargs)
 
 
 class _Compiled:
@@ -176,12 +180,13 @@ def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
     for module in blocks.values() or [model]:  # what is inside of hooks, which gather parameters
         module.forward = _Compiled(module.forward, dynamic=False if exact else None)
     if not blocks:
-        whole = _SHARED if blocks_of(model, sharing=True) else _NONE
-        return "the model is compiled as a whole", whole if by_block else "its parameters are whole"
-    return f"{len(blocks)} blocks are compiled: {told(blocks)}", "what gathers their parameters comes in between"
+        reason = _SHARED if blocks_of(model, sharing=True) else _NONE
+        return "the model is compiled as a whole", reason if by_block else "its parameters are whole"
+    what = f"{len(blocks)} blocks are compiled: {summarize_blocks(blocks)}"
+    return what, "what gathers their parameters comes in between"
 
 
 def _shares(model: nn.Module, name: str, block: nn.Module) -> bool:
-    own = {id(param) for param in block.parameters()}
+    param_ids = {id(param) for param in block.parameters()}
     named = model.named_parameters(remove_duplicate=False)
-    return any(id(param) in own and not other.startswith(f"{name}.") for other, param in named)
+    return any(id(param) in param_ids and not other.startswith(f"{name}.") for other, param in named)

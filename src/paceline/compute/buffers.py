@@ -29,6 +29,8 @@ DECLARED = [0]  # how often `buffer` was called: who looked before then looks ag
 
 @dataclass(frozen=True)
 class Rule:
+    """How one declared buffer is merged; the fields are the arguments of `buffer`."""
+
     merge: Merge
     factor: float = 1.0
     pointer: str = ""
@@ -92,61 +94,76 @@ def declared(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _buffer_of(module: nn.Module, name: str) -> torch.Tensor:
-    found = module._buffers.get(name)
-    if found is None:
+    tensor = module._buffers.get(name)
+    if tensor is None:
         others = ", ".join(map(repr, module._buffers)) or "none"
         raise UsageError(f"{type(module).__name__} has no buffer {name!r}", f"register it first; there is {others}")
-    return found
+    return tensor
 
 
-class _Held:
-    """A declared buffer and what it held when the step began. All but a queue is merged as a weighted sum of how far
-    micro-batches move it from a base; beside each row of the records stands what the weights add up to.
+class _DeclaredBuffer:
+    """A declared buffer and its value at the start of the step.
+
+    The merge adds up how far each micro-batch moves the buffer from a base value, with weights. A record has one column
+    more than the buffer has elements: the sum of these weights. Queues are merged differently, see `_QueueBuffer`.
     """
 
-    def __init__(self, label: str, module: nn.Module, name: str, rule: Rule, own: bool) -> None:
+    def __init__(self, label: str, module: nn.Module, name: str, rule: Rule, is_trained: bool) -> None:
         self.why = f"the forward changes the buffer {label}"
-        self.module, self.name, self.rule, self.own = module, name, rule, own
+        self.module, self.name, self.rule, self.is_trained = module, name, rule, is_trained
         self.pointer: Any = None
         self.take()
 
     @property
     def certain(self) -> str:
-        """Why micro-batches stay alone, if it is the trained model's; of another's nobody knows before it ran."""
-        return self.why if self.own and self.module.training else ""
+        """Why micro-batches must run one by one, known before the forward: only for the trained model in training mode.
+
+        Whether a loss runs another trainer's model shows only afterwards, in `moved`.
+        """
+        return self.why if self.is_trained and self.module.training else ""
 
     def buffers(self) -> set[int]:
+        """The identity of the tensor, as a set."""
         return {id(self.tensor)}
 
     def take(self) -> None:
+        """Remembers the buffer's value and version at the start of a step."""
         self.tensor = _buffer_of(self.module, self.name)
         self.start, self._version = self.tensor.clone(), self.tensor._version
 
     def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
-        """Of a step's records: a row per micro-batch where their order counts, or that of a sum must not."""
+        """Shape of a step's records: a row for each micro-batch where the order of the merge matters, else one row.
+
+        It matters for "affine", and with `exact` for every sum, whose rounding must not depend on the workers.
+        """
         apart = self.rule.merge == "affine" or (exact and self.rule.merge != "last")
         rows = options.micro_batches if apart else 1
         return (rows if self.rule.merge in _RULES else 0), self.start.numel() + 1
 
     def restore(self) -> None:
+        """Gives the buffer the value that it had at the start of the step."""
         put_back(self.tensor, self.start)
         self.module._buffers[self.name] = self.tensor
         self._version = self.tensor._version
 
     def now(self) -> torch.Tensor:
-        found, before = self.module._buffers[self.name], tuple(self.start.shape)
-        if found is None or tuple(found.shape) != before:
-            what = f"{self.why}, of shape {before}, into {None if found is None else tuple(found.shape)}"
+        """The buffer's current value. Raises ChangingBufferError if a forward changed its shape or removed it."""
+        current, before = self.module._buffers[self.name], tuple(self.start.shape)
+        if current is None or tuple(current.shape) != before:
+            what = f"{self.why}, of shape {before}, into {None if current is None else tuple(current.shape)}"
             cure = "let it keep its shape, and count in another buffer how much of it is used"
-            if found is self.tensor:  # resized in place, as observers of quantisation do in their first forward
+            if current is self.tensor:  # resized in place, as observers of quantisation do in their first forward
                 cure = "run one forward in training mode before the Trainer is made, so that it has its size then"
             raise ChangingBufferError(what, cure)
-        return found.detach()
+        return current.detach()
 
     def moved(self, values: bool = True) -> str:
-        """Why, if a forward has written to it; what bypasses the versions of tensors is found by its `values`."""
-        found = self.module._buffers[self.name]
-        same = found is self.tensor and self.tensor._version == self._version
+        """Why micro-batches must run one by one, if a forward wrote to the buffer; else an empty text.
+
+        `values` compares values, too: writes through `.data` do not change a tensor's version.
+        """
+        current = self.module._buffers[self.name]
+        same = current is self.tensor and self.tensor._version == self._version
         return "" if same and not (values and not self.now().equal(self.start)) else self.why
 
     def _base(self, like: torch.Tensor, start: torch.Tensor | None = None) -> torch.Tensor:
@@ -155,6 +172,7 @@ class _Held:
         return begun.to(like).flatten() * factor if self.rule.merge != "last" else torch.zeros_like(like)
 
     def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
+        """Adds the chunk's change of the buffer to the step's records; `count` is the step's micro-batches."""
         first, last = chunk.micro_batches[0].index, chunk.micro_batches[-1].index
         weights = {"mean": chunk.rows, "last": count - 1 in (first, last)}
         if weight := float(weights.get(str(self.rule.merge), self.moved() != "")):
@@ -163,7 +181,7 @@ class _Held:
             row[-1] += weight
 
     def merge(self, rows: torch.Tensor, base: torch.Tensor | None = None) -> None:
-        """What micro-batches have done to it; they may have begun at another `base`."""
+        """Applies the records of all micro-batches to `start`; they may have started from another value, `base`."""
         changes, weights = rows[:, :-1], rows[:, -1:]
         if self.rule.merge == "affine":  # what a micro-batch adds goes through the later ones that write to it
             kept = torch.cat([self.rule.factor ** weights[1:], torch.ones_like(weights[:1])]).flip(0).cumprod(0).flip(0)
@@ -178,7 +196,9 @@ class _Held:
             self.start.copy_(made.view_as(self.start))
 
 
-class _Queue(_Held):
+class _QueueBuffer(_DeclaredBuffer):
+    """A ring buffer to which each micro-batch appends entries; the records hold the entries themselves, one a row."""
+
     def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
         self.first, self.size = int(self.pointer.start), self.start.shape[self.rule.dim]
         return options.rows, self.start.numel() // self.size + 1
@@ -188,13 +208,16 @@ class _Queue(_Held):
         return places[-self.size :] % self.size
 
     def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
+        """Copies the entries that the chunk appended into the rows of its samples."""
         moved = (int(self.pointer.now()) - self.first) % self.size
         if moved > chunk.rows or (moved == 0 and not self.now().equal(self.start)):
             what = f"{self.why}, and moves its pointer by {moved} of {self.size} in a micro-batch of {chunk.rows} rows"
             raise ChangingBufferError(what, "let it add at most an entry for each row, and move the pointer by as many")
-        mine = rows[chunk.micro_batches[0].start :][:moved]
-        mine[:, :-1] += self.now().movedim(self.rule.dim, 0)[self._places(moved)].to(rows).reshape(mine[:, :-1].shape)
-        mine[:, -1] += 1
+        entries = rows[chunk.micro_batches[0].start :][:moved]
+        entries[:, :-1] += (
+            self.now().movedim(self.rule.dim, 0)[self._places(moved)].to(rows).reshape(entries[:, :-1].shape)
+        )
+        entries[:, -1] += 1
 
     def merge(self, rows: torch.Tensor, base: torch.Tensor | None = None) -> None:
         entries, new = self.start.movedim(self.rule.dim, 0), rows[rows[:, -1] > 0, :-1]
@@ -210,7 +233,7 @@ class BufferMerger:
 
     def __init__(self, models: Sequence[nn.Module], exact: bool) -> None:
         statistics, self._held, self._exact = BatchNormStats(models), list(held_in(models)), exact
-        self._all: list[BatchNormStats | _Held] = [*([statistics] if statistics.modules else []), *self._held]
+        self._all: list[BatchNormStats | _DeclaredBuffer] = [*([statistics] if statistics.modules else []), *self._held]
         self._open = False  # a step has begun that is neither merged nor void
 
     def buffers(self) -> set[int]:
@@ -228,10 +251,10 @@ class BufferMerger:
         length = sum(map(math.prod, self._shapes))
         return torch.zeros(length, dtype=torch.float64, device=device) if length or self._held else None
 
-    def _cut(self, records: torch.Tensor) -> Iterator[tuple[BatchNormStats | _Held, torch.Tensor]]:
+    def _cut(self, records: torch.Tensor) -> Iterator[tuple[BatchNormStats | _DeclaredBuffer, torch.Tensor]]:
         parts = records.split([*map(math.prod, self._shapes)])
-        found = zip(self._all, parts, self._shapes, strict=True)
-        return ((one, part.view(shape)) for one, part, shape in found if part.numel())
+        triples = zip(self._all, parts, self._shapes, strict=True)
+        return ((one, part.view(shape)) for one, part, shape in triples if part.numel())
 
     @property
     def certain(self) -> str:
@@ -273,7 +296,7 @@ class BufferMerger:
         self._open = False
 
 
-def held_in(models: Sequence[nn.Module]) -> Iterator[_Held]:
+def held_in(models: Sequence[nn.Module]) -> Iterator[_DeclaredBuffer]:
     """All that is declared, and what is known: power iterations (Miyato et al., "Spectral Normalization for Generative
     Adversarial Networks", ICLR 2018) depend on nothing but weights, so all micro-batches of a step come to the same.
     """
@@ -283,17 +306,17 @@ def held_in(models: Sequence[nn.Module]) -> Iterator[_Held]:
             spectral = [h for h in module._forward_pre_hooks.values() if isinstance(h, SpectralNorm)]
             known = [f"{hook.name}{end}" for hook in spectral for end in ("_u", "_v")]
             known += ["_u", "_v"] if isinstance(module, _SpectralNorm) and "_u" in module._buffers else []
-            found: dict[str, _Held] = {}
+            by_name: dict[str, _DeclaredBuffer] = {}
             rules = dict.fromkeys(known, Rule("last")) | vars(module).get(_KEY, {})
-            places = {name: place for place, name in enumerate(module._buffers)}
+            order = {name: position for position, name in enumerate(module._buffers)}
             # In the order in which buffers were registered, which is the same on all workers; functions last.
-            for name, rule in sorted(rules.items(), key=lambda one: (callable(one[1].merge), places.get(one[0], -1))):
+            for name, rule in sorted(rules.items(), key=lambda one: (callable(one[1].merge), order.get(one[0], -1))):
                 label = repr(f"{prefix}.{name}" if prefix else name) + others
-                kind = _Queue if rule.merge == "queue" else _Held
-                found[name] = kind(label, module, name, rule, own=not others)
-            for one in found.values():
-                one.pointer = found.get(one.rule.pointer)
-            yield from found.values()
+                kind = _QueueBuffer if rule.merge == "queue" else _DeclaredBuffer
+                by_name[name] = kind(label, module, name, rule, is_trained=not others)
+            for one in by_name.values():
+                one.pointer = by_name.get(one.rule.pointer)
+            yield from by_name.values()
 
 
 @contextmanager

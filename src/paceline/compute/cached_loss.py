@@ -35,25 +35,27 @@ _SEEDED = "draw from torch's, Python's or numpy's global generators, and keep no
 
 @dataclass(frozen=True)
 class CachedGrads:
-    """How a micro-batch's outputs are led in the second run, tensor by tensor: by the gradients of the loss (None: it
-    does not use this one). `before` is what they were in the first run, `own` are the loss's own parameters with their
-    gradients; in `apart` is noted whether outputs are others now.
+    """Gradients of the loss over the batch with respect to one micro-batch's outputs, for the second run.
+
+    `grads` has one entry per output tensor (None: the loss does not use it), `before` the outputs of the first run.
+    `loss_params` are the loss's own parameters with their gradients. `differences` collects whether each output of the
+    second run differs from the first.
     """
 
     grads: Sequence[torch.Tensor | None]
     before: Sequence[torch.Tensor] = ()
-    own: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    apart: list[torch.Tensor] | None = None
+    loss_params: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    differences: list[torch.Tensor] | None = None
 
 
 def led(output: Any, by: CachedGrads) -> tuple[torch.Tensor, float]:
     """A micro-batch's loss in the second run, as a sum and its count."""
     tensors = tensors_of(output)
-    if by.apart is not None:
+    if by.differences is not None:
         with torch.no_grad():
-            by.apart.extend(_differs(now, before) for now, before in zip(tensors, by.before, strict=True))
+            by.differences.extend(_differs(now, before) for now, before in zip(tensors, by.before, strict=True))
     pairs = [(x, grad) for x, grad in zip(tensors, by.grads, strict=True) if grad is not None]
-    terms = [(x * grad).sum() for x, grad in (*pairs, *by.own)]
+    terms = [(x * grad).sum() for x, grad in (*pairs, *by.loss_params)]
     return sum(terms[1:], terms[0]), 1.0
 
 
@@ -63,35 +65,36 @@ def _differs(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     return (now.double() - before.double()).square().sum() > before.double().square().sum() * most**2
 
 
-def gathered(
+def gather_outputs(
     group: Group, outputs: Sequence[tuple[int, int, Any]], device: torch.device
 ) -> tuple[list[torch.Tensor], dict[int, slice]]:
-    """Of `outputs`, this worker's with number and rows of the micro-batch, each tensor with the rows of everybody's, in
-    grid order; and where those of each micro-batch are. Part of the entered collective.
+    """Gathers the outputs of all workers' micro-batches in grid order. Part of the entered collective.
 
-    Raises UsageError for what is not tensors of rows, or not alike.
+    `outputs` are this worker's: index of the micro-batch, its rows, its output. Returns a tensor of all rows for each
+    tensor of an output, and the slice of each micro-batch by index. Raises UsageError for outputs that are not tensors
+    of rows, or whose dtypes or shapes differ between micro-batches.
     """
-    mine = [_rows_of(output, rows) for _, rows, output in outputs]
-    kinds = [[[str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for x in tensors] for tensors in mine]
-    said = group.gather_json([[[index, rows] for index, rows, _ in outputs], kinds])
-    known = [(group.names[rank], kind) for rank, (_, kinds) in enumerate(said) for kind in kinds]
+    local_outputs = [_rows_of(output, rows) for _, rows, output in outputs]
+    kinds = [[[str(x.dtype).removeprefix("torch."), list(x.shape[1:])] for x in tensors] for tensors in local_outputs]
+    replies = group.gather_json([[[index, rows] for index, rows, _ in outputs], kinds])
+    known = [(group.names[rank], kind) for rank, (_, kinds) in enumerate(replies) for kind in kinds]
     for worker, other in known:
         if other != known[0][1]:
-            one, two = (f"{_told(kind)} on worker {at}" for at, kind in (known[0], (worker, other)))
+            one, two = (f"{_describe_kinds(kind)} on worker {at}" for at, kind in (known[0], (worker, other)))
             raise UsageError(f"the forward returns {one}, and {two}", "let only the number of rows differ")
     columns = []
     for number, (dtype, inner) in enumerate(known[0][1] if known else []):
         none = torch.empty((0, *inner), dtype=getattr(torch, dtype), device=device)
-        pieces: dict[int, torch.Tensor] = {}
-        everyone = group.gather(torch.cat([none, *(tensors[number] for tensors in mine)]).reshape(-1))
-        for flat, (parts, _) in zip(everyone, said, strict=True):
+        rows_by_index: dict[int, torch.Tensor] = {}
+        everyone = group.gather(torch.cat([none, *(tensors[number] for tensors in local_outputs)]).reshape(-1))
+        for flat, (parts, _) in zip(everyone, replies, strict=True):
             rows = [rows for _, rows in parts]
-            pieces |= zip([n for n, _ in parts], flat.view(sum(rows), *inner).split(rows), strict=True)
-        columns.append(torch.cat([pieces[n] for n in sorted(pieces)]))
-    places, end = {}, 0
-    for index, rows in sorted((index, rows) for parts, _ in said for index, rows in parts):
-        places[index], end = slice(end, end + rows), end + rows
-    return columns, places
+            rows_by_index |= zip([n for n, _ in parts], flat.view(sum(rows), *inner).split(rows), strict=True)
+        columns.append(torch.cat([rows_by_index[n] for n in sorted(rows_by_index)]))
+    slices, end = {}, 0
+    for index, rows in sorted((index, rows) for parts, _ in replies for index, rows in parts):
+        slices[index], end = slice(end, end + rows), end + rows
+    return columns, slices
 
 
 def _rows_of(output: Any, rows: int) -> list[torch.Tensor]:
@@ -105,12 +108,12 @@ def _rows_of(output: Any, rows: int) -> list[torch.Tensor]:
     return tensors_of(output)
 
 
-def _told(kinds: Sequence[Sequence[Any]]) -> str:
+def _describe_kinds(kinds: Sequence[Sequence[Any]]) -> str:
     return ", ".join(f"rows of {'x'.join(map(str, inner)) or 'one'} {dtype}" for dtype, inner in kinds)
 
 
 def filled(like: Any, columns: Sequence[torch.Tensor]) -> Any:
-    """What is nested like one micro-batch's output, with the rows of all."""
+    """An output nested like that of one micro-batch, with the rows of all micro-batches."""
     rest = iter(columns)
     return pytree.tree_map_only(torch.Tensor, lambda _: next(rest), like)
 
@@ -122,50 +125,55 @@ class GradCache:
         self.runner, self.job = runner, runner.job
 
     def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
-        """As the runner's: gradients, and the sums of the loss."""
-        found, units = self.runner.outputs(micro_batches, options), self.job.units
+        """Runs a step as the runner's `run` does: leaves gradients, and returns the sums of the loss."""
+        local_outputs, units = self.runner.outputs(micro_batches, options), self.job.units
         options.reached("outputs")
         assert units is not None
         units.enter(f"the outputs of step {options.step + 1}", check=False, kind="outputs")
-        share = [(one.index, one.rows, output) for one, output in found if not one.blank]
-        columns, places = gathered(units, share, self.job.device)
+        share = [(one.index, one.rows, output) for one, output in local_outputs if not one.is_dummy]
+        columns, slices = gather_outputs(units, share, self.job.device)
         units.enter(f"step {options.step + 1}", check=False, kind="gradients")
         options.reached("gathered")
-        # Gradients by leads are scaled already, and what may be merged is not looked for.
+        # Cached gradients are scaled already, and the second run does not test whether micro-batches may be merged.
         second = replace(options, expected=1.0, merge=1, test=False, probe=False)
-        if not found:  # outputs are other units', or the last stage's
+        if not local_outputs:  # outputs are other units', or the last stage's
             return self.runner.run(micro_batches, second, ready)
-        like = found[0][1]
-        del found, share  # these rows are in the columns
-        part, grads, own = self._judged(columns, like, options)
-        apart: list[torch.Tensor] = []
+        like = local_outputs[0][1]
+        del local_outputs, share  # these rows are in the columns
+        part, grads, loss_params = self._judged(columns, like, options)
+        differences: list[torch.Tensor] = []
 
-        def lead(one: MicroBatch) -> MicroBatch:
-            if one.blank:
-                return replace(one, lead=CachedGrads([None if grad is None else grad.new_zeros(()) for grad in grads]))
-            at = places[one.index]
+        def with_cached_grads(one: MicroBatch) -> MicroBatch:
+            if one.is_dummy:
+                return replace(
+                    one, cached_grads=CachedGrads([None if grad is None else grad.new_zeros(()) for grad in grads])
+                )
+            at = slices[one.index]
             before = [column.detach()[at] for column in columns]
-            led_by = [None if grad is None else grad[at] for grad in grads]
-            return replace(one, lead=CachedGrads(led_by, before, () if one.index else own, apart))
+            row_grads = [None if grad is None else grad[at] for grad in grads]
+            return replace(
+                one, cached_grads=CachedGrads(row_grads, before, () if one.index else loss_params, differences)
+            )
 
-        sums = self.runner.run([*map(lead, micro_batches)], second, ready)
-        if apart and bool(torch.stack(apart).any()):
+        sums = self.runner.run([*map(with_cached_grads, micro_batches)], second, ready)
+        if differences and bool(torch.stack(differences).any()):
             what = f"the forward of step {options.step + 1} gives something else when run again from the same seeds"
             raise UsageError(what, _SEEDED)
-        mine = {one.index: one for one in micro_batches if not one.blank}
-        self._tell(sums, part, first=0 in mine)
+        by_index = {one.index: one for one in micro_batches if not one.is_dummy}
+        self._tell(sums, part, first=0 in by_index)
         sums.bad = []
         if not math.isfinite(float(part.total)):
-            bad = [one for n, one in mine.items() if not all(bool(x[places[n]].isfinite().all()) for x in columns)]
-            blameless = 0 in mine and all(bool(x.isfinite().all()) for x in columns)
+            bad = [one for n, one in by_index.items() if not all(bool(x[slices[n]].isfinite().all()) for x in columns)]
+            blameless = 0 in by_index and all(bool(x.isfinite().all()) for x in columns)
             sums.bad = [*Chunk(bad, None).sources, *(["what the forward gave is finite"] if blameless else [])]
         return sums
 
     def _judged(
         self, columns: Sequence[torch.Tensor], like: Any, options: StepOptions
     ) -> tuple[Loss, list[torch.Tensor | None], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """The loss, the gradient of each column, and those of the loss's own parameters. Draws in it are seeded, too:
-        it is the same on all units.
+        """The loss over the batch, the gradient of each column, and the loss's own parameters with their gradients.
+
+        Random draws in the loss are seeded, so all units compute the same.
         """
         job, rows = self.job, len(columns[0])
         assert job.over is not None
@@ -185,15 +193,17 @@ class GradCache:
             raise LossError(
                 "the loss over the batch calls checkpoint(..., use_reentrant=True)", "say use_reentrant=False"
             )
-        own = [x for x in _leaves(part.total) if not any(x is leaf for leaf in leaves)]
-        found = iter(torch.autograd.grad(part.total.mul(1.0 / options.expected), [*leaves, *own], allow_unused=True))
-        grads = [next(found) if x.requires_grad else None for x in columns]
+        loss_params = [x for x in _leaves(part.total) if not any(x is leaf for leaf in leaves)]
+        gradients = iter(
+            torch.autograd.grad(part.total.mul(1.0 / options.expected), [*leaves, *loss_params], allow_unused=True)
+        )
+        grads = [next(gradients) if x.requires_grad else None for x in columns]
         if all(grad is None for grad in grads):
             raise LossError("the loss does not depend on what the forward returned", _UNUSED)
-        return part.detached(), grads, list(zip(own, found, strict=True))
+        return part.detached(), grads, list(zip(loss_params, gradients, strict=True))
 
     def _tell(self, sums: StepSums, part: Loss, first: bool) -> None:
-        """Who has the first micro-batch tells what the loss was, the others nothing."""
+        """Sets the loss in `sums` on the worker with the first micro-batch, and zeros on all others."""
         loss, count = float(part.total), float(part.count)
         self.runner.counts.refuse_values([count], [loss], ["the global batch"])
         metrics = {name: (float(total), float(number)) for name, (total, number) in part.metrics.items()}

@@ -49,15 +49,15 @@ def refuse_loop_calls(params: Sequence[torch.Tensor], gathered: bool) -> Iterato
     """Raises UsageError for backward(), step(), zero_grad() and scale() that a loss or forward calls on the `params`,
     which are trained. Where they are `gathered` for a forward, these are other tensors: any parameter is taken for one.
     """
-    own = {*map(id, params)}
+    param_ids = {*map(id, params)}
 
     def touches(tensors: Iterable[torch.Tensor]) -> bool:
-        return any(id(tensor) in own or (gathered and isinstance(tensor, nn.Parameter)) for tensor in tensors)
+        return any(id(tensor) in param_ids or (gathered and isinstance(tensor, nn.Parameter)) for tensor in tensors)
 
     def backward(tensors: Any, *args: Any, **more: Any) -> Any:
         inputs = more.get("inputs", args[4] if len(args) > 4 else None)
-        found = _several(inputs) if inputs is not None else _leaves(_several(tensors))
-        if not _own_calls and touches(found):
+        targets = _several(inputs) if inputs is not None else _leaves(_several(tensors))
+        if not _own_calls and touches(targets):
             raise _refusal("backward()")
         return plain_backward(tensors, *args, **more)
 

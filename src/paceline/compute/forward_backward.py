@@ -67,7 +67,7 @@ class Runner:
             sent.append(bucket)
             if len(sent) == 1:
                 options.reached("backward")
-            if options.spread == "all":
+            if options.noise_sample == "all":
                 self._squares += squares([bucket.flat])
             ready(bucket)
 
@@ -83,21 +83,24 @@ class Runner:
         return sums
 
     def outputs(self, micro_batches: Sequence[MicroBatch], options: StepOptions) -> list[tuple[MicroBatch, Any]]:
-        """What the forward gives for each micro-batch, whole and without gradients; of all else no trace is left."""
+        """Outputs of the forward for each micro-batch, gathered over the unit and without gradients.
+
+        Buffers are restored after each forward. Micro-batches whose output is on another worker are left out.
+        """
         self._open(options)
-        found = []
+        outputs = []
         for chunk in self._forwards([Chunk([m], m.batch) for m in micro_batches]):
             (one,) = chunk.micro_batches
             self.streams.seed(stream_seed(self.job.seed, options.step, one.index))
-            with chunk.noted, _single_row_told(chunk, options), torch.no_grad(), self.job.arithmetic(), self.guard():
+            with chunk.noted, _explain_single_row(chunk, options), torch.no_grad(), self.job.arithmetic(), self.guard():
                 output = self.job.forward(self.job.model, chunk.batch)
                 if output is not ELSEWHERE:
-                    found.append((one, self.job.whole(output)))
+                    outputs.append((one, self.job.gather_output(output)))
             self.undo()
-        return found
+        return outputs
 
     def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
-        """Each chunk when it is its turn."""
+        """Yields the chunks in the order in which they run; a pipeline has another order."""
         yield from chunks
 
     def undo(self) -> None:
@@ -124,36 +127,36 @@ class Runner:
                 raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
         self.landing.begin(ready, options.micro_batches)
         self._squares = 0.0
-        order = [m for m in micro_batches if not m.blank]
+        order = [m for m in micro_batches if not m.is_dummy]
         sums.why = self.observer.why(self.carried.certain)
         sums.strict = bool(sums.why and order)
         order = order[::-1] if options.reverse else order
-        blanks = [Chunk([m], m.batch) for m in micro_batches if m.blank]
-        parts = self._through([*blanks, *merged(order, 1 if sums.strict else options.merge)], sums, options)
+        dummies = [Chunk([m], m.batch) for m in micro_batches if m.is_dummy]
+        parts = self._through([*dummies, *merged(order, 1 if sums.strict else options.merge)], sums, options)
         self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
         self.landing.foresee()
         self._add_up(parts, sums)
         sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
-        if options.spread == "all":
-            sums.spread = self._squares, sums.count
+        if options.noise_sample == "all":
+            sums.sq_norms = self._squares, sums.count
         return sums
 
     def _through(self, chunks: Sequence[Chunk], sums: StepSums, options: StepOptions) -> list[Loss]:
-        """Forward and backward of all, one after another."""
+        """Runs forward and backward of all chunks in turn; a merged chunk that fails is run again one by one."""
         queue, parts = deque(chunks), list[Loss]()
         while queue and not sums.failed:
             chunk = queue.popleft()
-            if chunk.micro_batches[0].blank:
-                self._run_blank(chunk, options, last=not queue)
+            if chunk.micro_batches[0].is_dummy:
+                self._run_dummy(chunk, options, last=not queue)
                 continue
             if not parts:
                 options.reached("forward")
             part = self._run(chunk, sums, options, last=not queue)
             if part is not None:
                 parts.append(part)
-                if options.spread == "first" and len(parts) == 1 and queue:
-                    found = squares(param.grad for param in self.params if param.grad is not None)
-                    sums.spread = found, float(part.count)
+                if options.noise_sample == "first" and len(parts) == 1 and queue:
+                    squared_norm = squares(param.grad for param in self.params if param.grad is not None)
+                    sums.sq_norms = squared_norm, float(part.count)
             elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
                 queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
         return parts
@@ -180,16 +183,16 @@ class Runner:
             sums.strict, sums.why = True, "the backward draws random numbers"
         if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
             self.carried.record(sums.records, chunk)
-        odd = [m.odd for m in chunk.micro_batches if m.odd]
-        if odd and part.mean is not None:
-            sums.news["rows"] = odd[0], ""
+        mismatches = [m.row_mismatch for m in chunk.micro_batches if m.row_mismatch]
+        if mismatches and part.mean is not None:
+            sums.news["rows"] = mismatches[0], ""
         return part.detached()
 
-    def _backward(self, part: Loss, options: StepOptions, last: bool, blank: bool = False) -> None:
-        """Where there are hooks, of the mean, and what they have seen is weighed."""
+    def _backward(self, part: Loss, options: StepOptions, last: bool, is_dummy: bool = False) -> None:
+        """Runs the backward of one chunk. User hooks see the gradient of the mean, which is weighted after them."""
         hooked = options.hooked or self.observer.hooks.where
         weight = float(part.count) / options.expected if hooked else None
-        self.landing.open(last, blank, weight)
+        self.landing.open(last, is_dummy, weight)
         if weight is None:
             part.total.mul(1.0 / options.expected).backward()
         else:
@@ -198,12 +201,10 @@ class Runner:
                 mean.backward()
         self.landing.close()
 
-    def _run_blank(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
-        """One of the forwards and backwards that the other workers of a replica make more than this one: nothing of it
-        counts.
-        """
+    def _run_dummy(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
+        """Runs a dummy micro-batch, so that all workers of a replica run equally many; its sums are dropped."""
         self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
-        self._backward(self._loss(chunk), options, last, blank=True)
+        self._backward(self._loss(chunk), options, last, is_dummy=True)
         self.restore()
 
     def _forward(self, chunk: Chunk, sums: StepSums, options: StepOptions) -> Loss | None:
@@ -213,7 +214,7 @@ class Runner:
         if sums.records is not None:
             self.carried.restore()
         self._mark = self.streams.mark() if looks else ()  # also for the backward, where the forward draws nothing
-        with _single_row_told(chunk, options):
+        with _explain_single_row(chunk, options):
             part = self._loss(chunk)
         drew = looks and self.streams.moved(self._mark)
         moved = self.carried.moved(values=options.test) if looks else ""
@@ -248,10 +249,10 @@ class Runner:
             output = job.forward(job.model, chunk.batch)
             if output is ELSEWHERE:
                 return Loss(torch.zeros((), dtype=torch.float64), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)
-            lead = chunk.micro_batches[0].lead
-            result = job.loss(output, chunk.batch if lead is None else lead)
+            cached_grads = chunk.micro_batches[0].cached_grads
+            result = job.loss(output, chunk.batch if cached_grads is None else cached_grads)
             loss = Loss.of(result, chunk, any(param.requires_grad for param in self.params))
-            if lead is None and loss.mean is None and not self.counts.done:
+            if cached_grads is None and loss.mean is None and not self.counts.done:
                 self.counts.check(job.loss, output, chunk.batch, loss.count, chunk.rows, self.models)
         return loss
 
@@ -280,7 +281,8 @@ class Runner:
 
 
 @contextmanager
-def _single_row_told(chunk: Chunk, options: StepOptions) -> Iterator[None]:
+def _explain_single_row(chunk: Chunk, options: StepOptions) -> Iterator[None]:
+    """Turns BatchNorm's ValueError about a single row into a UsageError that names the row and the cure."""
     try:
         yield
     except ValueError as error:
@@ -302,6 +304,10 @@ class Loss:
 
     @staticmethod
     def of(result: Any, chunk: Chunk, trainable: bool) -> Loss:
+        """Reads what the user's loss function returned for a chunk: a mean, (sum, count) or (sum, count, metrics).
+
+        Raises LossError for any other form, and if a `trainable` model's loss has no gradient.
+        """
         metrics: Mapping[str, tuple[Any, Any]] = {}
         mean = result if isinstance(result, torch.Tensor) else None
         if isinstance(result, torch.Tensor):
@@ -324,6 +330,7 @@ class Loss:
         return Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
 
     def detached(self) -> Loss:
+        """A copy without autograd's graph, and without the mean."""
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}
         return Loss(self.total.detach(), _bare(self.count), metrics, self.sources, self.index)
 

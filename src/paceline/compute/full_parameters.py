@@ -20,25 +20,32 @@ _AT_ONCE = 1 << 24  # elements of pieces that are gathered together, unless one 
 
 
 class FullParameterCopies:
-    """Copies of the `own` parameters, of which the `cuts` leave a piece here, at a `place` in a `replica`. Optimizers
-    hold the copies, whose values are set for each update anew; with `hosted` they lie in the memory of the host.
+    """Full copies of sharded parameters, which optimizers hold.
+
+    `params` are this worker's shards by name, `cuts` their sharding in the `replica`, in which this worker has the
+    shard number `shard_index`. Each update gathers the copies anew. With `hosted` they are in host memory.
     """
 
     def __init__(
-        self, own: Mapping[str, Parameter], cuts: Mapping[str, ShardingSpec], place: int, replica: Group, hosted: bool
+        self,
+        params: Mapping[str, Parameter],
+        cuts: Mapping[str, ShardingSpec],
+        shard_index: int,
+        replica: Group,
+        hosted: bool,
     ) -> None:
-        self._own, self._cuts, self._place, self._replica = own, cuts, place, replica
+        self._params, self._cuts, self._shard_index, self._replica = params, cuts, shard_index, replica
         self.copies = {
             name: marked(_zeros(cuts[name].shape, param, hosted), marks_of(param)) if name in cuts else param
-            for name, param in own.items()
+            for name, param in params.items()
         }
 
     def _batches(self) -> Iterator[list[str]]:
-        """Names whose pieces are gathered together: those of one dtype, up to a size."""
+        """Names of parameters that are gathered together: those of one dtype, up to `_AT_ONCE` elements."""
         batch, size = list[str](), 0
-        for name in sorted(self._cuts, key=lambda name: str(self._own[name].dtype)):
+        for name in sorted(self._cuts, key=lambda name: str(self._params[name].dtype)):
             elements = max(piece.elements for piece in self._cuts[name].pieces)
-            if batch and (self._own[batch[0]].dtype != self._own[name].dtype or size + elements > _AT_ONCE):
+            if batch and (self._params[batch[0]].dtype != self._params[name].dtype or size + elements > _AT_ONCE):
                 yield batch
                 batch, size = [], 0
             batch.append(name)
@@ -47,25 +54,25 @@ class FullParameterCopies:
             yield batch
 
     def _gather(self, names: Sequence[str], pieces: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Fills whole tensors with the pieces that all workers have of them."""
+        """Fills full tensors with the shards of all workers."""
         everyone = self._replica.gather(torch.cat([piece.detach().reshape(-1) for piece in pieces]))
         ends = [0] * len(everyone)
         for name, target in zip(names, targets, strict=True):
-            cut, here = self._cuts[name], list[torch.Tensor]()
+            cut, shards = self._cuts[name], list[torch.Tensor]()
             for rank, flat in enumerate(everyone):
                 piece = cut.at(rank)
-                here.append(flat[ends[rank] : ends[rank] + piece.elements].view(piece.shape))
+                shards.append(flat[ends[rank] : ends[rank] + piece.elements].view(piece.shape))
                 ends[rank] += piece.elements
             first = (next(iter(holders.items())) for holders in cut.blocks.values())
-            assemble(target, ((block.at, block.of(here[rank])) for rank, block in first))
+            assemble(target, ((block.at, block.of(shards[rank])) for rank, block in first))
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """What is done meanwhile to the copies, with the gradients of the pieces, is done to these. Collective."""
+        """Gathers values and gradients into the copies, then writes the updated copies back to shards. Collective."""
         self._replica.enter("whole copies for the optimizer", check=False, kind="weights")
         for names in self._batches():
-            self._gather(names, [self._own[n] for n in names], [self.copies[n].detach() for n in names])
-            used = [(n, grad) for n in names if (grad := self._own[n].grad) is not None]
+            self._gather(names, [self._params[n] for n in names], [self.copies[n].detach() for n in names])
+            used = [(n, grad) for n in names if (grad := self._params[n].grad) is not None]
             for name in names:
                 self.copies[name].grad = None
             for name, _ in used:
@@ -75,7 +82,7 @@ class FullParameterCopies:
                 self._gather([name for name, _ in used], [grad for _, grad in used], grads)
         yield
         for name, cut in self._cuts.items():
-            self._own[name].detach().copy_(cut.at(self._place).of(self.copies[name].detach()))
+            self._params[name].detach().copy_(cut.at(self._shard_index).of(self.copies[name].detach()))
             self.copies[name].grad = None
 
 

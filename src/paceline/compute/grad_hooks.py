@@ -21,8 +21,9 @@ from paceline.errors import UsageError
 
 
 class Hooks:
-    """The gradient hooks on parameters, on modules, and on tensors of the first forward; `where` names the first that
-    was found. There must be none where gradients are `scaled` (fp16), and none on parameters that are `gathered`.
+    """Finds the user's gradient hooks: on parameters, on modules, and on tensors of the first forward.
+
+    `where` names the first hook. Hooks are refused if gradients are `scaled` (fp16), and on `gathered` parameters.
     """
 
     def __init__(self, params: Mapping[str, nn.Parameter], scaled: bool, gathered: bool) -> None:
@@ -32,31 +33,31 @@ class Hooks:
         self._known = -1
 
     def beside(self, models: Sequence[nn.Module]) -> None:
-        """Whose modules a loss may run."""
+        """Sets the models whose modules a loss may run."""
         named = [(name or "the model", module) for model in models for name, module in model.named_modules()]
         self._modules = [(n, hooks) for n, m in named for hooks in (m._backward_hooks, m._backward_pre_hooks)]
         self._modules += [("all modules", h) for h in (every._global_backward_hooks, every._global_backward_pre_hooks)]
         self._known = -1
 
     def look(self) -> None:
-        """Before a step: those on parameters and modules, where more have come since the last one."""
+        """Looks for hooks on parameters and modules before a step, if their number changed since the last one."""
         params = [hooks for p in self._params.values() for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)]
         count = sum([len(hooks) for hooks in params if hooks]) + sum([len(hooks) for _, hooks in self._modules])
         if count == self._known:
             return
         self._known = count
         for name, hooks in zip([name for name in self._params for _ in range(2)], params, strict=True):
-            if hooks and not all(map(_ours, hooks.values())):
+            if hooks and not all(map(_is_internal, hooks.values())):
                 if self._gathered:
                     raise UsageError(f"{name} of the model has a hook, which would not be called", "say zero=1")
-                self._found(f"a gradient hook on {name}")
+                self._record_hook(f"a gradient hook on {name}")
         for name, those in self._modules:
             if those:
-                self._found(f"a backward hook on {name}")
+                self._record_hook(f"a backward hook on {name}")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A forward is run for the first time: are tensors in it given hooks?"""
+        """Notices hooks that the first forward registers on tensors."""
         plain: Any = torch.Tensor.register_hook
 
         def register_hook(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
@@ -64,7 +65,7 @@ class Hooks:
             while asks is not None and asks.f_globals.get("__name__") == "torch.autograd.graph":
                 asks = asks.f_back
             if asks is not None and not str(asks.f_globals.get("__name__")).startswith(("torch.", "paceline.")):
-                self._found(f"a gradient hook in {Path(asks.f_code.co_filename).name}:{asks.f_lineno}")
+                self._record_hook(f"a gradient hook in {Path(asks.f_code.co_filename).name}:{asks.f_lineno}")
             return plain(tensor, hook)
 
         torch.Tensor.register_hook = register_hook  # type: ignore[method-assign]
@@ -73,20 +74,20 @@ class Hooks:
         finally:
             torch.Tensor.register_hook = plain  # type: ignore[method-assign]
 
-    def _found(self, where: str) -> None:
+    def _record_hook(self, where: str) -> None:
         if self._scaled:
             raise UsageError(f"{where} would see gradients in the loss scale of fp16", "say precision=bf16")
         self.where = self.where or where
 
 
-def _ours(hook: Any) -> bool:
+def _is_internal(hook: Any) -> bool:
     made = getattr(hook, "func", hook)  # of a partial
     return str(getattr(made, "__module__", "")).startswith("paceline.")
 
 
 @contextmanager
 def weighed(params: Sequence[nn.Parameter], weight: float) -> Iterator[None]:
-    """What a backward in it makes is multiplied by `weight` after all hooks, and added to what was there."""
+    """Multiplies the gradients of a backward inside by `weight` after all hooks, and adds them to the former ones."""
     before = [param.grad for param in params]
     for param in params:
         param.grad = None
@@ -99,7 +100,7 @@ def weighed(params: Sequence[nn.Parameter], weight: float) -> Iterator[None]:
 
 
 def nodes_of(total: torch.Tensor) -> Iterator[Any]:
-    """Of autograd's graph, each once."""
+    """Yields each node of autograd's graph above a tensor once."""
     seen, left = set[Any](), [total.grad_fn]
     while left:
         node = left.pop()

@@ -26,15 +26,15 @@ CHANGED = 1.2  # it is told again when it is another one by so much
 
 
 def squares(gradients: Iterable[torch.Tensor]) -> float:
-    """Of all their elements, added up."""
-    found = list(gradients)
-    return float(torch.stack(torch._foreach_norm(found)).cpu().double().square().sum()) if found else 0.0
+    """Sum of the squares of all elements of the gradients."""
+    tensors = list(gradients)
+    return float(torch.stack(torch._foreach_norm(tensors)).cpu().double().square().sum()) if tensors else 0.0
 
 
 def looked_at(step: int, plan: Plan, unit: int, workers: int, job: TrainingJob) -> str:
-    """Whose squares are looked at in a step, as Options have it: where a worker has whole gradients of its own rows."""
-    whole = unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
-    return ("all" if workers > 1 else "first") if whole and step % EVERY == EVERY - 1 else ""
+    """The `noise_sample` of a step: empty in most steps, and where workers lack full gradients of their rows."""
+    has_full_gradients = unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
+    return ("all" if workers > 1 else "first") if has_full_gradients and step % EVERY == EVERY - 1 else ""
 
 
 @dataclass
@@ -48,10 +48,13 @@ class GradNoiseScale:
     looks: int = 0
     counts: float = 0.0  # what the losses count, rows or tokens,
     rows: float = 0.0  # in so many rows
-    _told: float = 0.0
+    _reported: float = 0.0
 
     def learn(self, agreed: Agreed, norm: float, rows: int) -> Iterator[dict[str, Any]]:
-        """Of a step whose mean gradient over so many `rows` has the `norm`. For the journal, if there is news."""
+        """Updates the estimate from a step whose mean gradient over `rows` rows has this `norm`.
+
+        Yields the fields of a journal event if the scale changed by more than the factor CHANGED.
+        """
         free = agreed.spread_count - agreed.spread_squares / agreed.count if agreed.count > 0 else 0.0
         if free <= 1e-9 * agreed.count:  # nobody looked, or all rows were one worker's
             return
@@ -62,8 +65,8 @@ class GradNoiseScale:
         self.signal += (norm**2 - noise / agreed.count - self.signal) * weight
         self.counts, self.rows = self.counts + agreed.count, self.rows + rows
         scale = self.scale
-        if scale and not self._told / CHANGED < scale < self._told * CHANGED:
-            self._told = scale
+        if scale and not self._reported / CHANGED < scale < self._reported * CHANGED:
+            self._reported = scale
             yield {"scale": scale if math.isfinite(scale) else None, "looks": self.looks}
 
     @property

@@ -46,10 +46,10 @@ class Judge:
 class TrainingJob:
     """What is trained, in the user's own objects, and where: the model is already on `device`.
 
-    `named` are its trainable parameters, `own` what the optimizers hold of them here: the same, or some of their rows;
-    with `offload` copies of these in the memory of the host. Gradients of the last ones, the `sparse`, are rows. Of
-    which tensors of the model, and of what the optimizers hold, a worker has but a piece, `cuts` and `own_cuts` tell by
-    name: that at its `place` in its `replica`.
+    `named` are the trainable parameters, `own` the tensors that this worker's optimizers hold for them: the parameters
+    themselves or some of their rows, with `offload` as copies in host memory. The last `sparse` of them have sparse
+    gradients. `cuts` has the sharding of the model's tensors by name, `own_cuts` that of the optimizers' tensors; this
+    worker holds the shard number `place` of its `replica`.
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class TrainingJob:
     replica: Group | None = None
     units: Group | None = None  # the workers who have the same place in theirs
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
-    whole: Callable[[Any], Any] = lambda output: output  # of outputs of which workers have parts
+    gather_output: Callable[[Any], Any] = lambda output: output  # completes an output of which workers have parts
     once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight  # one that all of a unit use alike
     # Completes gradients of a micro-batch, by name, of which the workers of a unit have parts. Collective.
     add_up: Callable[[dict[str, torch.Tensor], Mapping[str, nn.Parameter]], None] = lambda gradients, named: None
@@ -115,13 +115,13 @@ class TrainingJob:
 
 @dataclass
 class StepOptions:
-    """What a step is told: its number, the count its gradients are scaled by, its size, and how it may be executed.
+    """The settings of one step: its number, the count that scales its gradients, its size, and how it may be executed.
 
     `merge` is how many micro-batches a chunk may hold, `test` asks for an observation of whether they may be merged
     at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
     micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
     against micro-batches of a single row. `reached` is told of moments in it. `turn` counts the team's transactions.
-    `spread`: the squares of gradients of this worker's rows are wanted, of "all" or the "first" of several chunks.
+    `noise_sample`: measure the squared norm of this worker's gradients, of "all" or of the "first" of several chunks.
     """
 
     step: int
@@ -137,22 +137,22 @@ class StepOptions:
     cure: str = ""
     reached: Callable[[str], None] = lambda moment: None
     turn: int = 0
-    spread: str = ""
+    noise_sample: str = ""
 
 
 @dataclass
 class StepSums:
-    """What one worker's share of a step adds up to. Gradients stay where they land, as sums/expected.
+    """Sums over one worker's share of a step. Gradients stay in their buffers, as sums divided by `expected`.
 
-    `strict`: micro-batches must stay alone, and `why`; `whole`: they must not be divided among workers; `failed`: a
-    chunk that was merged or divided did, and the step is to be redone without. `news` is what people are to be told,
-    by kind: what, and why if it is a decision.
+    `strict`: micro-batches must run one by one, and `why`. `no_split`: they must not be divided among workers.
+    `failed`: a merged or divided chunk failed, and the step is repeated without. `news` are messages to the user by
+    kind: what, and why if it is a decision.
 
     `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
     memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
     micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it. `waited`
-    are the seconds of it in which this worker waited for other stages. `spread` are squares of gradients of some of the
-    rows, and their count.
+    are the seconds of it in which this worker waited for other stages. `sq_norms` is the squared norm of the
+    gradients of some rows, and their count in the loss.
     """
 
     loss: float = 0.0
@@ -162,7 +162,7 @@ class StepSums:
     tested: bool = False
     strict: bool = False
     why: str = ""
-    whole: bool = False
+    no_split: bool = False
     failed: bool = False
     news: dict[str, tuple[str, str]] = field(default_factory=dict)
     records: torch.Tensor | None = None
@@ -172,4 +172,4 @@ class StepSums:
     redo: bool = False
     bad: list[str] = field(default_factory=list)
     waited: float = 0.0
-    spread: tuple[float, float] = (0.0, 0.0)
+    sq_norms: tuple[float, float] = (0.0, 0.0)

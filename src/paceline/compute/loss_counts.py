@@ -86,19 +86,19 @@ class CountCheck:
         if not floating or (value := float(count)) == 0.0 or not math.isfinite(value):
             return
         what = f"the loss returned {value:.6g} as the count of {rows} row{'s' if rows > 1 else ''}"
-        found = self._count_parts(loss, output, batch, rows, models)
-        if found is None:
+        counts = self._count_parts(loss, output, batch, rows, models)
+        if counts is None:
             self.done = self.is_unknown = True
             return
         # Of a single row the second count is that of the row twice.
-        expected, there = (value, sum(found)) if rows > 1 else (2 * found[0], found[1])
-        if abs(there - expected) > _ROUNDING * abs(expected):
-            told = (
-                f"{found[0]:.6g} and {found[1]:.6g} for their halves, which do not add up to it"
+        expected, actual = (value, sum(counts)) if rows > 1 else (2 * counts[0], counts[1])
+        if abs(actual - expected) > _ROUNDING * abs(expected):
+            details = (
+                f"{counts[0]:.6g} and {counts[1]:.6g} for their halves, which do not add up to it"
                 if rows > 1
-                else f"{there:.6g} for two copies of it"
+                else f"{actual:.6g} for two copies of it"
             )
-            raise LossError(f"{what}, but {told}", _CURE)
+            raise LossError(f"{what}, but {details}", _CURE)
         self.done = True
 
     def refuse_values(self, counts: Sequence[float], losses: Sequence[float], sources: Sequence[str]) -> None:
@@ -119,8 +119,8 @@ class CountCheck:
         try:
             with _at_rest(models, self.alone), torch.enable_grad():
                 counts = [loss(_rows(output, rows, part), _rows(batch, rows, part))[1] for part in halves]
-            found = [float(count) for count in counts]
-            return None if self.streams.moved(mark) else found
+            values = [float(count) for count in counts]
+            return None if self.streams.moved(mark) else values
         except (*USERS_OWN, PacelineError):
             return None
         finally:

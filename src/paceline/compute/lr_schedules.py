@@ -71,6 +71,7 @@ class Plateau:
     options: Mapping[str, Any]
 
     def on(self, optimizer: Optimizer) -> ReduceLROnPlateau:
+        """Builds torch's scheduler for an optimizer. Raises TypeError or ValueError for wrong options."""
         return ReduceLROnPlateau(optimizer, **self.options)
 
 

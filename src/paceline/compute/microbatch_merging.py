@@ -53,31 +53,33 @@ class MergeProbe:
         return certain or (HOOKED if self.hooks.where else self._failed)
 
     def give_up(self, chunk: Chunk, sums: StepSums, error: Exception) -> None:
-        """Other rows than those of one micro-batch fail: nobody is to compute them together, or apart."""
+        """Forbids all workers to merge, or to divide, micro-batches after such a chunk failed."""
         sums.failed = True
         if len(chunk.micro_batches) > 1:
-            self._failed = sums.why = f"several micro-batches together fail {_told(error)}"
+            self._failed = sums.why = f"several micro-batches together fail {_describe_error(error)}"
             sums.strict = True
             _say_alone(sums, "several together", error)
         else:
-            _not_divided(sums, f"a part of one fails {_told(error)}")
-            what = f"micro-batches are not divided among workers from now on: a part of one failed {_told(error)}"
-            sums.news["apart"] = f"{what}; {_AGAIN}", ""
+            _not_divided(sums, f"a part of one fails {_describe_error(error)}")
+            what = "micro-batches are not divided among workers from now on: a part of one failed"
+            sums.news["apart"] = f"{what} {_describe_error(error)}; {_AGAIN}", ""
 
     def observe(
         self,
         loss: Computes,
         models: Sequence[nn.Module],
-        some: Sequence[MicroBatch],
+        micro_batches: Sequence[MicroBatch],
         sums: StepSums,
         options: StepOptions,
     ) -> None:
-        """After a step's micro-batches, of which `some` count."""
-        first, self.done = not self.done, self.done or bool(some)
+        """Tests after a step whether its micro-batches (without dummies) may be merged and divided."""
+        first, self.done = not self.done, self.done or bool(micro_batches)
         if self.hooks.where:
             sums.news["hooks"] = f"{self.hooks.where}: {_SEES}", ""
-        asked = (first and options.probe and not self.change) or (options.test and not sums.strict and len(some) > 1)
-        if not some or sums.failed or not asked:
+        asked = (first and options.probe and not self.change) or (
+            options.test and not sums.strict and len(micro_batches) > 1
+        )
+        if not micro_batches or sums.failed or not asked:
             return
         # At rest, draws and BatchNorm do not hide what the loss does.
         training = [m for model in models for m in model.modules() if m.training] if sums.strict else []
@@ -86,42 +88,44 @@ class MergeProbe:
         mark = self.streams.mark()
         try:
             with nullcontext() if self.hooks.where else torch.no_grad():  # without, none can be set
-                self._observe(loss, some[:2], sums, options.test, first)
+                self._observe(loss, micro_batches[:2], sums, options.test, first)
         finally:
             for module in training:
                 module.training = True
         if self.streams.moved(mark):  # it is another loss each time
             sums.news.pop("mixes", None)
 
-    def _observe(self, loss: Computes, some: Sequence[MicroBatch], sums: StepSums, test: bool, first: bool) -> None:
-        """Whether the loss of two micro-batches together is the sum of theirs, and that of one the sum of its parts':
-        observed, not guessed. What cannot be merged is divided only the `first` time.
+    def _observe(
+        self, loss: Computes, micro_batches: Sequence[MicroBatch], sums: StepSums, test: bool, first: bool
+    ) -> None:
+        """Measures whether the loss of two merged micro-batches is the sum of their losses, and the loss of one the sum
+        over its parts. If micro-batches cannot be merged, only the `first` call tests parts.
         """
-        alone = [Chunk([micro_batch], micro_batch.batch) for micro_batch in some]
-        together, one = join(some) if len(some) > 1 else None, None
+        alone = [Chunk([micro_batch], micro_batch.batch) for micro_batch in micro_batches]
+        together, single = join(micro_batches) if len(micro_batches) > 1 else None, None
         if together is not None:
             try:
-                one = self._one(loss, alone[0], sums, first)
-                if one is None:
+                single = self._one(loss, alone[0], sums, first)
+                if single is None:
                     return
-                whole, *parts = (loss(chunk) for chunk in (together, *alone[1:]))
+                merged, *parts = (loss(chunk) for chunk in (together, *alone[1:]))
             except USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
                 if test and not sums.strict and "does not require grad" not in str(error):  # it is without, here
                     _say_alone(sums, "two together", error)
-                sums.why, sums.strict = sums.why or f"two micro-batches together fail {_told(error)}", True
+                sums.why, sums.strict = sums.why or f"two micro-batches together fail {_describe_error(error)}", True
                 return
             sums.tested = test and not sums.strict
-            if differ := self._differ(whole, [one, *parts]):
+            if differ := self._differ(merged, [single, *parts]):
                 _mixes(sums, "two micro-batches together give {}, one by one {}".format(*differ))
                 return
         try:
-            halves = some[0].halves() if first or together is not None else []
-            if not halves or (one := one or self._one(loss, alone[0], sums, first)) is None:
+            halves = micro_batches[0].halves() if first or together is not None else []
+            if not halves or (single := single or self._one(loss, alone[0], sums, first)) is None:
                 return
-            differ = self._differ(one, [loss(half) for half in halves])
+            differ = self._differ(single, [loss(half) for half in halves])
         except USERS_OWN as error:
             if test:
-                _not_divided(sums, f"a part of one fails {_told(error)}")
+                _not_divided(sums, f"a part of one fails {_describe_error(error)}")
             return
         if differ and together is None:
             _mixes(sums, "a micro-batch gives {}, its rows in two parts {}".format(*differ))
@@ -142,40 +146,41 @@ class MergeProbe:
         sums.news["keeps"] = _KEEPS.format(*differ, f", as its buffer {' and '.join(moved)}" if moved else ""), ""
         return None
 
-    def _differ(self, whole: Any, parts: Sequence[Any], rounding: float = 1.0) -> tuple[str, str] | None:
-        """The loss of a whole and that of its parts, for people, if they or the counts are not equal: more than what
-        another order of summation may differ by, times `rounding`.
+    def _differ(self, merged: Any, parts: Sequence[Any], rounding: float = 1.0) -> tuple[str, str] | None:
+        """Texts of the merged loss and the sum over its parts, if these or the counts differ; else None.
+
+        The tolerance is what another order of summation may change, times `rounding`.
         """
-        apart, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
-        tolerance = 1e-9 if whole.total.dtype == torch.float64 else 1e-4
+        total, count = sum(float(part.total) for part in parts), sum(float(part.count) for part in parts)
+        tolerance = 1e-9 if merged.total.dtype == torch.float64 else 1e-4
         tolerance = rounding * (2e-2 if self.job.precision is not None else tolerance)
         size = max(sum(abs(float(part.total)) for part in parts), 1e-30)
-        counts_agree = abs(float(whole.count) - count) <= 1e-6 * abs(count)  # they may be sums of float32 weights
-        if not abs(float(whole.total) - apart) <= tolerance * size:
-            return _told_apart(float(whole.total), apart)
-        return None if counts_agree else _told_apart(float(whole.count), count, "a count of ")
+        counts_agree = abs(float(merged.count) - count) <= 1e-6 * abs(count)  # they may be sums of float32 weights
+        if not abs(float(merged.total) - total) <= tolerance * size:
+            return _distinct_digits(float(merged.total), total)
+        return None if counts_agree else _distinct_digits(float(merged.count), count, "a count of ")
 
 
-def _told_apart(one: float, other: float, what: str = "") -> tuple[str, str]:
-    """Two numbers with as many digits as tell them apart."""
+def _distinct_digits(one: float, other: float, what: str = "") -> tuple[str, str]:
+    """Texts of two numbers with the fewest digits (6, 9 or 17) that show their difference."""
     pairs = [(f"{what}{one:.{digits}g}", f"{what}{other:.{digits}g}") for digits in (6, 9, 17)]
     return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
 
 
-def _told(error: Exception) -> str:
-    said = str(error).partition("\n")[0]
-    return f"at {raise_site(error)} ({type(error).__name__}: {said:.80})"
+def _describe_error(error: Exception) -> str:
+    message = str(error).partition("\n")[0]
+    return f"at {raise_site(error)} ({type(error).__name__}: {message:.80})"
 
 
 def _say_alone(sums: StepSums, what: str, error: Exception) -> None:
     sums.news["alone"] = (
-        f"micro-batches are computed one by one from now on: {what} failed {_told(error)}; {_AGAIN}",
+        f"micro-batches are computed one by one from now on: {what} failed {_describe_error(error)}; {_AGAIN}",
         "",
     )
 
 
 def _not_divided(sums: StepSums, why: str) -> None:
-    sums.whole, sums.news["whole"] = True, ("micro-batches are not divided among workers", why)
+    sums.no_split, sums.news["whole"] = True, ("micro-batches are not divided among workers", why)
 
 
 def _mixes(sums: StepSums, how: str) -> None:

@@ -21,11 +21,13 @@ _SHOWN = 12  # numbers of rows
 
 @dataclass
 class MicroBatch:
-    """One micro-batch: its number in the grid, its rows, the collated batch, and where the rows came from, also as
-    `numbers` in the dataset; in the global batch the first of them is at `start`. Where other workers compute a part of
-    it, `part` are the rows of the batch that are to be taken here, after which it is `divided`. A `blank` one is run
-    only because the other workers of a replica run more. `odd` says that it has other rows than it was made of. Where
-    the loss is over the whole global batch, `lead` is what leads its outputs, in the place of the batch.
+    """One micro-batch: its index in the grid, its number of rows, the collated batch, and the source of its rows.
+
+    `numbers` are the rows' numbers in the dataset, `start` is the position of the first one in the global batch. If
+    several workers share the micro-batch, `part` is this worker's range of rows until `take_part`, which sets
+    `divided`. A dummy (`is_dummy`) only keeps workers of a replica in step and counts nothing. `row_mismatch` is a
+    message if collate made other rows than it was given. With a loss over the global batch, `cached_grads` takes the
+    place of the batch in the loss of the second run.
     """
 
     index: int
@@ -33,12 +35,12 @@ class MicroBatch:
     batch: Any
     source: str = ""
     part: range | None = None
-    blank: bool = False
+    is_dummy: bool = False
     numbers: tuple[int, ...] = ()
     start: int = 0
     divided: bool = False
-    odd: str = ""
-    lead: Any = None
+    row_mismatch: str = ""
+    cached_grads: Any = None
 
     def take_part(self) -> bool:
         """Leaves the rows of this worker's part; whether they can be told from the others."""
@@ -90,9 +92,14 @@ class Chunk:
 
     @property
     def noted(self) -> AddNote:
-        """While it is computed: an exception tells its rows."""
-        some = self.micro_batches
-        return AddNote(lambda: rows_told([m.index for m in some], [n for m in some for n in m.numbers]) or self.source)
+        """A context for the chunk's computation that adds the dataset rows to any exception raised inside."""
+        micro_batches = self.micro_batches
+        return AddNote(
+            lambda: (
+                rows_told([m.index for m in micro_batches], [n for m in micro_batches for n in m.numbers])
+                or self.source
+            )
+        )
 
 
 def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:
@@ -103,6 +110,7 @@ def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:
 
 
 def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """All tensors in a nesting of containers, in the order of its leaves."""
     return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
 
 
@@ -113,11 +121,11 @@ def in_rows(batch: Any, rows: int) -> bool:
 
 
 def digest_of(batch: Any) -> str:
-    """Of the tensors in it."""
-    found = hashlib.sha256()
+    """SHA-256 of the bytes of all tensors in a nesting, as hex digits."""
+    digest = hashlib.sha256()
     for tensor in tensors_of(batch):
-        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def refuse_other_input(group: Group, given: Any, model: str, why: str) -> None:
@@ -152,6 +160,7 @@ def cut(batch: Any, rows: range) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
+    """The same nesting with all tensors on the device; the copy is asynchronous where memory is pinned."""
     if device.type == "cpu":
         return batch
     return pytree.tree_map(

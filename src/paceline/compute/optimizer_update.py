@@ -22,8 +22,10 @@ from paceline.errors import UsageError
 
 
 class OptimizerUpdate:
-    """The optimizers of a job, which hold `rows` of its parameters, or copies of these, and find the gradients at
-    `home`.
+    """Applies the optimizers of a job to its summed gradients, which are in `home`.
+
+    `rows` are this worker's rows of the parameters, `params` the tensors that the optimizers hold: the same ones, or
+    copies in host memory or of full parameters.
     """
 
     def __init__(self, job: TrainingJob, home: GradSink) -> None:
@@ -34,17 +36,17 @@ class OptimizerUpdate:
         )
         if self.hosted is not None:
             job.own = dict(zip(job.own, self.hosted.copies, strict=True))
-        self.own = list(job.own.values())
+        self.params = list(job.own.values())
         self._looks = True  # at the optimizers' state, after the first update
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
         self.names = {id(param): name for name, param in [*frozen, *job.own.items()]}
 
     def use_full_parameters(self, replica: Group) -> None:
-        """Optimizers are to hold whole copies of what is cut."""
+        """Lets optimizers hold full copies of the sharded parameters, as they need for updates by whole norms."""
         job, rows = self.job, dict(zip(self.job.own, self.rows, strict=True))
         self.hosted = made = FullParameterCopies(rows, job.own_cuts, job.place, replica, job.offload)
         job.own, job.whole_copies = made.copies, True
-        self.own = list(made.copies.values())
+        self.params = list(made.copies.values())
         self.names |= {id(copy): name for name, copy in made.copies.items()}
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
@@ -93,12 +95,13 @@ class OptimizerUpdate:
     # -- state --------------------------------------------------------------------------------------------------
 
     def memory(self) -> int:
-        """Bytes that optimizers keep."""
+        """Bytes of the optimizers' state on this worker."""
         return held(
             [tensor for one in self.job.optimizers for state in one.state.values() for tensor in state.values()]
         )
 
     def state(self) -> dict[str, Any]:
+        """State of optimizers and schedulers for a checkpoint, by parameter name; shards are marked as such."""
         cuts, place = self.job.kept_cuts, self.job.place
         return {
             "optimizers": [optimizer_state(one, self.names, cuts, place) for one in self.job.optimizers],
@@ -107,6 +110,7 @@ class OptimizerUpdate:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state` returned, from shards or full tensors. Raises UsageError if the script makes others."""
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):

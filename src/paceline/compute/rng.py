@@ -34,6 +34,7 @@ class _Numpy:
         return self._words is not None
 
     def mark(self, rand: Any) -> Any:
+        """The generator's state, to be compared by `moved` or brought back by `restore`."""
         if not self._in_place(rand):
             return json.dumps(rand.get_state(legacy=False), default=lambda array: array.tolist())
         words = bytes(self._words)
@@ -43,12 +44,13 @@ class _Numpy:
         return mark
 
     def moved(self, rand: Any, mark: Any) -> bool:
-        """Where nothing was left of a pair every draw takes words."""
+        """Whether anything was drawn since `mark`. If no half of a pair of normals was left, every draw takes words."""
         if isinstance(mark, str) or mark[1] is not None or not self._in_place(rand):
             return bool(self.mark(rand) != mark)
         return bool(bytes(self._words) != mark[0])
 
     def restore(self, rand: Any, mark: Any) -> None:
+        """Sets the generator to a state that `mark` returned."""
         if isinstance(mark, str):
             rand.set_state(json.loads(mark))
         elif mark[1] is None and self._in_place(rand):
@@ -104,6 +106,7 @@ class RngState:
         return len(mark) > count + 1 and _NUMPY.moved(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
     def restore(self, mark: tuple[Any, ...]) -> None:
+        """Sets all generators to a state that `mark` returned."""
         count = len(self._generators)
         for generator, state in zip(self._generators, mark, strict=False):
             generator.set_state(state)
@@ -112,16 +115,16 @@ class RngState:
             _NUMPY.restore(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
     def moves(self, mark: tuple[Any, ...]) -> list[Any]:
-        """What was drawn from since `mark`, as JSON has it: which generators, and how far they are."""
+        """The generators that have drawn since `mark`: pairs of number and current state, for JSON."""
         pairs = enumerate(zip(self.mark(), mark, strict=False))
-        return [[number, _said(now)] for number, (now, before) in pairs if not _same(now, before)]
+        return [[number, _encode_state(now)] for number, (now, before) in pairs if not _same(now, before)]
 
     def follow(self, moves: list[Any]) -> None:
-        """Goes as far as others of the same seed were."""
+        """Sets generators to the states in `moves`, which another worker with the same seed returned."""
         if moves:
             marks = list(self.mark())
-            for number, said in moves:
-                marks[number] = _heard(said)
+            for number, encoded in moves:
+                marks[number] = _decode_state(encoded)
             self.restore(tuple(marks))
 
     @contextmanager
@@ -138,20 +141,20 @@ def _same(one: Any, other: Any) -> bool:
     return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
-def _said(state: Any) -> Any:
-    """A generator's state, in lists and text."""
+def _encode_state(state: Any) -> Any:
+    """A generator's state as JSON values, which `_decode_state` reads."""
     if isinstance(state, torch.Tensor):
         return {"tensor": base64.b64encode(state.numpy().tobytes()).decode()}
     if isinstance(state, bytes):
         return {"bytes": base64.b64encode(state).decode()}
-    return {"tuple": [_said(inner) for inner in state]} if isinstance(state, tuple) else state
+    return {"tuple": [_encode_state(inner) for inner in state]} if isinstance(state, tuple) else state
 
 
-def _heard(said: Any) -> Any:
-    if not isinstance(said, dict):
-        return said
-    ((kind, value),) = said.items()
+def _decode_state(encoded: Any) -> Any:
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, value),) = encoded.items()
     if kind == "tuple":
-        return tuple(map(_heard, value))
+        return tuple(map(_decode_state, value))
     data = base64.b64decode(value)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if kind == "tensor" else data

@@ -19,7 +19,7 @@ from paceline.comm.communicator import Group
 from paceline.comm.message_reader import damaged, read_told
 from paceline.comm.shared_memory import raw_bytes
 
-_WHOLE = -1  # instead of rows: the gradient is a whole one, since the script uses the parameter in another way as well
+_DENSE = -1  # in the place of row indices: the gradient is dense, since the script also uses the parameter otherwise
 
 
 def tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -30,7 +30,7 @@ def tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def rows_of(params: Iterable[Parameter]) -> list[torch.Tensor]:
-    """Of gradients that are summed the rows that there are, or all."""
+    """The values of summed gradients: the stored rows of sparse ones, all of dense ones."""
     grads = [param.grad for param in params if param.grad is not None]
     return [grad._values() if grad.is_sparse else grad for grad in grads]
 
@@ -42,43 +42,43 @@ def add_up(params: Iterable[Parameter], group: Group) -> None:
 
 
 def _summed(param: Parameter, group: Group) -> torch.Tensor | None:
-    own, values = _own(param)
-    rows = group.gather(own)
-    if any(map(_whole, rows)):
+    indices, values = _local_rows(param)
+    rows = group.gather(indices)
+    if any(map(_is_dense, rows)):
         return group.sum(torch.zeros_like(param) if param.grad is None else param.grad.to_dense())
     return combined(param, rows, group.gather(values) if any(map(len, rows)) else [])
 
 
-def _own(param: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which rows of its gradient there are, each once, and what they have, flat."""
+def _local_rows(param: Parameter) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices of the stored rows of a parameter's gradient, each once, and their values, flat."""
     grad, none = param.grad, param.new_empty(0)
     if grad is None:
         return none.long(), none
     if not grad.is_sparse:
-        return none.new_full((1,), _WHOLE, dtype=torch.int64), grad.flatten()
+        return none.new_full((1,), _DENSE, dtype=torch.int64), grad.flatten()
     grad = grad.coalesce()
     return grad.indices()[0], grad.values().flatten()
 
 
-def _whole(rows: torch.Tensor) -> bool:
-    return len(rows) == 1 and int(rows[0]) == _WHOLE
+def _is_dense(rows: torch.Tensor) -> bool:
+    return len(rows) == 1 and int(rows[0]) == _DENSE
 
 
 def combined(param: Parameter, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The gradient that workers' rows, and what they have, add up to in their order; None where nobody has any."""
+    """The sum of all workers' gradients, from row indices and values, in rank order; None if nobody has rows."""
     if not any(map(len, rows)):
         return None
-    union, places, length = None, rows, len(param)
-    if not any(map(_whole, rows)):
+    union, positions, length = None, rows, len(param)
+    if not any(map(_is_dense, rows)):
         union, at = torch.cat([*rows]).unique(return_inverse=True)
-        places, length = at.split([len(one) for one in rows]), len(union)
+        positions, length = at.split([len(one) for one in rows]), len(union)
     total = param.new_zeros(length, *param.shape[1:])
-    for place, part in zip(places, parts, strict=True):
-        some = part.view(-1, *param.shape[1:])
-        if _whole(place):
-            total.add_(some)
+    for indices, part in zip(positions, parts, strict=True):
+        values = part.view(-1, *param.shape[1:])
+        if _is_dense(indices):
+            total.add_(values)
         else:
-            total.index_add_(0, place, some)
+            total.index_add_(0, indices, values)
     if union is None:
         return total
     return torch.sparse_coo_tensor(union[None], total, param.shape, is_coalesced=True, check_invariants=False)
@@ -86,65 +86,66 @@ def combined(param: Parameter, rows: Sequence[torch.Tensor], parts: Sequence[tor
 
 def pack_gradients(params: Mapping[int, Parameter]) -> bytes:
     """Gradients of parameters by number, as they travel to a server."""
-    return _packed({number: _own(param) for number, param in params.items()})
+    return _packed({number: _local_rows(param) for number, param in params.items()})
 
 
 def pack_weights(params: Mapping[int, tuple[Parameter, torch.Tensor | None]]) -> bytes:
-    """Of parameters by number the values in these rows, or all."""
-    some = {
-        number: (param.new_full((1,), _WHOLE, dtype=torch.int64), param.detach().flatten())
+    """Values of the given rows of parameters by number, or of all rows (None), as they travel to a worker."""
+    rows_and_values = {
+        number: (param.new_full((1,), _DENSE, dtype=torch.int64), param.detach().flatten())
         if rows is None
         else (rows, param.detach()[rows].flatten())
         for number, (param, rows) in params.items()
     }
-    return _packed(some)
+    return _packed(rows_and_values)
 
 
-def _packed(some: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> bytes:
-    head = json.dumps([[number, len(rows), len(values)] for number, (rows, values) in some.items()])
-    tensors = (tensor.cpu().contiguous() for pair in some.values() for tensor in pair)
-    return b"".join([head.encode(), b"\n", *(raw_bytes(tensor).numpy().tobytes() for tensor in tensors)])
+def _packed(rows_and_values: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) -> bytes:
+    header = json.dumps([[number, len(rows), len(values)] for number, (rows, values) in rows_and_values.items()])
+    tensors = (tensor.cpu().contiguous() for pair in rows_and_values.values() for tensor in pair)
+    return b"".join([header.encode(), b"\n", *(raw_bytes(tensor).numpy().tobytes() for tensor in tensors)])
 
 
 def unpack(data: bytearray, params: Sequence[Parameter], who: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """The rows of each parameter, and what they have, flat, of `who` has sent them. FormatError: it is not that."""
-    at, found = data.find(b"\n") + 1, {}
-    told = read_told(data[: max(0, at - 1)], "rows", who)
-    if wrong := next((number for number, _, _ in told if number >= len(params)), None):
+    """Row indices and flat values by parameter number, from what `who` sent. Raises FormatError for damaged data."""
+    start, unpacked = data.find(b"\n") + 1, {}
+    header = read_told(data[: max(0, start - 1)], "rows", who)
+    if wrong := next((number for number, _, _ in header if number >= len(params)), None):
         raise damaged("rows", who, f"there is no parameter {wrong}")
-    size = sum(8 * count + params[number].dtype.itemsize * length for number, count, length in told)
-    if size != len(data) - at:
-        raise damaged("rows", who, f"they are {len(data) - at} bytes, and not {size}")
-    rest = torch.frombuffer(data, dtype=torch.uint8)[at:].clone()  # numbers lie where they may
-    for number, count, length in told:
+    size = sum(8 * count + params[number].dtype.itemsize * length for number, count, length in header)
+    if size != len(data) - start:
+        raise damaged("rows", who, f"they are {len(data) - start} bytes, and not {size}")
+    rest = torch.frombuffer(data, dtype=torch.uint8)[start:].clone()  # numbers lie where they may
+    for number, count, length in header:
         dtype = params[number].dtype
         rows, values, rest = rest.split(
             [8 * count, dtype.itemsize * length, len(rest) - 8 * count - dtype.itemsize * length]
         )
-        found[number] = rows.clone().view(torch.int64), values.clone().view(dtype)
-    return found
+        unpacked[number] = rows.clone().view(torch.int64), values.clone().view(dtype)
+    return unpacked
 
 
 @torch.no_grad()
 def put_weights(data: bytearray, params: Sequence[Parameter]) -> None:
-    """What `pack_weights` has packed."""
+    """Writes the values that `pack_weights` packed into the parameters."""
     for number, (rows, values) in unpack(data, params, "a server").items():
         param = params[number]
-        if _whole(rows):
+        if _is_dense(rows):
             param.copy_(values.view_as(param))
         else:
             param[rows.to(param.device)] = values.view(-1, *param.shape[1:]).to(param.device)
 
 
 def steps_rows_alone(optimizer: Optimizer) -> bool:
-    """Whether it changes no other rows than those of a gradient."""
+    """Whether the optimizer changes only the rows that a gradient has."""
     plain = all(not group.get("momentum") and not group.get("weight_decay") for group in optimizer.param_groups)
     return type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD) and plain
 
 
 class TouchedRows:
-    """Which rows of a table of so many each of the last updates has changed, from the `first` on; never more than there
-    are rows.
+    """The rows of a table that each of the last updates changed, from update `first` on.
+
+    It forgets the oldest updates when it would hold more row indices than the table has rows (`length`).
     """
 
     def __init__(self, length: int, first: int) -> None:
@@ -152,7 +153,7 @@ class TouchedRows:
         self._log = deque[tuple[int, torch.Tensor]]()
 
     def note(self, update: int, rows: torch.Tensor | None, oldest: int) -> None:
-        """What an update has changed, None: any row; of those before the `oldest` nobody will ask."""
+        """Records the rows that an update changed (None: any row), and forgets updates before `oldest`."""
         if rows is None:
             rows, oldest = torch.empty(0, dtype=torch.int64), update + 1
         self._log.append((update, rows))
@@ -162,6 +163,6 @@ class TouchedRows:
             self._first, self._total = number + 1, self._total - len(gone)
 
     def since(self, update: int) -> torch.Tensor | None:
-        """The rows that the updates from this one on have changed, None: maybe any."""
-        some = [rows for _, rows in takewhile(lambda one: one[0] >= update, reversed(self._log))]
-        return None if update < self._first else torch.cat([torch.empty(0, dtype=torch.int64), *some]).unique()
+        """The rows changed by this update and all later ones; None if any row may have changed."""
+        changed = [rows for _, rows in takewhile(lambda one: one[0] >= update, reversed(self._log))]
+        return None if update < self._first else torch.cat([torch.empty(0, dtype=torch.int64), *changed]).unique()

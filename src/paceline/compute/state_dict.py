@@ -15,13 +15,23 @@ from paceline.compute.job import TrainingJob
 from paceline.errors import UsageError
 
 _SIDE = 8  # elements: of the parameter that an optimizer is tried with
-# What code of others raises that was not made to be tried.
-THEIRS = (RuntimeError, ValueError, TypeError, NameError, LookupError, AttributeError, AssertionError, ArithmeticError)
+# What code of the user may raise when it is called with small or fake tensors, for which it was not written.
+PROBE_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    NameError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+)
 
 DEFERRED = "_paceline_deferred"  # the attribute of a parameter whose memory is allocated later
 
 
 def same_number(what: str, saved: int, now: int) -> None:
+    """Raises UsageError if a checkpoint holds another number of something than the script makes."""
     if saved != now:
         raise UsageError(
             f"the checkpoint holds {saved} {what}, the script makes {now}",
@@ -30,9 +40,9 @@ def same_number(what: str, saved: int, now: int) -> None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What is here of one that torch has in pieces."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
-    return found
+    """This worker's part of a DTensor, or the tensor itself; detached."""
+    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    return local_tensor
 
 
 def marks_of(param: nn.Parameter) -> dict[str, Any]:
@@ -42,6 +52,7 @@ def marks_of(param: nn.Parameter) -> dict[str, Any]:
 
 
 def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> nn.Parameter:
+    """A parameter made of a tensor, with the attributes that `marks_of` returned."""
     param = nn.Parameter(tensor)
     vars(param).update(marks)
     return param
@@ -61,8 +72,9 @@ def refuse_state(module: nn.Module, whose: str) -> None:
 def cut_in_rows(
     params: Mapping[str, torch.Tensor], cuts: Mapping[str, ShardingSpec], count: int, unit: int = 1
 ) -> dict[str, ShardingSpec]:
-    """How parameters are cut, if what the `cuts` leave of them in a `unit`, or all, is divided by rows among so
-    many of these.
+    """The sharding of parameters when each worker's part under `cuts` is divided by rows among `count` units.
+
+    A parameter without a cut is first taken as whole on all workers of a `unit`.
     """
     rows = cache(ShardingSpec.in_rows)  # they are large where workers are many, and shapes are few
     return {
@@ -73,48 +85,53 @@ def cut_in_rows(
 def own_of(
     named: Mapping[str, nn.Parameter], cuts: Mapping[str, ShardingSpec], shards: RowShards, unit: int = 1
 ) -> tuple[dict[str, nn.Parameter], dict[str, ShardingSpec]]:
-    """The own rows of parameters, which are themselves where all are; and how what is here of each is cut then."""
+    """This worker's rows of each parameter, and the sharding that the parameters then have.
+
+    With a single shard they are the parameters themselves.
+    """
     if shards.count == 1:
         return dict(named), {name: cuts[name] for name in named if name in cuts}
-    own = {n: marked(shards.of(param.detach(), shards.me), marks_of(param)) for n, param in named.items()}
-    return own, cut_in_rows(named, cuts, shards.count, unit)
+    local_rows = {n: marked(shards.of(param.detach(), shards.me), marks_of(param)) for n, param in named.items()}
+    return local_rows, cut_in_rows(named, cuts, shards.count, unit)
 
 
 def held(values: Iterable[Any]) -> int:
-    """Bytes of the memory behind tensors: what several share counts once, and of a tensor in pieces the piece."""
+    """Bytes of the storages of all tensors in `values`: a shared storage counts once, a DTensor with its local part."""
     tensors = (value for value in values if isinstance(value, torch.Tensor))
     storages = (local(tensor).untyped_storage() for tensor in tensors)
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def kept_for_each(optimizers: Sequence[Optimizer]) -> float:
-    """Bytes that optimizers keep for each byte of their parameters, from what one of the kind keeps for a small one; 2,
-    as Adam's, where none can be made.
+    """Bytes of optimizer state for each byte of parameters, measured on a small parameter.
+
+    An optimizer that cannot be made for a small parameter counts as Adam, with 2 bytes.
     """
     kept = total = 0.0
     for one in optimizers:
-        bytes_, found = sum(p.nbytes for g in one.param_groups for p in g["params"]), _kept(one)
-        each = 2.0 if found is None else sum(value.numel() for value in found.values() if value.dim()) / _SIDE**2
+        bytes_, state = sum(p.nbytes for g in one.param_groups for p in g["params"]), _probe_state(one)
+        each = 2.0 if state is None else sum(value.numel() for value in state.values() if value.dim()) / _SIDE**2
         kept, total = kept + each * bytes_, total + bytes_
     return kept / total if total else 0.0
 
 
-def _kept(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
-    """The tensors that another optimizer of the kind keeps for a small parameter; None where it cannot be made."""
+def _probe_state(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
+    """State tensors after one step of an optimizer of the same class on a small parameter; None if that fails."""
     probe = nn.Parameter(torch.zeros(_SIDE, _SIDE, dtype=torch.float32))
     probe.grad = torch.zeros_like(probe)
     try:
         with torch.random.fork_rng(devices=[]):  # it may draw
             made = type(optimizer)([probe], **optimizer.defaults)
             made.step()
-    except THEIRS:  # it wants something else besides
+    except PROBE_ERRORS:  # the class needs other arguments
         return None
     return {key: value for key, value in made.state[probe].items() if isinstance(value, torch.Tensor)}
 
 
 def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec]) -> None:
-    """Raises UsageError where the state of a parameter of which a piece is here is neither a number nor a tensor of the
-    piece's shape: nobody could tell which part of the whole state it is.
+    """Raises UsageError if the state of a sharded parameter is neither a number nor has the shape of the shard.
+
+    Nobody could say which part of the full state such a tensor is.
     """
     for param, state in optimizer.state.items():
         name = names.get(id(param), "")
@@ -129,11 +146,11 @@ def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mappi
 
 
 def optimizer_state(
-    optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec], place: int
+    optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec], shard_index: int
 ) -> dict[str, Any]:
-    """The groups, and what is kept for each parameter; `names` are those of the tensors it holds, by identity. What is
-    kept for each element of one that is cut is marked as what is held of that. What is kept under a text is in
-    `besides`.
+    """An optimizer's groups and its state by parameter name; `names` has the name of each held tensor, by identity.
+
+    State with the shape of a sharded parameter becomes a ShardedTensor. State under a text key is in `besides`.
     """
     groups = [
         {**{k: v for k, v in group.items() if k != "param_names"}, "params": [names[id(p)] for p in group["params"]]}
@@ -146,34 +163,34 @@ def optimizer_state(
         refuse_odd_state(optimizer, names, cuts)
     for param in params if cuts else ():
         if (name := names[id(param)]) in cuts:
-            _mark(state[name], param, cuts[name], place)
+            _mark(state[name], param, cuts[name], shard_index)
     return {"groups": groups, "state": state, **({"besides": besides} if besides else {})}
 
 
-def _mark(kept: dict[str, Any], piece: torch.Tensor, cut: ShardingSpec, place: int) -> None:
-    """Marks what an optimizer keeps for each element of a parameter's `piece`."""
-    for key, value in kept.items():
+def _mark(state: dict[str, Any], piece: torch.Tensor, spec: ShardingSpec, shard_index: int) -> None:
+    """Replaces state with the shape of a parameter's shard by a ShardedTensor, in place."""
+    for key, value in state.items():
         if isinstance(value, torch.Tensor) and value.shape == piece.shape:
-            kept[key] = ShardedTensor(value, cut, place)
+            state[key] = ShardedTensor(value, spec, shard_index)
 
 
 def _own_pieces(
-    packed: Mapping[str, Any], optimizer: Optimizer, cuts: Mapping[str, ShardingSpec], place: int
+    packed: Mapping[str, Any], optimizer: Optimizer, cuts: Mapping[str, ShardingSpec], shard_index: int
 ) -> Mapping[str, Any]:
-    """What was saved with the own pieces of whole tensors."""
+    """The saved state with this worker's shards in the place of full tensors."""
     if not cuts:
         return packed
     single = any(not cut.shape for cut in cuts.values())
-    found = _kept(optimizer) if single else None
+    probe_state = _probe_state(optimizer) if single else None
     # For a parameter without dimensions a count of steps looks like what is kept for its element.
-    others = {"step"} if found is None else {key for key, value in found.items() if value.dim() == 0}
+    others = {"step"} if probe_state is None else {key for key, value in probe_state.items() if value.dim() == 0}
 
     def cut(name: str, key: str, value: Any) -> Any:
-        whole = cuts.get(name)
-        is_whole = whole is not None and isinstance(value, torch.Tensor) and tuple(value.shape) == whole.shape
-        if whole is None or not is_whole or (not whole.shape and key in others):
+        spec = cuts.get(name)
+        is_whole = spec is not None and isinstance(value, torch.Tensor) and tuple(value.shape) == spec.shape
+        if spec is None or not is_whole or (not spec.shape and key in others):
             return value
-        return whole.at(place).of(value)
+        return spec.at(shard_index).of(value)
 
     state = {
         name: {key: cut(name, key, value) for key, value in kept.items()} for name, kept in packed["state"].items()
@@ -181,9 +198,9 @@ def _own_pieces(
     return {**packed, "state": state}
 
 
-def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], place: int) -> dict[str, Any]:
-    """A model's tensors by name; of those that are cut what is here, marked as that."""
-    return {n: ShardedTensor(local(t), cuts[n], place) if n in cuts else t for n, t in tensors.items()}
+def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], shard_index: int) -> dict[str, Any]:
+    """A model's tensors by name, sharded ones as ShardedTensor of this worker's part."""
+    return {n: ShardedTensor(local(t), cuts[n], shard_index) if n in cuts else t for n, t in tensors.items()}
 
 
 def model_state(job: TrainingJob) -> dict[str, Any]:
@@ -202,43 +219,44 @@ _Path = tuple[Any, ...]
 
 
 def copies_in_pieces(tree: Any, job: TrainingJob) -> tuple[Any, list[list[Any]]]:
-    """What a script keeps, with copies of parameters that are cut, as averages of weights are, marked as pieces: those
-    under the name of one, and those in a list of all, in order. And the paths of such copies that are whole.
+    """A script's value with copies of sharded parameters (such as averaged weights) as ShardedTensor, and the paths of
+    the copies that are full tensors. Copies are found under a parameter's name, or in a list of all parameters.
     """
-    whole: list[list[Any]] = []
+    full_paths: list[list[Any]] = []
     params = dict(job.model.named_parameters(remove_duplicate=False)) if job.cuts else {}
 
     def mark(tensor: torch.Tensor, name: str, path: _Path) -> Any:
-        cut, here = job.cuts[name], local(tensor)
-        is_piece = here.shape == cut.at(job.place).shape
-        if name in params and hasattr(params[name], "_local_tensor") and here.shape == cut.shape:
-            is_piece = hasattr(tensor, "_local_tensor")  # one place may have all rows
+        cut, local_tensor = job.cuts[name], local(tensor)
+        is_piece = local_tensor.shape == cut.at(job.place).shape
+        if name in params and hasattr(params[name], "_local_tensor") and local_tensor.shape == cut.shape:
+            is_piece = hasattr(tensor, "_local_tensor")  # one shard may have all rows
         if is_piece:
-            return ShardedTensor(here, cut, job.place)
+            return ShardedTensor(local_tensor, cut, job.place)
         if tuple(tensor.shape) == cut.shape:
-            whole.append([*path])
+            full_paths.append([*path])
         return tensor
 
-    return change_copies(tree, job, mark), whole
+    return change_copies(tree, job, mark), full_paths
 
 
-def own_copies(tree: Any, job: TrainingJob, whole: Sequence[Sequence[Any]] = ()) -> Any:
-    """The same as it was saved, with the own pieces of tensors, in torch's kind of those where parameters are of one;
-    but for the copies at paths that were `whole`.
+def own_copies(tree: Any, job: TrainingJob, full_paths: Sequence[Sequence[Any]] = ()) -> Any:
+    """A saved script value with this worker's shards, as DTensors where the parameters are DTensors.
+
+    Copies at `full_paths` stay full tensors.
     """
     params = dict(job.model.named_parameters(remove_duplicate=False))
-    paths = {tuple(path) for path in whole}
+    paths = {tuple(path) for path in full_paths}
 
     def narrow(tensor: torch.Tensor, name: str, path: _Path) -> Any:
         cut, like = job.cuts[name], params.get(name)
         if path in paths or tuple(tensor.shape) not in (cut.shape, cut.at(job.place).shape):
             return tensor
-        own = cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
+        piece = cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
         if like is None or not hasattr(like, "_local_tensor"):
-            return own
+            return piece
         about: Any = like
         more = {"run_check": False, "shape": like.shape, "stride": like.stride()}
-        return type(about).from_local(own.to(like.device), about.device_mesh, about.placements, **more)
+        return type(about).from_local(piece.to(like.device), about.device_mesh, about.placements, **more)
 
     return change_copies(tree, job, narrow)
 
@@ -251,18 +269,16 @@ def copies_like(saved: Any, given: Callable[[], Any], job: TrainingJob) -> Any:
 def change_copies(
     tree: Any, job: TrainingJob, change: Callable[[torch.Tensor, str, _Path], Any], path: _Path = ()
 ) -> Any:
-    """What a script keeps, with copies of parameters that are cut changed: `change` gets such a tensor, the parameter's
-    name, and the path.
-    """
+    """A script's value in which `change(tensor, parameter name, path)` replaces each copy of a sharded parameter."""
     if not job.cuts:
         return tree
     if isinstance(tree, Mapping):
-        found = {key: change_copies(value, job, change, (*path, key)) for key, value in tree.items()}
-        for key, value in found.items():
+        changed = {key: change_copies(value, job, change, (*path, key)) for key, value in tree.items()}
+        for key, value in changed.items():
             if isinstance(value, torch.Tensor):
                 name = next((name for name in job.cuts if f".{key}".endswith(f".{name}")), None)
-                found[key] = value if name is None else change(value, name, (*path, key))
-        return found
+                changed[key] = value if name is None else change(value, name, (*path, key))
+        return changed
     if type(tree) not in (list, tuple):
         return tree
     inside = [change_copies(value, job, change, (*path, at)) for at, value in enumerate(tree)]
@@ -272,13 +288,14 @@ def change_copies(
     return type(tree)(inside)
 
 
-def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], place: int) -> None:
-    """Takes over a state dict, of tensors that are cut whole ones or pieces, one after another; torch sees to the rest,
-    and that all are there.
+def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], shard_index: int) -> None:
+    """Loads a state dict whose sharded tensors may be full or already this worker's shard.
+
+    Sharded tensors are copied one after another. Torch loads the rest and checks that all names are there.
     """
     state = dict(saved)
     for name, tensor in model.state_dict(keep_vars=True).items() if cuts else ():
-        value, piece = state.get(name), cuts[name].at(place) if name in cuts else None
+        value, piece = state.get(name), cuts[name].at(shard_index) if name in cuts else None
         if value is None or piece is None or tuple(value.shape) not in (cuts[name].shape, piece.shape):
             continue
         if tuple(value.shape) == cuts[name].shape:
@@ -294,25 +311,23 @@ def load_optimizer(
     saved: Mapping[str, Any],
     names: Mapping[int, str],
     cuts: Mapping[str, ShardingSpec],
-    place: int,
+    shard_index: int,
 ) -> None:
-    """Takes over what `optimizer_state` told, of tensors that are cut the whole ones too. Raises UsageError where the
-    groups differ.
-    """
-    saved = _own_pieces(saved, optimizer, cuts, place)
+    """Loads what `optimizer_state` returned, from shards or full tensors. Raises UsageError if the groups differ."""
+    saved = _own_pieces(saved, optimizer, cuts, shard_index)
     same_number("parameter groups", len(saved["groups"]), len(optimizer.param_groups))
     current = optimizer.state_dict()
     numbers: dict[str, int] = {}
     groups = []
     for group, packed, old in zip(optimizer.param_groups, current["param_groups"], saved["groups"], strict=True):
-        here = [names[id(param)] for param in group["params"]]
-        if set(here) != set(old["params"]):
-            odd = sorted(set(here) ^ set(old["params"]))
+        group_names = [names[id(param)] for param in group["params"]]
+        if set(group_names) != set(old["params"]):
+            differing = sorted(set(group_names) ^ set(old["params"]))
             raise UsageError(
-                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(odd[:5])}",
+                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(differing[:5])}",
                 "make the same groups as in the run that is resumed, or start a new run",
             )
-        numbers.update(zip(here, packed["params"], strict=True))
+        numbers.update(zip(group_names, packed["params"], strict=True))
         groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
     state = {numbers[name]: {key: _copy(value) for key, value in kept.items()} for name, kept in saved["state"].items()}
     besides = saved.get("besides") or {}
@@ -325,13 +340,15 @@ def _copy(value: Any) -> Any:
 
 
 def hidden_in(optimizer: Optimizer) -> str:
-    """For people: tensors that an optimizer keeps and its `state_dict()` does not; empty where there are none."""
-    told = [*_tensors(optimizer.state_dict(), "")]
-    told += [*_tensors(optimizer.param_groups, ""), *_tensors(dict(optimizer.state), "")]
-    known = {id(tensor) for _, tensor in told} | {tensor.data_ptr() for _, tensor in told}
-    own = [(f".{name}", value) for name, value in vars(optimizer).items() if name not in ("state", "param_groups")]
-    found = [pair for name, value in own for pair in _tensors(value, name)]
-    hidden = [name for name, tensor in found if not known & {id(tensor), tensor.data_ptr()}]
+    """A message about tensors that an optimizer keeps outside of its `state_dict()`; empty if there are none."""
+    saved = [*_tensors(optimizer.state_dict(), "")]
+    saved += [*_tensors(optimizer.param_groups, ""), *_tensors(dict(optimizer.state), "")]
+    known = {id(tensor) for _, tensor in saved} | {tensor.data_ptr() for _, tensor in saved}
+    attributes = [
+        (f".{name}", value) for name, value in vars(optimizer).items() if name not in ("state", "param_groups")
+    ]
+    reachable = [pair for name, value in attributes for pair in _tensors(value, name)]
+    hidden = [name for name, tensor in reachable if not known & {id(tensor), tensor.data_ptr()}]
     if not hidden:
         return ""
     kind, more = type(optimizer).__name__, f" and {len(hidden) - 1} more tensors" if len(hidden) > 1 else ""

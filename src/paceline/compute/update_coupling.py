@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.compute.state_dict import THEIRS, marked, marks_of
+from paceline.compute.state_dict import PROBE_ERRORS, marked, marks_of
 from paceline.errors import UsageError, first_line
 
 Make = Callable[[dict[str, nn.Parameter]], Sequence[Optimizer]]
@@ -63,9 +63,9 @@ def find_coupling(
     """
     held = {id(param): name for name, param in params.items()}
     groups = {
-        held[id(param)]: (number, place)
+        held[id(param)]: (number, group_index)
         for number, one in enumerate(made)
-        for place, group in enumerate(one.param_groups)
+        for group_index, group in enumerate(one.param_groups)
         for param in group["params"]
     }
     why = ""
@@ -74,7 +74,7 @@ def find_coupling(
         try:
             with redirect_stdout(io.StringIO()):  # the user's function may print, and is called many times
                 return trial.judge()
-        except (*THEIRS, UsageError) as error:
+        except (*PROBE_ERRORS, UsageError) as error:
             why = why or first_line(error)
     kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in made))
     return Coupling(Scope.ALL, kinds, f"could not be tried on small tensors ({why})")
@@ -87,8 +87,8 @@ def _made_alike(
     alike = []
     for number, one in enumerate(made):
         options = [{k: v for k, v in group.items() if k not in ("params", "param_names")} for group in one.param_groups]
-        for place, group in enumerate(options):
-            group["params"] = [tiny[name] for name, where in groups.items() if where == (number, place)]
+        for group_index, group in enumerate(options):
+            group["params"] = [tiny[name] for name, where in groups.items() if where == (number, group_index)]
         alike.append(type(one)(options, **one.defaults))
         _refuse_unlike(one, alike[-1])
     return alike
@@ -96,8 +96,8 @@ def _made_alike(
 
 def _refuse_unlike(one: Optimizer, other: Optimizer) -> None:
     """Raises TypeError where one optimizer has more than its class and options give the other, as hooks."""
-    kept = [{k: v for k, v in vars(some).items() if k not in ("state", "param_groups")} for some in (one, other)]
-    sizes = [{k: len(v) if isinstance(v, Sized) else 0 for k, v in some.items()} for some in kept]
+    kept = [{k: v for k, v in vars(made).items() if k not in ("state", "param_groups")} for made in (one, other)]
+    sizes = [{k: len(v) if isinstance(v, Sized) else 0 for k, v in attributes.items()} for attributes in kept]
     if sizes[0] != sizes[1]:
         raise TypeError(f"{type(one).__name__} is made by more than its class and options")
 
@@ -135,35 +135,35 @@ class _Trial:
                 self.others[name] = marked(torch.zeros(shape, dtype=dtype, device=device), self.marks[name])
 
     def judge(self) -> Coupling:
-        """The largest scope. Raises one of THEIRS where the trial fails."""
+        """The largest scope. Raises one of PROBE_ERRORS where the trial fails."""
         names, steps = [*self.values], len(_SCALES)
         if not names:
             return Coupling(Scope.ELEMENT)
-        whole, odd = self._run(names, steps)
-        if found := self._depends_on_others(names, whole, steps):
-            return found
-        found = self._depends_on_parameter(names, whole, steps) or self._keeps_other_shapes(odd)
+        together, reshaped = self._run(names, steps)
+        if coupling := self._depends_on_others(names, together, steps):
+            return coupling
+        coupling = self._depends_on_parameter(names, together, steps) or self._keeps_other_shapes(reshaped)
         waits = [value for one in self.made for group in one.param_groups for value in group.values()]
         waits = [v for v in waits if type(v) is int and steps - 2 < v <= _MOST]
         if waits:
             steps = max(waits) + 3
-            whole, _ = self._run(names, steps)
-            if later := self._depends_on_others(names, whole, steps):
+            together, _ = self._run(names, steps)
+            if later := self._depends_on_others(names, together, steps):
                 return later
-            found = found or self._depends_on_parameter(names, whole, steps)
-        return found or Coupling(Scope.ELEMENT)
+            coupling = coupling or self._depends_on_parameter(names, together, steps)
+        return coupling or Coupling(Scope.ELEMENT)
 
     def _depends_on_others(
-        self, names: Sequence[str], whole: Mapping[str, torch.Tensor], steps: int
+        self, names: Sequence[str], together: Mapping[str, torch.Tensor], steps: int
     ) -> Coupling | None:
         for name in names if len(names) > 1 else ():
             alone, _ = self._run([name], steps)
-            if _apart(whole[name], alone[name]):
+            if _apart(together[name], alone[name]):
                 return Coupling(Scope.ALL, self._kind(name), "updates each parameter by what the others are")
         return None
 
     def _depends_on_parameter(
-        self, names: Sequence[str], whole: Mapping[str, torch.Tensor], steps: int
+        self, names: Sequence[str], together: Mapping[str, torch.Tensor], steps: int
     ) -> Coupling | None:
         shapes = {name: self.values[name].shape for name in names if name not in self.sparse}
         for dim in (0, -1):
@@ -171,16 +171,16 @@ class _Trial:
             halves = [self._run(cut, steps, (dim, which)) for which in (0, 1)] if cut else []
             for name in cut:
                 both = [half[name] for half, _ in halves]
-                if _apart(whole[name], torch.cat(both, dim or 1)):
+                if _apart(together[name], torch.cat(both, dim or 1)):
                     return Coupling(Scope.PARAMETER, self._kind(name), "looks at a parameter as a whole")
-            if found := self._keeps_other_shapes([one for _, odd in halves for one in odd]):
-                return found
+            if coupling := self._keeps_other_shapes([one for _, reshaped in halves for one in reshaped]):
+                return coupling
         return None
 
-    def _keeps_other_shapes(self, odd: Sequence[str]) -> Coupling | None:
-        if not odd:
+    def _keeps_other_shapes(self, reshaped: Sequence[str]) -> Coupling | None:
+        if not reshaped:
             return None
-        return Coupling(Scope.PARAMETER, self._kind(odd[0]), "keeps state of other shapes than its parameters'")
+        return Coupling(Scope.PARAMETER, self._kind(reshaped[0]), "keeps state of other shapes than its parameters'")
 
     def _kind(self, name: str) -> str:
         return type(self.made[self.groups[name][0]]).__name__
@@ -209,11 +209,11 @@ class _Trial:
                     one.step()
                 for name, param in tiny.items():
                     moved[name].append(param.detach() - start[name])
-            odd = [name for name, param in tiny.items() if any(_has_other_shape(one, param) for one in optimizers)]
-        found = {name: torch.stack(some) for name, some in moved.items()}
-        if not all(some.isfinite().all() for some in found.values()):
+            reshaped = [name for name, param in tiny.items() if any(_has_other_shape(one, param) for one in optimizers)]
+        courses = {name: torch.stack(course) for name, course in moved.items()}
+        if not all(course.isfinite().all() for course in courses.values()):
             raise ArithmeticError("its steps are not finite")
-        return found, odd
+        return courses, reshaped
 
     def _built(self, tiny: Mapping[str, nn.Parameter]) -> list[Optimizer]:
         """Optimizers that hold these parameters alone. ValueError where the groups are not those of the user's."""
@@ -225,11 +225,11 @@ class _Trial:
         params = {name: param for name, param in everything.items() if param is not None}
         optimizers = [*self.build(params)]
         held = {id(param): name for name, param in params.items()}
-        found = Counter[tuple[str, int, int]]()
+        membership = Counter[tuple[str, int, int]]()
         for number, one in enumerate(optimizers):
-            for place, group in enumerate(one.param_groups):
-                found.update((held[id(param)], number, place) for param in group["params"])
-        if found != Counter((name, *where) for name, where in self.groups.items()):
+            for group_index, group in enumerate(one.param_groups):
+                membership.update((held[id(param)], number, group_index) for param in group["params"])
+        if membership != Counter((name, *where) for name, where in self.groups.items()):
             raise ValueError("it makes other groups of small tensors")
         keep = {id(param) for param in tiny.values()}
         for one in optimizers:
@@ -246,9 +246,9 @@ def _representatives(
     members: dict[tuple[int, int], list[str]] = {}
     for name, where in groups.items():
         members.setdefault(where, []).append(name)
-    found, seen = set[str](), Counter[str]()
-    for (number, place), names in sorted(members.items(), key=lambda one: -len(one[1])):
-        options = made[number].param_groups[place]
+    chosen, seen = set[str](), Counter[str]()
+    for (number, group_index), names in sorted(members.items(), key=lambda one: -len(one[1])):
+        options = made[number].param_groups[group_index]
         kind = repr((number, sorted((k, repr(v)) for k, v in options.items() if k not in _RATES)))
         seen[kind] += 1
         if seen[kind] > _EACH:
@@ -257,8 +257,8 @@ def _representatives(
         for name in names:
             taken[len(shapes[name])] += 1
             if taken[len(shapes[name])] <= _EACH:
-                found.add(name)
-    return found
+                chosen.add(name)
+    return chosen
 
 
 def _half(tensor: torch.Tensor, half: Half | None) -> torch.Tensor:
@@ -278,5 +278,5 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two courses of a parameter, a step a row, differ by more than rounding does."""
     if not one.numel():
         return False
-    furthest, gap = (some.abs().reshape(len(some), -1).amax(1) for some in (one, one - other))
+    furthest, gap = (course.abs().reshape(len(course), -1).amax(1) for course in (one, one - other))
     return bool((gap > 1e-9 * furthest + 1e-13).any())

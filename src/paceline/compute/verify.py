@@ -21,48 +21,53 @@ _OF_ALL = 1e-2  # of the norm of all gradients: what a gradient smaller than tha
 
 
 def allowed(tensor: torch.Tensor) -> float:
+    """The relative distance that rounding explains: by the tensor's dtype, and a coarse one under autocast."""
     mixed = torch.is_autocast_enabled(tensor.device.type)  # a float32 may come of coarser numbers
     return _COARSE if mixed else _ROUNDING.get(tensor.dtype, _COARSE)
 
 
-def apart(mine: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Norm of the difference as a part of that of `theirs`."""
-    if mine.shape != theirs.shape or not theirs.is_floating_point():
-        return float(not torch.equal(mine, theirs))
-    return float((mine.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))
+def apart(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference relative to the norm of `expected`; 0 or 1 for integers and different shapes."""
+    if actual.shape != expected.shape or not expected.is_floating_point():
+        return float(not torch.equal(actual, expected))
+    return float((actual.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-300))
 
 
-def outputs_apart(mine: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> tuple[float, bool]:
-    """How far outputs are apart at most, and whether any are by more than rounding."""
-    distances = [apart(a, b) for a, b in zip(mine, theirs, strict=True)]
-    return max(distances, default=0.0), any(d > allowed(b) for d, b in zip(distances, theirs, strict=True))
+def outputs_apart(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> tuple[float, bool]:
+    """The largest relative distance of outputs, and whether any output differs by more than rounding."""
+    distances = [apart(a, b) for a, b in zip(actual, expected, strict=True)]
+    return max(distances, default=0.0), any(d > allowed(b) for d, b in zip(distances, expected, strict=True))
 
 
 def farthest(
-    mine: Mapping[str, torch.Tensor],
-    theirs: Mapping[str, torch.Tensor],
+    actual: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
     outputs: Sequence[torch.Tensor],
     most_allowed: float = math.inf,
 ) -> tuple[str, float]:
-    """How far gradients are apart at most, of `outputs` or what came of them, and whose if it is more than rounding."""
-    norms = {name: float(one.double().norm()) for name, one in theirs.items()}
+    """The parameter whose gradient differs most, if by more than rounding, and the largest relative distance.
+
+    The dtypes of `outputs`, from which the gradients come, decide what counts as rounding.
+    """
+    norms = {name: float(one.double().norm()) for name, one in expected.items()}
     least, name, most = max(math.hypot(*norms.values()) * _OF_ALL, 1e-300), "", 0.0
-    for whose, one in theirs.items():
-        distance = float((mine[whose].double() - one.double()).norm()) / max(norms[whose], least)
+    for whose, one in expected.items():
+        distance = float((actual[whose].double() - one.double()).norm()) / max(norms[whose], least)
         if distance > max(most, min(most_allowed, 10 * max(map(allowed, [one, *outputs])))):
             name = whose
         most = max(most, distance)
     return name, most
 
 
-def loss_apart(mine: Any, theirs: Any, rounding: float, least: float) -> tuple[str, str, float]:
-    """Two losses (sum, count and metrics) for people, if they differ by more than `rounding`, else empty texts; and how
-    far the sums are apart, as a part of the second one, or of the `least` size that counts.
+def loss_apart(actual: Any, expected: Any, rounding: float, least: float) -> tuple[str, str, float]:
+    """Texts of two losses (sum, count, metrics) that differ by more than `rounding`, or empty ones; and the distance.
+
+    The distance is relative to the expected value, or to `least` where that value is smaller.
     """
     coarse = max(rounding, 1e-3) if rounding > 1e-9 else rounding  # of metrics: one that counts has steps
-    figures = [("", mine.total, theirs.total, rounding), ("a count of ", mine.count, theirs.count, rounding)]
-    for name in dict.fromkeys([*mine.metrics, *theirs.metrics]):
-        (one, number), (two, other) = (some.metrics.get(name, (math.nan, 0.0)) for some in (mine, theirs))
+    figures = [("", actual.total, expected.total, rounding), ("a count of ", actual.count, expected.count, rounding)]
+    for name in dict.fromkeys([*actual.metrics, *expected.metrics]):
+        (one, number), (two, other) = (loss.metrics.get(name, (math.nan, 0.0)) for loss in (actual, expected))
         figures += [(f"{name} = ", one, two, coarse), (f"a count of {name} of ", number, other, coarse)]
     most = 0.0
     for what, first, second, allows in figures:
@@ -77,15 +82,16 @@ def loss_apart(mine: Any, theirs: Any, rounding: float, least: float) -> tuple[s
 
 
 def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Those of numbers that are made of outputs, by the same random weights each time. Parameters that the script has
-    frozen since the Trainer was made have none.
+    """Gradients, by parameter name, of a sum of the outputs with random weights that are the same in each call.
+
+    Parameters that the script froze after the Trainer was made have none.
     """
     named = {name: param for name, param in named.items() if param.requires_grad}
     made = [x for x in outputs if x.requires_grad]
     generator = torch.Generator(made[0].device).manual_seed(0) if made else None
     sums = [(x * torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)).sum() for x in made]
-    found = differentiate(sums, [*named.values()])
-    return {name: grad for name, grad in zip(named, found, strict=True) if grad is not None}
+    grads = differentiate(sums, [*named.values()])
+    return {name: grad for name, grad in zip(named, grads, strict=True) if grad is not None}
 
 
 def differentiate(sums: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor | None]:
@@ -100,11 +106,12 @@ def differentiate(sums: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) 
     # checkpoint(use_reentrant=True) runs a backward() of its own inside, and refuses torch.autograd.grad.
     leaves = [*inputs, *(node.variable for node in nodes if hasattr(node, "variable"))]
     kept = [(leaf, leaf.grad) for leaf in {id(leaf): leaf for leaf in leaves}.values()]
-    hooks = [some for leaf, _ in kept if (some := leaf._post_accumulate_grad_hooks)]  # they would take these gradients
-    before = [some.copy() for some in hooks]
+    # Hooks that are registered would take these gradients.
+    hooks = [registered for leaf, _ in kept if (registered := leaf._post_accumulate_grad_hooks)]
+    before = [registered.copy() for registered in hooks]
     try:
-        for some in hooks:
-            some.clear()
+        for registered in hooks:
+            registered.clear()
         for leaf, _ in kept:
             leaf.grad = None
         with allow_backward():
@@ -113,8 +120,8 @@ def differentiate(sums: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) 
     finally:
         for leaf, grad in kept:
             leaf.grad = grad
-        for some, content in zip(hooks, before, strict=True):
-            some.update(content)
+        for registered, content in zip(hooks, before, strict=True):
+            registered.update(content)
 
 
 def is_reentrant(node: Any) -> bool:
@@ -123,19 +130,20 @@ def is_reentrant(node: Any) -> bool:
 
 
 def room(device: torch.device) -> float:
-    """Bytes that nobody needs."""
+    """Bytes of free memory on the device."""
     return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else memory_free()
 
 
 @contextmanager
-def weighing(model: nn.Module, found: list[int]) -> Iterator[None]:
-    """The bytes of what a model's innermost modules give meanwhile, about a third of what is kept for a backward. Hooks
-    on what autograd saves would take the attributes of tensors.
+def weighing(model: nn.Module, sizes: list[int]) -> Iterator[None]:
+    """Appends to `sizes` the bytes of all outputs of the model's innermost modules while the context is open.
+
+    This is about a third of what a backward keeps. Hooks on autograd's saved tensors would drop tensor attributes.
     """
 
     def weigh(module: nn.Module, given: Any, output: Any) -> None:
         with torch._C.DisableTorchFunction():  # whoever follows calls of the forward sees none of these
-            found.extend(int(tensor.untyped_storage().nbytes()) for tensor in tensors_of(output))
+            sizes.extend(int(tensor.untyped_storage().nbytes()) for tensor in tensors_of(output))
 
     innermost = [module for module in model.modules() if next(module.children(), None) is None]
     handles = [module.register_forward_hook(weigh) for module in innermost]

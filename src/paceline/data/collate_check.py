@@ -34,7 +34,7 @@ class Collated:
             if not usual and second != {self._micro}:  # else the time dimension comes first
                 self._others += 1
                 self._first_mismatch = self._first_mismatch or self._describe_mismatch(micro_batch, first.pop())
-            micro_batch.odd = self._first_mismatch if self._usual >= max(USUAL, self._others + 1) else ""
+            micro_batch.row_mismatch = self._first_mismatch if self._usual >= max(USUAL, self._others + 1) else ""
         return micro_batch
 
     def _describe_mismatch(self, micro_batch: MicroBatch, made: int) -> str:

@@ -16,7 +16,7 @@ from paceline.base.heartbeat import HEARTBEAT
 from paceline.comm.communicator import Group
 from paceline.comm.user_collectives import refusing
 from paceline.compute.buffers import unchanging
-from paceline.compute.cached_loss import filled, gathered
+from paceline.compute.cached_loss import filled, gather_outputs
 from paceline.compute.job import TrainingJob
 from paceline.compute.loss_counts import is_pair
 from paceline.compute.microbatches import Chunk, MicroBatch, to_device
@@ -108,8 +108,8 @@ class EvalPass:
             batch = to_device(micro_batch.batch, self.job.device)
             streams.seed(stream_seed(self.job.seed, _STREAM, number))
             with Chunk([micro_batch], batch).noted, self.job.arithmetic(), _without_gradients():
-                output = self.job.whole(self.job.forward(self.model, batch))
-                if speaks and not micro_batch.blank:
+                output = self.job.gather_output(self.job.forward(self.model, batch))
+                if speaks and not micro_batch.is_dummy:
                     with in_metric():
                         use(number, micro_batch.rows, output, batch)
             HEARTBEAT.beat()
@@ -123,7 +123,7 @@ class EvalPass:
         units = self.job.units
         if units is not None and self.get_assignment().speaks:
             units.enter("the outputs of a global batch in evaluate()", check=False, kind="outputs")
-            columns, _ = gathered(units, outputs, self.job.device)
+            columns, _ = gather_outputs(units, outputs, self.job.device)
             if any(index == 0 for index, _, _ in outputs):
                 with in_metric():
                     use(number, len(columns[0]), filled(outputs[0][2], columns), None)

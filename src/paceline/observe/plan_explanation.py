@@ -171,7 +171,7 @@ class PlanExplanation:
         values["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
         values["delay"] = self.plan.delay or 0
         values["kept"] = max(map(kept, table(*self.kind, self.each)))
-        for row, value, word in self.plan.said():
+        for row, value, word in self.plan.stated_words():
             meanings = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
             if row.name == "data" and self.plan.local:
                 per_worker = f"each computes at most {plural(self.islands, 'island')}"

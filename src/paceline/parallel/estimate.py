@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from paceline.compute.blocks import blocks_of, told
+from paceline.compute.blocks import blocks_of, summarize_blocks
 from paceline.compute.forward_backward import Loss
 from paceline.compute.microbatches import Chunk, MicroBatch
 from paceline.parallel.parallel_job import ParallelJob
@@ -26,7 +26,7 @@ from paceline.plan import Plan
 def describe_blocks(job: ParallelJob) -> list[str]:
     """The blocks of each stage, or of a model that is whole."""
     stages = job.stages
-    return [told(blocks_of(job.model))] if stages is None else [stages.told(n) for n in range(stages.count)]
+    return [summarize_blocks(blocks_of(job.model))] if stages is None else [stages.told(n) for n in range(stages.count)]
 
 
 def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, workers: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from paceline.comm.exact_sums import ExactBuckets
 from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
 from paceline.comm.torch_private import pytree
-from paceline.compute.blocks import blocks_of, by_block, gathered
+from paceline.compute.blocks import blocks_of, by_block, explain_gathering
 from paceline.compute.state_dict import cut_in_rows, held, local, marked, marks_of
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.parallel.deferred_init import DeferredInit, Slot, put, strip
@@ -93,7 +93,7 @@ class FullyShard(Layout):
         self.blocks = blocks_of(job.model)
         self._shapes = [param.shape for param in job.named.values()]
         groups = by_block(list(job.named), list(self.blocks))
-        job.decisions.append(gathered(job.model, self.blocks, rest=bool(groups[-1])))
+        job.decisions.append(explain_gathering(job.model, self.blocks, rest=bool(groups[-1])))
         refuse_ungatherable(job.model, groups)
         marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
         cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)

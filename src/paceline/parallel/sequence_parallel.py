@@ -201,7 +201,7 @@ class SequenceParallel:
             block.forward = partial(self._block, block.forward)
         self._plain, job.forward = job.forward, self._forward
         self._judge, job.loss = job.loss, self._judged
-        job.whole, job.once, job.add_up = self._whole, self._parts.once, self._add_up
+        job.gather_output, job.once, job.add_up = self._whole, self._parts.once, self._add_up
 
     def __deepcopy__(self, memo: Any) -> SequenceParallel:
         return self  # a copy of the model, as an average is, is computed whole

@@ -29,7 +29,7 @@ from paceline.compute.job import TrainingJob
 from paceline.compute.lr_schedules import Plateau, cosine, plateau
 from paceline.compute.rng import RngState
 from paceline.compute.sparse_grads import tables
-from paceline.compute.state_dict import THEIRS, marked, marks_of
+from paceline.compute.state_dict import PROBE_ERRORS, marked, marks_of
 from paceline.compute.update_coupling import Coupling, Scope, find_coupling
 from paceline.errors import PlanError, UsageError, WorkersDifferError, a, add_hint, first_line
 from paceline.plan import Plan
@@ -330,7 +330,7 @@ def trainable(model: nn.Module, plan: Plan, whole_batch: bool) -> dict[str, Any]
     if not named:
         raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
     sparse_names = {id(param): name for name, param in tables(model) if param.requires_grad}
-    plan_entries = [(row.name, value, word) for row, value, word in plan.said() if row.name in _NOT_IN_ROWS]
+    plan_entries = [(row.name, value, word) for row, value, word in plan.stated_words() if row.name in _NOT_IN_ROWS]
     words = [word for name, value, word in plan_entries if value is True or value > (name != "delayed")]
     words += ['loss_over="batch"'] if whole_batch else []
     if sparse_names and words:
@@ -389,7 +389,7 @@ def coupling_of(optimizer: Any, job: TrainingJob) -> tuple[Coupling, dict[str, t
     try:
         made = optimizers_of(optimizer, list(params.items()))
         groups = _groups(made, params)
-    except THEIRS:  # it wants to see numbers
+    except PROBE_ERRORS:  # it wants to see numbers
         params = local_params
         made = optimizers_of(optimizer, list(local_params.items()))
     sparse = {name for name, param in job.named.items() if any(param is one for one in job.in_rows)}
@@ -589,7 +589,7 @@ def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
         raise UsageError(f"schedule is {name}, which makes one", f"write schedule={example}")
     try:
         return LambdaLR(optimizer, schedule)
-    except THEIRS as error:  # a function of the optimizer cannot do with a step, and a factor not with an optimizer
+    except PROBE_ERRORS as error:  # a function of the optimizer cannot take a step, nor a factor an optimizer
         return _by_the_optimizer(schedule, optimizer, error)
 
 
@@ -605,7 +605,7 @@ def _by_the_optimizer(schedule: Any, optimizer: Optimizer, of_step: Exception) -
     """
     try:
         made = schedule(optimizer)
-    except THEIRS as error:
+    except PROBE_ERRORS as error:
         takes = "not an Optimizer|'int' object (has no attribute|is not subscriptable)"
         raise (error if re.search(takes, str(of_step)) else of_step) from None
     if not isinstance(made, LRScheduler) and re.search(r"for \*: 'float'|can't multiply", str(of_step)):

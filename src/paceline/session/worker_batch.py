@@ -36,7 +36,7 @@ class WorkerBatch:
     @property
     def share(self) -> list[MicroBatch]:
         """The micro-batches that count, without dummies."""
-        return [micro_batch for micro_batch in self.micro_batches if not micro_batch.blank]
+        return [micro_batch for micro_batch in self.micro_batches if not micro_batch.is_dummy]
 
 
 def bring(
@@ -76,5 +76,5 @@ def bring(
         if spare is None:
             what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
             raise UsageError(what, "bring at least one row on every worker, or say zero=1")
-        worker_batch.micro_batches.insert(0, dataclasses.replace(spare, blank=True))
+        worker_batch.micro_batches.insert(0, dataclasses.replace(spare, is_dummy=True))
     return worker_batch

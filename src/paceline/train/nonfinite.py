@@ -202,7 +202,7 @@ class Refusal:
         """Runs the forward again. Returns the cause of the bad loss in the rows that the worker of this rank names."""
         replica, bad = self.replica, [] if self.sums is None else self.sums.bad
         mesh, own_rank, gathers = replica.mesh, self.group.rank, replica.layout.gathers
-        candidates = [one for one in self.micro_batches if not one.blank]
+        candidates = [one for one in self.micro_batches if not one.is_dummy]
         if gathers and mesh.replica_of(own_rank) == mesh.replica_of(rank):  # all of it gather the weights, once
             candidates = [one for one in candidates if rows in Chunk([one], None).sources] if own_rank == rank else []
             candidates = candidates or list(self.micro_batches)
@@ -225,7 +225,7 @@ class Refusal:
         """
         params = [(n, param) for n, param in enumerate(self.replica.job.named.values()) if param.requires_grad]
         with self._quietly():
-            for one in (one for one in self.micro_batches if not one.blank):
+            for one in (one for one in self.micro_batches if not one.is_dummy):
                 seen, bad = _Seen(self.replica.job.model, (), None), list[Any]()
                 _, loss, end = self._again(one, seen)
                 assert loss is not None

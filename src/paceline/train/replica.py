@@ -209,7 +209,7 @@ class Replica:
     def memory(self) -> dict[str, int]:
         """Returns the largest number of bytes of parameters (and buffers), gradients and optimizer state in a step."""
         model = self.job.model
-        weights = held([*model.parameters(), *model.buffers(), *self.updater.own]) + self.layout.gathered()
+        weights = held([*model.parameters(), *model.buffers(), *self.updater.params]) + self.layout.gathered()
         gradients = self.landing.memory() + held(rows_of(self.job.in_rows))
         return {"parameters": weights, "gradients": gradients, "optimizer": self.updater.memory()}
 

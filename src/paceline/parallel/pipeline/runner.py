@@ -49,7 +49,7 @@ class PipelineRunner(Runner):
             self.pipeline.abandon()
 
     def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
-        first = next((m for m in micro_batches if not m.blank), None)
+        first = next((m for m in micro_batches if not m.is_dummy), None)
         if first is not None and not self._compared:
             self._compare(Chunk([first], first.batch), options)
             self._compared = True
@@ -141,7 +141,7 @@ class PipelineRunner(Runner):
         its count and metrics, and the gradients must be the same. Raises UsageError on all workers of the line.
         """
         line, at = self.pipeline, self.pipeline.line.rank == self.pipeline.judge
-        quiet = replace(options, reached=_nothing, spread="")
+        quiet = replace(options, reached=_nothing, noise_sample="")
         self.observer.why("")
         fits = self._fits(chunk)
         if not fits:

@@ -283,7 +283,7 @@ class Pipeline:
         self._under[stage] = under = _Under([heard.values[key] for key in comes], [])
         if stage == self.last:
             return output
-        made = dict(zip(self._passed.kept, self.job.whole(output), strict=True))
+        made = dict(zip(self._passed.kept, self.job.gather_output(output), strict=True))
         for key in goes:
             places: tuple[Mapping[Key, torch.Tensor], ...] = (made, heard.values, self._held)
             found = next((values[key] for values in places if key in values), None)

@@ -21,7 +21,7 @@ from torch import nn
 from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.rng import RngState
-from paceline.compute.state_dict import THEIRS
+from paceline.compute.state_dict import PROBE_ERRORS
 from paceline.parallel.tensor_parallel.op_rules import RULES
 from paceline.parallel.tensor_parallel.redistribute import DryRunRedistributor, ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, mark, part_of, tensors_in
@@ -234,7 +234,7 @@ def _ran(block: nn.Module, trace: _Trace, given: Sequence[torch.Tensor] | Mappin
             with trace:
                 made = block(**given) if isinstance(given, Mapping) else block(*given)
         trace.joined += [part.of for t in pytree.tree_leaves(made) if (part := part_of(t)) is not None]
-    except THEIRS:  # it did not expect such numbers
+    except PROBE_ERRORS:  # it did not expect such numbers
         return False
     finally:
         for module, training in modes:
