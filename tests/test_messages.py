@@ -407,7 +407,7 @@ def take_job(line: bytes) -> None:
 
 def take_driver(line: bytes) -> None:
     driven = DriverEngine.__new__(DriverEngine)
-    driven.title, driven._said = "ray", cast(Any, [line, as_json({"door": "a", "placed": ["b"]})])
+    driven.title, driven._driver_output = "ray", cast(Any, [line, as_json({"door": "a", "placed": ["b"]})])
     driven._placed()
 
 

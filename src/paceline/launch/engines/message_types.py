@@ -32,7 +32,7 @@ ORDER: Any = form({"name": str, "listen": str | None, "towards": str | None, "jo
 
 # ---- from a host, by what it says
 
-SAID: dict[str, Any] = {
+AGENT_MESSAGES: dict[str, Any] = {
     "ready": form({}),
     "like": form(each("script python torch paceline", str), {"workers": Some}),
     "listens": form({"address": tuple[str, Port]}),
@@ -58,6 +58,8 @@ ANSWER = form({}, {"clock": Seconds, "rate": RATE, "latency": Seconds, "refused"
 
 
 class Metadata(TypedDict):
+    """The metadata of a Kubernetes object, as far as we read it."""
+
     name: str
     uid: NotRequired[str]
     creationTimestamp: NotRequired[str | None]
