@@ -26,10 +26,10 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> P
     alone = Plan(micro=plan.micro, precision=plan.precision, recompute=plan.recompute)
     with tempfile.TemporaryDirectory(prefix="paceline-explain-") as folder:
         options = replace(options, plan=str(alone) or "data=1", max_restarts=0)
-        code, found = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})
-    if code or not found:
+        code, answer = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})
+    if code or not answer:
         why = f"exit code {code}" if code else "it ended before its first step"
         raise LaunchError(f"{in_one_line(options.script)} could not be run up to its first step: {why}", "see above")
-    if "refused" in found:
-        raise UsageError(*found["refused"])
-    return PlanExplanation.of(found)
+    if "refused" in answer:
+        raise UsageError(*answer["refused"])
+    return PlanExplanation.of(answer)

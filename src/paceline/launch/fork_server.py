@@ -138,7 +138,7 @@ class ForkServer:
 
     def _request(self, process: Child, wanted: Wanted, gate: socket.socket) -> str | None:
         """Asks the warm process to fork a worker. Why it refused; where it did not answer, it has ended afterwards."""
-        said = {
+        request = {
             "name": wanted.name,
             "program": list(wanted.program),
             "environment": dict(wanted.environment),
@@ -147,7 +147,7 @@ class ForkServer:
             "agent": os.getpid(),
         }
         try:
-            send(self._socket, said, [gate.fileno(), *wanted.streams, *wanted.numbered.values()])
+            send(self._socket, request, [gate.fileno(), *wanted.streams, *wanted.numbered.values()])
             answer = receive(self._socket)
         except OSError:
             answer = None
@@ -160,10 +160,10 @@ class ForkServer:
     def _await_worker(self, gate: socket.socket) -> int | None:
         """The number of the process that waits at the gate; None where there is none, or it does not come in time."""
         try:
-            said = gate.recv(PID_BYTES)
+            pid_bytes = gate.recv(PID_BYTES)
         except OSError:
             return None
-        return int(said) if said else None
+        return int(pid_bytes) if pid_bytes else None
 
     def look(self) -> None:
         """A process that was stopped serves nobody."""
@@ -190,31 +190,31 @@ class ForkServer:
     # ---- its life
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+        agent_end, warm_end = socket.socketpair()
         read, write = os.pipe()
         self._output = FileIO(read)
         os.set_blocking(read, False)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *self._words],
+                [sys.executable, "-c", PROGRAM, str(warm_end.fileno()), *self._words],
                 env={**self._given, POOL: "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=write,
                 stderr=write,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[warm_end.fileno()],
                 start_new_session=True,
                 preexec_fn=die_with_us(),
             )
         except OSError as error:
-            ours.close()
+            agent_end.close()
             self._output.close()
             self.trouble = f"the warm process cannot be started ({error.strerror})"
             return
         finally:
-            theirs.close()
+            warm_end.close()
             os.close(write)
         self._selector.register(self._output, EVENT_READ, self._print)
-        self._take(Child(process.pid, process), ours)
+        self._take(Child(process.pid, process), agent_end)
 
     def _take(self, process: Child, agent: socket.socket, ready: bool = False) -> None:
         self._process, self._socket, self.ready = process, agent, ready
@@ -241,13 +241,13 @@ class ForkServer:
             return
         self._selector.unregister(self._socket)
         try:
-            said = receive(self._socket)
+            message = receive(self._socket)
         except OSError:
             return
-        if said is not None and said[0]["environment"] == self.environment:
+        if message is not None and message[0]["environment"] == self.environment:
             self.ready = True
             self._changed()
-        elif said is not None:  # it was inherited, and started for other workers
+        elif message is not None:  # it was inherited, and started for other workers
             self.close()
             self._start()
 

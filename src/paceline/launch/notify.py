@@ -34,11 +34,11 @@ class Notifier(AbstractContextManager["Notifier"]):
 
     def journal(self, folder: Path) -> Journal:
         """The journal of a run whose events are notified of."""
-        return _Heard(folder, self) if self.command is not None else Journal(folder)
+        return _NotifyingJournal(folder, self) if self.command is not None else Journal(folder)
 
     def start(self, event: str, folder: Path, **about: Any) -> None:
-        told = {"event": event, "at": time.time(), "run": str(folder.absolute()), "script": self._script, **about}
-        text = json.dumps(plain(told)).encode() + b"\n"
+        message = {"event": event, "at": time.time(), "run": str(folder.absolute()), "script": self._script, **about}
+        text = json.dumps(plain(message)).encode() + b"\n"
         self._threads.append(thread := threading.Thread(target=self._run, args=(event, text), daemon=True))
         thread.start()
 
@@ -76,7 +76,7 @@ class Notifier(AbstractContextManager["Notifier"]):
             thread.join(PATIENCE + 1)
 
 
-class _Heard(Journal):
+class _NotifyingJournal(Journal):
     """The agent's, whose failures and hangs are notified of."""
 
     def __init__(self, folder: Path, notifier: Notifier) -> None:

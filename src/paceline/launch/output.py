@@ -62,16 +62,16 @@ class Output:
 
     def reopen(self) -> bool:
         """Begins logs anew whose files are gone; whether there were any. OSError: they cannot be written."""
-        found = False
+        has_reopened = False
         for rank, feed in self._feeds.items():
             path = self._logs / f"{called(rank)}.log"
             if not path.exists():
-                found = True
+                has_reopened = True
                 os.close(feed.log)
                 feed.log = _open_log(path)
-        return found
+        return has_reopened
 
-    def lead(self, rank: int) -> None:
+    def show_lines_of(self, rank: int) -> None:
         """From now on this worker's lines are shown."""
         self.shown = rank
 
@@ -111,9 +111,9 @@ class Output:
         source, feed.source_follows = feed.source_follows and text.startswith("  "), False
         if source:
             return
-        if found := WARNING.match(text):
+        if warning := WARNING.match(text):
             feed.source_follows = True
-            self._warn(rank, f"{found['category']}: {found['text']} ({found['where']})")
+            self._warn(rank, f"{warning['category']}: {warning['text']} ({warning['where']})")
         elif rank == self.shown and text.endswith(TRACEBACK):
             self._held, self._release = [text], time.monotonic() + HOLD
         elif rank == self.shown:

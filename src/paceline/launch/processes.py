@@ -137,12 +137,12 @@ def end_sessions(sessions: Collection[int]) -> dict[int, str]:
     First it waits: loader children die with their parent, and multiprocessing's resource tracker, which
     ignores SIGTERM, still removes its dead owner's files from /dev/shm.
     """
-    told: dict[int, str] = {}
+    signalled: dict[int, str] = {}
     for number, patience in ((0, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
         end = time.monotonic() + patience
         members = session_members(sessions)
         for pid in members if number else ():
-            told[pid] = members[pid]
+            signalled[pid] = members[pid]
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         while members and time.monotonic() < end:
@@ -150,7 +150,7 @@ def end_sessions(sessions: Collection[int]) -> dict[int, str]:
             members = session_members(sessions)
         if not members:
             break
-    return told
+    return signalled
 
 
 class MemoryKills:
@@ -168,18 +168,18 @@ class MemoryKills:
         """Bytes for each of so many workers of this process that are in the same cgroup; for this one alone, if it is
         in another.
         """
-        mine = memory_groups() == self._folders
+        is_same_group = memory_groups() == self._folders
         limits = [whole_memory()]
         for folder in {above for group in self._folders for above in (group, *group.parents)}:
             for name in ("memory.limit_in_bytes", "memory.max"):
                 with suppress(OSError, ValueError):  # "max"
                     limits.append(int((folder / name).read_text()))
-        return min(limits) // (sharing if mine else 1)
+        return min(limits) // (sharing if is_same_group else 1)
 
     def _count(self) -> int:
         for file in (folder / name for folder in self._folders for name in ("memory.oom_control", "memory.events")):
             with suppress(OSError):
-                found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
-                if found:
-                    return int(found[1])
+                count_match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+                if count_match:
+                    return int(count_match[1])
         return 0

@@ -17,7 +17,7 @@ Size = Annotated[int, Meta(ge=0, le=2**53)]
 At = tuple[str, Port, str]  # where a host listens for whoever measures the way to it
 _BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?\Z"
 _HINTS = get_type_hints(LaunchOptions)
-OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "token", "heard", "workers")}
+OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "token", "on_listening", "workers")}
 
 # ---- from a launcher to a host
 
