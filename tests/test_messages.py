@@ -248,7 +248,7 @@ def follow(orders: dict[str, Any], tell: Callable[[Any], Any] = json.dumps) -> A
     link = SimpleNamespace(take=lambda: orders, move=again, newest=orders)
     output = SimpleNamespace(failing=again, lead=again)
     vars(agent).update(_lines=0, _wanted={}, _number=(0, 0), _coming={}, _merge=None, _servers={}, _profile={})
-    vars(agent).update(_failing={}, _since={}, _stop=None, _over=False, _own=("127.0.0.1", 1), _declined={})
+    vars(agent).update(_failing={}, _since={}, _stop=None, _over=False, _standby_address=("127.0.0.1", 1), _declined={})
     vars(agent).update(_coordinator=None, _held_back=False, _link=link, _workers=workers, _output=output)
     vars(agent).update(say=lambda *_: None, _start_again=again, _stopping=0.0, _at_once=False, _ending_first=[])
     agent._ordered()

@@ -52,8 +52,8 @@ class Agent:
     """Handles all events of one host in one loop: events, output, ends and stops of workers, the coordinator's orders,
     and signals to this process.
 
-    `numbers` are those of its workers. The coordinator that it runs, listens on `standby`; `serving`
-    is the process for metrics and the live page beside it.
+    `numbers` are those of its workers. The coordinator that it runs, or may run one day, listens on `standby`;
+    `serving` is the process for metrics and the live page beside it.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ def chaos(options: LaunchOptions, steps: int, losses: int, seed: int, faults: st
 
 
 def draw(workers: int, steps: int, losses: int, seed: int) -> list[Fault]:
-    """Losses spread over the steps, of one worker after another; the same for the same seed."""
+    """Draws faults, spread over the steps and the workers. The same seed gives the same faults."""
     chance = random.Random(seed)
     order = chance.sample(range(workers), workers)
     drawn_faults = []
@@ -68,8 +68,8 @@ def draw(workers: int, steps: int, losses: int, seed: int) -> list[Fault]:
 def _verdict(
     calm: Case, wild: Case | None, folder: Path, schedule: Sequence[Fault], steps: int, exact: bool, code: int
 ) -> int:
-    """What is printed of the run in `folder`, which ended with this code and left its weights, if it is `wild`; 0 where
-    nothing was lost, which the last line says as well.
+    """Prints the verdict on the run in `folder`, which ended with exit code `code`; `wild` is None if it has left no
+    weights. Returns 0 if nothing was lost, which the last line says as well.
     """
     tell, events = partial(say, out=sys.stdout), read_journal(folder)
     fired = {str(entry["fault"]): entry for entry in read_log(folder)}
@@ -94,7 +94,7 @@ def _verdict(
 
 
 def _lost(code: int, has_weights: bool, same: bool) -> str:
-    """What was lost, in words; empty where nothing was."""
+    """What was lost, in words; empty if nothing was."""
     if not has_weights:
         return f"the run: it ended before its last step, with exit code {code}"
     if not same:
@@ -116,6 +116,6 @@ def _row(fault: Fault, entry: dict[str, Any] | None, events: Sequence[dict[str, 
 
 
 def _seconds(folder: Path) -> float:
-    """From the first step's record to the last one's."""
+    """The seconds from the first step's record to the last one's."""
     at = [event["at"] for event in effective_steps(read_journal(folder))]
     return float(at[-1] - at[0]) if at else 0.0

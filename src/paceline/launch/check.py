@@ -49,8 +49,8 @@ def check(options: LaunchOptions, steps: int) -> int:
 
 
 def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **environment: str) -> tuple[int, Any]:
-    """Runs the script in a fresh folder: its exit code, and what it answered to an order, if it did. Where it is asked
-    to stop, the command ends.
+    """Runs the script in a fresh folder. Returns its exit code and its answer to the order, or None without an answer.
+    SystemExit: the run was asked to stop.
     """
     folder.mkdir()
     environment["PACELINE_CHECK"] = json.dumps(order | {"out": str(folder / "out")})
@@ -64,8 +64,8 @@ def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **envi
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a few steps, and where it left its weights. `mixes`: what is said of a loss that is not a sum over
-    rows; `steps`: how many the team had made at its end.
+    """A run of a few steps and the folder of its weights. `mixes`: a remark if the loss is not a sum over rows;
+    `steps`: the number of steps that the team had made at the end.
     """
 
     folder: Path
@@ -75,8 +75,8 @@ class Case:
 
     @staticmethod
     def run(folder: Path, options: LaunchOptions, steps: int, reverse: bool = False, **environment: str) -> Case:
-        """Runs the script in a fresh folder. LaunchError where it fails, or ends before it has made its steps; where it
-        is asked to stop, the whole rehearsal ends.
+        """Runs the script in a fresh folder. LaunchError: it fails, or ends before it has made its steps. SystemExit:
+        it was asked to stop.
         """
         code, answer = rehearse(folder, options, {"steps": steps, "reverse": reverse}, **environment)
         if code or not answer:
@@ -86,6 +86,7 @@ class Case:
         return Case(folder / "run", **answer)
 
     def weights(self) -> dict[str, Any]:
+        """The weights at the end of the run, by parameter name."""
         from safetensors.torch import load_file  # needs torch, which takes its time
 
         return dict(load_file(self.folder.parent / "out.safetensors"))

@@ -15,8 +15,9 @@ from paceline.plan import Plan
 
 
 def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> PlanExplanation:
-    """A plan for so many workers, or for as few as it takes; with a script, which one worker runs up to its first step,
-    with figures. PlanError and UsageError as a run raises them; LaunchError: the script does not come so far.
+    """Explains a plan for `workers` workers, or for as few as it takes. With a script, which one worker runs up to its
+    first step, the explanation has figures. PlanError, UsageError: as in a run. LaunchError: the script ends before its
+    first step.
     """
     plan = Plan.parse(text)
     workers = workers or plan.mesh(1).replica * (plan.data or 1)

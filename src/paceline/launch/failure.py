@@ -50,9 +50,9 @@ NO_TERMINAL = "workers have no terminal to ask at: give an argument instead, or 
 class Failure:
     """How one worker failed: what happened, the cure, and the user's frame.
 
-    `when`: monotonic seconds. `status` as in subprocess, where a signal is negative; `told` its event "failed", or
-    empty; `output` what it wrote; `out_of_memory`: the kernel's killer struck in its cgroup; `why` what happened, where
-    others know that better.
+    `when`: monotonic seconds. `status`: as in subprocess, where a signal is negative. `event`: its event "failed", or
+    empty. `output`: what workers wrote. `out_of_memory`: the kernel's killer struck in its cgroup. `why`: the reason,
+    if others than the worker know it.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Failure:
             self.cure += " (the kernel's out-of-memory killer ended a process here)"
 
     def hangs(self, hung: Hung) -> None:
-        """It did nothing, and so we ended it."""
+        """Describes a worker that was ended because it made no progress."""
         self.what = f"{hung.why}, {hung.doing}"
         self.cure = f"see {'why it does not end' if hung.busy else 'what it waits for'}; all its stacks are in its log"
         self.frame, self.code = None, 1

@@ -59,10 +59,11 @@ class Kept:
         self.take({})
 
     def leave(self, process: Child, agent: socket.socket, environment: dict[str, str]) -> None:
+        """Stores a warm process, its socket and the environment with which it was started."""
         self._left = process, agent, environment
 
     def take(self, environment: dict[str, str]) -> tuple[Child, socket.socket] | None:
-        """The one that was left, if it was started with the same; else it is ended."""
+        """Returns the stored process if it was started with the same environment; else ends it."""
         left, self._left = self._left, None
         if left is None:
             return None
@@ -80,9 +81,9 @@ def _end(process: Child, agent: socket.socket) -> None:
 
 
 class ForkServer:
-    """One at a time is kept alive. `words` are for its command line, `environment` is that of the workers. `changed` is
-    called when it can fork, or why it cannot is known; `say` prints a line. One that is in the place `kept` is used,
-    and put there in the end.
+    """Keeps one warm process alive, which forks workers. `words` are for its command line, `environment` is that of the
+    workers. `changed` is called when the process can fork, or the reason why it cannot is known; `say` prints a line.
+    `kept`: the process that an earlier run has left is used, and left there again at the end.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class ForkServer:
             return child
 
     def _request(self, process: Child, wanted: Wanted, gate: socket.socket) -> str | None:
-        """Asks the warm process to fork a worker. Why it refused; where it did not answer, it has ended afterwards."""
+        """Asks the warm process to fork a worker. Returns why it refused, if it did. Kills it if it is silent."""
         request = {
             "name": wanted.name,
             "program": list(wanted.program),
@@ -158,7 +159,7 @@ class ForkServer:
         return trouble
 
     def _await_worker(self, gate: socket.socket) -> int | None:
-        """The number of the process that waits at the gate; None where there is none, or it does not come in time."""
+        """The process id of the worker that waits at the gate; None if there is none, or it is late."""
         try:
             pid_bytes = gate.recv(PID_BYTES)
         except OSError:
@@ -166,12 +167,12 @@ class ForkServer:
         return int(pid_bytes) if pid_bytes else None
 
     def look(self) -> None:
-        """A process that was stopped serves nobody."""
+        """Kills a warm process that was stopped by a signal: it serves nobody."""
         if self._process is not None and self._process.look(os.WSTOPPED) is not None:
             self._process.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """We need it no more."""
+        """Ends the warm process, or leaves it to the next run."""
         if self._process is None:
             return
         self._selector.unregister(self._process.pidfd)
@@ -236,7 +237,7 @@ class ForkServer:
             self._forget(self._output)
 
     def _hear(self) -> None:
-        """It has imported all that it should, or it ends."""
+        """Handles the first message of the warm process: its imports are done. Without a message it is about to end."""
         if self._process is None:  # it has, in the same turn of the loop
             return
         self._selector.unregister(self._socket)

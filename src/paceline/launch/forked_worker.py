@@ -74,7 +74,7 @@ class Began:
 
 
 def send(to: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """A message: what is said, of any length, and open descriptors."""
+    """Sends a message of any length and open descriptors."""
     body = os.memfd_create("paceline")
     try:
         with open(body, "wb", closefd=False) as file:
@@ -85,7 +85,7 @@ def send(to: socket.socket, message: Mapping[str, Any], descriptors: Sequence[in
 
 
 def receive(of: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message, with descriptors that are ours now. None: the other one is gone."""
+    """Receives a message and its descriptors, which this process owns then. None: the other end is closed."""
     try:
         mark, descriptors, _, _ = socket.recv_fds(of, 1, _MOST)
     except ConnectionResetError:
@@ -210,7 +210,7 @@ def _fork() -> int:
 
 
 def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
-    """What a worker must not inherit and would, if there is anything: looked for and not guessed, before each fork."""
+    """What a worker would inherit and must not, in words; None if there is nothing. It is checked before each fork."""
     tasks = os.listdir("/proc/self/task")
     if len(tasks) > 1:
         names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks if int(task) != os.getpid()]
@@ -231,7 +231,7 @@ def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
 
 
 def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
-    """Why a script cannot start in a copy of this process as it does in one of its own, if it can't."""
+    """Why a script cannot run in a copy of this process as in a process of its own; None if it can."""
     import zipfile  # the agent imports this file, too, and does without
 
     script = Path(given["folder"], given["program"][0])
@@ -252,7 +252,7 @@ def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
 
 
 def _first_path(program: Sequence[str], folder: str) -> str:
-    """The first place where a script's imports look."""
+    """The first folder on the import path of a script."""
     return folder if program[0] == MODULE else str(Path(folder, program[0]).resolve().parent)
 
 
@@ -357,8 +357,8 @@ def _limit_pool(environment: Mapping[str, str]) -> None:
 
 
 def _watch(environment: dict[str, str]) -> None:
-    """A variable that is read while libraries are loaded counts if the script sets it before: then the worker begins
-    anew in its place, without what is imported here.
+    """Watches for variables that libraries read while they are loaded. If the script sets one before it imports torch,
+    the worker starts again in its place, without the imports of the warm process.
     """
     worker = os.getpid()
 
@@ -374,7 +374,7 @@ def _watch(environment: dict[str, str]) -> None:
 
 
 def _has_torch() -> bool:
-    """Whether the script, or what it imports, has imported torch: it has the name of something of it."""
+    """Whether the script or one of its modules has imported torch: some name in them refers to an object of torch."""
     script_modules = [module for name, module in {**sys.modules}.items() if name == "__main__" or name not in _LOADED]
     for value in (value for module in script_modules for value in {**vars(module)}.values()):
         name = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
@@ -384,7 +384,7 @@ def _has_torch() -> bool:
 
 
 def _anew(variable: str, environment: dict[str, str]) -> NoReturn:
-    """The same process and descriptors, started cold."""
+    """Starts the same process again, cold, with the same descriptors."""
     events = environment.get("PACELINE_EVENTS_FD")
     why = f"the script sets {variable} before it imports torch"
     World(events_fd=int(events) if events else None).tell("cold", why=why)

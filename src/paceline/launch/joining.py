@@ -33,7 +33,9 @@ NAMELESS = 0.5  # seconds between two questions for a name
 
 
 def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any]:
-    """What all agents of a run must have in common. `text` is the script's, where it is not to be read."""
+    """The facts that all agents of a run must have in common. `text`: the content of the script, if it is not to be
+    read.
+    """
     return {
         "script": hashlib.sha256(read_file(options.script) if text is None else text).hexdigest(),
         "module": options.module,
@@ -46,8 +48,8 @@ def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any
 
 
 def _version_of_torch() -> str:
-    """Of what the workers will import. It is read: to import it takes seconds, and even to ask for its package's
-    metadata a tenth of what an agent needs to start.
+    """The version of the torch that workers will import. It is read from a file: the import takes seconds, and even its
+    package's metadata takes a tenth of the time in which an agent starts.
     """
     spec = find_spec("torch")
     if spec is not None and spec.origin is not None:
@@ -61,7 +63,7 @@ def _version_of_torch() -> str:
 
 
 def introduction(options: LaunchOptions, folder: Path, numbers: list[int], standby: socket.socket) -> dict[str, Any]:
-    """What an agent says when it comes. `standby` is where a coordinator of its own listens, or may one day."""
+    """The first message of an agent. `standby`: the socket on which its own coordinator listens, or may one day."""
     host = socket.gethostname()
     return {
         "agent": f"{host} ({secrets.token_hex(4)})",
@@ -120,7 +122,9 @@ def stand_by(towards: tuple[str, int], patience: float = 0.0) -> socket.socket:
 
 
 def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
-    """Where the coordinator of the run to join is, its token, and its folder if that is here."""
+    """The address of the coordinator of the run to join, its token, and the run folder if it is on this host.
+    UsageError: there is no such run, or the token is missing.
+    """
     assert options.join is not None
     folder = Path(options.join)
     if folder.is_dir():
@@ -143,7 +147,9 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
 
 
 def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions, list[int]]:
-    """Comes to a running run: the options with what that one was given, and the numbers of our workers."""
+    """Joins a run. Returns the options, completed by those of the run, and the numbers of our workers. UsageError: this
+    host differs from the run, or has the wrong token. LaunchError: the run cannot be reached, or refuses.
+    """
     host, port = link.address
     try:
         numbers = _introduced(link, options.patience)
@@ -176,7 +182,7 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
 
 
 def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
-    """Numbers for our workers, from a coordinator that may still be on its way."""
+    """Asks the coordinator for the numbers of our workers, and waits up to `patience` seconds for it to begin."""
     end, has_warned = time.monotonic() + patience, False
     while True:
         try:

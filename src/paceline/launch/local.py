@@ -132,7 +132,7 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
 
 
 def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier) -> tuple[int, bool]:
-    """A run of our own, or one that is resumed: its exit code, and whether a model was in pieces, all of them here."""
+    """Begins or resumes a run. Returns its exit code and whether a model was split over workers of this host alone."""
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
     folder = _folder(options)
@@ -162,7 +162,7 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
 
 
 def _join(options: LaunchOptions, notifier: Notifier) -> int:
-    """Workers for a run that was begun elsewhere."""
+    """Starts workers for a run that was begun elsewhere. Returns the exit code."""
     address, token, folder = find(options)
     has_own_folder = folder is None
     if folder is None:

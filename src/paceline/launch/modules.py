@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 
 
 def find_module(name: str) -> str:
-    """The file that ``python -m name`` would run from here. UsageError: there is none."""
+    """Finds the file that ``python -m name`` would run in this folder. UsageError: there is none."""
     first, *rest = name.split(".")
     candidates = _candidates(_find(first), rest) if all((first, *rest)) else iter(())
     file = next((path for path in candidates if path.is_file()), None)
@@ -24,14 +24,14 @@ def find_module(name: str) -> str:
 
 
 def _find(name: str) -> ModuleSpec | None:
-    """A module outside of packages; the working directory comes first, as it does in the workers."""
+    """Finds a top-level module; the working directory comes first, as it does in the workers."""
     path = sys.path if sys.flags.safe_path else [os.getcwd(), *sys.path[1:]]
     specs = (finder.find_spec(name, path, None) for finder in sys.meta_path)
     return next((spec for spec in specs if spec is not None), None)
 
 
 def _candidates(spec: ModuleSpec | None, rest: list[str]) -> Iterator[Path]:
-    """Where the file may be, in the order in which Python looks: a package, a module, a package without __init__.py."""
+    """Paths of the file in the order in which Python looks: a package, a module, a package without __init__.py."""
     if spec is None:
         return
     if spec.submodule_search_locations is None:

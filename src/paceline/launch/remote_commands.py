@@ -28,8 +28,8 @@ PATIENCE = 5.0  # seconds for agents to answer
 
 
 def stop(run: str, token_file: str | None, wait: bool) -> int:
-    """Asks a run, by its folder or HOST:PORT, to stop with a checkpoint, and waits until it has ended. UsageError,
-    LaunchError: it cannot be asked.
+    """Asks a run, by its folder or HOST:PORT, to stop with a checkpoint, and waits until it has ended. UsageError: the
+    run is not named correctly, or refuses. LaunchError: it does not answer.
     """
     address, token, folder = _find_run(run, token_file)
     reply = _ask(address, token, "/stop", {}, "stopped")
@@ -42,8 +42,8 @@ def stop(run: str, token_file: str | None, wait: bool) -> int:
 
 
 def stacks(run: str, token_file: str | None) -> str:
-    """Where all workers of a run stand, on one screen; their stacks and last collectives are in its folder then.
-    UsageError, LaunchError: it cannot be asked.
+    """Describes in a table what all workers of a run do, and writes their stacks and last collectives into the run
+    folder. UsageError, LaunchError: as for `stop`.
     """
     address, token, folder = _find_run(run, token_file)
     reply, end = _ask(address, token, "/stacks", {}, "asked"), time.monotonic() + PATIENCE
@@ -57,8 +57,8 @@ def stacks(run: str, token_file: str | None) -> str:
 
 
 def profile(run: str, steps: int, workers: str | None, token_file: str | None) -> int:
-    """Has the next steps of some workers, or all, profiled, and waits for the files. UsageError, LaunchError: it cannot
-    be asked, or ends before.
+    """Profiles the next steps of some workers, or of all, and waits for the files. UsageError, LaunchError: as for
+    `stop`, or the run ends before.
     """
     address, token, folder = _find_run(run, token_file)
     requested = [parse_whole("--workers ", number, 0) for number in workers.split(",")] if workers is not None else None
@@ -82,7 +82,7 @@ def profile(run: str, steps: int, workers: str | None, token_file: str | None) -
 
 
 def _find_run(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Path | None]:
-    """Where the coordinator of a run that goes on is, its token, and its folder if that is here."""
+    """The address of a run's coordinator, its token, and the run folder if it is on this host."""
     if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
         what = f"no run was started in {in_one_line(run)}, or it keeps no coordinator"
         raise UsageError(what, "give the folder of one that goes on")
@@ -90,7 +90,9 @@ def _find_run(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes,
 
 
 def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: str) -> Any:
-    """A coordinator's answer to whoever has the token, for what a run is `to_be`."""
+    """Sends a signed request to a coordinator and returns its answer. `to_be`: the participle for error messages, such
+    as "stopped".
+    """
     where = f"{address[0]}:{address[1]}"
     try:
         with Wire(address, token) as wire:
@@ -110,7 +112,7 @@ def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: st
 
 
 def _answers(address: tuple[str, int], token: bytes) -> bool:
-    """Whether the run's coordinator does; another program that has its port does not count."""
+    """Whether the run's coordinator answers; another program at its port does not count."""
     try:
         with Wire(address, token) as wire:
             ask_challenge(wire)
@@ -125,8 +127,8 @@ def _how(folder: Path | None) -> str:
 
 
 def logs(run: str, follow: bool, lines: int | None) -> int:
-    """Prints what workers have printed, each line with whose it is; with `follow` until the run has ended. UsageError:
-    there is no such folder.
+    """Prints the logs of all workers, each line with the name of its worker; with `follow` until the run has ended.
+    UsageError: there is no such folder.
     """
     folder = Path(run)
     if not (folder / "logs").is_dir():
@@ -145,7 +147,7 @@ def logs(run: str, follow: bool, lines: int | None) -> int:
 
 
 def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> None:
-    """The whole lines that are new since the last look; at the first one, so many of the last."""
+    """Prints the complete lines that are new since the last call; at the first call, at most the last `lines`."""
     with open_file(path) as file:
         file.seek(read.get(path, 0))
         data = file.read()

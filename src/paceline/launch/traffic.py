@@ -25,7 +25,9 @@ EVERY = 1.0  # seconds between two looks
 
 
 class Traffic:
-    """Of a connection that ends, what it sent since the last look is missing."""
+    """Counts the bytes that processes send to other hosts. Bytes that a connection sends between the last look and its
+    end are missing.
+    """
 
     def __init__(self) -> None:
         self._sent, self._local_addresses = Counter[str](), set[str]()
@@ -33,8 +35,8 @@ class Traffic:
         self._due = 0.0
 
     def look(self, processes: Iterable[int], now: float = math.inf) -> tuple[dict[str, int], list[str]]:
-        """Bytes by the address of the other host, and our addresses on these ways; anew where the last look is long
-        enough ago. Where the kernel does not tell, nothing is counted.
+        """The bytes by the address of the other host, and our addresses on these connections. They are counted again
+        if the last count is long enough ago. Without an answer of the kernel, nothing is counted.
         """
         if now >= self._due:
             self._due = now + EVERY
@@ -61,7 +63,7 @@ def _sockets(pid: int) -> Iterator[int]:
 
 
 def connections() -> Iterator[tuple[int, str, str, int]]:
-    """(inode, address here, address there, bytes that arrived there) of each TCP connection. Raises OSError."""
+    """(inode, local address, remote address, acknowledged bytes) of each TCP connection. Raises OSError."""
     for family in (socket.AF_INET, socket.AF_INET6):
         with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _DIAG) as netlink:
             netlink.settimeout(_WAIT)
@@ -79,7 +81,7 @@ def connections() -> Iterator[tuple[int, str, str, int]]:
 
 
 def _connection(message: bytes) -> Iterator[tuple[int, str, str, int]]:
-    """struct inet_diag_msg, and its attributes."""
+    """Reads a struct inet_diag_msg and its attributes."""
     family, _, _, _, _, _, local, remote = _SOCKET.unpack_from(message)
     (inode,), offset = _INODE.unpack_from(message, 68), 72
     while offset + 4 <= len(message):
@@ -91,7 +93,7 @@ def _connection(message: bytes) -> Iterator[tuple[int, str, str, int]]:
 
 
 def _address(family: int, raw: bytes) -> str:
-    """An IPv4 one inside of IPv6 is that."""
+    """The text of an address; an IPv4 address inside of an IPv6 one counts as IPv4."""
     if family == socket.AF_INET6 and raw.startswith(bytes(10) + b"\xff\xff"):
         family, raw = socket.AF_INET, raw[12:]
     return socket.inet_ntop(family, raw[:4] if family == socket.AF_INET else raw)

@@ -55,7 +55,7 @@ def surround(
 
 
 def doubts(workers: int, given: Mapping[str, str], cores: Sequence[int]) -> list[str]:
-    """What is to be said of numbers of threads that the user's environment asks for, and that cannot be meant."""
+    """Warnings about numbers of threads in the user's environment that are probably a mistake."""
     each, texts = max(1, len(cores) // workers), list[str]()
     for name, number in threads_asked(given).items():
         what = f"{name}={shown(given[name])}"
@@ -68,6 +68,6 @@ def doubts(workers: int, given: Mapping[str, str], cores: Sequence[int]) -> list
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:
-    """Binds a process that has just started; what it starts is bound as well."""
+    """Binds a process that has just started, and all that it starts, to cores."""
     if cores:
         os.sched_setaffinity(pid, cores)
