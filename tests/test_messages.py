@@ -313,7 +313,9 @@ def test_a_changed_word_of_a_worker_is_taken_or_passed_over(examples: int) -> No
 
             agent: Any = SimpleNamespace(_starts_cold=str, _on_event=told)
             Workers._events(agent, worker, b"\n".join([*lines, b""]))
-        assert not find_wrong(json.loads(json.dumps(worker.report())), STATE), "the coordinator must take what agents say"
+        assert not find_wrong(json.loads(json.dumps(worker.report())), STATE), (
+            "the coordinator must take what agents say"
+        )
         return worker
 
     found = tell([as_json(event) for event in EVENTS]).events
