@@ -300,20 +300,20 @@ def launcher() -> Any:
     options = {"script": "train.py", "arguments": ["--size", "1"], "environment": {"A": "1"}, "keep": 2, "heal": "1"}
     engine = fake(way=lambda _: {"own": "a", "goes": "b", "comes": "c"}, listen=None)
     vars(one).update(_job=HostJob(options, "python", "~/a", files=b"abc"), _token="ab", _engine=engine, _listens="a:1")
-    vars(one).update(sent=[], value=bytearray(), _hosts=[fake(place=Host("a"))])
+    vars(one).update(sent=[], value=bytearray(), _hosts=[fake(spec=Host("a"))])
     one._send = lambda _, data: one.sent.append(data.partition(b"\n")[0])
     return one
 
 
 def heard_by_launcher(line: bytes) -> bytes:
     one = launcher()
-    one._told(fake(place=Host("a", 2), first=True), line)
+    one._receive(fake(spec=Host("a", 2), first=True), line)
     return b"".join(one.sent)
 
 
 def ordered() -> bytes:
     one = launcher()
-    one._order(fake(place=Host("a"), first=False))
+    one._order(fake(spec=Host("a"), first=False))
     return cast(bytes, one.sent[0])
 
 

@@ -248,7 +248,7 @@ def follow(orders: dict[str, Any], tell: Callable[[Any], Any] = json.dumps) -> A
     link = SimpleNamespace(take=lambda: orders, move=again, newest=orders)
     output = SimpleNamespace(failing=again, lead=again)
     vars(agent).update(_lines=0, _wanted={}, _number=(0, 0), _coming={}, _merge=None, _servers={}, _profile={})
-    vars(agent).update(_failing={}, _since={}, _stop=None, _over=False, _own=("127.0.0.1", 1), _declined={})
+    vars(agent).update(_failing={}, _since={}, _stop=None, _over=False, _standby_address=("127.0.0.1", 1), _declined={})
     vars(agent).update(_coordinator=None, _held_back=False, _link=link, _workers=workers, _output=output)
     vars(agent).update(say=lambda *_: None, _start_again=again, _stopping=0.0, _at_once=False, _ending_first=[])
     agent._ordered()
@@ -311,9 +311,11 @@ def test_a_changed_word_of_a_worker_is_taken_or_passed_over(examples: int) -> No
                     getattr(progress, event["event"])(event)
                     progress._show() if progress._pending else None
 
-            agent: Any = SimpleNamespace(_starts_cold=str, _told=told)
+            agent: Any = SimpleNamespace(_starts_cold=str, _on_event=told)
             Workers._events(agent, worker, b"\n".join([*lines, b""]))
-        assert not find_wrong(json.loads(json.dumps(worker.said())), STATE), "the coordinator must take what agents say"
+        assert not find_wrong(json.loads(json.dumps(worker.report())), STATE), (
+            "the coordinator must take what agents say"
+        )
         return worker
 
     found = tell([as_json(event) for event in EVENTS]).events
@@ -407,7 +409,7 @@ def take_job(line: bytes) -> None:
 
 def take_driver(line: bytes) -> None:
     driven = DriverEngine.__new__(DriverEngine)
-    driven.title, driven._said = "ray", cast(Any, [line, as_json({"door": "a", "placed": ["b"]})])
+    driven.title, driven._driver_output = "ray", cast(Any, [line, as_json({"door": "a", "placed": ["b"]})])
     driven._placed()
 
 

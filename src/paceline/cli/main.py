@@ -37,14 +37,14 @@ ELSEWHERE = ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node", "--num
 
 
 class _Elsewhere(argparse.Action):
-    """What other launchers call --workers."""
+    """Refuses the options by which other launchers take the number of workers, and names --workers."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         number = values if re.fullmatch("[0-9]{1,12}", values or "") else "N"
         raise UsageError(f"{option_string} is another launcher's option", f"say --workers {number}")
 
 
-def _whole(name: str, least: int, text: str) -> int:
+def _parse_number(name: str, least: int, text: str) -> int:
     return parse_whole(f"{name} ", text, least)
 
 
@@ -55,13 +55,13 @@ def _text(name: str, kind: Callable[[str], Any], text: str) -> Any:
 
 
 def _option(
-    parser: argparse.ArgumentParser, *names: str, least: int | None = None, blank: bool = False, **more: Any
+    parser: argparse.ArgumentParser, *names: str, least: int | None = None, allow_empty: bool = False, **more: Any
 ) -> None:
-    """Adds an option or argument: a whole number of `least` or more, or else a text, which may be empty if `blank`."""
+    """Adds an option or argument: an integer of at least `least`, or a text, which may be empty if `allow_empty`."""
     name = names[0] if names[0].startswith("-") else more.get("metavar", names[0].upper())
     if least is not None:
-        more["type"] = partial(_whole, name, least)
-    elif not blank and more.get("action", "append") == "append":
+        more["type"] = partial(_parse_number, name, least)
+    elif not allow_empty and more.get("action", "append") == "append":
         more["type"] = partial(_text, name, more.get("type", str))
     parser.add_argument(*names, **more)
 
@@ -108,10 +108,10 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
 
     if script is None and workers is None and ("=" not in what or Path(what).exists()):
         return explain(Path(what), svg)
-    told = foretold(what, workers, None if script is None else _launched(script, **options))
+    explanation = foretold(what, workers, None if script is None else _launched(script, **options))
     if svg is not None:
-        save(told, svg)
-    return told.text()
+        save(explanation, svg)
+    return explanation.text()
 
 
 def _tokenize(**options: Any) -> int | str:
@@ -182,10 +182,12 @@ def _workers(option: Callable[..., Any], default: int, does: str) -> None:
 
 
 def _script(option: Callable[..., Any]) -> None:
-    """What a rehearsal starts, and with which plan."""
+    """Adds the script of a rehearsal, its plan and its arguments."""
     option("script", help="the training script")
-    option("--plan", blank=True, metavar="TEXT", help="how the work is spread among the N workers")
-    option("arguments", blank=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
+    option("--plan", allow_empty=True, metavar="TEXT", help="how the work is spread among the N workers")
+    option(
+        "arguments", allow_empty=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --"
+    )
 
 
 def _rehearsals(add: Callable[..., Any]) -> None:
@@ -215,7 +217,11 @@ def _rehearsals(add: Callable[..., Any]) -> None:
     option("--losses", least=1, default=4, metavar="N", help="how many workers to lose (default 4)")
     option("--seed", least=0, default=0, help="draws who is lost, when and how (default 0)")
     option(
-        "--faults", default="", blank=True, metavar="TEXT", help="instead: KIND:WORKER@STEP.MOMENT, separated by commas"
+        "--faults",
+        default="",
+        allow_empty=True,
+        metavar="TEXT",
+        help="instead: KIND:WORKER@STEP.MOMENT, separated by commas",
     )
     _script(option)
 
@@ -238,14 +244,17 @@ def _makers(add: Callable[..., Any]) -> None:
     option("--shard-tokens", least=1, default=100_000_000, metavar="N", help="tokens in a file (default 100,000,000)")
     option("--field", default="text", metavar="NAME", help="where a line of a .jsonl file has its text (default text)")
     option(
-        "--end", blank=True, metavar="TOKEN", help='the token behind each document (default: the usual one; "": none)'
+        "--end",
+        allow_empty=True,
+        metavar="TOKEN",
+        help='the token behind each document (default: the usual one; "": none)',
     )
 
 
 def _running(option: Callable[..., Any]) -> None:
-    """Options of a run, wherever it is."""
+    """Adds the options that every run has, on this host or on others."""
     option("--run-dir", metavar="DIR", help="run folder; the same one again resumes (default: a new one under runs/)")
-    option("--plan", blank=True, metavar="TEXT", help="how the work is spread; wins over the script's")
+    option("--plan", allow_empty=True, metavar="TEXT", help="how the work is spread; wins over the script's")
     option("--save-every", metavar="60s|N|auto", help="interval of checkpoints: seconds, steps or auto (default 60s)")
     option("--keep", least=1, metavar="N", help="how many checkpoints stay (default 2)")
     option(
@@ -363,27 +372,29 @@ def _by_name(option: Callable[..., Any], engine: str) -> None:
 
 
 def _far(option: Callable[..., Any], engine: str) -> None:
-    """Options of a run on other hosts."""
+    """Adds the options of a run on other hosts."""
     option("--workers-per-host", least=1, metavar="N", help="workers on each host (default: its GPUs, else 1)")
-    own, there = ("the path of this one",) * 2 if engine != "kubectl" else ("python", "the run's volume")
+    default_python, default_folder = (
+        ("the path of this one",) * 2 if engine != "kubectl" else ("python", "the run's volume")
+    )
     if engine != "kubectl":
         option("--listen", metavar="ADDR[:PORT]", help="where the others reach the first host (default: found out)")
         _served(option, "from the first host")
-    option("--python", metavar="PATH", help=f"the hosts' Python (default: {own})")
-    option("--cwd", metavar="DIR", help=f"the folder to run in (default: {there})")
+    option("--python", metavar="PATH", help=f"the hosts' Python (default: {default_python})")
+    option("--cwd", metavar="DIR", help=f"the folder to run in (default: {default_folder})")
     option("--setup", metavar="SHELL", help="what a shell runs there first, as 'module load cuda'")
     option("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the workers; repeatable")
-    option("--engine", default="", blank=True, metavar="OPTIONS", help=f"handed on to {engine} as it is")
+    option("--engine", default="", allow_empty=True, metavar="OPTIONS", help=f"handed on to {engine} as it is")
     option("--dry-run", action="store_true", help="print what would be started, and start nothing")
     option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
     _running(option)
     option("script", nargs="?", help="the training script")
-    option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
+    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="its own arguments")
 
 
 def _parser(wanted: str | None) -> argparse.ArgumentParser:
-    """Of the command that is `wanted`, if it is one, which takes a tenth of the time; else of all. The options of a
-    command have the names of its function's parameters.
+    """The parser of the command `wanted`, which takes a tenth of the time, or of all commands if there is no such one.
+    The options of a command have the names of its function's parameters.
     """
     parser = argparse.ArgumentParser(
         prog="paceline",
@@ -428,7 +439,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
     option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
     option("script", nargs="?", help="the training script")
-    option("arguments", blank=True, nargs=argparse.REMAINDER, help="its own arguments")
+    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="its own arguments")
 
     _launching(add)
     returning(add)
@@ -452,24 +463,26 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     option("--workers", least=1, metavar="N", help="how many the plan is for (default: as few as it takes)")
     option("--svg", type=Path, metavar="FILE", help="write the drawing, as the report has it")
     option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
-    option("arguments", blank=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --")
+    option(
+        "arguments", allow_empty=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --"
+    )
     showing(add)
     return parser if commands.choices else _parser(None)
 
 
 def _misplaced(usage: str, arguments: Sequence[str] = (), quiet: bool = False, **given: Any) -> str:
-    """A note on options of ours that go to the script, and that it does not have itself; empty where there are none."""
+    """A note on options of Paceline passed to the script, which does not have them; empty if there are none."""
     names = dict.fromkeys(word.partition("=")[0] for word in arguments)
-    ours = [name for name in names if name in re.findall(r"--[a-z-]+", usage)]
-    if quiet or not ours:
+    misplaced = [name for name in names if name in re.findall(r"--[a-z-]+", usage)]
+    if quiet or not misplaced:
         return ""
     script = given["script"]
     name = in_one_line(script)
     with suppress(OSError):
         text = read_file(find_module(script) if given["module"] else script).decode(errors="replace")
-        ours = [name for name in ours if f'"{name}"' not in text and f"'{name}'" not in text]
-    after = f"note: what stands after {name} is the script's own: {', '.join(ours)}"
-    return f"{after}; what is meant for paceline stands before {name}" if ours else ""
+        misplaced = [name for name in misplaced if f'"{name}"' not in text and f"'{name}'" not in text]
+    after = f"note: what stands after {name} is the script's own: {', '.join(misplaced)}"
+    return f"{after}; what is meant for paceline stands before {name}" if misplaced else ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -479,10 +492,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):  # names of files need not be UTF-8
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    own: list[str] = []
+    script_arguments: list[str] = []
     if words[:1] in (["check"], ["chaos"], ["explain"]) and "--" in words:  # argparse would refuse them behind options
         cut = words.index("--")
-        words, own = words[:cut], words[cut + 1 :]
+        words, script_arguments = words[:cut], words[cut + 1 :]
     try:
         if words[:1] in (["run"], ["launch"], ["check"], ["chaos"]) and not sys.platform.startswith("linux"):
             what = f"the workers of `paceline {words[0]}` need Linux, and this is {sys.platform}"
@@ -509,11 +522,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             options["script"] = unknown.pop(0)  # argparse looks for it before the options alone
         if unknown:
             near = difflib.get_close_matches(unknown[0], re.findall(r"--[a-z-]+", usage()), n=1, cutoff=0.7)
-            theirs = "; the script's own arguments stand after --" if words[0] in ("check", "chaos", "explain") else ""
-            cure = f"did you mean {near[0]}?" if near else f"see `paceline {words[0]} --help`{theirs}"
+            hint = "; the script's own arguments stand after --" if words[0] in ("check", "chaos", "explain") else ""
+            cure = f"did you mean {near[0]}?" if near else f"see `paceline {words[0]} --help`{hint}"
             raise UsageError(f"paceline {words[0]} does not know {shown(unknown[0])}", cure)
-        if own:
-            options["arguments"] = own
+        if script_arguments:
+            options["arguments"] = script_arguments
         elif options.get("arguments", [])[:1] == ["--"]:  # sets them apart, and is none of them
             del options["arguments"][0]
         elif "--" not in words and (note := _misplaced(usage(), **options)):

@@ -43,16 +43,17 @@ from paceline.team.etcd_lease import Lease
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
 FAREWELL, PATIENCE = 5.0, 60.0  # seconds for the other hosts to end when the run is cut short, and else
 TWICE = 3.0  # seconds after which another SIGTERM is meant: job managers may send one to a group and its members
-UNUSED = 60.0  # seconds after which workers that have not joined a team are told of
+UNUSED = 60.0  # seconds after which workers that have not joined a team are reported
 LOOK = 0.5  # seconds between two looks at whether the coordinator is there
 GIVEN_UP = 6.0  # seconds without a coordinator, after which workers that all have ended are not waited for
 
 
 class Agent:
-    """Hears of everything in one loop: what workers say and print, their ends and stops, orders, and our own signals.
+    """Handles all events of one host in one loop: events, output, ends and stops of workers, the coordinator's orders,
+    and signals to this process.
 
-    `numbers` are those of its workers. The coordinator that it keeps, or may keep one day, listens on `standby`, and
-    what is `serving` the run's figures stands beside it.
+    `numbers` are those of its workers. The coordinator that it runs, or may run one day, listens on `standby`;
+    `serving` is the process for metrics and the live page beside it.
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class Agent:
         self._link, self._standby, self._serving = link, standby, serving
         self._served: Child | None = None
         self._coordinator: CoordinatorProcess | None = None
-        store, own = link.run.get("store"), standby.getsockname()[:2]
-        self._lease = Lease(store, own) if store else None
+        store, standby_address = link.run.get("store"), standby.getsockname()[:2]
+        self._lease = Lease(store, standby_address) if store else None
         self._held_back = False  # without the lease: our workers wait
         self._stop: int | None = None  # the signal that asked for a polite stop
         self._stopping = math.inf  # when it came
@@ -91,19 +92,21 @@ class Agent:
         # Where both are the terminal, output must not tear the progress line; else bytes stay bytes.
         raw = None if options.quiet or (sys.stderr.isatty() and sys.stdout.isatty()) else 1
         self._output = Output(logs, numbers, self.say, raw)
-        self._workers = Workers(options, folder, numbers, self._output, journal, self._told, self.say)
+        self._workers = Workers(options, folder, numbers, self._output, journal, self._on_event, self.say)
         self._hangs = Hangs(self._workers, options, folder, journal, self._output, self.say)
         self._recorder = Recorder(self._workers, folder, link)
         self._script = _Script(Path(options.script))
         self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
         self._report: dict[str, Any] = {}
         self._epoch, self._traffic = link.epoch, Traffic()
-        self._own: tuple[str, int] = own
+        self._standby_address: tuple[str, int] = standby_address
         self._ending = RunOutcome(options, folder, journal, self._output, self.say)
         self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
 
     def run(self, wakeup: socket.socket) -> int:
-        """From the workers' start to the exit code; no process is left. `wakeup` brings the numbers of signals."""
+        """Runs the workers to their end and returns the exit code. No process is left. `wakeup` delivers signal
+        numbers.
+        """
         self._unused = time.monotonic() + UNUSED
         self._workers.selector.register(wakeup, selectors.EVENT_READ, partial(self._signalled, wakeup))
         self._workers.selector.register(self._link, selectors.EVENT_READ, self._ordered)
@@ -139,10 +142,10 @@ class Agent:
         return self._ending.verdict(self._workers.all, self._stop, self._at_once, self._leaving, orders)
 
     def serve(self) -> None:
-        """Figures and the live page, if they are asked for, and who else is told. What that process says is repeated,
-        and its end is told; nothing else changes. UsageError: they cannot be served.
+        """Starts the process that serves metrics and the live page, if they are asked for. Its messages and its end are
+        printed; they have no other effect. UsageError: an address cannot be served.
         """
-        served, said = self._serving.start(self._folder, self._own[0]), self._serving.said
+        served, output_fd = self._serving.start(self._folder, self._standby_address[0]), self._serving.output_fd
         if served is None or served is self._served or served.status is not None:  # it ended in an attempt before
             return
 
@@ -153,26 +156,26 @@ class Agent:
             self.say(f"the process that serves figures {how}: the run goes on without it", always=True)
 
         def says() -> None:
-            if not (text := os.read(said, 1 << 12)):
-                self._workers.selector.unregister(said)
+            if not (text := os.read(output_fd, 1 << 12)):
+                self._workers.selector.unregister(output_fd)
             for line in text.decode().splitlines():
                 self.say(f"{line}: the run goes on without it", always=True)
 
         self._served = served
         self._workers.selector.register(served.pidfd, selectors.EVENT_READ, ends)
-        self._workers.selector.register(said, selectors.EVENT_READ, says)
+        self._workers.selector.register(output_fd, selectors.EVENT_READ, says)
 
     def _forget_served(self) -> None:
-        """Another process serves from now on, or none."""
-        for one in () if self._served is None else (self._served.pidfd, self._serving.said):
+        """Stops watching the process that serves metrics."""
+        for descriptor in () if self._served is None else (self._served.pidfd, self._serving.output_fd):
             with suppress(KeyError):  # it has said all
-                self._workers.selector.unregister(one)
+                self._workers.selector.unregister(descriptor)
         self._served = None
 
     @property
     def in_pieces(self) -> bool:
-        """Whether a model was spread over several workers, all of them of this agent."""
-        parted = any(worker.said()["replica"] > 1 for worker in self._workers.all)
+        """Whether a model was split over several workers, all of them of this agent."""
+        parted = any(worker.report()["replica"] > 1 for worker in self._workers.all)
         return parted and (self._link.newest or {}).get("agents", 1) <= 1
 
     def _prepare(self) -> None:
@@ -197,7 +200,7 @@ class Agent:
                 self._workers.again(number, 0)
 
     def say(self, text: str, always: bool = False) -> None:
-        """A line on the console."""
+        """Prints a line on the console, with --quiet only if `always`."""
         if always or not self._options.quiet:
             self._progress.line(text)
 
@@ -216,7 +219,7 @@ class Agent:
 
     # ---- hearing
 
-    def _told(self, worker: Worker, event: dict[str, Any]) -> None:
+    def _on_event(self, worker: Worker, event: dict[str, Any]) -> None:
         kind = event["event"]
         main = self._output.shown == worker.rank and not worker.out
         if kind == "failed":
@@ -224,7 +227,7 @@ class Agent:
         elif kind == "formed":
             generation = self._link.newest.get("generation")
             if generation and generation["number"] == event.get("number"):
-                self._output.lead(generation["members"][0])
+                self._output.show_lines_of(generation["members"][0])
         elif main and kind == "line":
             self.say(str(event.get("text", "")))
         elif main and kind in ("phase", "step", "evaluate") and not self._options.quiet:
@@ -244,7 +247,7 @@ class Agent:
                 self._leave(number)
 
     def _stop_all(self, number: int) -> None:
-        """The whole run is to stop."""
+        """Asks all workers to stop the run with a checkpoint."""
         self._stop, self._stopping = number, time.monotonic()
         self._at_once = self._workers.preparing
         if not self._at_once:
@@ -256,7 +259,7 @@ class Agent:
                 worker.process.signal(signal.SIGUSR2)
 
     def _leave(self, number: int) -> None:
-        """The workers of this host are to leave the others."""
+        """Asks the workers of this host to leave the run."""
         self._stop, self._stopping, self._leaving = number, time.monotonic(), True
         self.say("leaving the run after this step; press Ctrl-C again to leave at once", always=True)
         for worker in self._workers.all:
@@ -266,17 +269,17 @@ class Agent:
     # ---- the coordinator
 
     def _tell(self) -> None:
-        """Reports, if there is anything new."""
+        """Sends the coordinator a report if anything has changed."""
         now = time.monotonic()
         for worker in self._workers.all:
             worker.still = worker.alive and worker.stopped + STILL <= now
         current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
         loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
-        sent, here = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
-        self._link.figures = {"loaded": loaded, "sent": sent, "here": here}
-        workers = {number: worker.said() for number, worker in self._workers.now.items()}
+        sent, local_addresses = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
+        self._link.figures = {"loaded": loaded, "sent": sent, "here": local_addresses}
+        workers = {number: worker.report() for number, worker in self._workers.now.items()}
         report = {
-            "workers": {str(number): said for number, said in (workers | self._declined).items()},
+            "workers": {str(number): worker_report for number, worker_report in (workers | self._declined).items()},
             "step": max((w.events.get("step", {}).get("step") or 0 for w in self._workers.all), default=0),
             "stop": self._ending.first and self._stop is not None,
             "leaving": self._leaving,
@@ -295,27 +298,27 @@ class Agent:
                 self.say(line, always)
         self._wanted = {int(number): wanted for number, wanted in orders["workers"].items()}
         self._want(self._wanted)
-        generation, told = orders["generation"], []
+        generation, messages = orders["generation"], []
         if generation is not None and (orders["epoch"], generation["number"]) > self._number:
             self._number = orders["epoch"], generation["number"]
-            told.append(generation)
-        if orders["coming"] != self._coming or (orders["coming"] and told):
+            messages.append(generation)
+        if orders["coming"] != self._coming or (orders["coming"] and messages):
             self._coming = orders["coming"]
-            told.append({"coming": self._coming})
+            messages.append({"coming": self._coming})
         if orders["merge"] != self._merge:
             self._merge = orders["merge"]
-            told.append({"merge": self._merge})
+            messages.append({"merge": self._merge})
         # None: a coordinator that was started again has not heard of them yet.
-        if orders["servers"] and (orders["servers"] != self._servers or told):
+        if orders["servers"] and (orders["servers"] != self._servers or messages):
             self._servers = orders["servers"]
-            told.append({"servers": self._servers})
+            messages.append({"servers": self._servers})
         if orders["profile"] != self._profile:
             self._profile = orders["profile"]
-            told.append({"profile": self._profile})
-        for worker in self._workers.all if told else []:
+            messages.append({"profile": self._profile})
+        for worker in self._workers.all if messages else []:
             if worker.alive:
-                for order in told:
-                    worker.tell(order)
+                for message in messages:
+                    worker.tell(message)
         for number, _, why in orders["failing"]:
             if number not in self._failing:
                 self._failing[number] = why
@@ -323,13 +326,13 @@ class Agent:
         if orders["stop"] and self._stop is None:
             self._stop_all(signal.SIGTERM)
         self._over |= orders["over"]
-        self._link.others = [(host, port) for host, port in orders["standbys"] if (host, port) != self._own]
+        self._link.others = [(host, port) for host, port in orders["standbys"] if (host, port) != self._standby_address]
         if orders["moved"] is not None:
             self._move(tuple(orders["moved"]))
 
     def _want(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
-        """Brings about that each worker is in the life that it should, and none that is out goes on. One whose process
-        has not ended yet is not started again before it has.
+        """Starts and kills workers until each is in the life that the coordinator wants, and none that is out goes on.
+        A worker is started again only after its last process has ended.
         """
         together, self._ending_first = {}, []
         for number, wanted in workers.items():
@@ -357,7 +360,7 @@ class Agent:
             self._start_again(together, partial(self._workers.start, together))
 
     def _look_at_ends(self, now: float) -> None:
-        """Goes on with what waits for the ends of processes; one that failed and does not end is killed."""
+        """Continues starts that wait for the ends of processes; kills a failed process that does not end."""
         for worker in self._ending_first:
             if worker.alive and now > worker.ended + EXIT:
                 worker.process.signal(signal.SIGKILL)
@@ -365,7 +368,7 @@ class Agent:
             self._want(self._wanted)
 
     def _start_again(self, lives: Mapping[int, int], start: Callable[[], None]) -> None:
-        """Starts lost workers in their next lives, or tells why not."""
+        """Starts lost workers in their next lives, or prints why not."""
         error = None
         if self._leaving or self._stop is not None:  # the coordinator had not heard of it yet
             error = ""
@@ -382,18 +385,18 @@ class Agent:
             if error:
                 self.say(error, always=True)
             for number, life in lives.items():
-                before = self._workers.now[number].said() if number in self._workers.now else {}
+                before = self._workers.now[number].report() if number in self._workers.now else {}
                 self._declined[number] = {**before, "life": life, "declined": True}
 
     def _fail(self, number: int) -> None:
-        """This failure ends the run."""
+        """Notes that the failure of this worker ends the run."""
         self._since[number] = time.monotonic()
         if number in self._workers.now:
             self._output.failing(number)
 
     @property
     def _deadline(self) -> float:
-        """Until when we wait for what else there is to know of failures."""
+        """Monotonic seconds until which the agent waits for more about failures."""
         return min((since + self._patience(number) for number, since in self._since.items()), default=math.inf)
 
     def _patience(self, number: int) -> float:
@@ -429,13 +432,13 @@ class Agent:
             self._look_at_the_lease(self._lease, away)
 
     def _look_at_the_lease(self, lease: Lease, away: bool) -> None:
-        """Where an etcd decides: keeps the coordinator if the lease is ours, and only then."""
+        """With an etcd: runs the coordinator if this host has the lease, and only then."""
         if self._coordinator is not None and not lease.held:
             self._hold_back(True)
             self.say("etcd does not answer, or has given the run to another host: this host's workers wait")
             self._coordinator.close()
             self._coordinator = None
-        if self._held_back and self._link.home != self._own:  # the link found the one that has it
+        if self._held_back and self._link.home != self._standby_address:  # the link found the one that has it
             self._taken_over(self._link.home)
         lease.wanted = self._coordinator is None and (away or self._held_back)
         if self._coordinator is not None or not lease.wanted:
@@ -444,18 +447,18 @@ class Agent:
             self._keep(lease.epoch, None if self._held_back else self._link.home, again=True)
             self.say("etcd answers again" if self._held_back else "this host takes over the coordinator, says etcd")
             self._hold_back(False)
-        elif lease.holder is not None and lease.holder not in (self._link.address, self._own):
+        elif lease.holder is not None and lease.holder not in (self._link.address, self._standby_address):
             self._move(lease.holder)
 
     def _hold_back(self, on: bool) -> None:
-        """Whether our workers are to wait between two steps."""
+        """Makes the workers wait between two steps (`on`), or go on."""
         self._held_back = on
         for worker in self._workers.all:
             if worker.alive:
                 worker.tell({"wait": on})
 
     def _keep(self, epoch: int, before: tuple[str, int] | None, again: bool = False) -> None:
-        """Starts a coordinator of our own: instead of the one `before`, or `again`."""
+        """Starts a coordinator on this host: as successor of the one at `before`, or `again`."""
         run = {**self._link.run, "script": self._options.script}
         newest = self._link.newest.get("generation") or {"number": 0, "members": list(range(run["workers"]))}
         generation = [newest["number"], newest["members"]]
@@ -466,15 +469,15 @@ class Agent:
         restore = self._run_folder.restore
         self._coordinator = CoordinatorProcess(self._standby, self._folder, token, given, selector, self.say, restore)
         if again:
-            self._link.move(self._own)
+            self._link.move(self._standby_address)
             try:
                 self.serve()
             except (UsageError, OSError) as error:
                 self.say(f"nobody serves figures now: {error}", always=True)
 
     def _move(self, address: tuple[str, int]) -> None:
-        """Another host has taken over: our workers come to it as new ones."""
-        if address == self._own:
+        """Connects to another host that has taken over the coordinator; our workers join it as new ones."""
+        if address == self._standby_address:
             return
         if self._coordinator is not None or self._held_back:
             self._taken_over(address)
@@ -491,14 +494,14 @@ class Agent:
         self._serving.stop()
 
     def _still(self) -> float:
-        """When the next stopped worker is to be reported."""
+        """Monotonic seconds at which the next stopped worker is to be reported."""
         stopped = [w.stopped + STILL for w in self._workers.all if w.alive and not w.still and not w.out]
         return min(stopped, default=math.inf)
 
     # ---- ending
 
     def _end(self) -> None:
-        """Ends all processes and takes the last of what they wrote."""
+        """Ends all processes and reads their last output."""
         self._workers.kill()
         left = end_sessions({worker.process.pid for worker in self._workers.all})
         self._recorder.look(end=True)
@@ -521,7 +524,7 @@ class Agent:
             self.say(f"ended what the workers left running: {names}")
 
     def _see_off(self) -> None:
-        """The other hosts hear the last orders of our coordinator before it goes, and end by themselves."""
+        """Waits until the other hosts have the last orders of our coordinator and end by themselves."""
         cut_short = self._at_once or self._failing
         if cut_short:
             self._report = {**self._report, "over": True}
@@ -541,7 +544,7 @@ class _Script:
         self._text = read_file(path)
 
     def changed(self) -> str:
-        """What has happened to it, if anything."""
+        """How the file has changed since the start, in words; empty if it has not."""
         try:
             return "has changed" if read_file(self._path) != self._text else ""
         except FileNotFoundError:

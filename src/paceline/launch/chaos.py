@@ -47,29 +47,29 @@ def chaos(options: LaunchOptions, steps: int, losses: int, seed: int, faults: st
         calm = Case.run(Path(folder, "calm"), options, steps)
         say(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...")
         text = ("" if faults else APART) + ",".join(map(str, schedule))
-        there, order = Path(folder, "wild"), {"steps": steps, "reverse": False}
-        code, found = rehearse(there, options, order, PACELINE_CHAOS=text)
-        wild = Case(there / "run", **found) if found else None
+        wild_folder, order = Path(folder, "wild"), {"steps": steps, "reverse": False}
+        code, answer = rehearse(wild_folder, options, order, PACELINE_CHAOS=text)
+        wild = Case(wild_folder / "run", **answer) if answer else None
         exact = plan is not None and Plan.parse(plan).exact
-        return _verdict(calm, wild, there / "run", schedule, steps, exact, code)
+        return _verdict(calm, wild, wild_folder / "run", schedule, steps, exact, code)
 
 
 def draw(workers: int, steps: int, losses: int, seed: int) -> list[Fault]:
-    """Losses spread over the steps, of one worker after another; the same for the same seed."""
+    """Draws faults, spread over the steps and the workers. The same seed gives the same faults."""
     chance = random.Random(seed)
     order = chance.sample(range(workers), workers)
-    found = []
+    drawn_faults = []
     for number in range(losses):
         at = FIRST + (steps - 2 * FIRST) * number // losses
-        found.append(Fault(chance.choice(KINDS), order[number % workers], max(at, 0), chance.choice(MOMENTS)))
-    return found
+        drawn_faults.append(Fault(chance.choice(KINDS), order[number % workers], max(at, 0), chance.choice(MOMENTS)))
+    return drawn_faults
 
 
 def _verdict(
     calm: Case, wild: Case | None, folder: Path, schedule: Sequence[Fault], steps: int, exact: bool, code: int
 ) -> int:
-    """What is printed of the run in `folder`, which ended with this code and left its weights, if it is `wild`; 0 where
-    nothing was lost, which the last line says as well.
+    """Prints the verdict on the run in `folder`, which ended with exit code `code`; `wild` is None if it has left no
+    weights. Returns 0 if nothing was lost, which the last line says as well.
     """
     tell, events = partial(say, out=sys.stdout), read_journal(folder)
     fired = {str(entry["fault"]): entry for entry in read_log(folder)}
@@ -94,7 +94,7 @@ def _verdict(
 
 
 def _lost(code: int, has_weights: bool, same: bool) -> str:
-    """What was lost, in words; empty where nothing was."""
+    """What was lost, in words; empty if nothing was."""
     if not has_weights:
         return f"the run: it ended before its last step, with exit code {code}"
     if not same:
@@ -106,16 +106,16 @@ def _row(fault: Fault, entry: dict[str, Any] | None, events: Sequence[dict[str, 
     if entry is None:
         return f"{fault!s:24} did not happen: the run ended before this worker and another one were there"
 
-    def after(kind: str, there: bool | None = None) -> str:
+    def after(kind: str, is_member: bool | None = None) -> str:
         later = (e for e in events if e["event"] == kind and e["at"] >= entry["at"])
-        fits = (e for e in later if there is None or (fault.worker in e["workers"]) == there)
-        found = next(fits, None)
-        return "-" if found is None else duration(found["at"] - entry["at"])
+        fits = (e for e in later if is_member is None or (fault.worker in e["workers"]) == is_member)
+        first_event = next(fits, None)
+        return "-" if first_event is None else duration(first_event["at"] - entry["at"])
 
     return f"{fault!s:24} {after('lost', True):>14} {after('formed', False):>18} {after('formed', True):>11}"
 
 
 def _seconds(folder: Path) -> float:
-    """From the first step's record to the last one's."""
+    """The seconds from the first step's record to the last one's."""
     at = [event["at"] for event in effective_steps(read_journal(folder))]
     return float(at[-1] - at[0]) if at else 0.0

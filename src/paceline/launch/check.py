@@ -49,23 +49,23 @@ def check(options: LaunchOptions, steps: int) -> int:
 
 
 def rehearse(folder: Path, options: LaunchOptions, order: dict[str, Any], **environment: str) -> tuple[int, Any]:
-    """Runs the script in a fresh folder: its exit code, and what it answered to an order, if it did. Where it is asked
-    to stop, the command ends.
+    """Runs the script in a fresh folder. Returns its exit code and its answer to the order, or None without an answer.
+    SystemExit: the run was asked to stop.
     """
     folder.mkdir()
     environment["PACELINE_CHECK"] = json.dumps(order | {"out": str(folder / "out")})
-    there = str(folder / "run")
-    code = launch(replace(options, run_dir=there, temporary=True, quiet=True, environment=environment))
+    run_dir = str(folder / "run")
+    code = launch(replace(options, run_dir=run_dir, temporary=True, quiet=True, environment=environment))
     if code in (INTERRUPTED, STOPPED):
         raise SystemExit(code)
-    found = folder / "out.json"
-    return code, json.loads(found.read_text()) if found.exists() else None
+    answer_file = folder / "out.json"
+    return code, json.loads(answer_file.read_text()) if answer_file.exists() else None
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run of a few steps, and where it left its weights. `mixes`: what is said of a loss that is not a sum over
-    rows; `steps`: how many the team had made at its end.
+    """A run of a few steps and the folder of its weights. `mixes`: a remark if the loss is not a sum over rows;
+    `steps`: the number of steps that the team had made at the end.
     """
 
     folder: Path
@@ -75,17 +75,18 @@ class Case:
 
     @staticmethod
     def run(folder: Path, options: LaunchOptions, steps: int, reverse: bool = False, **environment: str) -> Case:
-        """Runs the script in a fresh folder. LaunchError where it fails, or ends before it has made its steps; where it
-        is asked to stop, the whole rehearsal ends.
+        """Runs the script in a fresh folder. LaunchError: it fails, or ends before it has made its steps. SystemExit:
+        it was asked to stop.
         """
-        code, found = rehearse(folder, options, {"steps": steps, "reverse": reverse}, **environment)
-        if code or not found:
+        code, answer = rehearse(folder, options, {"steps": steps, "reverse": reverse}, **environment)
+        if code or not answer:
             why = f"exit code {code}" if code else f"it ended before step {steps}"
             what = f"{in_one_line(options.script)} could not be checked with {options.workers} worker(s): {why}"
             raise LaunchError(what, "see above, or give --steps a smaller number")
-        return Case(folder / "run", **found)
+        return Case(folder / "run", **answer)
 
     def weights(self) -> dict[str, Any]:
+        """The weights at the end of the run, by parameter name."""
         from safetensors.torch import load_file  # needs torch, which takes its time
 
         return dict(load_file(self.folder.parent / "out.safetensors"))
@@ -101,14 +102,14 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> float:
 def _verdict(results: list[Case], workers: int, steps: int) -> int:
     tell = partial(say, out=sys.stdout)
     one, other, many = (result.weights() for result in results)
-    rounding, spread, cross = apart(one, other), apart(one, many), apart(other, many)
+    rounding, difference, cross = apart(one, other), apart(one, many), apart(other, many)
     dtype = results[0].dtype
     limit = max(MARGIN * rounding, FLOOR.get(dtype, 1e-6))
     steady = rounding <= LIMIT.get(dtype, 1e-2)
-    same = steady and spread <= limit
+    same = steady and difference <= limit
     tell(f"after {steps} steps, norm of the difference over all weights, relative to their norm:")
     tell(f"  {'one worker, and one worker summing in another order':52} {rounding:.1e}   (what rounding looks like)")
-    tell(f"  {f'one worker, and {workers} workers':52} {spread:.1e}")
+    tell(f"  {f'one worker, and {workers} workers':52} {difference:.1e}")
     tell(f"  {f'one worker in another order, and {workers} workers':52} {cross:.1e}")
     mixes = results[0].mixes
     if same:

@@ -28,7 +28,7 @@ PATIENCE = 5.0  # seconds for the agent to see that it is to take over
 OFTEN, WITHIN = 5, 10.0  # so many ends within so many seconds are too many
 WORKED = 4  # and so many times as many of coordinators that have answered before: somebody else ended them
 LONGEST = 10.0  # seconds that it may be silent at most; while it starts twice as many each time
-OURS = 1.0  # seconds between two looks, after which it is we who stood still
+OWN_PAUSE = 1.0  # seconds between two looks, after which it is we who stood still
 
 
 def take_over(folder: Path) -> str:
@@ -92,12 +92,12 @@ class CoordinatorProcess:
         self._log = os.open(folder / "logs" / "coordinator.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._ends: list[tuple[float, float]] = []  # when, and how much of an end it is
         self._gaps: deque[float] = deque(maxlen=40)  # seconds between two of its answers
-        self._patience, self._said = LONGEST, ""  # while it starts; why it was replaced the last time
+        self._patience, self._last_reason = LONGEST, ""  # while it starts; why it was replaced the last time
         self._trains = bool(given["again"])  # whether there was one that answered, and so workers that go on
-        said = folder / f".{ADDRESS}"
-        said.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
-        said.chmod(0o600)
-        said.replace(folder / ADDRESS)
+        address_file = folder / f".{ADDRESS}"
+        address_file.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
+        address_file.chmod(0o600)
+        address_file.replace(folder / ADDRESS)
         self._start(again=given["again"])
 
     def _start(self, again: bool) -> None:
@@ -133,12 +133,12 @@ class CoordinatorProcess:
         if self._process is None:
             return
         now, status = time.monotonic(), self._process.status
-        self._awake = now if now - self._looked > OURS else self._awake
+        self._awake = now if now - self._looked > OWN_PAUSE else self._awake
         self._looked = now
         if answered > self._answered:
             if self._answered > self._began:
                 self._gaps.append(answered - max(self._answered, self._awake))
-            self._answered, self._patience, self._said, self._trains = answered, LONGEST, "", True
+            self._answered, self._patience, self._last_reason, self._trains = answered, LONGEST, "", True
         slow = min(LONGEST, max(AWAY, 4 * max(self._gaps, default=0.0)))
         silent = now - max(self._answered, self._awake)
         if status is not None:
@@ -165,8 +165,8 @@ class CoordinatorProcess:
             what = f"the coordinator ended {len(self._ends)} times within {WITHIN:.0f} s ({how})"
             raise LaunchError(what, f"read {log}")
         why, then = self._why or f"ended ({how})", "; training goes on" if self._trains else ""
-        if why != self._said:
-            self._said = why
+        if why != self._last_reason:
+            self._last_reason = why
             self._say(f"the coordinator {why} and is started again{then}")
         self._start(again=True)
 

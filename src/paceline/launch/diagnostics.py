@@ -28,42 +28,42 @@ _LOADS = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}dataloader.py")  # in th
 
 
 def family_of(worker: Worker) -> list[int]:
-    """Its processes, with its own first."""
+    """The process ids of a worker and of the processes that it started, with its own first."""
     pid = worker.process.pid
     return [pid, *(other for other in session_members({pid}) if other != pid)]
 
 
 def take_stacks(asked: Sequence[tuple[HeartbeatView, int]], until: float) -> list[str]:
-    """All stacks of processes, each with a pulse of its own; empty where it has not said that it writes them, or does
-    not before `until`.
+    """The stacks of processes, each with the heartbeat that it writes to. A text is empty if the process does not write
+    stacks, or has not written them before `until` (monotonic seconds).
     """
     waits: dict[int, tuple[int, int]] = {}  # by place: held up before, and how often it was not since
-    for place, (pulse, pid) in enumerate(asked):
+    for index, (pulse, pid) in enumerate(asked):
         if SIGNAL is not None and catches(pid, SIGNAL, int(pulse[WRITES])):
             pulse.clear()
-            waits[place] = held_up(pid, SIGNAL), 0
+            waits[index] = held_up(pid, SIGNAL), 0
             with suppress(ProcessLookupError):
                 os.kill(pid, SIGNAL)
-    told = [*waits]
+    requested = [*waits]
     while waits and time.monotonic() < until:
         time.sleep(0.005)
-        for place, (before, looks) in [*waits.items()]:
-            looks = looks + 1 if held_up(asked[place][1], SIGNAL or 0) <= before else 0
-            waits[place] = before, looks
+        for index, (before, looks) in [*waits.items()]:
+            looks = looks + 1 if held_up(asked[index][1], SIGNAL or 0) <= before else 0
+            waits[index] = before, looks
             if looks == 2:  # one look may fall between two of its threads
-                del waits[place]
-    return [pulse.stacks if place in told else "" for place, (pulse, _) in enumerate(asked)]
+                del waits[index]
+    return [pulse.stacks if index in requested else "" for index, (pulse, _) in enumerate(asked)]
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Where a worker stands: the stacks of its processes by number, the user's line, or that of the process with which
-    it loads (its number is `loader`), and its last collectives.
+    """What a worker does: the stacks of its processes by process id, the line of the user's code (or that of its loader
+    process `loader`, if it waits for one), and its last collectives.
     """
 
     worker: Worker
     stacks: dict[int, str]
-    place: CodeLine | None
+    code_line: CodeLine | None
     loader: int | None
     flight: list[dict[str, Any]]
 
@@ -74,25 +74,26 @@ class Standing:
 
     @property
     def name(self) -> str:
-        """Of its files: each process of a worker has its own."""
+        """The name of the worker's files; each process that was started for a worker has its own."""
         return called(self.worker.rank) + (f".{self.worker.life}" if self.worker.life else "")
 
     def about(self) -> dict[str, Any]:
-        """The first line of its collectives."""
+        """The first line of the file of collectives: which worker and process they are of."""
         number, life, pid = self.worker.rank, self.worker.life, self.worker.process.pid
         return {"worker": number, "life": life, "host": socket.gethostname(), "pid": pid, "at": round(time.time(), 6)}
 
     @property
     def files(self) -> tuple[str, str]:
-        """Stacks, and collectives; each empty where there are none."""
+        """The texts of the files of stacks and of collectives; each is empty if there are none."""
         return self.text if self.stacks else "", flight_lines(self.about(), self.flight) if self.flight else ""
 
     def keep(self, folder: Path) -> None:
+        """Writes both files into a run folder."""
         keep(folder, self.name, *self.files)
 
     def says(self) -> dict[str, Any]:
-        """What is told of it on one line: its `state` and `place`; where it waits in a collective `since`, its `group`
-        and `number`; and the `newest` number of each group.
+        """The fields of the worker's line in a table: its `state` and the `place` in its code; `since`, `group` and
+        `number` of a collective in which it waits; and the `newest` number of each group.
         """
         newest = {record["group"]: record["number"] for record in self.flight if record["number"]}
         waits = next((r for r in self.flight if r["ended"] is None and r["number"]), None)
@@ -100,7 +101,7 @@ class Standing:
         state, more = self._state(waits), dict[str, Any]()
         if waits is not None and state.startswith(IN):
             more = {"since": waits["begun"], "group": waits["group"], "number": waits["number"]}
-        return {"state": state, "place": str(self.place or ""), "newest": newest, **more}
+        return {"state": state, "place": str(self.code_line or ""), "newest": newest, **more}
 
     def _state(self, waits: dict[str, Any] | None) -> str:
         main = self.stacks.get(self.worker.process.pid, "").rpartition("\n\n")[2]
@@ -119,29 +120,29 @@ class Standing:
 
 
 def standing(worker: Worker, text: str, until: float) -> Standing:
-    """Of one whose own stacks are these: with those of the processes that load for it, if it waits for them."""
+    """Describes a worker with these stacks; adds the stacks of its loader processes, if it waits for them."""
     pid = worker.process.pid
-    stacks, place, loader = {pid: text}, read_place(text), None
+    stacks, code_line, loader = {pid: text}, read_place(text), None
     if any(word in text.rpartition("\n\n")[2] for word in _LOADS):
         for child in family_of(worker)[1:]:
             (stacks[child],) = take_stacks([(worker.pulse, child)], until)
-            found = read_place(stacks[child], child=True)
-            if found is not None and loader is None:
-                place, loader = found, child
-    return Standing(worker, stacks, place, loader, worker.pulse.flight)
+            child_line = read_place(stacks[child], child=True)
+            if child_line is not None and loader is None:
+                code_line, loader = child_line, child
+    return Standing(worker, stacks, code_line, loader, worker.pulse.flight)
 
 
 def look_at(workers: Sequence[Worker]) -> list[Standing]:
-    """Where these stand; of one that has ended, or is stopped, its collectives alone."""
+    """Describes what these workers do; of one that has ended or is stopped, it has the collectives only."""
     until = time.monotonic() + ANSWER
     alive = [worker for worker in workers if worker.alive and worker.stopped == math.inf]
     asked = zip(alive, take_stacks([(worker.pulse, worker.process.pid) for worker in alive], until), strict=True)
-    here = {id(worker): standing(worker, text, until) for worker, text in asked}
-    return [here.get(id(w)) or Standing(w, {}, None, None, w.pulse.flight) for w in workers]
+    standing_of = {id(worker): standing(worker, text, until) for worker, text in asked}
+    return [standing_of.get(id(w)) or Standing(w, {}, None, None, w.pulse.flight) for w in workers]
 
 
 class Recorder:
-    """Keeps what an agent's workers leave behind, and answers whoever asks the coordinator where they stand."""
+    """Saves the stacks and collectives of an agent's workers, and answers requests for them at the coordinator."""
 
     def __init__(self, workers: Workers, folder: Path, link: CoordinatorClient) -> None:
         self._workers, self._folder, self._link = workers, folder, link
@@ -149,7 +150,7 @@ class Recorder:
         self._failed, self._asked = False, 0
 
     def look(self, end: bool = False) -> None:
-        """Sees what is new. At the `end` no process is left."""
+        """Acts on new failures, ends and requests. `end`: the run has ended, and no process is left."""
         orders, workers = self._link.newest, self._workers.all
         if orders.get("failing") and not self._failed:
             self._failed = True
@@ -162,6 +163,8 @@ class Recorder:
         asked = orders.get("stacks", 0)
         if asked != self._asked and not end:
             self._asked = asked
-            found = look_at([worker for worker in workers if worker.alive and not worker.out]) if asked else []
-            told = [{"name": one.name, "files": packed(*one.files), **one.about(), **one.says()} for one in found]
-            self._link.tell("/stands", [{"asked": asked, **one} for one in (*told, {"last": True})])
+            standings = look_at([worker for worker in workers if worker.alive and not worker.out]) if asked else []
+            entries = [
+                {"name": one.name, "files": packed(*one.files), **one.about(), **one.says()} for one in standings
+            ]
+            self._link.tell("/stands", [{"asked": asked, **one} for one in (*entries, {"last": True})])

@@ -15,8 +15,9 @@ from paceline.plan import Plan
 
 
 def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> PlanExplanation:
-    """A plan for so many workers, or for as few as it takes; with a script, which one worker runs up to its first step,
-    with figures. PlanError and UsageError as a run raises them; LaunchError: the script does not come so far.
+    """Explains a plan for `workers` workers, or for as few as it takes. With a script, which one worker runs up to its
+    first step, the explanation has figures. PlanError, UsageError: as in a run. LaunchError: the script ends before its
+    first step.
     """
     plan = Plan.parse(text)
     workers = workers or plan.mesh(1).replica * (plan.data or 1)
@@ -26,10 +27,10 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> P
     alone = Plan(micro=plan.micro, precision=plan.precision, recompute=plan.recompute)
     with tempfile.TemporaryDirectory(prefix="paceline-explain-") as folder:
         options = replace(options, plan=str(alone) or "data=1", max_restarts=0)
-        code, found = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})
-    if code or not found:
+        code, answer = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})
+    if code or not answer:
         why = f"exit code {code}" if code else "it ended before its first step"
         raise LaunchError(f"{in_one_line(options.script)} could not be run up to its first step: {why}", "see above")
-    if "refused" in found:
-        raise UsageError(*found["refused"])
-    return PlanExplanation.of(found)
+    if "refused" in answer:
+        raise UsageError(*answer["refused"])
+    return PlanExplanation.of(answer)

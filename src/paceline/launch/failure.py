@@ -50,9 +50,9 @@ NO_TERMINAL = "workers have no terminal to ask at: give an argument instead, or 
 class Failure:
     """How one worker failed: what happened, the cure, and the user's frame.
 
-    `when`: monotonic seconds. `status` as in subprocess, where a signal is negative; `told` its event "failed", or
-    empty; `output` what it wrote; `out_of_memory`: the kernel's killer struck in its cgroup; `why` what happened, where
-    others know that better.
+    `when`: monotonic seconds. `status`: as in subprocess, where a signal is negative. `event`: its event "failed", or
+    empty. `output`: what workers wrote. `out_of_memory`: the kernel's killer struck in its cgroup. `why`: the reason,
+    if others than the worker know it.
     """
 
     def __init__(
@@ -61,14 +61,14 @@ class Failure:
         pid: int,
         when: float,
         status: int,
-        told: Event,
+        event: Event,
         output: Output,
         out_of_memory: bool,
         why: str = "",
     ) -> None:
-        self.rank, self.pid, self.when, self.step = rank, pid, when, told.get("step")
+        self.rank, self.pid, self.when, self.step = rank, pid, when, event.get("step")
         self.tail, errors = output.tail(rank), output.errors(rank)
-        self.kind: str = told.get("kind", "")  # its exception's class, where it said so
+        self.kind: str = event.get("kind", "")  # its exception's class, where it said so
         self.weight = WEIGHTS.get(self.kind, 0)
         self.out_of_memory = False
         self.code = 128 - status if status < 0 else 2 if self.kind in USAGE else status  # the run's exit code
@@ -80,20 +80,20 @@ class Failure:
             if self.out_of_memory:
                 self.what, self.cure = OUT_OF_MEMORY
             return
-        what, self.frame = told.get("what", ""), told.get("at")
+        what, self.frame = event.get("what", ""), event.get("at")
         exits = self.kind == "SystemExit"  # which leaves no traceback; with 1 people leave after they printed one
-        if not why and not what and (status == 1 or (told and not exits)):
+        if not why and not what and (status == 1 or (event and not exits)):
             what, at = read_trace(errors)
             self.frame = at or self.frame
         self.what = why or what or (not exits and self.kind) or f"ended with exit code {status}"
-        cure = told.get("hint") or (TOO_MANY if os.strerror(errno.EMFILE) in what else "")
+        cure = event.get("hint") or (TOO_MANY if os.strerror(errno.EMFILE) in what else "")
         cure = cure or ("fix the cause" if what else "see its log")
         self.cure = NO_TERMINAL.format(rank) if what.startswith(ASKED) else USES_TORCH if NO_RANK in what else cure
         if out_of_memory:  # it was a child of the worker, which raised for that
             self.cure += " (the kernel's out-of-memory killer ended a process here)"
 
     def hangs(self, hung: Hung) -> None:
-        """It did nothing, and so we ended it."""
+        """Describes a worker that was ended because it made no progress."""
         self.what = f"{hung.why}, {hung.doing}"
         self.cure = f"see {'why it does not end' if hung.busy else 'what it waits for'}; all its stacks are in its log"
         self.frame, self.code = None, 1
@@ -127,8 +127,8 @@ def failure_block(
     others = [other for other in failures if other.what != cause.what]
     for other in sorted(others, key=lambda failure: failure.when):
         if other.weight <= cause.weight:
-            place = f" at {other.frame}" if other.frame else ""
-            lines.append(f"{ranks([other.rank])} failed too: {other.what}{place}")
+            location = f" at {other.frame}" if other.frame else ""
+            lines.append(f"{ranks([other.rank])} failed too: {other.what}{location}")
     followed = [other.rank for other in others if other.weight > cause.weight]
     if followed:
         lines.append(f"{ranks(followed)} ended because of it")

@@ -59,10 +59,11 @@ class Kept:
         self.take({})
 
     def leave(self, process: Child, agent: socket.socket, environment: dict[str, str]) -> None:
+        """Stores a warm process, its socket and the environment with which it was started."""
         self._left = process, agent, environment
 
     def take(self, environment: dict[str, str]) -> tuple[Child, socket.socket] | None:
-        """The one that was left, if it was started with the same; else it is ended."""
+        """Returns the stored process if it was started with the same environment; else ends it."""
         left, self._left = self._left, None
         if left is None:
             return None
@@ -80,9 +81,9 @@ def _end(process: Child, agent: socket.socket) -> None:
 
 
 class ForkServer:
-    """One at a time is kept alive. `words` are for its command line, `environment` is that of the workers. `changed` is
-    called when it can fork, or why it cannot is known; `say` prints a line. One that is in the place `kept` is used,
-    and put there in the end.
+    """Keeps one warm process alive, which forks workers. `words` are for its command line, `environment` is that of the
+    workers. `changed` is called when the process can fork, or the reason why it cannot is known; `say` prints a line.
+    `kept`: the process that an earlier run has left is used, and left there again at the end.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class ForkServer:
             return child
 
     def _request(self, process: Child, wanted: Wanted, gate: socket.socket) -> str | None:
-        """Asks the warm process to fork a worker. Why it refused; where it did not answer, it has ended afterwards."""
-        said = {
+        """Asks the warm process to fork a worker. Returns why it refused, if it did. Kills it if it is silent."""
+        request = {
             "name": wanted.name,
             "program": list(wanted.program),
             "environment": dict(wanted.environment),
@@ -147,7 +148,7 @@ class ForkServer:
             "agent": os.getpid(),
         }
         try:
-            send(self._socket, said, [gate.fileno(), *wanted.streams, *wanted.numbered.values()])
+            send(self._socket, request, [gate.fileno(), *wanted.streams, *wanted.numbered.values()])
             answer = receive(self._socket)
         except OSError:
             answer = None
@@ -158,20 +159,20 @@ class ForkServer:
         return trouble
 
     def _await_worker(self, gate: socket.socket) -> int | None:
-        """The number of the process that waits at the gate; None where there is none, or it does not come in time."""
+        """The process id of the worker that waits at the gate; None if there is none, or it is late."""
         try:
-            said = gate.recv(PID_BYTES)
+            pid_bytes = gate.recv(PID_BYTES)
         except OSError:
             return None
-        return int(said) if said else None
+        return int(pid_bytes) if pid_bytes else None
 
     def look(self) -> None:
-        """A process that was stopped serves nobody."""
+        """Kills a warm process that was stopped by a signal: it serves nobody."""
         if self._process is not None and self._process.look(os.WSTOPPED) is not None:
             self._process.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """We need it no more."""
+        """Ends the warm process, or leaves it to the next run."""
         if self._process is None:
             return
         self._selector.unregister(self._process.pidfd)
@@ -190,31 +191,31 @@ class ForkServer:
     # ---- its life
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+        agent_end, warm_end = socket.socketpair()
         read, write = os.pipe()
         self._output = FileIO(read)
         os.set_blocking(read, False)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, str(theirs.fileno()), *self._words],
+                [sys.executable, "-c", PROGRAM, str(warm_end.fileno()), *self._words],
                 env={**self._given, POOL: "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=write,
                 stderr=write,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[warm_end.fileno()],
                 start_new_session=True,
                 preexec_fn=die_with_us(),
             )
         except OSError as error:
-            ours.close()
+            agent_end.close()
             self._output.close()
             self.trouble = f"the warm process cannot be started ({error.strerror})"
             return
         finally:
-            theirs.close()
+            warm_end.close()
             os.close(write)
         self._selector.register(self._output, EVENT_READ, self._print)
-        self._take(Child(process.pid, process), ours)
+        self._take(Child(process.pid, process), agent_end)
 
     def _take(self, process: Child, agent: socket.socket, ready: bool = False) -> None:
         self._process, self._socket, self.ready = process, agent, ready
@@ -236,18 +237,18 @@ class ForkServer:
             self._forget(self._output)
 
     def _hear(self) -> None:
-        """It has imported all that it should, or it ends."""
+        """Handles the first message of the warm process: its imports are done. Without a message it is about to end."""
         if self._process is None:  # it has, in the same turn of the loop
             return
         self._selector.unregister(self._socket)
         try:
-            said = receive(self._socket)
+            message = receive(self._socket)
         except OSError:
             return
-        if said is not None and said[0]["environment"] == self.environment:
+        if message is not None and message[0]["environment"] == self.environment:
             self.ready = True
             self._changed()
-        elif said is not None:  # it was inherited, and started for other workers
+        elif message is not None:  # it was inherited, and started for other workers
             self.close()
             self._start()
 

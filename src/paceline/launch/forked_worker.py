@@ -73,19 +73,19 @@ class Began:
 # ---- what is said on the socket
 
 
-def send(to: socket.socket, said: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """A message: what is said, of any length, and open descriptors."""
+def send(to: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
+    """Sends a message of any length and open descriptors."""
     body = os.memfd_create("paceline")
     try:
         with open(body, "wb", closefd=False) as file:
-            file.write(json.dumps(said).encode())
+            file.write(json.dumps(message).encode())
         socket.send_fds(to, [b"."], [body, *descriptors])
     finally:
         os.close(body)
 
 
 def receive(of: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """The next message, with descriptors that are ours now. None: the other one is gone."""
+    """Receives a message and its descriptors, which this process owns then. None: the other end is closed."""
     try:
         mark, descriptors, _, _ = socket.recv_fds(of, 1, _MOST)
     except ConnectionResetError:
@@ -117,8 +117,8 @@ def main(bare: set[str]) -> None:
     atexit.register(_leave_whole, loaded)  # before all others, so that it comes after them
     atexit.register(last)
     load()
-    ours = sys.modules.keys() - bare
-    loaded |= {name: len(vars(sys.modules[name])) for name in ours if isinstance(sys.modules[name], ModuleType)}
+    loaded_names = sys.modules.keys() - bare
+    loaded |= {name: len(vars(sys.modules[name])) for name in loaded_names if isinstance(sys.modules[name], ModuleType)}
     if _has_nanobind(loaded):
         atexit.register(lambda: vars(sys).update(paceline_quiet_end=_QuietEnd()))
     name_process(*WARM)
@@ -175,12 +175,12 @@ def serve(agent: socket.socket, began: Began) -> None:
     while (request := receive(agent)) is not None:
         given, descriptors = request
         trouble = _in_the_way(agent, descriptors) or _of_the_script(given, began)
-        said: dict[str, Any] = {"trouble": trouble}
+        reply: dict[str, Any] = {"trouble": trouble}
         if trouble is None:
             try:
                 between = _fork()
             except OSError as error:
-                said = {"trouble": f"it cannot fork ({error.strerror})"}
+                reply = {"trouble": f"it cannot fork ({error.strerror})"}
             else:
                 if between:
                     agent.close()
@@ -188,7 +188,7 @@ def serve(agent: socket.socket, began: Began) -> None:
                     return
         for descriptor in descriptors:
             os.close(descriptor)
-        send(agent, said)
+        send(agent, reply)
 
 
 def _fork() -> int:
@@ -210,7 +210,7 @@ def _fork() -> int:
 
 
 def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
-    """What a worker must not inherit and would, if there is anything: looked for and not guessed, before each fork."""
+    """What a worker would inherit and must not, in words; None if there is nothing. It is checked before each fork."""
     tasks = os.listdir("/proc/self/task")
     if len(tasks) > 1:
         names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks if int(task) != os.getpid()]
@@ -222,16 +222,16 @@ def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     if tracker is not None and tracker._resource_tracker._fd is not None:
         return "it has multiprocessing's resource tracker"
-    own = {0, 1, 2, agent.fileno(), *descriptors}
+    expected = {0, 1, 2, agent.fileno(), *descriptors}
     for name in os.listdir("/proc/self/fd"):
         path = Path("/proc/self/fd", name)
-        if int(name) not in own and path.is_symlink():  # else it was that of the listing
+        if int(name) not in expected and path.is_symlink():  # else it was that of the listing
             return f"it has opened {os.readlink(path)}"
     return None
 
 
 def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
-    """Why a script cannot start in a copy of this process as it does in one of its own, if it can't."""
+    """Why a script cannot run in a copy of this process as in a process of its own; None if it can."""
     import zipfile  # the agent imports this file, too, and does without
 
     script = Path(given["folder"], given["program"][0])
@@ -245,14 +245,14 @@ def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
     except OSError:
         return None
     for name in sorted((beside.keys() & sys.modules.keys()) - began.modules):
-        found, there = PathFinder.find_spec(name, [folder]), sys.modules[name].__spec__
-        if found and found.origin and (there is None or found.origin != there.origin):
+        script_spec, loaded_spec = PathFinder.find_spec(name, [folder]), sys.modules[name].__spec__
+        if script_spec and script_spec.origin and (loaded_spec is None or script_spec.origin != loaded_spec.origin):
             return f"{beside[name]} has the name of a module that is imported already"
     return None
 
 
 def _first_path(program: Sequence[str], folder: str) -> str:
-    """The first place where a script's imports look."""
+    """The first folder on the import path of a script."""
     return folder if program[0] == MODULE else str(Path(folder, program[0]).resolve().parent)
 
 
@@ -357,12 +357,12 @@ def _limit_pool(environment: Mapping[str, str]) -> None:
 
 
 def _watch(environment: dict[str, str]) -> None:
-    """A variable that is read while libraries are loaded counts if the script sets it before: then the worker begins
-    anew in its place, without what is imported here.
+    """Watches for variables that libraries read while they are loaded. If the script sets one before it imports torch,
+    the worker starts again in its place, without the imports of the warm process.
     """
     worker = os.getpid()
 
-    def heard(event: str, values: tuple[Any, ...]) -> None:
+    def on_audit_event(event: str, values: tuple[Any, ...]) -> None:
         if event not in ("os.putenv", "os.unsetenv") or os.getpid() != worker:
             return
         name = os.fsdecode(values[0])
@@ -370,13 +370,13 @@ def _watch(environment: dict[str, str]) -> None:
         if name.startswith(READ_ONCE) and value != environment.get(name) and not _has_torch():
             _anew(name, environment)
 
-    sys.addaudithook(heard)
+    sys.addaudithook(on_audit_event)
 
 
 def _has_torch() -> bool:
-    """Whether the script, or what it imports, has imported torch: it has the name of something of it."""
-    own = [module for name, module in {**sys.modules}.items() if name == "__main__" or name not in _LOADED]
-    for value in (value for module in own for value in {**vars(module)}.values()):
+    """Whether the script or one of its modules has imported torch: some name in them refers to an object of torch."""
+    script_modules = [module for name, module in {**sys.modules}.items() if name == "__main__" or name not in _LOADED]
+    for value in (value for module in script_modules for value in {**vars(module)}.values()):
         name = getattr(value, "__name__" if isinstance(value, ModuleType) else "__module__", None)
         if isinstance(name, str) and (name.partition(".")[0] == "torch" or name.startswith("paceline.")):
             return True
@@ -384,7 +384,7 @@ def _has_torch() -> bool:
 
 
 def _anew(variable: str, environment: dict[str, str]) -> NoReturn:
-    """The same process and descriptors, started cold."""
+    """Starts the same process again, cold, with the same descriptors."""
     events = environment.get("PACELINE_EVENTS_FD")
     why = f"the script sets {variable} before it imports torch"
     World(events_fd=int(events) if events else None).tell("cold", why=why)

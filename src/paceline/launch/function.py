@@ -63,7 +63,7 @@ def launch(
     options |= {"environment": {"PYTHONPATH": _path()}}
     each = workers // hosts
     asked = {"nodes": hosts, "workers": each, "hosts": [], "resources": {}, "wait": WAIT}
-    engine = _Here([Host("here")]) if where == "local" else _ray(asked) if where == "ray" else _spark(asked)
+    engine = _LocalEngine([Host("here")]) if where == "local" else _ray(asked) if where == "ray" else _spark(asked)
     try:
         job = HostJob(options, sys.executable, os.getcwd(), workers=each, call=call, wait=WAIT if hosts > 1 else None)
         launcher = Launcher(engine, job)
@@ -85,12 +85,13 @@ def launch(
         raise LaunchError(what, cure) from error
 
 
-class _Here(Engine):
-    """This machine."""
+class _LocalEngine(Engine):
+    """Starts the agent on this machine."""
 
     name, listen = "here", "127.0.0.1"
 
-    def command(self, place: Host) -> list[str]:
+    def command(self, host: Host) -> list[str]:
+        """Runs ``sh`` with the import path of this process."""
         return ["env", f"PYTHONPATH={_path()}", "sh"]
 
 

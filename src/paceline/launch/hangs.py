@@ -31,23 +31,24 @@ BUSY = 0.5  # of the time: who computes so long, or would if there were a core, 
 
 @dataclass
 class _Watch:
-    """Of a process: what it had done when it last did something, and seconds since. It was `told` of so many times, and
-    had stood for `asked` seconds when it was asked to stop. Halfway to the next word, processes had `computed` so much.
+    """The progress of a process: its heartbeats when it last made progress, and the seconds since (`stood`). `reports`
+    counts the reports about it. It had stood for `asked` seconds when it was asked to stop. At `halfway` to the next
+    report, its processes had used `computed` seconds of CPU time.
     """
 
     beats: float = -1.0
     stood: float = 0.0
-    told: int = 0
+    reports: int = 0
     asked: float | None = None
     halfway: float = 0.0
     computed: Mapping[int, float] = field(default_factory=dict)
 
 
 class Hangs:
-    """Looks at the workers of an agent. `say` prints a line.
+    """Finds workers of an agent that make no progress, reports them and ends them. `say` prints a line.
 
-    A worker that waits for others is never meant: whom they all wait for waits for nobody. A debugger, `main_first`, a
-    stopped worker, and our own stop don't count.
+    A worker that waits for others does not count: the one for which all wait does not wait itself. Neither do workers
+    under a debugger, in `main_first` or stopped by a signal, nor our own stop.
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class Hangs:
         return math.inf if self._off else self._looked + LOOK
 
     def look(self, now: float, stopping: bool) -> None:
-        """Notes who does something; tells of who does not, and ends who is given up. `stopping`: we were asked to."""
+        """Looks for progress of all workers; reports those without, and ends them in the end. `stopping`: the run was
+        asked to stop.
+        """
         if now < self.due:
             return
         passed, self._looked = min(now - self._looked, MOST), now
@@ -104,38 +107,38 @@ class Hangs:
             return
         ended = watch.stood >= end
         hung = self._examine(worker, watch, watch.stood if watch.asked is not None else end if ended else tell)
-        watch.told, watch.halfway = watch.told + 1, 0.0
+        watch.reports, watch.halfway = watch.reports + 1, 0.0
         self._tell(worker, hung, ended)
 
     def _limits(self, pulse: HeartbeatView, watch: _Watch) -> tuple[float, float]:
-        """Seconds of standing still after which it is told of next, and after which it is ended."""
+        """Seconds without progress until the next report, and until the worker is ended."""
         slow, first = SLOW * pulse[USUAL], 1 if pulse[DONE] else 2  # a first step compiles, reads, warms up
-        tell = max(self._patience, slow) * first * 2.0**watch.told
+        tell = max(self._patience, slow) * first * 2.0**watch.reports
         end = max(self._timeout, slow) * first if self._timeout else math.inf
         if watch.asked is not None:
             end = min(end, watch.asked + max(self._patience / 3, 2 * pulse[USUAL]))
         return tell, end
 
     def _examine(self, worker: Worker, watch: _Watch, seconds: float) -> Hung:
-        """Where it stands, and whether it computes; all stacks go to its log, and with those of the others and what
-        they last did together into the run folder.
+        """Finds out where a worker stands and whether it computes. All its stacks go to its log; the stacks and
+        collectives of all workers go into the run folder.
         """
         until, now, pid = time.monotonic() + ANSWER, computed(family_of(worker)), worker.process.pid
-        found = standing(worker, take_stacks([(worker.pulse, pid)], until)[0], until)
-        who = found.loader or pid
+        examined = standing(worker, take_stacks([(worker.pulse, pid)], until)[0], until)
+        who = examined.loader or pid
         share = (now.get(who, 0.0) - watch.computed.get(who, 0.0)) / max(watch.stood - watch.halfway, LOOK)
         at = time.strftime("%Y-%m-%d %H:%M:%S")
         title = f"---- all stacks at {at}, after {seconds:.0f} s without progress ----"
-        self._output.note(worker.rank, "\n".join([title, found.text, "----", ""]))
+        self._output.note(worker.rank, "\n".join([title, examined.text, "----", ""]))
         others = [other for other in self._workers.all if other.alive and other is not worker]
-        for one in (found, *look_at(others)):
-            one.keep(self._folder)
-        return Hung(seconds, share > BUSY, found.place, found.loader)
+        for stand in (examined, *look_at(others)):
+            stand.keep(self._folder)
+        return Hung(seconds, share > BUSY, examined.code_line, examined.loader)
 
     def _tell(self, worker: Worker, hung: Hung, ended: bool) -> None:
-        place = str(hung.place) if hung.place is not None else None
+        line = str(hung.place) if hung.place is not None else None
         about = {"worker": worker.rank, "life": worker.life, "host": socket.gethostname(), "pid": worker.process.pid}
-        self._journal.write("hang", **about, seconds=hung.seconds, line=place, busy=hung.busy, ended=ended)
+        self._journal.write("hang", **about, seconds=hung.seconds, line=line, busy=hung.busy, ended=ended)
         if ended:  # what is said of it is what is said of any loss
             worker.hung = hung
             worker.process.signal(signal.SIGKILL)

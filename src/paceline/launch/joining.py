@@ -33,7 +33,9 @@ NAMELESS = 0.5  # seconds between two questions for a name
 
 
 def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any]:
-    """What all agents of a run must have in common. `text` is the script's, where it is not to be read."""
+    """The facts that all agents of a run must have in common. `text`: the content of the script, if it is not to be
+    read.
+    """
     return {
         "script": hashlib.sha256(read_file(options.script) if text is None else text).hexdigest(),
         "module": options.module,
@@ -46,22 +48,22 @@ def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any
 
 
 def _version_of_torch() -> str:
-    """Of what the workers will import. It is read: to import it takes seconds, and even to ask for its package's
-    metadata a tenth of what an agent needs to start.
+    """The version of the torch that workers will import. It is read from a file: the import takes seconds, and even its
+    package's metadata takes a tenth of the time in which an agent starts.
     """
-    found = find_spec("torch")
-    if found is not None and found.origin is not None:
+    spec = find_spec("torch")
+    if spec is not None and spec.origin is not None:
         with suppress(OSError):
-            text = Path(found.origin).with_name("version.py").read_text(errors="replace")
-            if said := re.search(r"^__version__ = ['\"](.+)['\"]", text, re.MULTILINE):
-                return said[1]
+            text = Path(spec.origin).with_name("version.py").read_text(errors="replace")
+            if version_match := re.search(r"^__version__ = ['\"](.+)['\"]", text, re.MULTILINE):
+                return version_match[1]
     from importlib.metadata import version
 
     return version("torch")
 
 
 def introduction(options: LaunchOptions, folder: Path, numbers: list[int], standby: socket.socket) -> dict[str, Any]:
-    """What an agent says when it comes. `standby` is where a coordinator of its own listens, or may one day."""
+    """The first message of an agent. `standby`: the socket on which its own coordinator listens, or may one day."""
     host = socket.gethostname()
     return {
         "agent": f"{host} ({secrets.token_hex(4)})",
@@ -120,18 +122,20 @@ def stand_by(towards: tuple[str, int], patience: float = 0.0) -> socket.socket:
 
 
 def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
-    """Where the coordinator of the run to join is, its token, and its folder if that is here."""
+    """The address of the coordinator of the run to join, its token, and the run folder if it is on this host.
+    UsageError: there is no such run, or the token is missing.
+    """
     assert options.join is not None
     folder = Path(options.join)
     if folder.is_dir():
         try:
-            said = listening_at(folder)
+            address = listening_at(folder)
         except OSError:
             raise UsageError(
                 f"no run to join was started in {in_one_line(folder)}", "start it first, without --join"
             ) from None
         token = Path(options.token_file) if options.token_file else folder / NAME
-        return (said["host"], said["port"]), read_token(token), folder
+        return (address["host"], address["port"]), read_token(token), folder
     if ":" not in options.join:
         cure = "give the run's folder, or HOST:PORT of its coordinator and --token-file"
         raise UsageError(f"there is no folder {options.join}", cure)
@@ -143,7 +147,9 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
 
 
 def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions, list[int]]:
-    """Comes to a running run: the options with what that one was given, and the numbers of our workers."""
+    """Joins a run. Returns the options, completed by those of the run, and the numbers of our workers. UsageError: this
+    host differs from the run, or has the wrong token. LaunchError: the run cannot be reached, or refuses.
+    """
     host, port = link.address
     try:
         numbers = _introduced(link, options.patience)
@@ -161,12 +167,12 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
         if not differs:
             raise LaunchError(f"the run at {host}:{port} refuses to be joined: {refused}", "see its console") from None
         script = refused.said.get("script", "")
-        what = [_difference(options, name, theirs, mine, script) for name, theirs, mine in differs]
+        what = [_difference(options, name, run_value, local_value, script) for name, run_value, local_value in differs]
         raise UsageError("; ".join(what), "bring the same here, and join again") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no answer"
         cure = "see whether it still runs"
-        if options.heard is not None:  # it does
+        if options.on_listening is not None:  # it does
             cure = "let the hosts reach each other on all ports, or launch with --tunnel where only ssh is open"
         raise LaunchError(f"there is no run to join at {host}:{port} ({why})", cure) from error
     run = link.run
@@ -176,28 +182,28 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
 
 
 def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
-    """Numbers for our workers, from a coordinator that may still be on its way."""
-    end, told = time.monotonic() + patience, False
+    """Asks the coordinator for the numbers of our workers, and waits up to `patience` seconds for it to begin."""
+    end, has_warned = time.monotonic() + patience, False
     while True:
         try:
             return link.introduce()
         except UnsignedError as error:  # another program may have the port until then
             if time.monotonic() > end or error.code == 401:
                 raise
-            if not told:
+            if not has_warned:
                 say(f"{in_one_line(error)}: waiting for the run to begin there")
-            told = True
+            has_warned = True
         except OSError:
             if time.monotonic() > end:
                 raise
         time.sleep(0.1)
 
 
-def _difference(options: LaunchOptions, name: str, theirs: Any, mine: Any, script: str) -> str:
+def _difference(options: LaunchOptions, name: str, run_value: Any, local_value: Any, script: str) -> str:
     if name != "script":
-        return f"{name}: {theirs} in the run, {mine} here"
-    before, here = script.splitlines(), read_file(options.script).decode(errors="replace").splitlines()
-    lines = list(difflib.unified_diff(before, here, "script of the run", "script here", lineterm="", n=1))
+        return f"{name}: {run_value} in the run, {local_value} here"
+    run_lines, local_lines = script.splitlines(), read_file(options.script).decode(errors="replace").splitlines()
+    lines = list(difflib.unified_diff(run_lines, local_lines, "script of the run", "script here", lineterm="", n=1))
     if len(lines) > LONGEST:
         lines[LONGEST:] = [f"... and {len(lines) - LONGEST} lines more"]
     return "\n".join(["the script differs from the run's:", *lines])

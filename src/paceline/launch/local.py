@@ -132,7 +132,7 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
 
 
 def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier) -> tuple[int, bool]:
-    """A run of our own, or one that is resumed: its exit code, and whether a model was in pieces, all of them here."""
+    """Begins or resumes a run. Returns its exit code and whether a model was split over workers of this host alone."""
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
     folder = _folder(options)
@@ -142,8 +142,8 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
         numbers = list(range(options.workers))
         if options.token is not None:
             keep_token(folder, options.token)
-        if options.heard is not None:
-            options.heard(listener.getsockname())
+        if options.on_listening is not None:
+            options.on_listening(listener.getsockname())
         link = CoordinatorClient(
             listener.getsockname(), make_token(folder), introduction(options, folder, numbers, listener)
         )
@@ -162,9 +162,9 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
 
 
 def _join(options: LaunchOptions, notifier: Notifier) -> int:
-    """Workers for a run that was begun elsewhere."""
+    """Starts workers for a run that was begun elsewhere. Returns the exit code."""
     address, token, folder = find(options)
-    own = folder is None
+    has_own_folder = folder is None
     if folder is None:
         folder = _folder(options)
     standby = stand_by(address, options.patience)
@@ -173,14 +173,14 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
     metrics, page, begun = link.run["served"]
     with (
         Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,
-        _held(folder, options.patience, notifier) if own else _open(folder, notifier) as journal,
+        _held(folder, options.patience, notifier) if has_own_folder else _open(folder, notifier) as journal,
         Progress(Terminal(stderr=True)) as progress,
     ):
-        if own:
+        if has_own_folder:
             keep_token(folder, token)  # it may be this host that is joined one day
         agent = Agent(options, folder, journal, progress, link, numbers, standby, serving)
-        if options.heard is not None:
-            options.heard(link.address)
+        if options.on_listening is not None:
+            options.on_listening(link.address)
         with signals() as wakeup:
             return agent.run(wakeup)
 

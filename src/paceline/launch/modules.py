@@ -13,32 +13,32 @@ from paceline.errors import UsageError
 
 
 def find_module(name: str) -> str:
-    """The file that ``python -m name`` would run from here. UsageError: there is none."""
+    """Finds the file that ``python -m name`` would run in this folder. UsageError: there is none."""
     first, *rest = name.split(".")
-    places = _candidates(_find(first), rest) if all((first, *rest)) else iter(())
-    found = next((path for path in places if path.is_file()), None)
-    if found is None:
+    candidates = _candidates(_find(first), rest) if all((first, *rest)) else iter(())
+    file = next((path for path in candidates if path.is_file()), None)
+    if file is None:
         cure = "give its name as `python -m` takes it, as package.train; for a file leave -m out"
         raise UsageError(f"there is no module {shown(name)} to run", cure)
-    return os.path.relpath(found) if found.is_relative_to(Path.cwd()) else str(found)
+    return os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
 
 
 def _find(name: str) -> ModuleSpec | None:
-    """A module outside of packages; the working directory comes first, as it does in the workers."""
+    """Finds a top-level module; the working directory comes first, as it does in the workers."""
     path = sys.path if sys.flags.safe_path else [os.getcwd(), *sys.path[1:]]
     specs = (finder.find_spec(name, path, None) for finder in sys.meta_path)
     return next((spec for spec in specs if spec is not None), None)
 
 
 def _candidates(spec: ModuleSpec | None, rest: list[str]) -> Iterator[Path]:
-    """Where the file may be, in the order in which Python looks: a package, a module, a package without __init__.py."""
+    """Paths of the file in the order in which Python looks: a package, a module, a package without __init__.py."""
     if spec is None:
         return
     if spec.submodule_search_locations is None:
         if not rest and spec.origin:
             yield Path(spec.origin)
         return
-    for folder in (Path(place, *rest) for place in spec.submodule_search_locations):
+    for folder in (Path(location, *rest) for location in spec.submodule_search_locations):
         package = folder / "__main__.py"
         module = [folder.with_name(f"{folder.name}.py")] if rest else []
         yield from [package, *module] if (folder / "__init__.py").exists() else [*module, package]

@@ -30,20 +30,21 @@ class Notifier(AbstractContextManager["Notifier"]):
     def __init__(self, command: str | None, script: str, say: Callable[[str], None]) -> None:
         self.command, self._script, self._say = command, script, say
         self._threads: list[threading.Thread] = []
-        self.failed = False  # and was told
+        self.failed = False  # a failure was notified of
 
     def journal(self, folder: Path) -> Journal:
-        """The journal of a run whose events are notified of."""
-        return _Heard(folder, self) if self.command is not None else Journal(folder)
+        """The journal of a run; events that are written to it start the command."""
+        return _NotifyingJournal(folder, self) if self.command is not None else Journal(folder)
 
     def start(self, event: str, folder: Path, **about: Any) -> None:
-        told = {"event": event, "at": time.time(), "run": str(folder.absolute()), "script": self._script, **about}
-        text = json.dumps(plain(told)).encode() + b"\n"
+        """Starts the command for an event, in a thread. `about`: further fields of its JSON object."""
+        message = {"event": event, "at": time.time(), "run": str(folder.absolute()), "script": self._script, **about}
+        text = json.dumps(plain(message)).encode() + b"\n"
         self._threads.append(thread := threading.Thread(target=self._run, args=(event, text), daemon=True))
         thread.start()
 
     def end(self, folder: Path, code: int) -> None:
-        """The run has ended with this exit code: a failure that nobody told of yet, or a good end."""
+        """Starts the command for the end of the run with this exit code, unless its failure was notified of already."""
         if self.command is None or self.failed:
             return
         event = "end" if code in POLITE else "failure"
@@ -76,14 +77,15 @@ class Notifier(AbstractContextManager["Notifier"]):
             thread.join(PATIENCE + 1)
 
 
-class _Heard(Journal):
-    """The agent's, whose failures and hangs are notified of."""
+class _NotifyingJournal(Journal):
+    """A journal that starts the notify command at failures and hangs."""
 
     def __init__(self, folder: Path, notifier: Notifier) -> None:
         super().__init__(folder)
         self._folder, self._notifier = folder, notifier
 
     def write(self, event: str, /, **fields: Any) -> None:
+        """Writes an event; a failure or a hang starts the command."""
         super().write(event, **fields)
         if event not in ("failed", "hang"):
             return

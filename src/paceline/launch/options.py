@@ -30,10 +30,10 @@ class LaunchOptions:
     the run folder or HOST:PORT of a run that these workers are to join, `token_file` its token; `listen`: the address
     at which other hosts reach this one; `store`: the etcd that decides who keeps the coordinator. `nodes`: ``auto``
     where each node starts by itself; `token`: the run's own, where no file holds it; `patience`: seconds in which the
-    run to join may begin; `heard` is told where its coordinator listens, once it does; `again`: the command that goes
-    on with this run, where it is not `paceline run`; `temporary`: whether the run folder is removed at the end, as that
-    of a rehearsal; `epoch`: of the coordinator that begins, higher than that of one
-    which agents may still know by its name. `address` and `size` (workers that the run began with) are found out.
+    run to join may begin; `on_listening` is called with the coordinator's address once it listens; `again`: the command
+    that continues this run, if it is not `paceline run`; `temporary`: whether the run folder is removed at the end, as
+    that of a rehearsal; `epoch`: of the coordinator that begins, higher than that of an earlier one which agents may
+    still know by its name. `address` and `size` (workers that the run began with) are determined by the agent.
     """
 
     script: str
@@ -71,7 +71,7 @@ class LaunchOptions:
     nodes: str | None = None
     token: bytes | None = field(default=None, repr=False)
     patience: float = 0.0
-    heard: Callable[[tuple[str, int]], None] | None = None
+    on_listening: Callable[[tuple[str, int]], None] | None = None
     again: str | None = None
     temporary: bool = False
     epoch: int = 1

@@ -31,7 +31,7 @@ VANISHED = "ended with exit code 0 in the midst of its script, without a word"
 
 
 class RunOutcome:
-    """Says how the run ended. Workers that were lost on the way and were survived do not count."""
+    """Determines and prints how the run ended. Workers whose loss the run has survived do not count."""
 
     def __init__(
         self, options: LaunchOptions, folder: Path, journal: Journal, output: Output, say: Callable[..., None]
@@ -42,10 +42,10 @@ class RunOutcome:
         self._events: ChainMap[str, Any] = ChainMap()  # of all workers, the last of each kind, members first
 
     def failures(self, workers: Sequence[Worker], stop: int | None, failing: Mapping[int, str]) -> list[Worker]:
-        """Those that failed, also where only the coordinator says so (`failing`). None where a stop came before some
-        worker could hear it: it just ended.
+        """The workers that failed, also those of which only the coordinator knows (`failing`). None if a stop came
+        before some worker had installed its signal handler: it just ended.
 
-        With one that ended the run come those that had raised the same before, and were survived.
+        Besides the workers that ended the run, it has those that raised the same exception before and were replaced.
         """
         if any(stop is not None and worker.status == -signal.SIGUSR2 for worker in workers):
             return []
@@ -56,15 +56,15 @@ class RunOutcome:
             if (w.killed and "failed" in w.events) or w.status not in fine or w.vanished or w.rank in failing
         ]
         final = [w for w in failed if w.counts or (w.serves and w.rank in failing)]
-        said = [exception_of(worker) for worker in final]
-        return [w for w in failed if w in final or (exception_of(w) is not None and exception_of(w) in said)]
+        exceptions = [exception_of(worker) for worker in final]
+        return [w for w in failed if w in final or (exception_of(w) is not None and exception_of(w) in exceptions)]
 
     def verdict(self, workers: Sequence[Worker], stop: int | None, at_once: bool, left: bool, orders: Event) -> int:
-        """Says how the run ended; the exit code, which is 0 only where it is finished. `left`: these workers were to
-        leave the others; `orders`: the coordinator's last.
+        """Prints how the run ended and returns the exit code, which is 0 only if the run is finished. `left`: these
+        workers were asked to leave the run; `orders`: the last orders of the coordinator.
         """
-        mine, told = {worker.rank for worker in workers}, orders.get("failing", ())
-        failing = {number: why for number, _, why in told if number in mine}
+        own_ranks, failing_entries = {worker.rank for worker in workers}, orders.get("failing", ())
+        failing = {number: why for number, _, why in failing_entries if number in own_ranks}
         failures = self.failures(workers, stop, failing)
         self._events = ChainMap(*(w.events for w in sorted(workers, key=lambda w: not w.counts)))
         everyone, workers = workers, [worker for worker in workers if worker.counts or worker in failures]
@@ -78,14 +78,14 @@ class RunOutcome:
             return asked
         if failures:
             return self._failed(workers, failures, failing)
-        for number, agent, why in (entry for entry in told if entry[0] not in mine and stop is None):
+        for number, agent, why in (entry for entry in failing_entries if entry[0] not in own_ranks and stop is None):
             self._say(f"worker {number} of {agent} {why}, which ended the run: see there", always=True)
             return 1
         if left:
             self._say(f"left the run, which goes on\ncome back with: {self._command()}", always=True)
             return asked
         well = all(worker.status == 0 for worker in workers) if workers else orders.get("finished", False)
-        finished = well and not told
+        finished = well and not failing_entries
         if not finished and (stop is not None or any(worker.status == STOPPED for worker in workers)):
             self._say(self._how_stopped("stopped"), always=True)
             return asked
@@ -100,19 +100,19 @@ class RunOutcome:
 
     @property
     def _size(self) -> int:
-        """How many workers the run began with, as far as this agent knows; 0 where others began it."""
+        """The number of workers with which the run began; 0 if another agent began it."""
         return max(self._options.workers, self._options.begin) if self.first else 0
 
     @property
     def _name(self) -> str:
-        """What the workers ran."""
+        """The name of the script, module or function that the workers ran."""
         options = self._options
         return (
             "the function" if options.module == FUNCTION else in_one_line(options.module or Path(options.script).name)
         )
 
     def warn_of_strangers(self, workers: Sequence[Worker]) -> None:
-        """For people: that workers have run for long, and none has joined a team."""
+        """Prints a note if workers have run for long and none has joined a team."""
         if self._size != 1 and strangers(workers):
             what = f"note: no worker has used paceline yet: {NOT_USED}"
             self._say(f"{what}; if {self._name} never does, each worker does the same work by itself", always=True)
@@ -133,7 +133,7 @@ class RunOutcome:
         return 0
 
     def _report(self) -> str:
-        """The report, also written into the run folder; how the run ended does not depend on whether that is there."""
+        """Writes the report into the run folder and returns it. If it cannot be written, the run has still finished."""
         try:
             return write_report(self._folder, colour=self._coloured, short=not self._options.verbose)
         except (UsageError, OSError) as error:
@@ -142,13 +142,14 @@ class RunOutcome:
     def _how_stopped(self, how: str) -> str:
         if self._options.temporary:
             return f"{how}\nstart again with: {self._command()}"
-        told = self._events.get("stopped", {})
+        stop_event = self._events.get("stopped", {})
         newest = self._newest_checkpoint()
         again = "continue with"
-        if told.get("checkpoint") and (self.first or (self._folder / told["checkpoint"]).exists()):
-            saved = f" after step {told['step']}; saved {named(self._folder / told['checkpoint'])}"
-        elif told.get("checkpoint"):
-            saved = f" after step {told['step']}; saved {told['checkpoint']} in the folder of the run's first worker"
+        checkpoint = stop_event.get("checkpoint")
+        if checkpoint and (self.first or (self._folder / checkpoint).exists()):
+            saved = f" after step {stop_event['step']}; saved {named(self._folder / checkpoint)}"
+        elif checkpoint:
+            saved = f" after step {stop_event['step']}; saved {checkpoint} in the folder of the run's first worker"
         elif newest is not None:
             saved = f"; the last checkpoint is of step {newest}"
         else:
@@ -156,7 +157,7 @@ class RunOutcome:
         return f"{how}{saved}\n{again}: {self._command()}"
 
     def _unknown(self) -> int:
-        """No worker is left here that was of the team, and nobody says that it came to its end."""
+        """Prints that no member of the team is left here and the end of the run is not known. Returns 1."""
         what = "no worker is left here, and there is no word that the run is finished"
         cure = "see the console where it began; if it ended there, start it again, then run"
         logs = "" if self._options.temporary else f"logs: {named(self._folder / 'logs')}{os.sep}\n"
@@ -169,9 +170,11 @@ class RunOutcome:
         failures = []
         for worker in failed:
             status = worker.status or 1  # it said so and did not end, or ended without saying anything
-            told, grown = worker.events.get("failed", {}), worker.memory.grown()
-            why = VANISHED if worker.vanished else "" if worker.status or told else failing[worker.rank]
-            failure = Failure(worker.rank, worker.process.pid, worker.ended, status, told, self._output, grown, why)
+            failed_event, grown = worker.events.get("failed", {}), worker.memory.grown()
+            why = VANISHED if worker.vanished else "" if worker.status or failed_event else failing[worker.rank]
+            failure = Failure(
+                worker.rank, worker.process.pid, worker.ended, status, failed_event, self._output, grown, why
+            )
             if worker.hung is not None:
                 failure.hangs(worker.hung)
             needs = worker.events.get("needs")
@@ -189,12 +192,12 @@ class RunOutcome:
         title, _, rest = text.partition("\n")
         red = Coloured(f"\n\x1b[1;31m{printable(title)}\x1b[0m\n{printable(rest)}")
         self._say(red if self._coloured else f"\n{text}", always=True)
-        told = {"worker": cause.rank, "host": host, "step": cause.step, "cause": cause.what, "code": cause.code}
-        self._journal.write("failed", **told, text=text)
+        fields = {"worker": cause.rank, "host": host, "step": cause.step, "cause": cause.what, "code": cause.code}
+        self._journal.write("failed", **fields, text=text)
         return cause.code
 
     def _then(self, cause: Failure) -> str:
-        """The command that goes on, and what it will do."""
+        """The command that continues the run, and the step from which it continues."""
         if self._options.temporary:
             return f"then run `{self._command()}`"
         newest = self._newest_checkpoint()
@@ -204,14 +207,14 @@ class RunOutcome:
         return f"then run `{self._command()}`: it {goes_on}"
 
     def _newest_checkpoint(self) -> int | None:
-        found = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]" + "/manifest.json")
-        known = [int(path.parent.name.removeprefix("step-")) for path in found]
+        manifests = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]" + "/manifest.json")
+        known = [int(path.parent.name.removeprefix("step-")) for path in manifests]
         if "saved" in self._events:  # perhaps elsewhere
             known.append(self._events["saved"]["step"])
         return max(known, default=None)
 
     def _command(self) -> str:
-        """The command that goes on with this run."""
+        """The command that continues this run."""
         options, done = self._options, self._newest_checkpoint() or 0
         if options.again is not None:
             return options.again
@@ -233,14 +236,14 @@ class RunOutcome:
 
 
 def strangers(workers: Sequence[Worker]) -> bool:
-    """Whether workers came to the end of their script, or run it still, and none of all has joined a team."""
+    """Whether scripts run or have run to their end without any worker joining a team: they do not use Paceline."""
     run = [worker for worker in workers if worker.status in (0, None) and not worker.killed and not worker.serves]
     return bool(run) and not any("join" in worker.events for worker in workers)
 
 
 def exception_of(worker: Worker) -> tuple[object, ...] | None:
-    """What tells exceptions apart: kind, step and text; or lines at which workers hung."""
+    """The identity of a worker's failure: the exception's kind, step and text, or the line at which it hung."""
     if worker.hung is not None:
         return ("hung", worker.hung.where)
-    told = worker.events.get("failed")
-    return (told.get("kind"), told.get("step"), told.get("text")) if told else None
+    failed_event = worker.events.get("failed")
+    return (failed_event.get("kind"), failed_event.get("step"), failed_event.get("text")) if failed_event else None

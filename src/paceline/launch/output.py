@@ -24,6 +24,8 @@ LONGEST = 1 << 16  # bytes of a line without an end
 
 @dataclass
 class _Feed:
+    """The log file of a worker, the incomplete lines of its streams, and its last lines."""
+
     log: int
     rest: dict[str, bytes] = field(default_factory=lambda: {"stdout": b"", "stderr": b""})
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=100))
@@ -56,23 +58,23 @@ class Output:
         self.shown = min(workers)  # the worker whose lines are shown
 
     def open(self, rank: int) -> None:
-        """Another one will write."""
+        """Opens the log of another worker."""
         if rank not in self._feeds:
             self._feeds[rank] = _Feed(_open_log(self._logs / f"{called(rank)}.log"))
 
     def reopen(self) -> bool:
-        """Begins logs anew whose files are gone; whether there were any. OSError: they cannot be written."""
-        found = False
+        """Creates log files again that are gone. Returns whether there were any. OSError: they cannot be written."""
+        has_reopened = False
         for rank, feed in self._feeds.items():
             path = self._logs / f"{called(rank)}.log"
             if not path.exists():
-                found = True
+                has_reopened = True
                 os.close(feed.log)
                 feed.log = _open_log(path)
-        return found
+        return has_reopened
 
-    def lead(self, rank: int) -> None:
-        """From now on this worker's lines are shown."""
+    def show_lines_of(self, rank: int) -> None:
+        """Shows the lines of this worker from now on."""
         self.shown = rank
 
     def take(self, rank: int, stream: str, data: bytes) -> None:
@@ -111,9 +113,9 @@ class Output:
         source, feed.source_follows = feed.source_follows and text.startswith("  "), False
         if source:
             return
-        if found := WARNING.match(text):
+        if warning := WARNING.match(text):
             feed.source_follows = True
-            self._warn(rank, f"{found['category']}: {found['text']} ({found['where']})")
+            self._warn(rank, f"{warning['category']}: {warning['text']} ({warning['where']})")
         elif rank == self.shown and text.endswith(TRACEBACK):
             self._held, self._release = [text], time.monotonic() + HOLD
         elif rank == self.shown:
@@ -142,18 +144,18 @@ class Output:
                 self._show(coloured(text))
 
     def again(self, rank: int) -> None:
-        """Another process takes its place: what the one before wrote is not its own."""
+        """Forgets the last lines of a worker, because another process takes its place."""
         if rank in self._feeds:  # else that was on another host
             self._feeds[rank].tail.clear()
             self._feeds[rank].errors.clear()
 
     def note(self, rank: int, text: str) -> None:
-        """Into a worker's log alone; what it writes itself begins on a line of its own."""
+        """Writes a text to a worker's log only. The worker's own output begins on a new line."""
         with suppress(OSError):
             _write_all(self._feeds[rank].log, f"\n{text}".encode(errors="backslashreplace"))
 
     def failing(self, rank: int) -> None:
-        """The worker is about to die of its exception, or has."""
+        """Notes that a worker is ending or has ended by an exception, so that its traceback is not shown."""
         self._failing |= rank == self.shown
 
     def tail(self, rank: int, most: int = 15) -> list[str]:
@@ -168,7 +170,7 @@ class Output:
         return list(self._feeds[rank].errors)
 
     def close(self) -> None:
-        """The workers have ended: shows what is left."""
+        """Shows the rest of the output after the workers' end, and closes the logs."""
         for rank, feed in self._feeds.items():
             for stream, rest in feed.rest.items():
                 if rest:
@@ -178,7 +180,7 @@ class Output:
 
 
 def _open_log(path: Path) -> int:
-    """Appends; where an earlier start has left something, says where this one begins."""
+    """Opens a log to append to it; after the lines of an earlier start, a line marks the beginning of this one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Not waiting where a pipe lies in its place that nobody reads.
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)

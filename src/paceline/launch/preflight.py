@@ -37,14 +37,14 @@ SHM = Path("/dev/shm")
 LEAST_SHM = 1 << 30  # bytes from which on nothing is said
 COPIED = 32 << 20  # bytes of the copy that is tried
 FILES = 1024  # descriptors that hundreds of workers and loaders are short of
-SLOW = 0.5  # seconds of a flush, from which on it is told
+SLOW = 0.5  # seconds of a flush, above which it is reported
 TORCH = (2, 13)
 _SIOCGIFADDR = 0x8915  # of netdevice(7)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`fine`, or what is wrong: with a `cure` a run may fail, with a `note` it may be slow. Each a text for people."""
+    """The result of one check. With a `cure` a run may fail, with a `note` it may be slow; else all is well."""
 
     what: str
     cure: str = ""
@@ -56,7 +56,7 @@ class Finding:
 
 
 def checkup(folder: Path) -> Iterator[Finding]:
-    """What is found here, for a run in this folder; in about a tenth of a second."""
+    """Checks this host for a run in this folder, in about a tenth of a second."""
     for look in (_versions, _cores, _memory, _room, _copy, _graphics, _address, _files):
         yield from look()
     yield from _disk(folder)
@@ -64,29 +64,29 @@ def checkup(folder: Path) -> Iterator[Finding]:
 
 
 def at_launch() -> Iterator[str]:
-    """What is said when a run begins, of what takes no time to see."""
+    """The warnings that are printed when a run begins: of those checks that take no time."""
     for finding in (*_room(), *_graphics()):
         if finding.cure or finding.note:
             yield f"{finding.what}: {finding.cure or finding.note}"
 
 
 def versions() -> dict[str, str]:
-    """Of what all hosts must have alike."""
-    found = {"python": ".".join(map(str, sys.version_info[:3]))}
+    """The versions of Python, torch and Paceline, which all hosts must have in common."""
+    version_of = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("torch", "paceline"):
         try:
-            found[name] = version(name)
+            version_of[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
-    return found
+            version_of[name] = "missing"
+    return version_of
 
 
 def _versions() -> Iterator[Finding]:
-    found = versions()
-    told = ", ".join(f"{name} {number}" for name, number in found.items())
-    known = re.match(r"(\d+)\.(\d+)", found["torch"])
-    fits = known is not None and (int(known[1]), int(known[2])) >= TORCH
-    yield Finding(told, "" if fits else "pip install 'torch>=2.13'")
+    version_of = versions()
+    text = ", ".join(f"{name} {number}" for name, number in version_of.items())
+    torch_match = re.match(r"(\d+)\.(\d+)", version_of["torch"])
+    fits = torch_match is not None and (int(torch_match[1]), int(torch_match[2])) >= TORCH
+    yield Finding(text, "" if fits else "pip install 'torch>=2.13'")
 
 
 def _cores() -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def _memory() -> Iterator[Finding]:
 
 
 def _room() -> Iterator[Finding]:
-    """For the rows that loader processes hand over."""
+    """Checks the space in shared memory, through which loader processes hand over rows."""
     if not SHM.is_dir():
         yield Finding(f"there is no {SHM}", "mount a tmpfs there: loader processes hand rows over in it")
         return
@@ -121,18 +121,18 @@ def _room() -> Iterator[Finding]:
 
 
 def _copy() -> Iterator[Finding]:
-    """Through shared memory, where there is room; it is compared."""
+    """Copies data through shared memory, if there is space, and compares it."""
     if not SHM.is_dir() or shutil.disk_usage(SHM).free < 2 * COPIED:
         return
     pattern = os.urandom(1 << 20) * (COPIED >> 20)
     with tempfile.TemporaryFile(dir=SHM) as file:
         file.truncate(COPIED)
-        with mmap.mmap(file.fileno(), COPIED) as there:
-            there[:] = pattern  # its pages are made
+        with mmap.mmap(file.fileno(), COPIED) as memory:
+            memory[:] = pattern  # its pages are made
             began = time.perf_counter()
-            there[:] = pattern
+            memory[:] = pattern
             took = time.perf_counter() - began
-            same = hashlib.blake2b(there).digest() == hashlib.blake2b(pattern).digest()
+            same = hashlib.blake2b(memory).digest() == hashlib.blake2b(pattern).digest()
     speed = f"{COPIED / took / 1e9:.1f} GB/s"
     yield Finding(
         f"a copy through shared memory is right, {speed}" if same else "a copy through shared memory differs",
@@ -149,8 +149,8 @@ def _graphics() -> Iterator[Finding]:
 
 
 def own_address() -> str:
-    """At which others reach this host: that of its default route, or without one that of its first network; empty
-    where it has none.
+    """The address at which other hosts reach this one: that of its default route, else that of its first network, else
+    an empty text.
     """
     with suppress(OSError):
         return address_towards("192.0.2.1")  # an address of documentation
@@ -158,14 +158,14 @@ def own_address() -> str:
 
 
 def _network_addresses() -> list[str]:
-    """Of this host's interfaces but the loopback, in their order."""
-    found = []
+    """The addresses of this host's interfaces but the loopback, in the order of interfaces."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # it has none
                 answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in found if not address.startswith("127.")]
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in addresses if not address.startswith("127.")]
 
 
 def _has_default_route() -> bool:
@@ -205,23 +205,26 @@ def _files() -> Iterator[Finding]:
 
 def _disk(folder: Path) -> Iterator[Finding]:
     """Whether a checkpoint can be written near `folder`, and how long a flush takes there."""
-    there = next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+    existing_folder = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     try:
-        with tempfile.TemporaryFile(dir=there) as file:
+        with tempfile.TemporaryFile(dir=existing_folder) as file:
             file.write(b"\0" * (1 << 20))
             file.flush()
             began = time.perf_counter()
             os.fsync(file.fileno())
             took = time.perf_counter() - began
     except OSError as error:
-        yield Finding(f"{there} cannot be written ({error.strerror})", "give --run-dir, or --checkpoints, elsewhere")
+        yield Finding(
+            f"{existing_folder} cannot be written ({error.strerror})", "give --run-dir, or --checkpoints, elsewhere"
+        )
         return
-    what = f"{size_of(shutil.disk_usage(there).free)} free in {there}, a flush takes {1000 * took:.0f} ms"
+    free = size_of(shutil.disk_usage(existing_folder).free)
+    what = f"{free} free in {existing_folder}, a flush takes {1000 * took:.0f} ms"
     yield Finding(what, note="checkpoints will take long" if took > SLOW else "")
 
 
 def _start() -> Iterator[Finding]:
-    """Who has started us, as `python train.py` and `paceline run --nodes auto` would see it."""
+    """Reports which launcher has started us, as `python train.py` and `paceline run --nodes auto` would see it."""
     try:
         world = read_world()
         if world.launcher != "none":

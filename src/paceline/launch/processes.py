@@ -54,7 +54,7 @@ def name_process(name: str, command: Sequence[str]) -> None:
 
 
 def adopt_orphans() -> None:
-    """From now on we are the parent of our descendants whose parent ends."""
+    """Makes this process the parent of all its descendants whose own parent ends."""
     _prctl()(_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -66,11 +66,12 @@ class Child:
         self._process = process  # which would reap it if it were collected
 
     def signal(self, number: int) -> None:
+        """Sends the process a signal, if it still exists."""
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def look(self, at: int) -> os.waitid_result | None:
-        """Its end (WEXITED), or that it stopped (WSTOPPED) or goes on (WCONTINUED), if there is such news."""
+        """News of the process: its end (WEXITED), a stop (WSTOPPED) or its continuation (WCONTINUED); None without."""
         try:
             return os.waitid(os.P_PIDFD, self.pidfd, at | os.WNOHANG | (os.WNOWAIT if at & os.WEXITED else 0))
         except ChildProcessError:  # it has ended, which was not asked for
@@ -78,14 +79,14 @@ class Child:
 
     @property
     def status(self) -> int | None:
-        """How it ended, as in subprocess; None: it runs. It stays to be reaped."""
+        """How the process ended, as in subprocess; None: it runs. It is not reaped."""
         info = self.look(os.WEXITED)
         if info is None:
             return None
         return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
     def reap(self) -> None:
-        """Waits for its end."""
+        """Waits for the end of the process and releases it."""
         if self._process is not None:
             self._process.wait()
         else:
@@ -94,7 +95,7 @@ class Child:
 
 
 def reap_strangers(sessions: Collection[int]) -> None:
-    """Children that ended and that we adopted: of these sessions, and not their leaders."""
+    """Reaps adopted children that have ended: members of these sessions, but not their leaders."""
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError):
             pid, (_, (state, parent, _, session)) = int(entry), _stat(int(entry))
@@ -114,7 +115,7 @@ def session_members(sessions: Collection[int]) -> dict[int, str]:
 
 
 def ended(pid: int) -> bool:
-    """Whether a process has, also where nobody has reaped it yet."""
+    """Whether a process has ended, even if it is not reaped yet."""
     try:
         return _stat(pid)[1][0] in _DEAD
     except OSError:
@@ -132,17 +133,18 @@ def _stat(pid: int) -> tuple[str, list[str]]:
 
 
 def end_sessions(sessions: Collection[int]) -> dict[int, str]:
-    """Ends what is left in sessions whose leaders ended or were killed; returns what had to be told to end.
+    """Ends the processes that are left in sessions whose leaders have ended. Returns those that needed a signal, as
+    name by process id.
 
     First it waits: loader children die with their parent, and multiprocessing's resource tracker, which
     ignores SIGTERM, still removes its dead owner's files from /dev/shm.
     """
-    told: dict[int, str] = {}
+    signalled: dict[int, str] = {}
     for number, patience in ((0, 1.0), (signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
         end = time.monotonic() + patience
         members = session_members(sessions)
         for pid in members if number else ():
-            told[pid] = members[pid]
+            signalled[pid] = members[pid]
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         while members and time.monotonic() < end:
@@ -150,7 +152,7 @@ def end_sessions(sessions: Collection[int]) -> dict[int, str]:
             members = session_members(sessions)
         if not members:
             break
-    return told
+    return signalled
 
 
 class MemoryKills:
@@ -161,25 +163,25 @@ class MemoryKills:
         self._before = self._count()
 
     def grown(self) -> bool:
-        """Was anything killed there since this object was made?"""
+        """Whether the kernel has killed a process there since this object was made."""
         return self._count() > self._before
 
     def room(self, sharing: int) -> int:
-        """Bytes for each of so many workers of this process that are in the same cgroup; for this one alone, if it is
-        in another.
+        """The bytes of memory for each of `sharing` workers if the process is in the same cgroup as this one; else the
+        bytes for it alone.
         """
-        mine = memory_groups() == self._folders
+        is_same_group = memory_groups() == self._folders
         limits = [whole_memory()]
         for folder in {above for group in self._folders for above in (group, *group.parents)}:
             for name in ("memory.limit_in_bytes", "memory.max"):
                 with suppress(OSError, ValueError):  # "max"
                     limits.append(int((folder / name).read_text()))
-        return min(limits) // (sharing if mine else 1)
+        return min(limits) // (sharing if is_same_group else 1)
 
     def _count(self) -> int:
         for file in (folder / name for folder in self._folders for name in ("memory.oom_control", "memory.events")):
             with suppress(OSError):
-                found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
-                if found:
-                    return int(found[1])
+                count_match = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)
+                if count_match:
+                    return int(count_match[1])
         return 0

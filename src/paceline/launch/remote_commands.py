@@ -28,12 +28,12 @@ PATIENCE = 5.0  # seconds for agents to answer
 
 
 def stop(run: str, token_file: str | None, wait: bool) -> int:
-    """Asks a run, by its folder or HOST:PORT, to stop with a checkpoint, and waits until it has ended. UsageError,
-    LaunchError: it cannot be asked.
+    """Asks a run, by its folder or HOST:PORT, to stop with a checkpoint, and waits until it has ended. UsageError: the
+    run is not named correctly, or refuses. LaunchError: it does not answer.
     """
-    address, token, folder = _found(run, token_file)
-    said = _ask(address, token, "/stop", {}, "stopped")
-    say(f"{in_one_line(run)} has done {plural(said['step'], 'step')}: it stops after the one under way, and saves")
+    address, token, folder = _find_run(run, token_file)
+    reply = _ask(address, token, "/stop", {}, "stopped")
+    say(f"{in_one_line(run)} has done {plural(reply['step'], 'step')}: it stops after the one under way, and saves")
     while wait and _answers(address, token):
         time.sleep(LOOK)
     if wait:
@@ -42,47 +42,47 @@ def stop(run: str, token_file: str | None, wait: bool) -> int:
 
 
 def stacks(run: str, token_file: str | None) -> str:
-    """Where all workers of a run stand, on one screen; their stacks and last collectives are in its folder then.
-    UsageError, LaunchError: it cannot be asked.
+    """Describes in a table what all workers of a run do, and writes their stacks and last collectives into the run
+    folder. UsageError, LaunchError: as for `stop`.
     """
-    address, token, folder = _found(run, token_file)
-    said, end = _ask(address, token, "/stacks", {}, "asked"), time.monotonic() + PATIENCE
-    while said["waits"] and time.monotonic() < end:
+    address, token, folder = _find_run(run, token_file)
+    reply, end = _ask(address, token, "/stacks", {}, "asked"), time.monotonic() + PATIENCE
+    while reply["waits"] and time.monotonic() < end:
         time.sleep(AGAIN)
-        said = _ask(address, token, "/stacks", {"asked": said["asked"]}, "asked")
-    where = said["folder"] if folder is None else named(folder / FOLDER)
-    lines = [f"{agent} does not answer" for agent in said["waits"]]
-    lines = [f"{plural(len(said['workers']), 'worker')}:", *table(said["workers"]), *lines]
+        reply = _ask(address, token, "/stacks", {"asked": reply["asked"]}, "asked")
+    where = reply["folder"] if folder is None else named(folder / FOLDER)
+    lines = [f"{agent} does not answer" for agent in reply["waits"]]
+    lines = [f"{plural(len(reply['workers']), 'worker')}:", *table(reply["workers"]), *lines]
     return "\n".join([*lines, f"all stacks and last collectives: {where}" + ("" if folder else f" on {address[0]}")])
 
 
 def profile(run: str, steps: int, workers: str | None, token_file: str | None) -> int:
-    """Has the next steps of some workers, or all, profiled, and waits for the files. UsageError, LaunchError: it cannot
-    be asked, or ends before.
+    """Profiles the next steps of some workers, or of all, and waits for the files. UsageError, LaunchError: as for
+    `stop`, or the run ends before.
     """
-    address, token, folder = _found(run, token_file)
-    some = [parse_whole("--workers ", number, 0) for number in workers.split(",")] if workers is not None else None
-    said = _ask(address, token, "/profile", {"steps": steps, "workers": some}, "profiled")
-    which = said["workers"]
-    say(f"profiling {plural(steps, 'step')} of {ranks(which)}")
-    there = folder or Path(said["folder"])
+    address, token, folder = _find_run(run, token_file)
+    requested = [parse_whole("--workers ", number, 0) for number in workers.split(",")] if workers is not None else None
+    reply = _ask(address, token, "/profile", {"steps": steps, "workers": requested}, "profiled")
+    profiled = reply["workers"]
+    say(f"profiling {plural(steps, 'step')} of {ranks(profiled)}")
+    run_folder = folder or Path(reply["folder"])
     if folder is None:
-        say(f"it will be in {there / PROFILES / str(said['asked'])} on the hosts of these workers")
+        say(f"it will be in {run_folder / PROFILES / str(reply['asked'])} on the hosts of these workers")
         return 0
-    while missing := [worker for worker in which if not profile_of(there, said["asked"], worker).exists()]:
+    while missing := [worker for worker in profiled if not profile_of(run_folder, reply["asked"], worker).exists()]:
         if not _answers(address, token):
             what = f"{in_one_line(run)} has ended before there was a profile of {ranks(missing)}"
             raise LaunchError(
                 what, "ask for fewer steps; what workers on other hosts have written is in their run folders"
             )
         time.sleep(LOOK)
-    for worker in which:
-        say(named(profile_of(there, said["asked"], worker)), sys.stdout)
+    for worker in profiled:
+        say(named(profile_of(run_folder, reply["asked"], worker)), sys.stdout)
     return 0
 
 
-def _found(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Path | None]:
-    """Where the coordinator of a run that goes on is, its token, and its folder if that is here."""
+def _find_run(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Path | None]:
+    """The address of a run's coordinator, its token, and the run folder if it is on this host."""
     if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
         what = f"no run was started in {in_one_line(run)}, or it keeps no coordinator"
         raise UsageError(what, "give the folder of one that goes on")
@@ -90,7 +90,9 @@ def _found(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Pa
 
 
 def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: str) -> Any:
-    """A coordinator's answer to whoever has the token, for what a run is `to_be`."""
+    """Sends a signed request to a coordinator and returns its answer. `to_be`: the participle for error messages, such
+    as "stopped".
+    """
     where = f"{address[0]}:{address[1]}"
     try:
         with Wire(address, token) as wire:
@@ -110,7 +112,7 @@ def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: st
 
 
 def _answers(address: tuple[str, int], token: bytes) -> bool:
-    """Whether the run's coordinator does; another program that has its port does not count."""
+    """Whether the run's coordinator answers; another program at its port does not count."""
     try:
         with Wire(address, token) as wire:
             ask_challenge(wire)
@@ -125,8 +127,8 @@ def _how(folder: Path | None) -> str:
 
 
 def logs(run: str, follow: bool, lines: int | None) -> int:
-    """Prints what workers have printed, each line with whose it is; with `follow` until the run has ended. UsageError:
-    there is no such folder.
+    """Prints the logs of all workers, each line with the name of its worker; with `follow` until the run has ended.
+    UsageError: there is no such folder.
     """
     folder = Path(run)
     if not (folder / "logs").is_dir():
@@ -145,16 +147,16 @@ def logs(run: str, follow: bool, lines: int | None) -> int:
 
 
 def _show(path: Path, whose: str, read: dict[Path, int], lines: int | None) -> None:
-    """The whole lines that are new since the last look; at the first one, so many of the last."""
+    """Prints the complete lines that are new since the last call; at the first call, at most the last `lines`."""
     with open_file(path) as file:
         file.seek(read.get(path, 0))
         data = file.read()
-    whole = data[: data.rfind(b"\n") + 1]
-    new = whole.split(b"\n")[:-1]
+    complete_lines = data[: data.rfind(b"\n") + 1]
+    new_lines = complete_lines.split(b"\n")[:-1]
     if path not in read and lines is not None:
-        new = new[len(new) - min(lines, len(new)) :]
-    read[path] = read.get(path, 0) + len(whole)
-    for line in new:
+        new_lines = new_lines[len(new_lines) - min(lines, len(new_lines)) :]
+    read[path] = read.get(path, 0) + len(complete_lines)
+    for line in new_lines:
         say(Coloured(printable(whose) + coloured(last_painted(line))), sys.stdout)
 
 

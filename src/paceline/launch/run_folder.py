@@ -59,13 +59,13 @@ class RunFolder:
         return False
 
     def look(self, now: float) -> None:
-        """To be called often: looks now and then."""
+        """Checks the folder if the last check is long enough ago."""
         if now >= self._due:
             self._due = now + PAUSE
             self.restore()
 
     def restore(self) -> None:
-        """Puts back what is gone, and says so in one line."""
+        """Writes missing files of the run folder again, and reports it in one line."""
         try:
             lines = self._restore()
         except (OSError, LaunchError) as error:
@@ -96,8 +96,9 @@ class RunFolder:
         if files and not gone:
             lines.append(f"files of the run folder {where} were deleted or changed; written again: {', '.join(files)}")
         if self._lost_checkpoints() and not gone:
-            place = short(self._checkpoints or self._folder)
-            lines.append(f"the folder {place} was deleted or moved: training goes on; earlier checkpoints are missing")
+            checkpoint_folder = short(self._checkpoints or self._folder)
+            what = f"the folder {checkpoint_folder} was deleted or moved"
+            lines.append(f"{what}: training goes on; earlier checkpoints are missing")
         self._failed = False
         return lines
 
@@ -110,7 +111,7 @@ class RunFolder:
         return [TOKEN]
 
     def _restore_small(self) -> list[str]:
-        found = []
+        restored = []
         for name in SMALL:
             path, (written, content) = self._folder / name, self._contents.get(name, (0, b""))
             try:
@@ -119,16 +120,16 @@ class RunFolder:
                     self._contents[name] = now, read_file(path)
             except FileNotFoundError:
                 if written:
-                    found.append(name)
+                    restored.append(name)
                     replace_file(path, content)
         if KEY in self._contents and self._contents[KEY][1].decode(errors="replace").strip() != reading_key(
             self._folder
         ):
-            found.append(KEY)
-        return found
+            restored.append(KEY)
+        return restored
 
     def _lost_checkpoints(self) -> bool:
-        """Whether there were some, and their folder is gone, or another one by now."""
+        """Whether the folder of checkpoints existed and is gone now, or has been replaced by another one."""
         if self._checkpoints is None or (self._seen is not None and _is_same(self._checkpoints, self._seen)):
             return False
         lost = self._seen is not None
@@ -140,6 +141,7 @@ class RunFolder:
         return lost
 
     def close(self) -> None:
+        """Closes the open folders and releases a lock that it took."""
         for descriptor in (self._held, self._seen, self._lock):
             if descriptor is not None:
                 os.close(descriptor)

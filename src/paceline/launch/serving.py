@@ -31,7 +31,7 @@ ALL = ("0.0.0.0", "::", "*")
 
 
 def check_serving(metrics: str | None, page: str | None) -> None:
-    """UsageError: figures or the page cannot be served there."""
+    """Checks the addresses of --metrics and --page. UsageError: metrics or the page cannot be served there."""
     for option, address in (("--metrics", metrics), ("--page", page)):
         if address is not None and ":" not in address:
             host, _ = address_of(address)
@@ -44,9 +44,9 @@ def check_serving(metrics: str | None, page: str | None) -> None:
 
 
 class Serving(AbstractContextManager["Serving"]):
-    """The process that serves `metrics` and the live `page` at their addresses and tells the server `trainjob`, from
-    `start` on; it goes by itself after the end. Where nobody wants to know there is none. `say` prints a line. Where
-    another host began the run, its folder there is `begun`.
+    """The process that serves `metrics` and the live `page` at their addresses and reports to the server `trainjob`. It
+    begins with `start`, unless none of the three is given, and ends by itself after the run. `say` prints a line.
+    `begun`: the run folder on another host, if the run began there.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Serving(AbstractContextManager["Serving"]):
     ) -> None:
         self._metrics, self._page, self._trainjob, self._say, self._begun = metrics, page, trainjob, say, begun
         self._process: subprocess.Popen[bytes] | None = None
-        self.said = -1  # the descriptor of what it says
+        self.output_fd = -1  # the descriptor of the process's messages
         self._child: Child | None = None
 
-    def start(self, folder: Path, own: str) -> Child | None:
-        """Once, for all attempts of a run in this folder, that nobody else uses; `own` is the address of this host.
-        UsageError: it cannot be.
+    def start(self, folder: Path, host_address: str) -> Child | None:
+        """Starts the process, once for all attempts of a run in this folder, which no other run uses. `host_address`:
+        the address of this host. UsageError: an address cannot be served.
         """
         if self._child is not None or (self._metrics is None and self._page is None and self._trainjob is None):
             return self._child
@@ -74,11 +74,11 @@ class Serving(AbstractContextManager["Serving"]):
         shared = begun != folder and _has(begun, key)
         given: dict[str, Any] = {"folder": str(folder.absolute()), "run": begun.absolute().name, "targets": []}
         given["trainjob"] = self._trainjob
-        given["told"] = [str(place.absolute()) for place in (folder, *([begun] if shared else []))]
+        given["told"] = [str(path.absolute()) for path in (folder, *([begun] if shared else []))]
         with ExitStack() as stack:
             for name, address in (("metrics", self._metrics), ("page", self._page)):
                 if address is not None:
-                    address = address if self._begun is None else _here(address, own)
+                    address = address if self._begun is None else _local_address(address, host_address)
                     patience = BUSY if self._begun is None else 0.0
                     listener = stack.enter_context(_listener(f"--{name}", address, self._say, patience))
                     given[name] = listener.fileno()
@@ -96,16 +96,16 @@ class Serving(AbstractContextManager["Serving"]):
             )
             os.close(log)
         assert self._process.stdout is not None
-        self.said = os.dup(self._process.stdout.fileno())
+        self.output_fd = os.dup(self._process.stdout.fileno())
         self._process.stdout.close()
         self._child = Child(self._process.pid, self._process)
         return self._child
 
     def _tell(self, given: dict[str, Any], name: str, key: str, host: str, port: int) -> None:
-        """People and programs where it is; and the process by which names it may be asked for."""
-        every, here = host in ALL, socket.gethostname()
-        given["hosts"] = ["127.0.0.1", "localhost", "::1", host.lower(), *([here.lower()] if every else [])]
-        folders, host = [Path(place) for place in given["told"]], here if every else host
+        """Publishes the address for users and programs; adds the host names that the process accepts to `given`."""
+        every, host_name = host in ALL, socket.gethostname()
+        given["hosts"] = ["127.0.0.1", "localhost", "::1", host.lower(), *([host_name.lower()] if every else [])]
+        folders, host = [Path(path) for path in given["told"]], host_name if every else host
         if name == "metrics":
             given["targets"] = [f"{host}:{port}"]
             for folder in folders:
@@ -119,44 +119,44 @@ class Serving(AbstractContextManager["Serving"]):
         self._say(f"live page: http://{host}:{port}/, whose address with its key is in {where}")
 
     def stop(self, patience: float = 0.0) -> None:
-        """Nobody here serves from now on. What that process has to say within so many seconds is said."""
+        """Stops serving on this host. Prints messages of the process that come within so many seconds."""
         if self._process is not None and self._child is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
             end = time.monotonic() + patience
-            while can_read(self.said, end - time.monotonic()):
-                if not (text := os.read(self.said, 1 << 12)):
+            while can_read(self.output_fd, end - time.monotonic()):
+                if not (text := os.read(self.output_fd, 1 << 12)):
                     break
                 self._say(text.decode().strip())
-            os.close(self.said)
+            os.close(self.output_fd)
             os.close(self._child.pidfd)
             self._process.returncode = 0  # it is not waited for
-        self._process, self._child, self.said = None, None, -1
+        self._process, self._child, self.output_fd = None, None, -1
 
     def __exit__(self, *_: object) -> None:
         self.stop(FAREWELL if self._trainjob is not None else 0.0)
 
 
 def _has(folder: Path, key: str) -> bool:
-    """Whether the folder of a run of another host's is here as well: it has the same key."""
+    """Whether this host has the run folder of another host, too: a folder with the same key."""
     try:
         return read_file(folder / KEY).decode(errors="replace").strip() == key
     except OSError:
         return False
 
 
-def _here(address: str, own: str) -> str:
-    """What stands on this host for an address of another one: the same port, at the address that this one is known by,
-    unless it was on the loopback, or all addresses.
+def _local_address(address: str, host_address: str) -> str:
+    """Translates an address of another host to this one: the same port at this host's address. The loopback and all
+    addresses stay as they are.
     """
     host, port = address_of(address)
-    return address if host in (*ALL, "localhost", "::1") or host.startswith("127.") else f"{own}:{port}"
+    return address if host in (*ALL, "localhost", "::1") or host.startswith("127.") else f"{host_address}:{port}"
 
 
 def _listener(option: str, address: str, say: Callable[[str], None], patience: float) -> socket.socket:
-    """Bound before anything starts, so that a port that is taken for so many seconds is an error."""
+    """Binds a socket before anything starts. UsageError: the port is still in use after `patience` seconds."""
     host, port = address_of(address)
-    end, told = time.monotonic() + patience, False
+    end, has_warned = time.monotonic() + patience, False
     while True:
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -169,7 +169,7 @@ def _listener(option: str, address: str, say: Callable[[str], None], patience: f
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                 cure = "give an address of this host, and a port that is free"
                 raise UsageError(f"{option} {address}: {error.strerror}", cure) from error
-        if not told:
+        if not has_warned:
             say(f"{address} is in use: an ended run may serve its last figures there for 15 seconds, waiting for it")
-        told = True
+        has_warned = True
         time.sleep(0.1)

@@ -25,31 +25,33 @@ EVERY = 1.0  # seconds between two looks
 
 
 class Traffic:
-    """Of a connection that ends, what it sent since the last look is missing."""
+    """Counts the bytes that processes send to other hosts. Bytes that a connection sends between the last look and its
+    end are missing.
+    """
 
     def __init__(self) -> None:
-        self._sent, self._here = Counter[str](), set[str]()
+        self._sent, self._local_addresses = Counter[str](), set[str]()
         self._known: dict[int, int] = {}  # bytes by inode
         self._due = 0.0
 
     def look(self, processes: Iterable[int], now: float = math.inf) -> tuple[dict[str, int], list[str]]:
-        """Bytes by the address of the other host, and our addresses on these ways; anew where the last look is long
-        enough ago. Where the kernel does not tell, nothing is counted.
+        """The bytes by the address of the other host, and our addresses on these connections. They are counted again
+        if the last count is long enough ago. Without an answer of the kernel, nothing is counted.
         """
         if now >= self._due:
             self._due = now + EVERY
             self._count(processes)
-        return dict(self._sent), sorted(self._here)
+        return dict(self._sent), sorted(self._local_addresses)
 
     def _count(self, processes: Iterable[int]) -> None:
-        ours, known = {inode for pid in processes for inode in _sockets(pid)}, self._known
+        inodes, known = {inode for pid in processes for inode in _sockets(pid)}, self._known
         self._known = {}
         with suppress(OSError):
-            for inode, here, there, count in connections() if ours else ():
-                if inode in ours and here != there:
+            for inode, local, remote, count in connections() if inodes else ():
+                if inode in inodes and local != remote:
                     self._known[inode] = count
-                    self._sent[there] += max(0, count - known.get(inode, 0))
-                    self._here.add(here)
+                    self._sent[remote] += max(0, count - known.get(inode, 0))
+                    self._local_addresses.add(local)
 
 
 def _sockets(pid: int) -> Iterator[int]:
@@ -61,37 +63,37 @@ def _sockets(pid: int) -> Iterator[int]:
 
 
 def connections() -> Iterator[tuple[int, str, str, int]]:
-    """(inode, address here, address there, bytes that arrived there) of each TCP connection. Raises OSError."""
+    """(inode, local address, remote address, acknowledged bytes) of each TCP connection. Raises OSError."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _DIAG) as asks:
-            asks.settimeout(_WAIT)
-            asked = _ASKED.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), _ESTABLISHED)
-            asks.send(_HEAD.pack(_HEAD.size + len(asked), _BY_FAMILY, _DUMP, 1, 0) + asked)
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _DIAG) as netlink:
+            netlink.settimeout(_WAIT)
+            request = _ASKED.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), _ESTABLISHED)
+            netlink.send(_HEAD.pack(_HEAD.size + len(request), _BY_FAMILY, _DUMP, 1, 0) + request)
             over = False
             while not over:
-                said, at = asks.recv(1 << 18), 0
-                while at < len(said) and not over:
-                    size, kind, *_ = _HEAD.unpack_from(said, at)
+                reply, offset = netlink.recv(1 << 18), 0
+                while offset < len(reply) and not over:
+                    size, kind, *_ = _HEAD.unpack_from(reply, offset)
                     over = kind != _BY_FAMILY
                     if not over:
-                        yield from _connection(said[at + _HEAD.size : at + size])
-                    at += (size + 3) & ~3
+                        yield from _connection(reply[offset + _HEAD.size : offset + size])
+                    offset += (size + 3) & ~3
 
 
-def _connection(told: bytes) -> Iterator[tuple[int, str, str, int]]:
-    """struct inet_diag_msg, and its attributes."""
-    family, _, _, _, _, _, here, there = _SOCKET.unpack_from(told)
-    (inode,), at = _INODE.unpack_from(told, 68), 72
-    while at + 4 <= len(told):
-        size, kind = struct.unpack_from("=HH", told, at)
+def _connection(message: bytes) -> Iterator[tuple[int, str, str, int]]:
+    """Reads a struct inet_diag_msg and its attributes."""
+    family, _, _, _, _, _, local, remote = _SOCKET.unpack_from(message)
+    (inode,), offset = _INODE.unpack_from(message, 68), 72
+    while offset + 4 <= len(message):
+        size, kind = struct.unpack_from("=HH", message, offset)
         if kind == _INFO and size >= 4 + _ACKED + 8:
-            (acked,) = struct.unpack_from("=Q", told, at + 4 + _ACKED)
-            yield inode, _address(family, here), _address(family, there), max(0, acked - 1)  # the greeting counts one
-        at += max(4, (size + 3) & ~3)
+            (acked,) = struct.unpack_from("=Q", message, offset + 4 + _ACKED)
+            yield inode, _address(family, local), _address(family, remote), max(0, acked - 1)  # the greeting counts one
+        offset += max(4, (size + 3) & ~3)
 
 
 def _address(family: int, raw: bytes) -> str:
-    """An IPv4 one inside of IPv6 is that."""
+    """The text of an address; an IPv4 address inside of an IPv6 one counts as IPv4."""
     if family == socket.AF_INET6 and raw.startswith(bytes(10) + b"\xff\xff"):
         family, raw = socket.AF_INET, raw[12:]
     return socket.inet_ntop(family, raw[:4] if family == socket.AF_INET else raw)

@@ -55,19 +55,19 @@ def surround(
 
 
 def doubts(workers: int, given: Mapping[str, str], cores: Sequence[int]) -> list[str]:
-    """What is to be said of numbers of threads that the user's environment asks for, and that cannot be meant."""
-    each, found = max(1, len(cores) // workers), list[str]()
+    """Warnings about numbers of threads in the user's environment that are probably a mistake."""
+    each, texts = max(1, len(cores) // workers), list[str]()
     for name, number in threads_asked(given).items():
         what = f"{name}={shown(given[name])}"
         if number is None:
-            found.append(f"{what} is no number of threads: each worker has {each} instead")
+            texts.append(f"{what} is no number of threads: each worker has {each} instead")
         elif number > each:
             whose = f"{plural(workers, 'worker')} on {plural(len(cores), 'core')}"
-            found.append(f"{what} is more threads than cores, for {whose}: {each} would be faster; unset it for that")
-    return found
+            texts.append(f"{what} is more threads than cores, for {whose}: {each} would be faster; unset it for that")
+    return texts
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:
-    """Binds a process that has just started; what it starts is bound as well."""
+    """Binds a process that has just started, and all that it starts, to cores."""
     if cores:
         os.sched_setaffinity(pid, cores)

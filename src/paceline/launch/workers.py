@@ -44,9 +44,10 @@ FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another work
 
 @dataclass
 class Worker:
-    """One worker process as the agent knows it. `status` as in subprocess; None while it runs. `store` is the address
-    of its store, should it become the first of a generation. A `newcomer` began outside of the team; who is `out` is
-    not of it any more. `life` counts the processes that were started for it; `loaders` are those that load for it.
+    """One worker process. `status` is as in subprocess; None while it runs. `store` is the address
+    of its store, in case it becomes the first of a generation. A `newcomer` began outside of the team; a worker that is
+    `out` has left it or was lost. `life` counts the processes that were started for this worker before; `loaders` are
+    the ids of its loader processes.
     """
 
     rank: int
@@ -66,7 +67,7 @@ class Worker:
     out: bool = False
     killed: bool = False
     hung: Hung | None = None  # it did nothing, and so we ended it
-    stands: str = ""  # what is told to others than those at our console: where it does nothing
+    stands: str = ""  # for other consoles than ours: the line at which it makes no progress
     events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last one of each kind
     loaders: set[int] = field(default_factory=set)
     unread: bytes = b""
@@ -104,9 +105,9 @@ class Worker:
         how = SIGNALS[-self.status][0].partition(":")[0] if -self.status in SIGNALS else "killed"
         return f"was {how}" if how.startswith(("killed", "ended")) else how
 
-    def said(self) -> dict[str, Any]:
-        """What the coordinator is told, see `team.coordinator.WorkerReport`."""
-        told, events = self.events.get("failed"), self.events
+    def report(self) -> dict[str, Any]:
+        """The report of this worker to the coordinator, see `team.coordinator.WorkerReport`."""
+        failed_event, events = self.events.get("failed"), self.events
         return {
             "life": self.life,
             "store": self.store,
@@ -124,36 +125,43 @@ class Worker:
             "leaves": "leaves" in events,
             "round": events.get("round", {}).get("told"),
             "ended": "ended" in events,
-            "failed": (told.get("kind", ""), told.get("step") or 0, told.get("text", "")) if told else None,
-            "final": told is not None and told.get("kind") in FINAL,
+            "failed": (failed_event.get("kind", ""), failed_event.get("step") or 0, failed_event.get("text", ""))
+            if failed_event
+            else None,
+            "final": failed_event is not None and failed_event.get("kind") in FINAL,
             "stopped": self.still,
             "since": STILL if self.still else 0.0,
             "hung": self.hung.where if self.hung is not None else "",
             "stands": self.stands,
             "status": self.status,
             "why": self.how,
-            **(self._loss(told) if told or self.still or self.status not in (None, STOPPED) else {}),
+            **(self._loss(failed_event) if failed_event or self.still or self.status not in (None, STOPPED) else {}),
         }
 
-    def _loss(self, told: dict[str, Any] | None) -> dict[str, list[str]]:
-        """What the others' console tells of it, should they go on without it."""
+    def _loss(self, event: dict[str, Any] | None) -> dict[str, list[str]]:
+        """The cause and the end of the log, which other consoles print if the team goes on without this worker."""
         if self.hung is not None:
-            told = {"what": self.hung.doing}
-        elif told is None and self.status not in (None, 0):
+            event = {"what": self.hung.doing}
+        elif event is None and self.status not in (None, 0):
             what, at = read_trace(self.output.errors(self.rank), crash=self.status < 0)
-            told = {"what": what, "at": at}
-        told = told or {}
-        lines = [(told.get("what"), ""), (told.get("at"), "at "), (told.get("within"), "in "), (told.get("hint"), "")]
+            event = {"what": what, "at": at}
+        event = event or {}
+        lines = [
+            (event.get("what"), ""),
+            (event.get("at"), "at "),
+            (event.get("within"), "in "),
+            (event.get("hint"), ""),
+        ]
         tail = before_the_trace(self.output.tail(self.rank, LOOKED))[-SHOWN:]
         return {"cause": [before + text for text, before in lines if text], "tail": tail}
 
     def tell(self, order: dict[str, Any]) -> None:
-        """An order; one that does not read them, because it is stopped, does not stop us."""
+        """Sends an order. It does not wait: a stopped worker does not read orders."""
         with suppress(OSError):
             self.orders.send(json.dumps(order).encode() + b"\n", socket.MSG_DONTWAIT)
 
     def tidy(self) -> None:
-        """Removes what a loader left in /dev/shm that was killed between torch's opening and unlinking it."""
+        """Removes files in /dev/shm of loaders that were killed between torch's opening and unlinking them."""
         for pid in self.loaders:
             if ended(pid):
                 for path in Path("/dev/shm").glob(f"torch_{pid}_*"):
@@ -162,10 +170,11 @@ class Worker:
 
 
 class Workers:
-    """Starts the workers with these `numbers`, reads their pipes. `told` hears each event of one, `say` prints a line.
+    """Starts the workers with these `numbers` and reads their pipes. `on_event` is called with each event of a worker,
+    `say` prints a line.
 
-    They are forked from a warm process, which is there from `prepare` on; where that cannot be, a line says why and
-    they start cold, each with an interpreter of its own.
+    Workers are forked from a warm process, which `prepare` starts. If that is not possible, a line says why, and the
+    workers start cold, each with an interpreter of its own.
     """
 
     def __init__(
@@ -175,11 +184,11 @@ class Workers:
         numbers: Sequence[int],
         output: Output,
         journal: Journal,
-        told: Callable[[Worker, dict[str, Any]], None],
+        on_event: Callable[[Worker, dict[str, Any]], None],
         say: Callable[[str], None],
     ) -> None:
         self._options, self._folder, self.numbers, self._output = options, folder, list(numbers), output
-        self._journal, self._told, self._say = journal, told, say
+        self._journal, self._on_event, self._say = journal, on_event, say
         self.selector = selectors.DefaultSelector()
         self.all: list[Worker] = []  # those of before, too
         self._warm: ForkServer | None = None
@@ -193,12 +202,12 @@ class Workers:
 
     @property
     def now(self) -> dict[int, Worker]:
-        """Each worker in its last life, by number."""
+        """The newest process of each worker, by the worker's number."""
         return {worker.rank: worker for worker in self.all}
 
     @property
     def preparing(self) -> bool:
-        """Whether none can be started yet."""
+        """Whether workers cannot be started yet."""
         return self._begin is not None
 
     def prepare(self, begin: Callable[[], None]) -> None:
@@ -217,8 +226,8 @@ class Workers:
             begin()
 
     def start(self, lives: Mapping[int, int]) -> None:
-        """Starts all workers, each in its life, as a team. The first serves the store, on a socket that is bound
-        before: no other process can take the port.
+        """Starts all workers as a team, each in the given life. The first one serves the store, on a socket that is
+        bound before, so that no other process can take the port.
         """
         sockets = [self._listener() for _ in lives]
         for (rank, life), listener in zip(sorted(lives.items()), sockets, strict=True):
@@ -235,7 +244,7 @@ class Workers:
         listener.close()
 
     def _follow(self, rank: int, life: int) -> None:
-        """Another process is to be in the place of those before."""
+        """Cleans up after the earlier processes of a worker before the next one starts."""
         for worker in self.all:
             if worker.rank == rank:
                 worker.tidy()
@@ -250,13 +259,13 @@ class Workers:
         return listener
 
     def _start(self, rank: int, life: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
-        place = self.numbers.index(rank) if rank in self.numbers else None  # of a parameter server
+        local_rank = self.numbers.index(rank) if rank in self.numbers else None  # of a parameter server
         few = len(self.numbers) < max(self._options.min_workers, self._options.begin)
         self._output.open(rank)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
-        orders, theirs = socket.socketpair()
+        orders, worker_end = socket.socketpair()
         pulse = HeartbeatView()
-        descriptors = {"EVENTS": pipes["events"][1], "ORDERS": theirs.fileno(), "STORE": listener.fileno()}
+        descriptors = {"EVENTS": pipes["events"][1], "ORDERS": worker_end.fileno(), "STORE": listener.fileno()}
         descriptors["PULSE"] = pulse.fd
         if not self._options.max_restarts:
             del descriptors["ORDERS"]
@@ -265,28 +274,28 @@ class Workers:
             self._options.program,
             self._environment(
                 PACELINE_RANK=str(rank),
-                PACELINE_LOCAL_RANK=str(place or 0),
+                PACELINE_LOCAL_RANK=str(local_rank or 0),
                 PACELINE_NEWCOMER="1" if newcomer else None,
                 PACELINE_HOLD="1" if few and not newcomer else None,
                 PACELINE_STORE=f"{store[0]}:{store[1]}",
                 PACELINE_BEGAN=str(self._began),
-                **({"CUDA_VISIBLE_DEVICES": ""} if place is None else {}),  # GPUs are for workers
+                **({"CUDA_VISIBLE_DEVICES": ""} if local_rank is None else {}),  # GPUs are for workers
             ),
             (pipes["stdout"][1], pipes["stderr"][1]),
             {f"PACELINE_{name}_FD": descriptor for name, descriptor in descriptors.items()},
         )
         try:
-            process = self._fork(wanted) or self._execute(wanted, own=self._options.debug == rank)
+            process = self._fork(wanted) or self._execute(wanted, has_terminal=self._options.debug == rank)
         except OSError as error:
             cure = "see `ulimit -a`, or take fewer workers"
             raise LaunchError(f"worker {rank} cannot be started ({error.strerror})", cure) from error
         finally:
-            theirs.close()
+            worker_end.close()
             for _, write in pipes.values():
                 os.close(write)
         pulse.belong(process.pid)
-        if place is not None:
-            pin(process.pid, self._pins[place])
+        if local_rank is not None:
+            pin(process.pid, self._pins[local_rank])
         worker = Worker(
             rank, life, process, MemoryKills(process.pid), orders, listener.getsockname(), self._output, pulse
         )
@@ -308,14 +317,14 @@ class Workers:
             self._say(f"workers start cold: {why}")
             self._journal.write("decision", what="workers start cold", why=why)
 
-    def _execute(self, wanted: Wanted, own: bool) -> Child:
-        """A worker with an interpreter of its own; with `own` it has the terminal's streams."""
+    def _execute(self, wanted: Wanted, has_terminal: bool) -> Child:
+        """Starts a worker with an interpreter of its own; with `has_terminal` it has the terminal's streams."""
         process = subprocess.Popen(
             [sys.executable, *wanted.program],
             env={**wanted.environment, **{name: str(number) for name, number in wanted.numbered.items()}},
-            stdin=None if own else subprocess.DEVNULL,
-            stdout=None if own else wanted.streams[0],
-            stderr=None if own else wanted.streams[1],
+            stdin=None if has_terminal else subprocess.DEVNULL,
+            stdout=None if has_terminal else wanted.streams[0],
+            stderr=None if has_terminal else wanted.streams[1],
             pass_fds=tuple(wanted.numbered.values()),
             start_new_session=True,  # the terminal's Ctrl-C reaches only the agent
             preexec_fn=die_with_us(),
@@ -333,7 +342,7 @@ class Workers:
         self._note(worker, "started")
 
     def _note(self, worker: Worker, what: str, cause: str = "") -> None:
-        """What happened to a worker's process."""
+        """Writes to the journal what happened to a worker's process."""
         more = {"cause": cause} if cause else {}
         fields = {"life": worker.life, "host": socket.gethostname(), "pid": worker.process.pid, "what": what, **more}
         if worker.serves:
@@ -342,13 +351,13 @@ class Workers:
             self._journal.write("worker", worker=worker.rank, **fields)
 
     def lose(self, worker: Worker) -> None:
-        """The others go on without it."""
+        """Marks a worker as lost: the others go on without it."""
         if not worker.out:
             worker.out = True
             self._note(worker, "lost", worker.how)
 
     def _environment(self, **seat: str | None) -> dict[str, str]:
-        """What a worker finds; `seat` are the variables of one alone."""
+        """The environment of a worker; `seat`: the variables that only this worker has."""
         options = self._options
         given = {f"PACELINE_{name.upper()}": getattr(options, name) for name in GIVEN}
         environment = worker_environment(
@@ -369,7 +378,7 @@ class Workers:
     # ---- hearing
 
     def _read(self, worker: Worker, fd: int) -> bool:
-        """Takes one piece from a pipe; False where nothing is there now."""
+        """Reads one piece from a pipe; False if nothing is there now."""
         if fd not in worker.pipes:  # its worker ended, and was drained, in the same turn of the loop
             return False
         try:
@@ -407,7 +416,7 @@ class Workers:
             worker.loaders |= {*(event["pids"] if kind == "loaders" else ())}
             if kind == "cold":
                 self._starts_cold(str(event.get("why")))
-            self._told(worker, event)
+            self._on_event(worker, event)
 
     def _ended(self, worker: Worker) -> None:
         # Not reaped yet: as long as it is a zombie, nobody else can get its number, which names its session.
@@ -421,7 +430,7 @@ class Workers:
         self._note(worker, "ended", worker.how)
 
     def look_for_stops(self) -> None:
-        """Takes note of who was stopped, and who goes on."""
+        """Notes which workers were stopped by a signal and which continue."""
         for worker in self.all:
             info = worker.process.look(os.WSTOPPED | os.WCONTINUED) if worker.alive else None
             if info is not None:
@@ -437,6 +446,7 @@ class Workers:
     # ---- ending
 
     def kill(self) -> None:
+        """Closes the warm process and kills all workers that run."""
         if self._warm is not None:
             self._warm.close()
         for worker in self.all:
@@ -445,7 +455,7 @@ class Workers:
                 worker.process.signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Takes the last of what they wrote, reaps them, closes everything."""
+        """Reads the last output of all workers, reaps them, and closes all files."""
         for worker in self.all:
             self.drain(worker)
             worker.process.reap()

@@ -26,44 +26,57 @@ from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
 
 LOST = 255
-SAID = "engine: "  # begins the driver's own last word on a host
+LAST_WORD_PREFIX = "engine: "  # begins the driver's own last word on a host
 REACH = 5.0  # seconds for a cluster to take a connection
 CHUNK = 1 << 16
 
 
 class DriverEngine(Engine):
-    """`hosts` that a driver brings about, or as many as it has placed, each a `place`; waits until it has. `heard` and
-    `said` are its standard streams, `over` waits for its end. LaunchError: it cannot, or not in time.
+    """Hosts that a driver process provides: the given `hosts`, or else one per place of the driver, named after
+    `host_prefix`. The constructor waits until all have a place. `driver_input` and `driver_output` are the driver's
+    standard streams; `wait_for_driver` waits for its end. LaunchError: the driver fails, or is not ready in time.
     """
 
     title: str
-    place: str
+    host_prefix: str
 
-    def __init__(self, hosts: Sequence[Host], heard: IO[bytes], said: IO[bytes], over: Callable[[], object]) -> None:
-        self._heard, self._said, self._over = heard, said, over
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        driver_input: IO[bytes],
+        driver_output: IO[bytes],
+        wait_for_driver: Callable[[], object],
+    ) -> None:
+        self._driver_input, self._driver_output, self._wait_for_driver = driver_input, driver_output, wait_for_driver
         with ExitStack() as stack:
             stack.callback(self.close)
             placed = self._placed()
             stack.pop_all()
-        super().__init__(hosts or [Host(f"{self.place}-{number}") for number in range(len(placed))])
-        where = [f"{host.name} on {at}" for host, at in zip(self.places, placed, strict=True) if host.name != at]
-        if where:
-            say(f"{self.title} has placed {', '.join(where)}")
+        super().__init__(hosts or [Host(f"{self.host_prefix}-{number}") for number in range(len(placed))])
+        placements = [
+            f"{host.name} on {address}"
+            for host, address in zip(self.hosts, placed, strict=True)
+            if host.name != address
+        ]
+        if placements:
+            say(f"{self.title} has placed {', '.join(placements)}")
         self.listen = placed[0]  # where the others reach the first one
 
     def _placed(self) -> list[str]:
-        for line in self._said:
-            said = self._told(line)
-            if "waits" in said:
-                say(f"waiting for {self.title}: {said['waits']}")
-            elif "what" in said:
-                raise LaunchError(said["what"], said["cure"])
+        for line in self._driver_output:
+            message = self._read_message(line)
+            if "waits" in message:
+                say(f"waiting for {self.title}: {message['waits']}")
+            elif "what" in message:
+                raise LaunchError(message["what"], message["cure"])
             else:
-                self._door = said["door"]
-                return list(said["placed"])
-        raise LaunchError(f"{self.title}'s driver ended with exit code {self._over()}", "see what it says above")
+                self._door = message["door"]
+                return list(message["placed"])
+        raise LaunchError(
+            f"{self.title}'s driver ended with exit code {self._wait_for_driver()}", "see what it says above"
+        )
 
-    def _told(self, line: bytes) -> dict[str, Any]:
+    def _read_message(self, line: bytes) -> dict[str, Any]:
         from paceline.launch.engines.message_types import DRIVEN  # needs msgspec
 
         what = f"what {self.title}'s driver says"
@@ -71,56 +84,59 @@ class DriverEngine(Engine):
         kind = next((kind for name, kind in DRIVEN.items() if name in fields), DRIVEN["placed"])
         return dict(read_message(line, kind, what))
 
-    def command(self, place: Host) -> list[str]:
-        number = [other.name for other in self.places].index(place.name)
+    def command(self, host: Host) -> list[str]:
+        """Hands our standard streams to the driver, which connects them to `sh` on the host."""
+        number = [other.name for other in self.hosts].index(host.name)
         return [sys.executable, "-m", "paceline.launch.engines.driver_engine", self._door, str(number)]
 
-    def end(self, place: Host, code: int, said: str) -> End | None:
-        if code != LOST or not said.startswith(SAID):
+    def end(self, host: Host, code: int, last_line: str) -> End | None:
+        """The reason that the driver gave in its last line, if it gave one."""
+        if code != LOST or not last_line.startswith(LAST_WORD_PREFIX):
             return None
-        text = said.removeprefix(SAID)
+        text = last_line.removeprefix(LAST_WORD_PREFIX)
         return End("preempted" if "preempted" in text else "lost", text)
 
     def close(self) -> None:
-        """The driver hears that nobody is here any more, and with it goes all that it holds."""
-        self._heard.close()
-        self._over()
-        self._said.close()
+        """Closes the driver's input. The driver then ends and releases everything that it holds."""
+        self._driver_input.close()
+        self._wait_for_driver()
+        self._driver_output.close()
 
 
 def driver(module: str, asked: Mapping[str, Any], env: Mapping[str, str] | None = None) -> tuple[Any, Any, Any]:
-    """A driver as a process of its own: what it hears and says, and what waits for its end."""
+    """Starts a driver process. Returns its standard input and output, and a function that waits for its end."""
     command = [sys.executable, "-m", f"paceline.launch.engines.{module}", json.dumps(asked)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=env)
     return process.stdin, process.stdout, process.wait
 
 
 class Bridge(Protocol):
-    """A host, between the standard streams of somebody who waits for its end."""
+    """Connects a host to the standard streams of the process that asked for it, which waits for the host's end."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the host and closes the connection to the process that asked for it."""
 
 
 def reach(address: str) -> None:
-    """OSError: nothing listens there. The engine itself would wait for more than a minute."""
+    """Checks that something listens at an address: OSError if not. The engine itself would wait for over a minute."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), REACH).close()
 
 
-def keep(heard: int, tell: Callable[..., None], placed: Sequence[str], begin: Callable[..., Bridge]) -> None:
-    """What a driver does once all is placed, until what it hears ends: ``begin(number, asker, streams)`` brings a host
-    to whoever asks for it at our door.
+def keep(input_fd: int, tell: Callable[..., None], placed: Sequence[str], begin: Callable[..., Bridge]) -> None:
+    """Serves the placed hosts until `input_fd` ends. A process asks for a host by its number at a Unix socket (the
+    door); ``begin(number, asker, streams)`` then connects the host to that process.
     """
     door = f"paceline-{secrets.token_hex(16)}"
     with socket.socket(socket.AF_UNIX) as listener, selectors.DefaultSelector() as selector:
         listener.bind(f"\0{door}")
         listener.listen(len(placed))
         tell(door=door, placed=placed)
-        selector.register(heard, selectors.EVENT_READ)
+        selector.register(input_fd, selectors.EVENT_READ)
         selector.register(listener, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
-                if key.fileobj == heard:
+                if key.fileobj == input_fd:
                     for other in selector.get_map().values():
                         if other.data is not None:
                             other.data.close()
@@ -135,7 +151,7 @@ def keep(heard: int, tell: Callable[..., None], placed: Sequence[str], begin: Ca
                         continue
                     asker.settimeout(None)
                     selector.register(asker, selectors.EVENT_READ, begin(int(number), asker, streams))
-                else:  # whoever waited there has gone, or we have told it of the end
+                else:  # the process that waited has gone, or has its answer
                     selector.unregister(key.fileobj)
                     key.data.close()
 
@@ -146,10 +162,12 @@ def _is_ours(link: socket.socket) -> bool:
 
 
 def finish(asker: socket.socket, streams: Sequence[int], code: int, why: str = "") -> None:
-    """Tells who asked for a host of its end, which had its last word before; `why` it was not its own."""
+    """Sends a host's exit code to the process that asked for it. `why`: the reason, if the host did not end by itself;
+    it is written to the host's standard error first.
+    """
     with suppress(OSError):
         if why:
-            os.write(streams[2], f"{SAID}{why}\n".encode())
+            os.write(streams[2], f"{LAST_WORD_PREFIX}{why}\n".encode())
     for stream in streams[1:]:
         os.close(stream)
     with suppress(OSError):
@@ -158,14 +176,14 @@ def finish(asker: socket.socket, streams: Sequence[int], code: int, why: str = "
 
 
 def _hand_over(door: str, number: str) -> int:
-    """Gives our standard streams to the driver; the exit code of what had them."""
+    """Gives our standard streams to the driver. Returns the exit code of the host that used them."""
     with socket.socket(socket.AF_UNIX) as asked, suppress(OSError):
         asked.connect(f"\0{door}")
         if _is_ours(asked):  # else another user has taken the name of a driver that has ended
             socket.send_fds(asked, [number.encode()], [0, 1, 2])
             if code := asked.recv(16):
                 return int(code)
-    say(f"{SAID}its driver has ended")
+    say(f"{LAST_WORD_PREFIX}its driver has ended")
     return LOST
 
 

@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class Host:
-    """A host, by the engine's name for it, and its workers: as many as it has GPUs, else one, where that is None."""
+    """A host: the engine's name for it, and its number of workers. None: one worker per GPU, or one without GPUs."""
 
     name: str
     workers: int | None = None
@@ -24,8 +24,8 @@ class Host:
 
 @dataclass(frozen=True)
 class End:
-    """What an engine says of an end that was not the agent's own: ``lost`` (the host, or the way to it), ``preempted``,
-    ``timed out`` or ``failed``; the engine's words, and what to do, where it knows that.
+    """Why a host ended, if its agent did not end by itself. `kind` is ``lost`` (the host or the connection to it),
+    ``preempted``, ``timed out`` or ``failed``; `text` is the engine's message; `cure` is what to do, if that is known.
     """
 
     kind: str
@@ -39,39 +39,41 @@ class End:
 
 
 class Engine(ABC):
-    """Hosts at `places`, the first of which keeps the coordinator. `given` are options for the engine's own command."""
+    """Starts agents on `hosts`, the first of which runs the coordinator. `given`: options for the engine's command."""
 
     name: str
-    listen: str | None = None  # where the others reach the first host, if that is known here
+    listen: str | None = None  # the address at which the other hosts reach the first one, if the engine knows it
 
-    def __init__(self, places: Sequence[Host], given: Sequence[str] = ()) -> None:
-        self.places, self.given = list(places), list(given)
+    def __init__(self, hosts: Sequence[Host], given: Sequence[str] = ()) -> None:
+        self.hosts, self.given = list(hosts), list(given)
 
     @abstractmethod
-    def command(self, place: Host) -> list[str]:
-        """Starts an agent: the command here that becomes ``sh`` on the host, with our standard streams."""
+    def command(self, host: Host) -> list[str]:
+        """The local command that runs ``sh`` on the host with our standard streams; the agent is started in it."""
 
-    def way(self, place: Host) -> dict[str, str] | None:
-        """What the agent there is to know of the way to the others, where these are not reached as they are."""
+    def way(self, host: Host) -> dict[str, str] | None:
+        """The agent's arguments for `tunnel.inside`, if hosts reach each other through a tunnel only."""
         return None
 
-    def missing(self, place: Host) -> str:
-        """Why a host has not answered yet, as the engine sees it; empty where it sees nothing."""
+    def missing(self, host: Host) -> str:
+        """Why a host has not answered yet, if the engine knows; else an empty text."""
         return ""
 
-    def end(self, place: Host, code: int, said: str) -> End | None:
-        """What the engine says of the end of `command`, from its exit code and last line; None: it has no say."""
+    def end(self, host: Host, code: int, last_line: str) -> End | None:
+        """Why `command` ended, from its exit code and last line; None if the agent ended by itself."""
         return None
 
-    def after(self, code: int, told: int | None) -> int:
-        """What becomes of the run's exit code; `told`: the signal that asked us to stop, if any did."""
+    def after(self, code: int, stop_signal: int | None) -> int:
+        """Acts on the end of a run and returns the launcher's exit code. `stop_signal`: the signal that asked us to
+        stop, if any did.
+        """
         return code
 
-    def stop(self, place: Host) -> None:  # noqa: B027 (most have nothing to do)
-        """Ends what may be left on a host after the end of `command`."""
+    def stop(self, host: Host) -> None:  # noqa: B027 (most have nothing to do)
+        """Ends processes that may be left on a host after the end of `command`."""
 
     def close(self) -> None:  # noqa: B027
-        """Ends what the engine itself has needed."""
+        """Releases the engine's own processes and files."""
 
 
 def split_options(text: str | None) -> list[str]:
@@ -84,16 +86,16 @@ def split_options(text: str | None) -> list[str]:
 
 def parse_hosts(text: str) -> list[Host]:
     """``a,b:2,user@c``: hosts, some with their number of workers."""
-    places = []
+    hosts = []
     for word in text.split(","):
         name, _, count = word.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", word) else (word, "", "")
         if not name or name.startswith("-") or re.search(r"\s", name) or in_one_line(name) != name or count == "0":
             raise UsageError(f"{shown(word)} is no host", "give names as ssh takes them, as --hosts a,b:2,user@c")
-        places.append(Host(name, int(count) if count else None))
-    names = [place.name for place in places]
+        hosts.append(Host(name, int(count) if count else None))
+    names = [host.name for host in hosts]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UsageError(f"the host {shown(twice)} is given twice", f"write {twice}:2 for two workers on it")
-    return places
+    return hosts
 
 
 def read_hosts(path: Path) -> list[Host]:

@@ -61,6 +61,7 @@ class Kubectl:
     given: Sequence[str]
 
     def command(self, *words: str) -> list[str]:
+        """The command line of kubectl with these words."""
         return ["kubectl", *self.given, *(["--namespace", self.namespace] if self.namespace else []), *words]
 
     def __call__(self, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -75,7 +76,7 @@ class Kubectl:
             raise LaunchError(f"kubectl cannot be started ({error.strerror})", cure) from error
 
     def items(self, *words: str) -> list[Any] | None:
-        """What a list holds; None where it cannot be had."""
+        """The items of a list of Kubernetes objects; None if kubectl fails."""
         done = self(*words, "--output=json")
         if done.returncode != 0:
             return None
@@ -86,8 +87,8 @@ class Kubectl:
 
 
 def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, str], again: str) -> int:
-    """Makes a Job and follows its first pod to the end; the run's exit code, 0 with `--detach`. `values` are variables
-    for the workers. UsageError, LaunchError: it cannot be.
+    """Creates a Job and follows its first pod to the end. Returns the run's exit code, or 0 with `--detach`. `values`:
+    environment variables for the workers. UsageError: options do not fit. LaunchError: Kubernetes refuses.
     """
     job = ask(given, options, values, again)
     if given["dry_run"]:
@@ -99,33 +100,33 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
     with signals() as wakeup, ExitStack() as made:
         follower = Follower(kubectl, job, wakeup)
         owner["spec"]["suspend"] = True  # until the others are there
-        there = [others.pop()] if job.shape == "trainjob" else []  # which is refused without its runtime
-        for number, thing in enumerate([*there, owner]):
-            create(kubectl, thing)
+        prerequisites = [others.pop()] if job.shape == "trainjob" else []  # which is refused without its runtime
+        for number, manifest in enumerate([*prerequisites, owner]):
+            create(kubectl, manifest)
             if not number:
                 made.callback(follower.remove)
-        possess(kubectl, owner, others, there)
+        possess(kubectl, owner, others, prerequisites)
         say(f"job {job.name}, {spans('host', range(job.hosts))}, run folder {options['run_dir']}")
         if not given["detach"]:
             return follower.run()
         made.pop_all()
-    own = f"-l {LABEL}={job.name},{INDEX}=0"
-    say(f"it goes on by itself; its output: {command_line(kubectl.command('logs', '-f'))} {own}")
+    selector = f"-l {LABEL}={job.name},{INDEX}=0"
+    say(f"it goes on by itself; its output: {command_line(kubectl.command('logs', '-f'))} {selector}")
     say(f"to end it, with a checkpoint: {command_line(kubectl.command('delete', owner['kind'].lower(), job.name))}")
     return 0
 
 
 def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, str], again: str) -> PodJob:
-    """What was asked for. UsageError: it cannot be asked for."""
+    """Makes a job description from the options. UsageError: an option is missing or wrong."""
     if given["nodes"] is None:
         raise UsageError("how many hosts is not said", "give -N HOSTS")
     if given["image"] is None:
         raise UsageError("which image is not said", "give --image IMAGE, one that has Python and Paceline")
-    places = options["checkpoints"] or ""
-    if given["claim"] is None and not is_url(places):
+    checkpoint_url = options["checkpoints"] or ""
+    if given["claim"] is None and not is_url(checkpoint_url):
         what = "what a pod keeps is gone with it, and the run's checkpoints are to stay"
         raise UsageError(what, "give --claim NAME, a volume that all hosts may write, or --checkpoints URL")
-    if "@" in places.partition("://")[2].partition("/")[0]:
+    if "@" in checkpoint_url.partition("://")[2].partition("/")[0]:
         raise UsageError("--checkpoints holds a password", "leave it out there, and give it by --env")
     if PurePosixPath(options["run_dir"]).is_absolute():
         what = f"--run-dir {options['run_dir']} is no path on the volume"
@@ -135,7 +136,7 @@ def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[st
         if given[name] is not None and not re.fullmatch(amount + units, given[name]):
             raise UsageError(f"--{name} {shown(given[name])} is no quantity", "give one as 8, 500m or 16Gi")
     workers = given["workers_per_host"] or given["gpus"] or 1
-    here = None if options["module"] or options["script"].startswith("/") else Path(options["script"])
+    local_script = None if options["module"] or options["script"].startswith("/") else Path(options["script"])
     limits = {"memory": given["memory"], "nvidia.com/gpu": str(given["gpus"]) if given["gpus"] else None}
     limits = {name: amount for name, amount in limits.items() if amount}
     return PodJob(
@@ -143,10 +144,10 @@ def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[st
         namespace=given["namespace"],
         image=given["image"],
         hosts=given["nodes"],
-        command=_command(given["python"] or "python", workers, options, here),
+        command=_command(given["python"] or "python", workers, options, local_script),
         token=secrets.token_hex(32),
         values=values,
-        script=here,
+        script=local_script,
         cwd=given["cwd"],
         setup=given["setup"] or "",
         claim=given["claim"],
@@ -157,28 +158,36 @@ def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[st
     )
 
 
-def _command(python: str, workers: int, options: Mapping[str, Any], here: Path | None) -> list[str]:
-    """What each pod runs."""
+def _command(python: str, workers: int, options: Mapping[str, Any], local_script: Path | None) -> list[str]:
+    """The command that each pod runs."""
     words = [python, "-m", "paceline", "run", "--nodes", "auto", "--token-file", f"{TOKEN}/token"]
     words += ["--workers", str(workers), "--run-dir", f"{RUNS}/{options['run_dir']}"]
-    found = {"--plan": options["plan"], "--steps": options["max_steps"]}
-    found |= {f"--{name.replace('_', '-')}": options[name] for name in FLAGS}
-    words += [word for name, value in found.items() if value is not None for word in (name, str(value))]
+    option_values = {"--plan": options["plan"], "--steps": options["max_steps"]}
+    option_values |= {f"--{name.replace('_', '-')}": options[name] for name in FLAGS}
+    words += [word for name, value in option_values.items() if value is not None for word in (name, str(value))]
     words += [f"--{name.replace('_', '-')}" for name in SWITCHES if options[name]]
     words += ["--tensorboard"] if options["tensorboard"] else []
     words += (
-        ["-m", options["module"]] if options["module"] else [f"{SCRIPTS}/{here.name}" if here else options["script"]]
+        ["-m", options["module"]]
+        if options["module"]
+        else [f"{SCRIPTS}/{local_script.name}" if local_script else options["script"]]
     )
     return [*words, *options["arguments"]]
 
 
 def create(kubectl: Kubectl, manifest: Mapping[str, Any]) -> None:
-    """Not by `apply`, which would keep a copy of the Secret in an annotation. LaunchError: Kubernetes refuses."""
+    """Creates an object. Not by `apply`, which would keep a copy of the Secret in an annotation. LaunchError:
+    Kubernetes refuses.
+    """
     _checked(kubectl("create", "--validate=warn", "--filename=-", stdin=json.dumps(manifest)))
 
 
-def possess(kubectl: Kubectl, job: Manifest, others: Sequence[Manifest], there: Sequence[Manifest] = ()) -> None:
-    """Creates what is the Job's, and goes with it, as what is `there` already will; then it begins."""
+def possess(
+    kubectl: Kubectl, job: Manifest, others: Sequence[Manifest], prerequisites: Sequence[Manifest] = ()
+) -> None:
+    """Creates `others` as objects that the Job owns, and makes it the owner of `prerequisites`, which exist: Kubernetes
+    deletes all of them with the Job. Then the Job begins.
+    """
     kind, name = str(job["kind"]).lower(), job["metadata"]["name"]
     made = kubectl("get", kind, name, "--output=jsonpath={.metadata.uid}")
     owners = [{"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": made.stdout}]
@@ -186,39 +195,44 @@ def possess(kubectl: Kubectl, job: Manifest, others: Sequence[Manifest], there: 
         other["metadata"]["ownerReferences"] = owners
     create(kubectl, {"apiVersion": "v1", "kind": "List", "items": others})
     held = {"metadata": {"ownerReferences": owners}}
-    for thing, change in [*((one, held) for one in there), (job, {"spec": {"suspend": False}})]:
-        which = str(thing["kind"]).lower(), thing["metadata"]["name"]
+    for manifest, change in [
+        *((prerequisite, held) for prerequisite in prerequisites),
+        (job, {"spec": {"suspend": False}}),
+    ]:
+        which = str(manifest["kind"]).lower(), manifest["metadata"]["name"]
         _checked(kubectl("patch", *which, "--type=merge", "--patch", json.dumps(change)))
 
 
 def _checked(done: subprocess.CompletedProcess[str]) -> None:
-    """Shows warnings of the server's, not kubectl's own log."""
-    said = [line for line in done.stderr.splitlines() if not re.match("[IW][0-9]{4} ", line)]
+    """Shows the server's warnings, but not kubectl's own log. LaunchError: the command failed."""
+    warnings = [line for line in done.stderr.splitlines() if not re.match("[IW][0-9]{4} ", line)]
     if done.returncode:
-        why = " ".join(said) or f"exit code {done.returncode}"
+        why = " ".join(warnings) or f"exit code {done.returncode}"
         raise LaunchError(f"Kubernetes refuses ({why})", "see --engine='...' and --dry-run")
-    for line in said:
+    for line in warnings:
         say(line)
 
 
-# ---- what is seen of pods
+# ---- the state of pods
 
 
 def newest(pods: Iterable[Pod]) -> dict[int, Pod]:
-    """Of each host the pod that was made last."""
+    """The newest pod of each host, by the host's number."""
     made = sorted(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
     numbers = ((pod["metadata"].get("annotations", {}).get(INDEX), pod) for pod in made)
     return {int(number): pod for number, pod in numbers if number is not None}
 
 
 def state(pod: Pod) -> Mapping[str, Any]:
-    """That of its container: ``waiting``, ``running`` or ``terminated``, by that name; empty before there is one."""
-    found = [one for one in pod["status"].get("containerStatuses", []) if one["name"] == CONTAINER]
-    return dict(found[0]["state"]) if found else {}
+    """The state of a pod's container: its one key is ``waiting``, ``running`` or ``terminated``. Empty before the
+    container exists.
+    """
+    statuses = [status for status in pod["status"].get("containerStatuses", []) if status["name"] == CONTAINER]
+    return dict(statuses[0]["state"]) if statuses else {}
 
 
 def code(pod: Pod | None) -> int | None:
-    """Its exit code; of one that has none and does not run any more, that of who was killed."""
+    """A pod's exit code; None while it runs. One that is gone, or failed without a code, counts as killed (SIGKILL)."""
     if pod is None:
         return PASSING[1]
     if ended := state(pod).get("terminated"):
@@ -227,63 +241,65 @@ def code(pod: Pod | None) -> int | None:
 
 
 def why(pod: Pod, events: Iterable[Mapping[str, Any]]) -> str:
-    """Why it does not run yet, as Kubernetes sees it."""
+    """Why a pod does not run yet, in Kubernetes' words."""
     for condition in pod["status"].get("conditions", []):
         if condition["type"] == "PodScheduled" and condition["status"] == "False":
             return f"{condition.get('reason', 'Unschedulable')}: {condition.get('message', '')}"
     waits = state(pod).get("waiting", {})
     if waits.get("message"):
         return f"{waits['reason']}: {waits['message']}"
-    told = [event for event in events if event["involvedObject"]["name"] == pod["metadata"]["name"]]
-    last = max(told, key=lambda event: str(event.get("lastTimestamp")), default=None)
+    pod_events = [event for event in events if event["involvedObject"]["name"] == pod["metadata"]["name"]]
+    last = max(pod_events, key=lambda event: str(event.get("lastTimestamp")), default=None)
     return f"{last['reason']}: {last['message']}" if last else str(waits.get("reason", "Pending"))
 
 
 def missing(job: str, hosts: int, pods: Mapping[int, Pod], events: Sequence[Mapping[str, Any]]) -> str:
-    """Who does not run yet and why; empty where all have begun. `events` are warnings."""
+    """The hosts that do not run yet, with the reasons; empty if all have begun. `events`: warnings of Kubernetes."""
     reasons: dict[str, list[int]] = {}
     refused = [event for event in events if event["involvedObject"]["name"] == job]
-    none = f"{refused[-1]['reason']}: {refused[-1]['message']}" if refused else "no pod was made yet"
+    no_pod = f"{refused[-1]['reason']}: {refused[-1]['message']}" if refused else "no pod was made yet"
     for number in range(hosts):
         pod = pods.get(number)
         if pod is None or state(pod).keys() <= {"waiting"}:
-            reasons.setdefault(none if pod is None else why(pod, events), []).append(number)
-    told = [f"{spans('host', numbers)} ({' '.join(reason.split())})" for reason, numbers in reasons.items()]
-    return f"waiting for {'; '.join(told)}" if told else ""
+            reasons.setdefault(no_pod if pod is None else why(pod, events), []).append(number)
+    reason_texts = [f"{spans('host', numbers)} ({' '.join(reason.split())})" for reason, numbers in reasons.items()]
+    return f"waiting for {'; '.join(reason_texts)}" if reason_texts else ""
 
 
 class Follower:
-    """Shows what the first host says, and who is missing, until the run has ended. `wakeup` brings signals."""
+    """Shows the first host's output and the missing hosts until the run ends. `wakeup` delivers signal numbers."""
 
     def __init__(self, kubectl: Kubectl, job: PodJob, wakeup: socket.socket) -> None:
         self._kubectl, self._job, self._wakeup = kubectl, job, wakeup
-        self._own, self._owners = f"--selector={LABEL}={job.name}", OWNERS[job.shape]
-        self._told: int | None = None  # the signal that asked for a stop
+        self._selector, self._owners = f"--selector={LABEL}={job.name}", OWNERS[job.shape]
+        self._stop_signal: int | None = None  # the signal that asked for a stop
         self._at_once = False
-        self._said = ""
+        self._last_text = ""
         self._pods: dict[int, Pod] = {}
         self._events: list[Any] = []
         self._followed = ""  # the first pod that is shown
-        self._whole = False  # whether it had ended before that began
+        self._had_ended = False  # whether it had ended before that began
         self._shown = 0  # bytes of it
         self._output: subprocess.Popen[bytes] | None = None
         self._copies: threading.Thread | None = None
 
     def run(self) -> int:
-        """The exit code. All that was made is still there."""
+        """Follows the run to its end and returns the exit code. It removes no objects."""
         while True:
             self._listen(LOOK)
-            found = self._kubectl.items("get", f"{self._owners}job,pods", self._own)
+            items = self._kubectl.items("get", f"{self._owners}job,pods", self._selector)
             if self._at_once:
                 return self._asked
-            if found is None:
+            if items is None:
                 self._tell("Kubernetes does not answer")
                 continue
-            pods = [one for one in found if one["kind"] == "Pod"]
+            pods = [item for item in items if item["kind"] == "Pod"]
             self._pods = newest(pods)
-            jobs = [one for one in found if one["kind"] == "Job"]
-            if not jobs and (whose := [one["kind"] for one in found if one["kind"].lower() == self._job.shape]):
-                self._tell(f"waiting for the job {self._job.job}, which the controller of {whose[0]}s makes")
+            jobs = [item for item in items if item["kind"] == "Job"]
+            if not jobs and (
+                owner_kinds := [item["kind"] for item in items if item["kind"].lower() == self._job.shape]
+            ):
+                self._tell(f"waiting for the job {self._job.job}, which the controller of {owner_kinds[0]}s makes")
                 continue
             if not jobs:
                 say(f"the job {self._job.name} is gone: somebody has deleted it")
@@ -295,15 +311,15 @@ class Follower:
             self._follow()
 
     def remove(self) -> None:
-        """Removes all that was made, and waits for it; once more told to stop, without waiting for the pods' ends."""
+        """Removes all objects of the run and waits for their end. A second signal kills the pods at once."""
         kinds = self._owners + KINDS
-        command = self._kubectl.command("delete", kinds, self._own, "--cascade=foreground", "--ignore-not-found")
+        command = self._kubectl.command("delete", kinds, self._selector, "--cascade=foreground", "--ignore-not-found")
         self._followed = ""  # nothing is to be stopped any more but this
         streams = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
         with subprocess.Popen(command, **streams, start_new_session=True) as process:  # type: ignore[call-overload]
             while process.poll() is None:
                 if self._at_once:
-                    self._kubectl("delete", "pods", self._own, "--grace-period=0", "--force")
+                    self._kubectl("delete", "pods", self._selector, "--grace-period=0", "--force")
                     self._at_once = False
                 self._listen(LOOK / 4)
         if process.returncode:
@@ -314,21 +330,21 @@ class Follower:
 
     @property
     def _asked(self) -> int:
-        return 130 if self._told == signal.SIGINT else STOPPED
+        return 130 if self._stop_signal == signal.SIGINT else STOPPED
 
     def _tell(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
+        if text != self._last_text:
+            self._last_text = text
             say(text or "all hosts run")
 
     def _listen(self, seconds: float) -> None:
-        """Waits so long, or until a signal has come."""
+        """Waits so many seconds, or until a signal has come."""
         end = time.monotonic() + seconds
         while can_read(self._wakeup, end - time.monotonic()):
             numbers = [number for number in self._wakeup.recv(4096) if number != signal.SIGCHLD]
             for number in numbers:
-                self._at_once = self._told is not None or not self._followed
-                self._told = self._told or number
+                self._at_once = self._stop_signal is not None or not self._followed
+                self._stop_signal = self._stop_signal or number
             if numbers and not self._at_once:
                 say("stopping after this step and saving; press Ctrl-C again to stop at once")
                 first = self._pods[0]["metadata"]["name"]
@@ -337,10 +353,10 @@ class Follower:
                 return
 
     def _look_for_missing(self, hosts: int) -> None:
-        if self._told is not None:
+        if self._stop_signal is not None:
             return
         text = missing(self._job.job, hosts, self._pods, self._events)
-        if text and text != self._said:  # there may be more to know
+        if text and text != self._last_text:  # there may be more to know
             self._events = self._kubectl.items("get", "events", "--field-selector=type=Warning") or []
             text = missing(self._job.job, hosts, self._pods, self._events)
         self._tell(text)
@@ -355,14 +371,14 @@ class Follower:
             uid == self._followed
             and self._output is not None
             and ended
-            and (self._whole or not self._output.returncode)
+            and (self._had_ended or not self._output.returncode)
         ):
             return
         if self._followed not in ("", uid):  # one that takes its place: that one's end comes first
             return
         if state(first).keys() & {"running", "terminated"}:
             self._shown = self._shown if uid == self._followed else 0
-            self._followed, self._whole = uid, ended
+            self._followed, self._had_ended = uid, ended
             command = self._kubectl.command("logs", "--follow", first["metadata"]["name"], f"--container={CONTAINER}")
             self._output = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
@@ -371,7 +387,7 @@ class Follower:
             self._copies.start()
 
     def _copy(self, output: subprocess.Popen[bytes]) -> None:
-        """Each byte once, also where the connection broke and it begins again."""
+        """Copies a pod's log to standard output, each byte once: after a broken connection the log begins again."""
         assert output.stdout is not None
         again, passing = self._shown, Passing(sys.stdout)
         while data := output.stdout.read1(1 << 16):  # type: ignore[attr-defined]
@@ -382,19 +398,19 @@ class Follower:
         passing.close()
 
     def _verdict(self, job: Mapping[str, Any], pods: Sequence[Pod]) -> int | None:
-        """The run's exit code, once it has ended."""
+        """The run's exit code once it has ended, else None."""
         if self._output is not None and self._output.poll() is None:
             return None
         if self._copies is not None:
             self._copies.join()
         followed = [pod for pod in pods if str(pod["metadata"]["uid"]) == self._followed]
         ended = code(followed[0] if followed else None) if self._followed else None
-        broke = self._output is not None and bool(self._output.returncode) and not self._whole
+        broke = self._output is not None and bool(self._output.returncode) and not self._had_ended
         if ended is not None and broke and followed and followed[0] is self._pods.get(0):
             return None  # it is shown once more
         conditions = job["status"].get("conditions", [])
         failed = [one for one in conditions if one["type"] == "Failed" and one["status"] == "True"]
-        if ended is not None and self._told is not None:
+        if ended is not None and self._stop_signal is not None:
             return self._asked
         if ended == 0:
             self._farewell()
@@ -414,10 +430,10 @@ class Follower:
         end = time.monotonic() + FAREWELL
         while any(code(pod) is None for pod in self._pods.values()) and time.monotonic() < end:
             self._listen(LOOK / 2)
-            self._pods = newest(self._kubectl.items("get", "pods", self._own) or [])
+            self._pods = newest(self._kubectl.items("get", "pods", self._selector) or [])
 
     def _failed(self, first: int | None) -> int:
-        """Shows what another host has failed with; the exit code is that of a local run."""
+        """Shows the last lines of other hosts that failed. Returns the exit code that a local run would have."""
         self._farewell()
         codes = [first or 1]
         for number, pod in sorted(self._pods.items()):

@@ -41,11 +41,11 @@ COLUMNS = ("python", "torch", "paceline", "script")
 
 @dataclass(frozen=True)
 class HostJob:
-    """What runs on each host: `python` in the folder `cwd`, after the lines of shell in `setup`. `options` are those of
-    `paceline run` (`LaunchOptions`); `files` an archive that is unpacked there; `call` a function that
-    is called instead of a script; `listen` where the first host listens.
-    `detach`: once all hosts are of the run it goes on without us. `wait`: seconds in which all hosts must come, where
-    the run is not to begin without some.
+    """The program that runs on each host: `python` in the folder `cwd`, after the shell lines of `setup`. `options` are
+    those of `paceline run` (`LaunchOptions`); `files` is an archive that is unpacked on the host; `call` is a pickled
+    function that is called instead of a script; `listen` is the address at which the first host listens. `detach`: the
+    run goes on without the launcher once all hosts have joined. `wait`: if given, all hosts must answer within so many
+    seconds, else the run does not begin.
     """
 
     options: Mapping[str, Any]
@@ -61,7 +61,7 @@ class HostJob:
 
     @property
     def script(self) -> str:
-        """What ``sh`` reads first. It may read ahead, so nothing else is sent before it has given way to Python."""
+        """The first input of ``sh``. It may read ahead, so nothing else is sent before Python has replaced it."""
         home = "~/" if self.cwd.startswith("~/") else ""
         cwd = self.cwd.removeprefix(home)
         folder = home + shlex.quote(f"./{cwd}" if cwd.startswith("-") else cwd)
@@ -72,15 +72,17 @@ class HostJob:
 
 @dataclass
 class _Host:
-    place: Host
+    """The state of one host: its process here, its pipes, and what is known of its agent."""
+
+    spec: Host
     first: bool
     process: subprocess.Popen[bytes] | None = None
     unsent: bytearray = field(default_factory=bytearray)
     unread: dict[str, bytes] = field(default_factory=dict)
     last: str = ""  # its last line on standard error
     like: dict[str, Any] | None = None
-    ordered: bool = False  # its agent begins
-    begun: bool = False  # it is of the run
+    ordered: bool = False  # its agent has been told to begin
+    begun: bool = False  # it has joined the run
     code: int | None = None
     end: End | None = None
     due: float = math.inf  # when it is started again
@@ -92,25 +94,27 @@ class _Host:
 
 
 class Launcher:
-    """`run` returns the exit code. `told`: the signal that asked for a stop, if any did; `value`: what a function has
-    returned on worker 0, as it is pickled.
+    """Starts an agent on each host of an engine and follows them to the end. `stop_signal`: the signal that asked for a
+    stop, if any did. `value`: the pickled value that a function has returned on worker 0.
     """
 
     def __init__(self, engine: Engine, job: HostJob) -> None:
         self._engine, self._job = engine, job
         self._token = secrets.token_hex(32)
-        self._hosts = [_Host(place, first=not number) for number, place in enumerate(engine.places)]
+        self._hosts = [_Host(spec, first=not number) for number, spec in enumerate(engine.hosts)]
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
         self._listens = ""  # where the coordinator is
         self._checked = self._left = False
         self._late = math.inf  # when the others are not waited for any more
         self._beaten = 0.0
-        self.told: int | None = None
+        self.stop_signal: int | None = None
         self.value = bytearray()
 
     def run(self) -> int:
-        """From the hosts' start to their end; nothing of ours is left. LaunchError: they cannot begin."""
+        """Runs the job from the hosts' start to their end and returns its exit code. No process is left. LaunchError:
+        the hosts cannot begin.
+        """
         with signals() as wakeup:
             self._selector.register(wakeup, selectors.EVENT_READ, (None, ""))
             try:
@@ -141,7 +145,7 @@ class Launcher:
     def _start(self, host: _Host) -> None:
         host.due, host.like, host.last = math.inf, None, ""
         host.ordered = host.begun = False
-        command = self._engine.command(host.place)
+        command = self._engine.command(host.spec)
         streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         try:
             host.process = subprocess.Popen(command, **streams, start_new_session=True)  # type: ignore[call-overload]
@@ -183,7 +187,7 @@ class Launcher:
             self._selector.unregister(pipe)
         for line in lines:
             if name == "stdout" and line.startswith(MARK):
-                self._told(host, line.removeprefix(MARK))
+                self._receive(host, line.removeprefix(MARK))
                 continue
             if name == "stderr":
                 host.last = in_one_line(line.decode(errors="replace").strip()) or host.last
@@ -191,36 +195,36 @@ class Launcher:
                 if name == "stdout":
                     Passing(sys.stdout).write(line + b"\n")
                 else:
-                    before = "" if host.first else f"{host.place.name} | "
+                    before = "" if host.first else f"{host.spec.name} | "
                     say(Coloured(printable(before) + coloured(last_painted(line))))
         if not data and not any(key.events & selectors.EVENT_READ for key in self._keys(host)):
             self._ended(host)
 
-    def _told(self, host: _Host, line: bytes) -> None:
-        from paceline.launch.engines.message_types import SAID  # needs msgspec
+    def _receive(self, host: _Host, line: bytes) -> None:
+        from paceline.launch.engines.message_types import AGENT_MESSAGES  # needs msgspec
 
-        about = f"what {host.place.name} says"
-        what = read_message(line, dict[str, Any], about).get("says")
-        said = read_message(line, SAID.get(str(what), dict[str, Any]), about)
-        if what == "ready":
-            workers = host.place.workers or self._job.workers
+        source = f"what {host.spec.name} says"
+        kind = read_message(line, dict[str, Any], source).get("says")
+        message = read_message(line, AGENT_MESSAGES.get(str(kind), dict[str, Any]), source)
+        if kind == "ready":
+            workers = host.spec.workers or self._job.workers
             job = {"options": self._job.options, "workers": workers, "token": self._token}
-            job |= {"files": len(self._job.files), "call": len(self._job.call), "tunnel": self._engine.way(host.place)}
+            job |= {"files": len(self._job.files), "call": len(self._job.call), "tunnel": self._engine.way(host.spec)}
             self._send(host, json.dumps(job).encode() + b"\n" + self._job.files + self._job.call)
-        elif what == "like":
-            host.like = said
-        elif what == "listens":
-            address, port = said["address"]
+        elif kind == "like":
+            host.like = message
+        elif kind == "listens":
+            address, port = message["address"]
             self._listens, host.begun = f"{address}:{port}", True
-        elif what == "value":
-            self.value += base64.b64decode(said["data"])
+        elif kind == "value":
+            self.value += base64.b64decode(message["data"])
 
     def _order(self, host: _Host) -> None:
-        """Its agent begins: the first listens, the others join it."""
-        towards = self._hosts[1].place.name if len(self._hosts) > 1 else None
+        """Tells a host's agent to begin: the first one listens, the others join it."""
+        towards = self._hosts[1].spec.name if len(self._hosts) > 1 else None
         join = None if host.first else self._listens
         order = {
-            "name": host.place.name,
+            "name": host.spec.name,
             "listen": self._job.listen or self._engine.listen,
             "towards": towards,
             "join": join,
@@ -234,25 +238,25 @@ class Launcher:
         assert process is not None
         host.code = process.wait()
         self._forget(host, process)
-        host.end = self._engine.end(host.place, host.code, host.last)
-        self._engine.stop(host.place)
-        if host.first or not (host.end and host.end.passing) or self.told is not None:
+        host.end = self._engine.end(host.spec, host.code, host.last)
+        self._engine.stop(host.spec)
+        if host.first or not (host.end and host.end.passing) or self.stop_signal is not None:
             return
         if not host.pause:
             when = "is lost" if host.ordered else "does not answer"
-            self._say(f"{host.place.name} {when} ({host.end.text}): it is tried again until it comes")
+            self._say(f"{host.spec.name} {when} ({host.end.text}): it is tried again until it comes")
         host.pause = min(LATEST, 2 * host.pause) or AGAIN
         host.due = time.monotonic() + host.pause
 
     def _close(self, host: _Host) -> None:
-        """Ends what is left of it: the agent there hears that nobody is here any more."""
+        """Ends a host's process here. Its agent sees the end of its input, and ends, too."""
         host.due = math.inf
         if host.process is not None:
             host.process.kill()
             host.process.wait()
             self._forget(host, host.process)
             host.process = None
-            self._engine.stop(host.place)
+            self._engine.stop(host.spec)
 
     def _forget(self, host: _Host, process: subprocess.Popen[bytes]) -> None:
         for key in self._keys(host):
@@ -287,34 +291,34 @@ class Launcher:
             if host in hosts:
                 self._send(host, bytes([GO_ON]))
                 continue
-            self._say(f"{host.place.name} has not come: the run goes on without it")
+            self._say(f"{host.spec.name} has not come: the run goes on without it")
             self._close(host)
         folder = Path(self._job.cwd, self._job.options["run_dir"])
-        self._say(
-            f"the run goes on by itself, at {self._listens}, with its folder {self._hosts[0].place.name}:{folder}"
-        )
+        self._say(f"the run goes on by itself, at {self._listens}, with its folder {self._hosts[0].spec.name}:{folder}")
         self._say("come back with `paceline watch`, `paceline logs -f` or `paceline stop`, and that folder")
 
     def _check(self, now: float) -> None:
-        """Lets the first host begin once all have answered, or some have not for too long. LaunchError: it cannot."""
+        """Lets the first host begin once all hosts have answered, or time is up. LaunchError: the hosts differ, or one
+        that the run needs is silent.
+        """
         first, silent = self._hosts[0], [host for host in self._hosts if host.like is None]
-        whole, seconds = self._job.wait is not None, self._job.wait or ANSWER
-        waits = [host for host in silent if host.process is not None or (whole and host.due < math.inf)]
-        if (waits and now - self._began < seconds) or self.told is not None:
+        needs_all_hosts, seconds = self._job.wait is not None, self._job.wait or ANSWER
+        waiting = [host for host in silent if host.process is not None or (needs_all_hosts and host.due < math.inf)]
+        if (waiting and now - self._began < seconds) or self.stop_signal is not None:
             return
         unlike = [host for host in silent if host.process is None and not (host.end and host.end.passing)]
         if unlike or len({self._row(host)[1:] for host in self._hosts if host.like}) > 1:
             raise LaunchError(f"the hosts differ:\n{self._table()}", self._cure())
         if first.like is None:
-            why = (first.end and first.end.text) or self._engine.missing(first.place) or "it says nothing"
-            what = f"the first host {first.place.name} does not answer ({why}), and it is to keep the coordinator"
+            why = (first.end and first.end.text) or self._engine.missing(first.spec) or "it says nothing"
+            what = f"the first host {first.spec.name} does not answer ({why}), and it is to keep the coordinator"
             raise LaunchError(what, "name another one first, or bring it back")
-        for host in waits:
-            why = (host.end and host.end.text) or self._engine.missing(host.place) or "it says nothing"
-            if whole:
-                what = f"{host.place.name} has not answered within {seconds:.0f} s ({why}), and all hosts are to begin"
+        for host in waiting:
+            why = (host.end and host.end.text) or self._engine.missing(host.spec) or "it says nothing"
+            if needs_all_hosts:
+                what = f"{host.spec.name} has not answered within {seconds:.0f} s ({why}), and all hosts are to begin"
                 raise LaunchError(what, "see why, or ask for fewer hosts")
-            self._say(f"{host.place.name} does not answer yet ({why}): the run begins without it")
+            self._say(f"{host.spec.name} does not answer yet ({why}): the run begins without it")
         self._checked = True
         self._order(first)
 
@@ -323,15 +327,15 @@ class Launcher:
         if self._row(host)[1:] == self._row(self._hosts[0])[1:]:
             self._order(host)
         else:
-            self._say(f"{host.place.name} differs, and is left out:\n{self._table()}")
+            self._say(f"{host.spec.name} differs, and is left out:\n{self._table()}")
             host.pause = math.inf
             self._close(host)
 
     def _row(self, host: _Host) -> tuple[str, ...]:
         if host.like is None:
             text = host.end.text if host.end else host.last or f"ended with exit code {host.code}"
-            return (host.place.name, text if host.process is None else "has not answered")
-        return (host.place.name, *(in_one_line(host.like[name])[: 8 if name == "script" else 40] for name in COLUMNS))
+            return (host.spec.name, text if host.process is None else "has not answered")
+        return (host.spec.name, *(in_one_line(host.like[name])[: 8 if name == "script" else 40] for name in COLUMNS))
 
     def _table(self) -> str:
         rows = [("host", *COLUMNS), *map(self._row, self._hosts)]
@@ -353,15 +357,15 @@ class Launcher:
             if number == signal.SIGCHLD:
                 continue
             first = self._hosts[0]
-            if self.told is None and not first.ordered:  # nothing has begun
+            if self.stop_signal is None and not first.ordered:  # nothing has begun
                 for host in self._hosts:
                     self._close(host)
-            self.told = self.told or number
+            self.stop_signal = self.stop_signal or number
             self._send(first, bytes([number if number != signal.SIGUSR2 else signal.SIGTERM]))
 
     def _done(self) -> bool:
         first = self._hosts[0]
-        if not self._checked and self.told is None:
+        if not self._checked and self.stop_signal is None:
             return False
         if not first.over:
             return False
@@ -370,13 +374,13 @@ class Launcher:
         return ended or time.monotonic() > self._late
 
     def _code(self) -> int:
-        """That of the first host; where a worker on another host failed, that of its own."""
+        """The exit code of the first host, or that of another host on which a worker failed."""
         first = self._hosts[0]
         if first.end is not None:
-            self._say(f"{first.place.name}: {first.end.kind} ({first.end.text}); the same command goes on")
+            self._say(f"{first.spec.name}: {first.end.kind} ({first.end.text}); the same command goes on")
             return STOPPED
         if not first.ordered:
-            return 130 if self.told == signal.SIGINT else STOPPED
+            return 130 if self.stop_signal == signal.SIGINT else STOPPED
         others = [host.code for host in self._hosts[1:] if host.code not in (None, 0, 2, STOPPED, 130)]
         code = others[0] if first.code == 1 and others and others[0] else first.code
         return code if code is not None and code >= 0 else 1

@@ -35,10 +35,11 @@ Manifest = dict[str, Any]
 
 @dataclass(frozen=True)
 class PodJob:
-    """What runs in each of `hosts` pods of `image`: `command`, of which the first word is found there, in the folder
-    `cwd`, after the lines of shell in `setup`. `script` is a file here that goes along. `values` are variables for the
-    workers, `again` is the command that goes on with the run. The run folder is on the `claim`, if there is one.
-    `resources` are those of a container. The Job is alone, or as its `shape` says the one of a JobSet or of a TrainJob.
+    """A run as a Job of `hosts` pods of `image`. Each pod runs `command` (its first word is a program of the image) in
+    the folder `cwd`, after the shell lines of `setup`. `script` is a local file that is sent along; `values` are
+    environment variables for the workers; `again` is the command that continues the run. The run folder is on the
+    volume of `claim`, if that is given. `resources` are those of a container. `shape`: a plain Job, or the Job of a
+    JobSet or of a TrainJob.
     """
 
     name: str
@@ -59,30 +60,30 @@ class PodJob:
 
     @property
     def job(self) -> str:
-        """What the Job is called, after which its pods are: a JobSet makes it of names and a number."""
+        """The name of the Job, from which those of its pods are made: a JobSet makes it of its names and a number."""
         return self.name if self.shape == "job" else f"{self.name}-{HOSTS}-0"
 
 
 def run_name(stem: str) -> str:
-    """A name that nobody has, for all that is made: a label of DNS (RFC 1035), which leaves room for `-0` and more."""
+    """A new name for all objects of a run: a label of DNS (RFC 1035), short enough for suffixes such as `-0`."""
     text = re.sub("[^a-z0-9]+", "-", stem.lower()).strip("-")[:30].strip("-")
     text = text if text[:1].isalpha() else f"run-{text}".strip("-")
     return f"{text}-{''.join(secrets.choice('bcdfghjklmnpqrstvwxz2456789') for _ in range(5))}"
 
 
 def manifests(job: PodJob, shown: bool = False) -> list[Manifest]:
-    """All of it, last what all else belongs to. `shown`: without the Secret's values."""
-    found = [_secret(job, shown), *([] if job.script is None else [_script(job, job.script)]), _service(job)]
+    """All manifests of a run; the last one owns the others. `shown`: the Secret's values are left out."""
+    supporting = [_secret(job, shown), *([] if job.script is None else [_script(job, job.script)]), _service(job)]
     shapes = {
         "job": lambda: [_job(job)],
         "jobset": lambda: [_set(job)],
         "trainjob": lambda: [_runtime(job), _train(job)],
     }
-    return [*found, _policy(job), *shapes[job.shape]()]
+    return [*supporting, _policy(job), *shapes[job.shape]()]
 
 
 def literal(text: str) -> str:
-    """A word in which Kubernetes is to replace nothing, as it does ``$(NAME)`` in commands and variables."""
+    """Escapes a word, so that Kubernetes does not replace ``$(NAME)`` in it."""
     return text.replace("$", "$$")
 
 
@@ -114,21 +115,23 @@ def _script(job: PodJob, path: Path) -> Manifest:
 
 
 def _service(job: PodJob) -> Manifest:
-    """Gives the first pod its name, also while it is not ready: the others wait for it."""
+    """The Service that gives the first pod its DNS name, even before it is ready: the other pods wait for it."""
     spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {LABEL: job.name}}
     return _thing(job, "Service", spec={**spec, "ports": [{"name": "coordinator", "port": PORT}]})
 
 
 def _policy(job: PodJob) -> Manifest:
-    """Nobody but the run's own pods reaches them; what they reach is free: data, checkpoints, names."""
-    own = {"podSelector": {"matchLabels": {LABEL: job.name}}}
-    spec = {**own, "policyTypes": ["Ingress"], "ingress": [{"from": [own]}]}
+    """The NetworkPolicy: only the run's own pods reach its pods. Outgoing connections (data, checkpoints, DNS) are
+    free.
+    """
+    run_pods = {"podSelector": {"matchLabels": {LABEL: job.name}}}
+    spec = {**run_pods, "policyTypes": ["Ingress"], "ingress": [{"from": [run_pods]}]}
     return _thing(job, "NetworkPolicy", "networking.k8s.io/v1", spec=spec)
 
 
 def _job(job: PodJob) -> Manifest:
-    """A pod that is lost is replaced, which is a failure only where it was killed without a word of Kubernetes' own; a
-    run that failed is not begun again; it is finished when its first host says so.
+    """The Job. Kubernetes replaces a lost pod; this counts as a failure only if the pod was killed for no reason that
+    Kubernetes knows. A failed run is not started again. The Job is complete when its first host ends with 0.
     """
     rules: list[Manifest] = [
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
@@ -151,12 +154,12 @@ def _job(job: PodJob) -> Manifest:
 
 
 def _set(job: PodJob) -> Manifest:
-    """A JobSet of this one Job. It fails with it; names are those of our own service."""
+    """A JobSet of this one Job, which fails with the Job. Our own Service provides the DNS names."""
     return _thing(job, "JobSet", "jobset.x-k8s.io/v1alpha2", spec={**_jobs(job), "ttlSecondsAfterFinished": KEPT})
 
 
 def _jobs(job: PodJob, **labels: str) -> Manifest:
-    """What a JobSet is to hold: the Job, with these labels of its own."""
+    """The spec of a JobSet that holds the Job with additional labels."""
     inner = _job(job)
     del inner["spec"]["ttlSecondsAfterFinished"]  # another one would be made
     template = {"metadata": {"labels": {**inner["metadata"]["labels"], **labels}}, "spec": inner["spec"]}
@@ -165,8 +168,8 @@ def _jobs(job: PodJob, **labels: str) -> Manifest:
 
 
 def _runtime(job: PodJob) -> Manifest:
-    """What a TrainJob refers to, and has to be there before it: Kubeflow Trainer makes the JobSet of it. A runtime of
-    the cluster's would not do: a TrainJob cannot bring rules for failures, a service or a completion mode to one.
+    """The TrainingRuntime to which a TrainJob refers, and which must exist before it: Kubeflow Trainer makes the JobSet
+    from it. A runtime of the cluster would not do: a TrainJob cannot add failure rules, a Service or a completion mode.
     """
     jobs = _jobs(job, **{f"{TRAINER}/trainjob-ancestor-step": "trainer"})
     spec = {"mlPolicy": {"numNodes": job.hosts}, "template": {"spec": jobs}}
@@ -176,7 +179,7 @@ def _runtime(job: PodJob) -> Manifest:
 
 
 def _train(job: PodJob) -> Manifest:
-    """It stays after its end until it is deleted, as TrainJobs do."""
+    """The TrainJob. It stays after its end until somebody deletes it, as TrainJobs do."""
     runtime = {"apiGroup": TRAINER, "kind": "TrainingRuntime", "name": job.name}
     return _thing(job, "TrainJob", f"{TRAINER}/v1alpha1", spec={"runtimeRef": runtime})
 

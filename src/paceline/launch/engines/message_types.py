@@ -17,7 +17,7 @@ Size = Annotated[int, Meta(ge=0, le=2**53)]
 At = tuple[str, Port, str]  # where a host listens for whoever measures the way to it
 _BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?\Z"
 _HINTS = get_type_hints(LaunchOptions)
-OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "token", "heard", "workers")}
+OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "token", "on_listening", "workers")}
 
 # ---- from a launcher to a host
 
@@ -32,7 +32,7 @@ ORDER: Any = form({"name": str, "listen": str | None, "towards": str | None, "jo
 
 # ---- from a host, by what it says
 
-SAID: dict[str, Any] = {
+AGENT_MESSAGES: dict[str, Any] = {
     "ready": form({}),
     "like": form(each("script python torch paceline", str), {"workers": Some}),
     "listens": form({"address": tuple[str, Port]}),
@@ -58,6 +58,8 @@ ANSWER = form({}, {"clock": Seconds, "rate": RATE, "latency": Seconds, "refused"
 
 
 class Metadata(TypedDict):
+    """The metadata of a Kubernetes object, as far as we read it."""
+
     name: str
     uid: NotRequired[str]
     creationTimestamp: NotRequired[str | None]

@@ -14,16 +14,17 @@ from paceline.launch.engines.ssh import Ssh
 
 
 class Mpi(Ssh):
-    """mpirun ends as its ssh does where that cannot connect."""
+    """Starts agents with mpirun, whose exit code is that of its ssh if ssh cannot connect."""
 
     name = "mpi"
 
-    def command(self, place: Host) -> list[str]:
-        return ["mpirun", "-q", "-n", "1", "--host", place.name, "--bind-to", "none", *self.given, "sh"]
+    def command(self, host: Host) -> list[str]:
+        """Runs one process with mpirun on the host, not bound to a core."""
+        return ["mpirun", "-q", "-n", "1", "--host", host.name, "--bind-to", "none", *self.given, "sh"]
 
 
 def queued() -> list[Host]:
-    """Hosts that PBS or Torque has given the job in which we are, each once: its file has a line for each core."""
+    """The hosts of the PBS or Torque job in which we run, each once: the job's file has a line for each core."""
     path = variable("PBS_NODEFILE")
     if not path:
         what = "which hosts is not said"

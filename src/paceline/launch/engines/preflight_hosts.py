@@ -46,42 +46,42 @@ SENT, PATIENCE = 0.2, 2.0  # seconds of a link's measure, and for a connection t
 ANSWER = 20.0  # seconds for a host to come, or to answer
 BEGINNING = 0.25  # of a measure, that is left out: a link lets a little through at once
 BUFFER = 1 << 18
-APART = 1.0  # seconds between two clocks, from which on it is told
+APART = 1.0  # seconds between two clocks, above which the difference is reported
 
 
 def doctor(folder: Path | None, hosts: str | None, python: str, engine: str | None, here: bool) -> int | str:
-    """What is wrong with a run, if its `folder` is given; else what is found on this host, or on `hosts` and between
-    them, and 1 where a run may fail. UsageError: it is no run folder.
+    """Returns a diagnosis of a run as text, if its `folder` is given. Else it prints the findings about this host, or
+    about `hosts` and the links between them, and returns 1 if a run may fail. UsageError: `folder` is no run folder.
     """
     if folder is not None:
         return observe.doctor(folder)
     if here:
         return serve()
     tell = partial(say, out=sys.stdout)
-    found = [*checkup(Path())] if hosts is None else look_at(hosts, python, engine, tell)
-    for one in found:
-        tell(str(one))
-    bad = sum(bool(one.cure) for one in found)
-    tell(f"{plural(bad, 'thing')} to mend" if bad else "a run can begin")
-    return min(bad, 1)
+    findings = [*checkup(Path())] if hosts is None else look_at(hosts, python, engine, tell)
+    for finding in findings:
+        tell(str(finding))
+    open_findings = sum(bool(finding.cure) for finding in findings)
+    tell(f"{plural(open_findings, 'thing')} to mend" if open_findings else "a run can begin")
+    return min(open_findings, 1)
 
 
 # ---- on a host
 
 
 def serve() -> int:
-    """Answers whoever has started us, until it goes."""
+    """Answers the requests of the process that started us, until its end."""
     address, secret = reached_at() or own_address(), secrets.token_hex(16)
     listener = socket.create_server((address, 0))
     threading.Thread(target=_listen, args=(listener, secret), daemon=True).start()
-    at = [address, listener.getsockname()[1], secret]
+    endpoint = [address, listener.getsockname()[1], secret]
     from paceline.launch.engines.message_types import MEASURE  # needs msgspec
 
-    found = [[one.what, one.cure, one.note] for one in checkup(Path())]
-    _say({"versions": versions(), "found": found, "at": at})
+    findings = [[finding.what, finding.cure, finding.note] for finding in checkup(Path())]
+    _say({"versions": versions(), "found": findings, "at": endpoint})
     for line in sys.stdin:
-        asked = read_message(line.encode(), MEASURE, "what was asked")
-        _say({"clock": time.time()} if asked is None else _measure(*asked))
+        target = read_message(line.encode(), MEASURE, "what was asked")
+        _say({"clock": time.time()} if target is None else _measure(*target))
     return 0
 
 
@@ -101,7 +101,7 @@ def _listen(listener: socket.socket, secret: str) -> None:
 
 
 def _take(connection: socket.socket, key: bytes, strangers: NewConnections[socket.socket]) -> None:
-    """Answers with the rate at which bytes have come, in bytes a second."""
+    """Receives bytes of another host and answers with their rate, in bytes a second."""
     came: list[tuple[float, int]] = []
     with suppress(OSError), connection:
         try:
@@ -120,7 +120,7 @@ def _take(connection: socket.socket, key: bytes, strangers: NewConnections[socke
 
 
 def _greet(connection: socket.socket, key: bytes) -> bytes | None:
-    """The proof for one who has shown that it has the key."""
+    """Checks that the caller has the key. Returns our proof for it, or None if it has not."""
     nonce = make_nonce()
     connection.settimeout(HELLO)
     connection.sendall(nonce)
@@ -130,7 +130,7 @@ def _greet(connection: socket.socket, key: bytes) -> bytes | None:
 
 
 def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
-    """The way to another host: bytes a second, and seconds there and back; or why there is none."""
+    """Measures the link to another host: bytes a second and the round trip in seconds, or why it cannot be reached."""
     if not address:
         return {"refused": "it has no address in a network"}
     from paceline.launch.engines.message_types import RATE  # needs msgspec
@@ -158,7 +158,7 @@ def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
 
 
 class _Far:
-    """A host, and what it has said of itself; `why` it says nothing, if that is so."""
+    """A remote host and the facts that it has sent; `why`: the reason for its silence, if it is silent."""
 
     def __init__(self, name: str, command: Sequence[str], script: str) -> None:
         self.name, self.why = name, ""
@@ -176,10 +176,11 @@ class _Far:
             self.process.stdin.flush()
 
     def end(self) -> None:
+        """Kills the connection to the host."""
         self.process.kill()
 
     def hear(self, kind: Any) -> Any:
-        """Its next answer, of a type; None where it has ended, or says something else."""
+        """The host's next answer, checked against a type; None if it has ended or its answer has another type."""
         assert self.process.stdout is not None
         line = next((line for line in self.process.stdout if line.startswith(MARK)), None)
         if line is not None:
@@ -194,27 +195,28 @@ class _Far:
         return None
 
     def ask(self, what: Any) -> Any:
+        """Sends a request and returns the host's answer, or ``{"refused": reason}``."""
         self._send(json.dumps(what).encode() + b"\n")
         from paceline.launch.engines.message_types import ANSWER as FORM  # needs msgspec
 
         return self.hear(FORM) or {"refused": self.why or "it says nothing"}
 
     def come(self) -> None:
-        """What it has, and how far its clock is from ours: by the quickest of three answers."""
+        """Receives the host's facts and measures how far its clock is from ours, by the quickest of three answers."""
         from paceline.launch.engines.message_types import FACTS  # needs msgspec
 
         self.facts = self.hear(FACTS) or {}
-        tries = []
+        measurements = []
         for _ in range(3 if self.facts else 0):
             before = time.time()
-            there = self.ask(None).get("clock", before)
+            remote_clock = self.ask(None).get("clock", before)
             after = time.time()
-            tries.append((after - before, there - (before + after) / 2))
-        self.clock = min(tries)[1] if tries else 0.0
+            measurements.append((after - before, remote_clock - (before + after) / 2))
+        self.clock = min(measurements)[1] if measurements else 0.0
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs of so many hosts, each host once in a round and each pair in one round (the circle method)."""
+    """Pairs so many hosts in rounds: each host is once in a round, each pair in one round (the circle method)."""
     places = [*range(count + count % 2)]
     for _ in range(min(len(places) - 1, ALL - 1)):
         pairs = zip(places[: len(places) // 2], reversed(places[len(places) // 2 :]), strict=True)
@@ -223,11 +225,13 @@ def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def look_at(hosts: str, python: str, engine: str | None, say: Callable[[str], None]) -> list[Finding]:
-    """What is found on hosts, as --hosts has them, and between them; `say` prints a line. UsageError: they are none."""
-    places, given = parse_hosts(hosts), split_options(engine)
+    """Checks the hosts of a --hosts option and the links between them. `say` prints a line. UsageError: the option does
+    not name hosts.
+    """
+    specs, given = parse_hosts(hosts), split_options(engine)
     script = f"exec {shlex.quote(python)} -m paceline doctor --here\n"
-    ssh = Ssh(places, given)
-    far = [_Far(place.name, ssh.command(place), script) for place in places]
+    ssh = Ssh(specs, given)
+    far = [_Far(spec.name, ssh.command(spec), script) for spec in specs]
     watch = threading.Timer(ANSWER + ALL * (SENT + PATIENCE), lambda: [*map(_Far.end, far)])
     watch.start()
     try:
@@ -236,9 +240,11 @@ def look_at(hosts: str, python: str, engine: str | None, say: Callable[[str], No
             alive = [one for one in far if one.facts]
             links = dict[tuple[str, str], Any]()
             for pairs in rounds(len(alive)) if len(alive) > 1 else ():
-                some = [(alive[one], alive[other]) for one, other in pairs]
-                said = pool.map(lambda pair: pair[0].ask(pair[1].facts["at"]), some)
-                links |= {(one.name, other.name): told for (one, other), told in zip(some, said, strict=True)}
+                host_pairs = [(alive[one], alive[other]) for one, other in pairs]
+                answers = pool.map(lambda pair: pair[0].ask(pair[1].facts["at"]), host_pairs)
+                links |= {
+                    (one.name, other.name): answer for (one, other), answer in zip(host_pairs, answers, strict=True)
+                }
     finally:
         watch.cancel()
         for one in far:
@@ -248,34 +254,33 @@ def look_at(hosts: str, python: str, engine: str | None, say: Callable[[str], No
 
 
 def _of_hosts(far: Sequence[_Far], say: Callable[[str], None]) -> Iterator[Finding]:
-    here = [one for one in far if one.facts]
-    names = max(len(one.name) for one in far)
-    for one in here:
-        told = ", ".join(f"{name} {number}" for name, number in one.facts["versions"].items())
-        say(f"{one.name:{names}}  {one.facts['at'][0]}, {told}, clock {one.clock:+.3f} s")
-    for one in far:
-        if not one.facts:
-            yield Finding(f"{one.name} does not answer", one.why)
-        for what, cure, note in one.facts.get("found", ()):
+    answering = [host for host in far if host.facts]
+    names = max(len(host.name) for host in far)
+    for host in answering:
+        version_text = ", ".join(f"{name} {number}" for name, number in host.facts["versions"].items())
+        say(f"{host.name:{names}}  {host.facts['at'][0]}, {version_text}, clock {host.clock:+.3f} s")
+    for host in far:
+        if not host.facts:
+            yield Finding(f"{host.name} does not answer", host.why)
+        for what, cure, note in host.facts.get("found", ()):
             if cure or note:
-                yield Finding(f"{one.name}: {what}", cure, note)
-        if abs(one.clock) > APART:
-            yield Finding(f"the clock of {one.name} is {one.clock:+.1f} s from this one", note="let NTP set it")
-    if len({json.dumps(one.facts["versions"]) for one in here}) > 1:
+                yield Finding(f"{host.name}: {what}", cure, note)
+        if abs(host.clock) > APART:
+            yield Finding(f"the clock of {host.name} is {host.clock:+.1f} s from this one", note="let NTP set it")
+    if len({json.dumps(host.facts["versions"]) for host in answering}) > 1:
         yield Finding("the hosts have other versions", "install the same ones on all, or say --python PATH")
 
 
 def _of_links(links: dict[tuple[str, str], Any], say: Callable[[str], None]) -> Iterator[Finding]:
-    good = {pair: told for pair, told in links.items() if told.keys() >= {"rate", "latency"}}
-    by_rate = sorted(good, key=lambda pair: float(good[pair]["rate"]))
+    measured = {pair: link for pair, link in links.items() if link.keys() >= {"rate", "latency"}}
+    by_rate = sorted(measured, key=lambda pair: float(measured[pair]["rate"]))
     for one, other in by_rate[:ALL]:  # the slowest
-        told = good[one, other]
-        say(f"{one} to {other}: {8e-6 * told['rate']:,.0f} Mbit/s, {1000 * told['latency']:.1f} ms there and back")
-    if len(good) > ALL:
-        say(
-            f"{len(good) - ALL} more of {len(good)} are not slower than {8e-6 * good[by_rate[ALL]]['rate']:,.0f} Mbit/s"
-        )
-    for (one, other), told in links.items():
-        if "refused" in told:
-            what = f"{one} does not reach {other} ({told['refused']})"
+        link = measured[one, other]
+        say(f"{one} to {other}: {8e-6 * link['rate']:,.0f} Mbit/s, {1000 * link['latency']:.1f} ms there and back")
+    if len(measured) > ALL:
+        slowest = 8e-6 * measured[by_rate[ALL]]["rate"]
+        say(f"{len(measured) - ALL} more of {len(measured)} are not slower than {slowest:,.0f} Mbit/s")
+    for (one, other), link in links.items():
+        if "refused" in link:
+            what = f"{one} does not reach {other} ({link['refused']})"
             yield Finding(what, "open the ports between the hosts: any, or those of --listen and of the coordinator")

@@ -22,17 +22,17 @@ Resources = dict[str, float]
 
 
 class Ray(DriverEngine):
-    """A placement group of `asked` (see `ask`), one bundle a host."""
+    """The bundles of a placement group, one per host, as `asked` describes it (see `ask`)."""
 
-    name, title, place = "ray", "Ray", "bundle"
+    name, title, host_prefix = "ray", "Ray", "bundle"
 
     def __init__(self, asked: Mapping[str, Any]) -> None:
         super().__init__([Host(name, count) for name, count in asked["hosts"]], *driver("ray_driver", asked))
 
 
 def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
-    """What the driver is to bring about. `hosts` are nodes by their addresses, none where Ray is to choose. UsageError:
-    it cannot be asked for.
+    """The request to the driver. `hosts` are nodes by their addresses; if there are none, Ray chooses. UsageError: the
+    options contradict each other, or one is wrong.
     """
     address = given["address"] or variable("RAY_ADDRESS") or "auto"
     if address.startswith("ray://"):
@@ -40,8 +40,8 @@ def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
         raise UsageError(f"{shown(address)} is for Ray's client", cure)
     if hosts and given["nodes"] is not None:
         raise UsageError("--hosts says how many nodes there are", "leave --nodes out, or let Ray choose: no --hosts")
-    found = re.fullmatch(r"([^:/]+):([0-9]{1,5})", address)
-    if address != "auto" and (found is None or int(found[2]) > 65535):
+    address_match = re.fullmatch(r"([^:/]+):([0-9]{1,5})", address)
+    if address != "auto" and (address_match is None or int(address_match[2]) > 65535):
         raise UsageError(f"--address {shown(address)} is no address", "give HOST:PORT, as 10.0.0.7:6379")
     return {
         "address": address,
@@ -54,36 +54,37 @@ def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
 
 
 def parse_resources(text: str) -> Resources:
-    """``CPU=8 GPU=4``: what one host asks Ray for."""
-    found = {}
+    """Reads ``CPU=8 GPU=4``, the resources that one host requests from Ray. UsageError: a word is no resource."""
+    resources = {}
     for word in text.split():
         name, _, number = word.partition("=")
         if not name or not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,4})?", number):
             raise UsageError(f"--engine {shown(word)} is no resource of Ray's", "give some as --engine='CPU=8 GPU=4'")
-        found[name] = float(number)
-    return found
+        resources[name] = float(number)
+    return resources
 
 
 def bundles(asked: Mapping[str, Any], nodes: Sequence[Resources]) -> list[Resources]:
-    """What to ask Ray for, one bundle a host: a CPU for each worker; and where some of the `nodes` have GPUs, one for
-    each worker, or else as many as so many nodes have. How many, if that is not said: as there are nodes with all that.
+    """The bundles to request from Ray, one per host: a CPU for each worker, and a GPU for each worker if some of the
+    `nodes` have GPUs. Without a number of workers, a host takes as many GPUs as all of the chosen nodes have. Without a
+    number of hosts, there are as many as nodes that can hold the bundle.
     """
     gpus = sorted((node["GPU"] for node in nodes if node.get("GPU")), reverse=True)
     most = gpus[min(asked["nodes"] or len(asked["hosts"]) or len(gpus), len(gpus)) - 1] if gpus else 0.0
-    found = []
+    host_bundles = []
     for name, workers in asked["hosts"] or [(None, asked["workers"])]:
         count = float(workers or most or 1)
         each = {"CPU": count, "GPU": count if gpus else 0.0, **asked["resources"]}
         each = {resource: amount for resource, amount in each.items() if amount}
-        found.append(each if name is None else {**each, f"node:{name}": 0.001})
+        host_bundles.append(each if name is None else {**each, f"node:{name}": 0.001})
     if asked["hosts"]:
-        return found
-    fit = sum(all(node.get(name, 0.0) >= amount for name, amount in found[0].items()) for node in nodes)
-    return found * (asked["nodes"] or max(1, fit))
+        return host_bundles
+    fit = sum(all(node.get(name, 0.0) >= amount for name, amount in host_bundles[0].items()) for node in nodes)
+    return host_bundles * (asked["nodes"] or max(1, fit))
 
 
 def pending(wanted: Sequence[Resources], nodes: Mapping[str, tuple[Resources, Resources]]) -> str:
-    """Why bundles have no place yet. `nodes` are those alive: by a name what each has free, and in all."""
+    """Why bundles are not placed yet. `nodes`: by the name of each live node, its free and its total resources."""
     for bundle in wanted:
         for name in bundle:
             if name.startswith("node:") and not any(name in total for _, total in nodes.values()):

@@ -27,15 +27,15 @@ LOOK = 2.0  # seconds between two looks at why there is no place yet
 
 
 class Shell:
-    """An actor: `sh` on its node, with pipes for us. Ray kills what an actor has started itself along with it; what
-    runs here is to hear by the end of its input that it is alone, and so has a parent between.
+    """An actor that runs `sh` on its node with pipes to us. Ray kills the actor's child processes with the actor. The
+    agent must survive that and see the end of its input instead, so it is a grandchild: another `sh` is its parent.
     """
 
     def __init__(self) -> None:
         import ray
 
         with open("/proc/self/environ", "rb") as file:  # without what Ray has added, as OMP_NUM_THREADS
-            own = dict(word.split(b"=", 1) for word in file.read().split(b"\0") if b"=" in word)
+            environment = dict(word.split(b"=", 1) for word in file.read().split(b"\0") if b"=" in word)
         numbers = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         self._sh: Any = subprocess.Popen(
             ["sh", "-c", "sh; exit $?"],
@@ -43,13 +43,13 @@ class Shell:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             bufsize=0,
-            env={**own, b"CUDA_VISIBLE_DEVICES": ",".join(numbers).encode()},
+            env={**environment, b"CUDA_VISIBLE_DEVICES": ",".join(numbers).encode()},
             start_new_session=True,
         )
         self._open: list[Any] = [self._sh.stdout, self._sh.stderr]
 
     def write(self, data: bytes) -> None:
-        """Its input."""
+        """Writes to the input of `sh`."""
         try:
             while data:
                 data = data[self._sh.stdin.write(data) :]
@@ -57,18 +57,18 @@ class Shell:
             pass  # `read` tells of its end
 
     def read(self) -> tuple[bytes, bytes, int | None]:
-        """What it has said on both its streams within a second, and its exit code if it has ended."""
-        said = {self._sh.stdout: b"", self._sh.stderr: b""}
+        """The output of `sh` on both streams within a second, and its exit code if it has ended."""
+        output = {self._sh.stdout: b"", self._sh.stderr: b""}
         for pipe in wait_for(self._open, (), 1.0)[0]:
-            said[pipe] = os.read(pipe.fileno(), 1 << 16)
-            if not said[pipe]:
+            output[pipe] = os.read(pipe.fileno(), 1 << 16)
+            if not output[pipe]:
                 self._open.remove(pipe)
-        out, error = (said[pipe] for pipe in (self._sh.stdout, self._sh.stderr))
+        out, error = (output[pipe] for pipe in (self._sh.stdout, self._sh.stderr))
         return out, error, None if self._open else self._sh.wait()
 
 
 class ActorBridge:
-    """A host: an actor in its bundle, between the standard streams of somebody who waits at `asker` for its end."""
+    """Connects the actor of a host to the standard streams of the process that waits at `asker` for the host's end."""
 
     def __init__(self, actor: Any, asker: socket.socket, streams: list[int]) -> None:
         self._actor, self._asker, self._streams = actor, asker, streams
@@ -80,10 +80,10 @@ class ActorBridge:
         import ray
 
         with (
-            open(self._streams[0], "rb", buffering=0) as heard,
+            open(self._streams[0], "rb", buffering=0) as source,
             suppress(ray.exceptions.RayError),
         ):  # which `_say` tells
-            while data := heard.read(CHUNK):
+            while data := source.read(CHUNK):
                 ray.get(self._actor.write.remote(data))
 
     def _say(self) -> None:
@@ -92,8 +92,8 @@ class ActorBridge:
         code, why = None, ""
         try:
             while code is None:
-                *said, code = ray.get(self._actor.read.remote())
-                for stream, data in zip(self._streams[1:], said, strict=True):
+                *outputs, code = ray.get(self._actor.read.remote())
+                for stream, data in zip(self._streams[1:], outputs, strict=True):
                     while data:
                         data = data[os.write(stream, data) :]
         except ray.exceptions.RayError as error:
@@ -103,6 +103,7 @@ class ActorBridge:
         finish(self._asker, self._streams, code, why)
 
     def close(self) -> None:
+        """Kills the actor and closes the connection to the process that waits."""
         import ray
 
         ray.kill(self._actor)  # and so its threads end
@@ -118,11 +119,12 @@ def _why(error: Exception) -> str:
     return preempted + [line for line in str(error).splitlines() if line and not line.startswith("\t")][-1]
 
 
-def _tell(**said: Any) -> None:
-    print(json.dumps(said), flush=True)  # noqa: T201 (to the process that asked)
+def _tell(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)  # noqa: T201 (to the process that asked)
 
 
 def main(asked: Mapping[str, Any]) -> int:
+    """Places a group of actors and serves them until standard input ends. Returns the exit code."""
     try:
         import ray
         from ray.util.placement_group import placement_group, placement_group_table
@@ -141,7 +143,7 @@ def main(asked: Mapping[str, Any]) -> int:
         return 1
     wanted = bundles(asked, [total for _, total in _nodes().values()])
     group = placement_group(wanted, strategy="STRICT_SPREAD")
-    told, end = "", time.monotonic() + asked["wait"]
+    last_reason, end = "", time.monotonic() + asked["wait"]
     while not group.wait(min(LOOK, asked["wait"])):
         if can_read(0, 0.0):  # nobody is there any more
             return 1
@@ -150,12 +152,12 @@ def main(asked: Mapping[str, Any]) -> int:
             cure = "wait for longer with --wait, ask for less, or see `ray status`"
             _tell(what=f"Ray has not placed the hosts within {asked['wait']} s: {why}", cure=cure)
             return 1
-        if why != told:
-            told = why
+        if why != last_reason:
+            last_reason = why
             _tell(waits=why)
-    at = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-    found = placement_group_table(group)["bundles_to_node_id"]
-    placed = [at[found[number]] for number in range(len(wanted))]
+    address_of_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    node_of_bundle = placement_group_table(group)["bundles_to_node_id"]
+    placed = [address_of_node[node_of_bundle[number]] for number in range(len(wanted))]
     keep(0, _tell, placed, lambda number, *given: ActorBridge(_actor(group, wanted[number], number), *given))
     ray.shutdown()
     return 0

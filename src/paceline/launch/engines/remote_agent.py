@@ -45,28 +45,28 @@ CONSOLE = "console.log"  # in the run folder: what is said after that
 
 
 def hosted() -> int:
-    """The exit code of `paceline run` here. What cannot work is a UsageError or LaunchError."""
+    """Runs the launcher's job on this host and returns the exit code. UsageError, LaunchError: the job cannot run."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a connection that breaks is told of by its silence
-    with open(0, "rb", buffering=0, closefd=False) as heard:
+    with open(0, "rb", buffering=0, closefd=False) as launcher_input:
         _say("ready")
-        job = read_job(heard.readline() or b"null")
+        job = read_job(launcher_input.readline() or b"null")
         if job is None:
             return STOPPED
         if job["tunnel"] is None:
-            return _run(heard, job)
+            return _run(launcher_input, job)
         from paceline.launch.engines.tunnel import inside  # asyncio, not with every agent
 
         with inside(**job["tunnel"]):
-            return _run(heard, job)
+            return _run(launcher_input, job)
 
 
-def _run(heard: io.RawIOBase, job: dict[str, Any]) -> int:
+def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
     if job["files"]:
-        unpack(heard, job["files"])
-    call, value = _called(heard, job)
+        unpack(launcher_input, job["files"])
+    call, value = _called(launcher_input, job)
     options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
     _say("like", **_like(options), workers=options.workers)
-    order = read_order(heard.readline() or b"null")
+    order = read_order(launcher_input.readline() or b"null")
     if order is None:  # the launcher is gone, or the hosts differ
         return STOPPED
     apart = _apart() if order["detach"] else None
@@ -74,14 +74,14 @@ def _run(heard: io.RawIOBase, job: dict[str, Any]) -> int:
     if order["join"]:
         folder = Path(options.run_dir or ".", "hosts", order["name"])
         where = {"join": order["join"], "run_dir": str(folder), "patience": PATIENCE, "metrics": None, "page": None}
-    options = replace(options, **where, heard=lambda address: _say("listens", address=address))
+    options = replace(options, **where, on_listening=lambda address: _say("listens", address=address))
     broken = threading.Event()
     with _relayed(1, broken) as out, _relayed(2, broken) as error:
 
         def go_on() -> None:
             log = os.open(Path(options.run_dir or ".", CONSOLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            for ours in (out, error):
-                os.dup2(log, ours, inheritable=False)
+            for stream in (out, error):
+                os.dup2(log, stream, inheritable=False)
             os.close(log)
             if apart is not None:
                 os.write(apart, b"!")
@@ -96,7 +96,7 @@ def _run(heard: io.RawIOBase, job: dict[str, Any]) -> int:
 
 
 def read_job(line: bytes) -> Any:
-    """What a launcher wants of this host; None: nothing. FormatError: it is no job, or one of another version."""
+    """Reads the launcher's job for this host; None: there is none. FormatError: no job, or one of another version."""
     from paceline.launch.engines.message_types import JOB, OPTIONS  # needs msgspec
 
     job = read_json(line, JOB, "the launcher's job", SAME_VERSION)
@@ -106,36 +106,36 @@ def read_job(line: bytes) -> Any:
 
 
 def read_order(line: bytes) -> Any:
-    """How this host is to begin; None: not at all. FormatError: it is no order."""
+    """Reads the launcher's order to begin; None: the host does not begin. FormatError: it is no order."""
     from paceline.launch.engines.message_types import ORDER  # needs msgspec
 
     return read_json(line, ORDER, "the launcher's order", SAME_VERSION)
 
 
-def _called(heard: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
-    """Where the function is that follows, if one does, and where worker 0 leaves its value: memory that only processes
-    of the same user can open.
+def _called(launcher_input: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
+    """Stores the function that follows in the input, if there is one. Returns two files in memory, for the function and
+    for the value that worker 0 returns; only processes of the same user can open them.
     """
-    both = [io.FileIO(os.memfd_create("paceline"), "r+") for _ in range(2)]
+    memory_files = [io.FileIO(os.memfd_create("paceline"), "r+") for _ in range(2)]
     if job["call"]:
-        for piece in _pieces(heard, job["call"]):
-            both[0].write(piece)
+        for piece in _pieces(launcher_input, job["call"]):
+            memory_files[0].write(piece)
         # Not as arguments: those are the same on all hosts.
-        places = ":".join(f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in both)
-        job["options"]["environment"] |= {"PACELINE_CALL": places}
+        paths = ":".join(f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in memory_files)
+        job["options"]["environment"] |= {"PACELINE_CALL": paths}
         job["options"] |= {"script": find_module(FUNCTION), "module": FUNCTION}
-    return both
+    return memory_files
 
 
-def _pieces(heard: io.RawIOBase | io.BytesIO, size: int) -> Iterator[bytes]:
-    while size and (piece := heard.read(min(1 << 20, size))):
+def _pieces(source: io.RawIOBase | io.BytesIO, size: int) -> Iterator[bytes]:
+    while size and (piece := source.read(min(1 << 20, size))):
         size -= len(piece)
         yield piece
 
 
 def _apart() -> int:
-    """Goes on in a process that whoever started us does not know, as an mpirun that ends what it has started. The first
-    one stays until that ends, or writes to what is returned.
+    """Continues in a forked process, unknown to the program that started us: an mpirun, for example, would end it. The
+    first process stays until the forked one ends, or writes to the returned descriptor.
     """
     comes, tells = os.pipe()
     if child := os.fork():
@@ -160,11 +160,9 @@ def _like(options: LaunchOptions) -> dict[str, Any]:
     return likeness(options)
 
 
-def unpack(heard: io.RawIOBase | io.BytesIO, size: int) -> None:
-    """Files of the launcher's, into the working directory; those that an earlier launch brought and this one does not
-    are removed.
-    """
-    data = b"".join(_pieces(heard, size))
+def unpack(source: io.RawIOBase | io.BytesIO, size: int) -> None:
+    """Unpacks the launcher's files into the working directory; removes those that only an earlier launch brought."""
+    data = b"".join(_pieces(source, size))
     kept = Path(".paceline-files")
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         names = archive.getnames()
@@ -176,7 +174,9 @@ def unpack(heard: io.RawIOBase | io.BytesIO, size: int) -> None:
 
 
 def _own_address(towards: str | None) -> str:
-    """Where other hosts reach this one: as ssh did, or else the address from which one of them is reached."""
+    """The address at which other hosts reach this one: the one that ssh used, or else that of the route to `towards`.
+    UsageError: there is no route.
+    """
     if address := reached_at():
         return address
     if towards is None:
@@ -189,7 +189,7 @@ def _own_address(towards: str | None) -> str:
 
 
 def _heed(broken: threading.Event, go_on: Callable[[], None]) -> None:
-    """Signals that the launcher sends; and when nothing comes any more, this host stops as upon a SIGTERM."""
+    """Raises the signals that the launcher sends. After `SILENCE` without a byte, this host stops as on a SIGTERM."""
     while can_read(0, SILENCE) and (numbers := os.read(0, PIECE)):
         for number in filter(None, numbers):
             if number == GO_ON:
@@ -202,10 +202,10 @@ def _heed(broken: threading.Event, go_on: Callable[[], None]) -> None:
 
 @contextmanager
 def _relayed(stream: int, broken: threading.Event) -> Iterator[int]:
-    """A standard stream through a pipe and a thread: a connection that breaks, or stands still, must not stop us. Where
-    it goes may become another file's.
+    """Sends a standard stream through a pipe and a thread: a connection that breaks or stalls must not stop us. Yields
+    the descriptor of the original stream, which may be replaced by another file.
     """
-    own = os.dup(stream)
+    original = os.dup(stream)
     read, write = os.pipe()
     os.dup2(write, stream)
     os.close(write)
@@ -213,17 +213,17 @@ def _relayed(stream: int, broken: threading.Event) -> Iterator[int]:
     def relay() -> None:
         while data := os.read(read, PIECE):
             while not broken.is_set():
-                if wait_for((), [own], 0.5)[1]:
+                if wait_for((), [original], 0.5)[1]:
                     with suppress(OSError):
-                        os.write(own, data)
+                        os.write(original, data)
                     break
 
     thread = threading.Thread(target=relay, name="paceline-relay", daemon=True)
     thread.start()
     try:
-        yield own
+        yield original
     finally:
         for text in (sys.stdout, sys.stderr):
             text.flush()
-        os.dup2(own, stream)
+        os.dup2(original, stream)
         thread.join(SILENCE)

@@ -29,42 +29,52 @@ LOST = ("NODE_FAIL", "DOWN", "NOT_RESPONDING", "FAIL")
 
 
 def _ask(*command: str) -> str:
-    """What a command of Slurm's prints; nothing where it fails, as while its controller is away."""
+    """The output of a Slurm command; empty if it fails, for example while Slurm's controller is away."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 class Slurm(Engine):
-    """The nodes of the allocation `job`; `restarts` counts how often it was requeued, `batch` tells a script's."""
+    """The nodes of the allocation `job`. `restarts`: how often it was requeued. `batch`: it has a batch script."""
 
     name = "slurm"
 
-    def __init__(self, places: Sequence[Host], given: Sequence[str], job: str, restarts: int, batch: bool) -> None:
-        super().__init__(places, given)
+    def __init__(self, hosts: Sequence[Host], given: Sequence[str], job: str, restarts: int, batch: bool) -> None:
+        super().__init__(hosts, given)
         self._job, self._batch = job, batch
         if restarts:
             say(f"job {job} goes on: restart {restarts}")
 
-    def command(self, place: Host) -> list[str]:
-        one = ["--nodes=1", "--ntasks=1", f"--nodelist={place.name}", "--overlap", "--cpu-bind=none", "--unbuffered"]
-        return ["srun", *one, "--job-name=paceline", *self.given, "sh"]
+    def command(self, host: Host) -> list[str]:
+        """Runs one task with srun on the host, beside the other steps of the job."""
+        one_task = [
+            "--nodes=1",
+            "--ntasks=1",
+            f"--nodelist={host.name}",
+            "--overlap",
+            "--cpu-bind=none",
+            "--unbuffered",
+        ]
+        return ["srun", *one_task, "--job-name=paceline", *self.given, "sh"]
 
-    def missing(self, place: Host) -> str:
-        return _ask("sinfo", "--noheader", "--Node", f"--nodes={place.name}", "--format=%T %E")
+    def missing(self, host: Host) -> str:
+        """The node's state and its reason, as sinfo prints them."""
+        return _ask("sinfo", "--noheader", "--Node", f"--nodes={host.name}", "--format=%T %E")
 
-    def end(self, place: Host, code: int, said: str) -> End | None:
-        if "srun: error" not in said and "slurmstepd" not in said:
+    def end(self, host: Host, code: int, last_line: str) -> End | None:
+        """``lost`` if srun reports a failed node or connection, or sinfo a node that is down."""
+        if "srun: error" not in last_line and "slurmstepd" not in last_line:
             return None
-        state = _ask("sinfo", "--noheader", "--Node", f"--nodes={place.name}", "--format=%T").upper()
-        if any(word in said.upper() for word in ("NODE FAIL", "NODE_FAIL", "COMMUNICATION", "TIMED OUT")):
+        state = _ask("sinfo", "--noheader", "--Node", f"--nodes={host.name}", "--format=%T").upper()
+        if any(word in last_line.upper() for word in ("NODE FAIL", "NODE_FAIL", "COMMUNICATION", "TIMED OUT")):
             return End("lost", f"the node is {state.lower() or 'gone'}")
         if any(state.startswith(word) for word in LOST):
             return End("lost", f"the node is {state.lower()}")
         return None
 
-    def after(self, code: int, told: int | None) -> int:
+    def after(self, code: int, stop_signal: int | None) -> int:
         """Requeues a job that was stopped by a notice of Slurm's."""
-        if code != STOPPED or not self._batch or told == signal.SIGHUP:
+        if code != STOPPED or not self._batch or stop_signal == signal.SIGHUP:
             return code
         if "JobState=CANCELLED" in _ask("scontrol", "show", "job", self._job):
             return code
@@ -75,7 +85,7 @@ class Slurm(Engine):
 
 
 def allocation(given: Sequence[str]) -> Slurm | None:
-    """That in which we are, if we are in one."""
+    """The allocation in which we run, if any. LaunchError: Slurm does not name its nodes."""
     job = slurm_job()
     if job is None:
         return None
@@ -87,14 +97,14 @@ def allocation(given: Sequence[str]) -> Slurm | None:
 
 
 def directive(word: str) -> str:
-    """A word of an ``#SBATCH`` line as sbatch reads it: in double quotes, a backslash before what means something."""
+    """Quotes a word of an ``#SBATCH`` line for sbatch: in double quotes, with a backslash before special characters."""
     if re.fullmatch(r"[\w@%+=:,./-]+", word, re.ASCII):
         return word
     return '"' + re.sub(r'(["\\])', r"\\\1", word) + '"'
 
 
 def check_names(job: HostJob, given: Sequence[str]) -> None:
-    """UsageError: a name would end a line of the batch script, or is none that Slurm writes to."""
+    """Checks the names in a batch script. UsageError: one would end its line, or Slurm cannot write to that path."""
     paths = [("--run-dir", job.options["run_dir"]), ("the working folder", job.cwd)]
     names = [("the script", job.options["script"]), *paths, ("--python", job.python), *(("--engine", w) for w in given)]
     for what, name in names:
@@ -108,7 +118,7 @@ def check_names(job: HostJob, given: Sequence[str]) -> None:
 
 
 def batch_script(job: HostJob, again: Sequence[str], nodes: int, name: str, given: Sequence[str]) -> str:
-    """The whole of what is submitted. It holds no secret: what `--env` names comes with the job's environment."""
+    """The batch script. It holds no secret: the variables of `--env` come with the job's environment."""
     folder = str(Path(job.cwd, job.options["run_dir"])).replace("%", "%%")  # which Slurm would replace
     options = [
         f"--job-name={name}",
@@ -130,7 +140,9 @@ def batch_script(job: HostJob, again: Sequence[str], nodes: int, name: str, give
 
 
 def submit(job: HostJob, again: Sequence[str], given: Mapping[str, Any], environment: Mapping[str, str]) -> int:
-    """Submits the script and follows it to its end; the exit code of the job, 0 with `--detach`."""
+    """Submits the batch script and follows the job to its end. Returns the job's exit code, or 0 with `--detach`.
+    UsageError: an option is missing or wrong. LaunchError: Slurm refuses the job.
+    """
     if given["nodes"] is None:
         raise UsageError("how many nodes is not said", "give -N NODES, or run it inside of salloc")
     given_words = split_options(given["engine"])
@@ -162,8 +174,8 @@ def submit(job: HostJob, again: Sequence[str], given: Mapping[str, Any], environ
 
 
 def _follow(job: str, output: Path) -> int:
-    """Prints the job's output, and what Slurm says of it, until it has ended. Ctrl-C stops the run, again: at once."""
-    told, shown, asked = "", 0, False
+    """Prints the job's output and state until it ends. Ctrl-C stops the run; a second one stops it at once."""
+    last_news, shown, asked = "", 0, False
     passing = Passing(sys.stdout)
     while True:
         try:
@@ -179,8 +191,8 @@ def _follow(job: str, output: Path) -> int:
                 sys.stderr.flush()
                 passing.write(data)
             news = f"job {job} is {state.lower()}" + (f" ({reason})" if reason != "None" else "")
-            if news != told:
-                told = news
+            if news != last_news:
+                last_news = news
                 say(news)
             if state not in (
                 "PENDING",
@@ -196,7 +208,7 @@ def _follow(job: str, output: Path) -> int:
                 return 130 if asked else int(code) or (0 if state == "COMPLETED" else 1)
             time.sleep(LOOK)
         except KeyboardInterrupt:
-            pending = "RUNNING" not in told.upper()
+            pending = "RUNNING" not in last_news.upper()
             how = [] if asked or pending else ["--signal=INT", "--batch"]
             asked = True
             _ask("scancel", *how, job)

@@ -19,9 +19,9 @@ from paceline.errors import UsageError
 from paceline.launch.engines.driver_engine import DriverEngine, driver
 from paceline.launch.engines.engine import split_options
 
-# Each host is a stage of its own: in one of all hosts Spark would end all tasks when one of them is lost. That stage is
-# not begun again by Spark, whose executors stay as many as there are hosts: we do it, and see what became of it.
-OURS = {
+# Each host is a stage of its own: in a stage of all hosts, Spark would end all tasks when it loses one. Spark does not
+# repeat the stage, and its number of executors stays the number of hosts: we repeat it, and see its result.
+SPARK_SETTINGS = {
     "spark.dynamicAllocation.enabled": "false",
     "spark.stage.maxConsecutiveAttempts": "1",
     "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
@@ -30,9 +30,9 @@ OURS = {
 
 
 class Spark(DriverEngine):
-    """Barrier tasks of `asked` (see `ask`), one a host; of a `context` that there is, where one is given."""
+    """Barrier tasks, one per host, as `asked` describes them (see `ask`); in an existing Spark `context`, if given."""
 
-    name, title, place = "spark", "Spark", "task"
+    name, title, host_prefix = "spark", "Spark", "task"
 
     def __init__(self, asked: Mapping[str, Any], context: Any = None) -> None:
         if context is not None:
@@ -45,23 +45,23 @@ class Spark(DriverEngine):
 
 
 def _beside(asked: Mapping[str, Any], context: Any) -> tuple[Any, Any, Any]:
-    """The driver as a thread of this process."""
+    """Starts the driver as a thread of this process. Returns what `driver` returns."""
     from paceline.launch.engines.spark_driver import hold
 
-    hears, heard = os.pipe()
-    says, said = os.pipe()
+    input_reader, input_writer = os.pipe()
+    output_reader, output_writer = os.pipe()
 
     def work() -> None:
-        with open(said, "w") as out, open(hears):
-            hold(context, asked, hears, lambda **what: print(json.dumps(what), file=out, flush=True))
+        with open(output_writer, "w") as out, open(input_reader):
+            hold(context, asked, input_reader, lambda **what: print(json.dumps(what), file=out, flush=True))
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    return open(heard, "wb"), open(says, "rb"), thread.join
+    return open(input_writer, "wb"), open(output_reader, "rb"), thread.join
 
 
 def ask(given: Mapping[str, Any], python: str) -> dict[str, Any]:
-    """What the driver is to bring about; ``submit``: spark-submit's options. UsageError: it cannot be asked for."""
+    """The request to the driver; ``submit``: options of spark-submit. UsageError: an option is missing or wrong."""
     nodes, master = given["nodes"], given["master"]
     if nodes is None:
         raise UsageError("how many nodes is not said", "give -N NODES")
@@ -75,7 +75,7 @@ def ask(given: Mapping[str, Any], python: str) -> dict[str, Any]:
         "spark.executor.cores": cores,
         "spark.task.cpus": cores,
         "spark.cores.max": str(nodes * int(cores)),
-        **OURS,
+        **SPARK_SETTINGS,
     }
     words = [] if master is None else ["--master", master]
     words += [word for name, value in conf.items() for word in ("--conf", f"{name}={value}")]

@@ -34,7 +34,7 @@ FAREWELL = 60.0  # seconds for agents to save and end, once nobody is here any m
 
 
 def _task(address: tuple[str, int], key: bytes, name: str) -> Callable[[Any], Any]:
-    """What Spark runs. It travels by value, and needs no Paceline there."""
+    """The function that Spark runs as a task. It is sent by value: executors need no Paceline."""
 
     def run(_: Any) -> Any:
         import subprocess
@@ -45,21 +45,23 @@ def _task(address: tuple[str, int], key: bytes, name: str) -> Callable[[Any], An
         added = (b"SPARK_", b"PYSPARK_", b"_PYSPARK_", b"PYTHON", b"OMP_NUM_THREADS=")
         with open("/proc/self/environ", "rb") as file:
             words = [word for word in file.read().split(b"\0") if b"=" in word and not word.startswith(added)]
-        own = dict(word.split(b"=", 1) for word in words)
+        environment = dict(word.split(b"=", 1) for word in words)
         if gpus := BarrierTaskContext.get().resources().get("gpu"):
-            own[b"CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses).encode()
+            environment[b"CUDA_VISIBLE_DEVICES"] = ",".join(gpus.addresses).encode()
         with Client(address, authkey=key) as both, Client(address, authkey=key) as error:
             both.send_bytes(f"{name} 0".encode())
             error.send_bytes(f"{name} 1".encode())
             if both.recv_bytes():  # else Spark has started this task a second time
                 out, err = both.fileno(), error.fileno()
-                yield subprocess.call(["sh"], stdin=out, stdout=out, stderr=err, env=own, start_new_session=True)
+                yield subprocess.call(
+                    ["sh"], stdin=out, stdout=out, stderr=err, env=environment, start_new_session=True
+                )
 
     return run
 
 
 class Gate:
-    """Where tasks come to, who know us as `host`. What comes is met in a thread each, until the listener is closed."""
+    """Accepts the connections of tasks, which reach us as `host`. Each is served by a thread, until `close`."""
 
     def __init__(self, host: str, bind: str) -> None:
         self.key, self.hosts = secrets.token_bytes(32), dict[str, TaskBridge]()
@@ -97,12 +99,12 @@ class Gate:
         wire.close()
 
     def _know(self, wire: socket.socket) -> None:
-        """It has shown the key, or is closed."""
+        """Takes a connection off the list of unknown ones: it has shown the key, or is closed."""
         with self._lock:
             self._strangers.go(wire)
 
     def close(self) -> None:
-        """Agents that are left hear that nobody is here any more. They have a while to end."""
+        """Ends the input of all agents that are left, giving them a while to end before their tasks are cancelled."""
         self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts would keep it
         self._listener.close()
         for host in self.hosts.values():
@@ -114,7 +116,9 @@ class Gate:
 
 
 class TaskBridge:
-    """A host: a task, and once it is `attached` between the standard streams of somebody who waits for its end."""
+    """The task of a host. Once it is `attached`, it is connected to the standard streams of a process that waits for
+    the host's end.
+    """
 
     def __init__(self, gate: Gate, context: Any, number: int) -> None:
         from pyspark import InheritableThread
@@ -122,7 +126,7 @@ class TaskBridge:
         self._gate, self._context, self._name = gate, context, f"{number}.{secrets.token_hex(8)}"
         self._wires: dict[int, socket.socket] = {}
         self._lock, self._left = threading.Lock(), False
-        self.there, self.where = threading.Event(), ""  # whether it has come or will not, and from where
+        self.arrived, self.where = threading.Event(), ""  # set once the task has come, or never will; its address
         self._code, self.why = LOST, ""
         gate.hosts[self._name] = self
         self.job = InheritableThread(target=self._run, args=(number,), daemon=True)
@@ -141,12 +145,12 @@ class TaskBridge:
             self._code, self.why = (codes[0], "") if codes else (LOST, "Spark has begun its task anew")
         except (Py4JError, PySparkException) as error:
             self.why = _why(error)
-        self.there.set()
+        self.arrived.set()
 
     def meet(self, stream: int, wire: socket.socket, where: str) -> None:
-        """A connection of its task. One that comes when all are there is that of a second task: the first is lost."""
+        """Takes a connection of the host's task. A third connection is that of a second task: the first is lost."""
         with self._lock, Connection(os.dup(wire.fileno())) as pipe:
-            if self._left or self.there.is_set():
+            if self._left or self.arrived.is_set():
                 self.hang_up()
                 wire.close()
                 if not stream:
@@ -156,18 +160,19 @@ class TaskBridge:
             if len(self._wires) == 2:
                 with Connection(os.dup(self._wires[0].fileno())) as first:
                     first.send_bytes(b"begin")
-                self.there.set()
+                self.arrived.set()
 
     def attached(self, asker: socket.socket, streams: list[int]) -> TaskBridge:
+        """Connects the task to the `streams` of the process that waits at `asker`. Returns itself."""
         self._asker, self._streams = asker, streams
         for work in (self._hear, self._follow):
             threading.Thread(target=work, daemon=True).start()
         return self
 
     def _hear(self) -> None:
-        self.there.wait()
-        with open(self._streams[0], "rb", buffering=0) as heard, suppress(OSError, KeyError):  # `_follow` tells
-            while data := heard.read(CHUNK):
+        self.arrived.wait()
+        with open(self._streams[0], "rb", buffering=0) as source, suppress(OSError, KeyError):  # `_follow` tells
+            while data := source.read(CHUNK):
                 self._wires[0].sendall(data)
             self._wires[0].shutdown(socket.SHUT_WR)
 
@@ -178,7 +183,7 @@ class TaskBridge:
                     data = data[os.write(self._streams[1 + stream], data) :]
 
     def _follow(self) -> None:
-        self.there.wait()
+        self.arrived.wait()
         says = [threading.Thread(target=self._say, args=(stream,), daemon=True) for stream in self._wires]
         for thread in says:
             thread.start()
@@ -190,22 +195,25 @@ class TaskBridge:
         finish(self._asker, self._streams, self._code, self.why)
 
     def hang_up(self) -> None:
-        """The agent hears that nobody is here any more, or that its task is lost."""
+        """Closes the connections of the task: its agent sees the end of its input."""
         self._left = True
         for wire in self._wires.values():
             with suppress(OSError):
                 wire.shutdown(socket.SHUT_RDWR)
 
     def cancel(self) -> None:
+        """Cancels the task if it still runs."""
         if self.job.is_alive():
             self._context.cancelJobsWithTag(self._name)
 
     def leave(self) -> None:
+        """Closes the connections of the task, or cancels it if it has not begun."""
         self.hang_up()
-        if not self.there.is_set():
+        if not self.arrived.is_set():
             self.cancel()
 
     def close(self) -> None:
+        """Leaves the task and closes the connection to the process that waits."""
         self.leave()
         self._asker.close()
 
@@ -217,26 +225,26 @@ def _why(error: Exception) -> str:
     return f"preempted: {text}" if re.search("preempt|decommission", text, re.IGNORECASE) else text
 
 
-def hold(context: Any, asked: Mapping[str, Any], heard: int, tell: Callable[..., None]) -> None:
-    """Brings about what was asked for, and keeps it until what we have `heard` ends."""
+def hold(context: Any, asked: Mapping[str, Any], input_fd: int, tell: Callable[..., None]) -> None:
+    """Begins the tasks of the hosts and serves them until `input_fd` ends. `tell` sends a message to the launcher."""
     conf = context.getConf()
     host = conf.get("spark.driver.host")
     gate = Gate(host, conf.get("spark.driver.bindAddress", host))
     try:
         hosts = {number: TaskBridge(gate, context, number) for number in range(asked["nodes"])}
-        told, end = "", time.monotonic() + asked["wait"]
-        while not all(host.there.wait(LOOK / len(hosts)) for host in hosts.values()):
-            if can_read(heard, 0.0):  # nobody is there any more
+        last_reason, end = "", time.monotonic() + asked["wait"]
+        while not all(host.arrived.wait(LOOK / len(hosts)) for host in hosts.values()):
+            if can_read(input_fd, 0.0):  # nobody is there any more
                 return
-            there = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # and the driver itself
-            ready = sum(host.there.is_set() for host in hosts.values())
-            why = f"{ready} of {plural(len(hosts), 'task')} run, and Spark has {plural(there, 'executor')}"
+            executors = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # and the driver itself
+            ready = sum(host.arrived.is_set() for host in hosts.values())
+            why = f"{ready} of {plural(len(hosts), 'task')} run, and Spark has {plural(executors, 'executor')}"
             if time.monotonic() > end:
                 cure = "wait for longer with --wait, ask for less, or see Spark's own page"
                 tell(what=f"Spark has not placed the hosts within {asked['wait']} s: {why}", cure=cure)
                 return
-            if why != told:
-                told = why
+            if why != last_reason:
+                last_reason = why
                 tell(waits=why)
         if failed := next((host for host in hosts.values() if host.why), None):
             tell(what=f"Spark could not begin a task ({failed.why})", cure="see the logs of its executors")
@@ -245,16 +253,17 @@ def hold(context: Any, asked: Mapping[str, Any], heard: int, tell: Callable[...,
         def begin(number: int, *given: Any) -> TaskBridge:
             return (hosts.pop(number, None) or TaskBridge(gate, context, number)).attached(*given)
 
-        keep(heard, tell, [host.where for host in hosts.values()], begin)
+        keep(input_fd, tell, [host.where for host in hosts.values()], begin)
     finally:
         gate.close()
 
 
 def main(asked: Mapping[str, Any]) -> int:
-    said, error = os.fdopen(os.dup(1), "w"), os.dup(2)
+    """Starts a Spark session, serves its tasks until standard input ends, and returns the exit code."""
+    launcher_output, error = os.fdopen(os.dup(1), "w"), os.dup(2)
 
     def tell(**what: Any) -> None:
-        print(json.dumps(what), file=said, flush=True)
+        print(json.dumps(what), file=launcher_output, flush=True)
 
     try:
         from py4j.protocol import Py4JError

@@ -14,32 +14,36 @@ OPTIONS = ("-T", "-a", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-
 
 
 class Ssh(Engine):
-    """The options of the user's come first: of two that disagree, ssh takes the first."""
+    """Starts agents with OpenSSH. The user's options come first: of two that disagree, ssh takes the first."""
 
     name = "ssh"
 
-    def __init__(self, places: Sequence[Host], given: Sequence[str] = (), tunnelled: bool = False) -> None:
-        super().__init__(places, given)
-        self._tunnel = Tunnel([place.name for place in places]) if tunnelled else None
+    def __init__(self, hosts: Sequence[Host], given: Sequence[str] = (), tunnelled: bool = False) -> None:
+        super().__init__(hosts, given)
+        self._tunnel = Tunnel([host.name for host in hosts]) if tunnelled else None
         if self._tunnel:
-            self.listen = self._tunnel.addresses[places[0].name]
+            self.listen = self._tunnel.addresses[hosts[0].name]
 
-    def command(self, place: Host) -> list[str]:
-        ways = self._tunnel.options(place.name) if self._tunnel else ()
-        return ["ssh", *self.given, *OPTIONS, *ways, "--", place.name, "sh"]  # quoted for any login shell
+    def command(self, host: Host) -> list[str]:
+        """Runs ``sh`` on the host with ssh, with the forwarded sockets of the tunnel if there is one."""
+        ways = self._tunnel.options(host.name) if self._tunnel else ()
+        return ["ssh", *self.given, *OPTIONS, *ways, "--", host.name, "sh"]  # quoted for any login shell
 
-    def way(self, place: Host) -> dict[str, str] | None:
-        return self._tunnel.way(place.name) if self._tunnel else None
+    def way(self, host: Host) -> dict[str, str] | None:
+        """The host's arguments for `tunnel.inside`, if there is a tunnel."""
+        return self._tunnel.way(host.name) if self._tunnel else None
 
     def close(self) -> None:
+        """Removes the files of the tunnel."""
         if self._tunnel:
             self._tunnel.close()
 
-    def end(self, place: Host, code: int, said: str) -> End | None:
+    def end(self, host: Host, code: int, last_line: str) -> End | None:
+        """``failed`` if another attempt would fail, too, ``lost`` for other ends of ssh itself."""
         if code != BROKEN:
             return None
-        if "forwarding failed" in said:
-            return End("failed", said, "let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out")
-        if any(word in said for word in FOR_GOOD):
-            return End("failed", said, f"see that `ssh {place.name} true` does not ask or fail")
-        return End("lost", said or "the connection broke")
+        if "forwarding failed" in last_line:
+            return End("failed", last_line, "let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out")
+        if any(word in last_line for word in FOR_GOOD):
+            return End("failed", last_line, f"see that `ssh {host.name} true` does not ask or fail")
+        return End("lost", last_line or "the connection broke")

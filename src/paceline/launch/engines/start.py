@@ -34,8 +34,9 @@ MOST = 200_000_000  # bytes that are copied with --sync
 
 
 def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], options: dict[str, Any]) -> int:
-    """Runs a script on the hosts of the engine `where`; the exit code. `words` are the command line, `given` are the
-    options of `paceline launch`, `options` those of the run. UsageError, LaunchError: it cannot be.
+    """Runs a script on the hosts of the engine `where` and returns the exit code. `words`: the command line. `given`:
+    the options of `paceline launch`. `options`: those of the run. UsageError: an option is missing or wrong.
+    LaunchError: the hosts cannot begin.
     """
     script = options["script"]
     if script is None:
@@ -70,7 +71,7 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
     engine: Engine | None
     if where == "ray":
         named = given["hosts"] is not None or given["hostfile"] is not None
-        asked = ask(given, _places(where, given["hosts"], given["hostfile"]) if named else [])
+        asked = ask(given, _requested_hosts(where, given["hosts"], given["hostfile"]) if named else [])
         if given["dry_run"]:
             group = json.dumps(bundles({**asked, "nodes": asked["nodes"] or 1}, []))
             say(f'placement_group({group}, strategy="STRICT_SPREAD"): sh <<< {quoted(job.script)}', sys.stdout)
@@ -84,24 +85,27 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
             return 0
         engine = Spark(asked)
     elif where != "slurm":
-        places, own = _places(where, given["hosts"], given["hostfile"]), split_options(given["engine"])
-        engine = Mpi(places, own) if where == "mpi" else Ssh(places, own, bool(given["tunnel"]))
+        hosts, engine_options = (
+            _requested_hosts(where, given["hosts"], given["hostfile"]),
+            split_options(given["engine"]),
+        )
+        engine = Mpi(hosts, engine_options) if where == "mpi" else Ssh(hosts, engine_options, bool(given["tunnel"]))
     else:
         engine = allocation(split_options(given["engine"]))
         if engine is None:
             return submit(job, again, given, environment)
     try:
         if given["dry_run"]:
-            for place in engine.places:
-                say(f"{command_line(engine.command(place))} <<< {quoted(job.script)}", sys.stdout)
+            for host in engine.hosts:
+                say(f"{command_line(engine.command(host))} <<< {quoted(job.script)}", sys.stdout)
             return 0
         launcher = Launcher(engine, job)
-        return engine.after(launcher.run(), launcher.told)
+        return engine.after(launcher.run(), launcher.stop_signal)
     finally:
         engine.close()
 
 
-def _places(where: str, hosts: str | None, file: Path | None) -> list[Host]:
+def _requested_hosts(where: str, hosts: str | None, file: Path | None) -> list[Host]:
     if where == "mpi" and hosts is None and file is None:
         return queued()
     if (hosts is None) == (file is None):
@@ -119,22 +123,30 @@ def _value(name: str, value: str) -> str:
 
 
 def _without_values(words: Sequence[str]) -> list[str]:
-    """The command line as it may be shown: of ``--env NAME=VALUE`` the name."""
-    found = ["paceline"]
+    """The command line without secrets: ``--env NAME=VALUE`` becomes ``--env NAME``."""
+    shown_words = ["paceline"]
     for word in words:
-        named = word.removeprefix("--env=") if word.startswith("--env=") else word if found[-1] == "--env" else None
-        found += [word] if named is None else (["--env"] if found[-1] != "--env" else []) + [named.partition("=")[0]]
-    return found
+        env_entry = (
+            word.removeprefix("--env=") if word.startswith("--env=") else word if shown_words[-1] == "--env" else None
+        )
+        shown_words += (
+            [word]
+            if env_entry is None
+            else (["--env"] if shown_words[-1] != "--env" else []) + [env_entry.partition("=")[0]]
+        )
+    return shown_words
 
 
 def _folder() -> str:
-    """Where files are copied to: another folder for each one here."""
-    here = Path.cwd()
-    return f"~/paceline-sync/{here.name}-{hashlib.sha256(f'{socket.gethostname()}:{here}'.encode()).hexdigest()[:8]}"
+    """The remote folder for copied files, a different one for each local folder."""
+    cwd = Path.cwd()
+    return f"~/paceline-sync/{cwd.name}-{hashlib.sha256(f'{socket.gethostname()}:{cwd}'.encode()).hexdigest()[:8]}"
 
 
 def archive() -> bytes:
-    """What git tracks here or would track; without git all but run folders and environments."""
+    """A tar archive of the files that git tracks or would track; without git, of all but run folders and environments.
+    LaunchError: they are too large.
+    """
     git = subprocess.run(["git", "ls-files", "-coz", "--exclude-standard"], capture_output=True, check=False)
     if git.returncode == 0:
         paths = [Path(os.fsdecode(name)) for name in git.stdout.split(b"\0") if name]

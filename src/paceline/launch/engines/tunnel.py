@@ -35,7 +35,7 @@ Ends = tuple[Reader, Writer]
 
 
 class Tunnel:
-    """The launcher's part, where the ways of all hosts meet. `close` it."""
+    """The launcher's side: connects each host's tunnel to those of the others. Call `close` at the end."""
 
     def __init__(self, names: list[str]) -> None:
         if len(names) > MOST_HOSTS:
@@ -48,7 +48,7 @@ class Tunnel:
         _serve((Path(self._folder.name, "all"), self._pass))
 
     def options(self, name: str) -> list[str]:
-        """Those of ssh for a host's connection, by which it is reached from now on."""
+        """The options of ssh that open a host's tunnel. From now on the host is reached by this connection."""
         number = secrets.token_hex(8)
         door = Path(self._folder.name, number)
         goes, comes = f"/tmp/paceline-{number}-go", f"/tmp/paceline-{number}-come"
@@ -57,22 +57,23 @@ class Tunnel:
         return ["-o", "ExitOnForwardFailure=yes", "-R", f"{goes}:{self._folder.name}/all", "-L", f"{door}:{comes}"]
 
     def way(self, name: str) -> dict[str, str]:
-        """What `inside` is called with on that host."""
+        """The arguments for `inside` on that host."""
         return self._ways[name]
 
     async def _pass(self, reader: Reader, writer: Writer) -> None:
-        said = await reader.readline()
-        onward = await asyncio.open_unix_connection(self._doors[said.decode().split()[0]])
-        onward[1].write(said)
+        request = await reader.readline()
+        onward = await asyncio.open_unix_connection(self._doors[request.decode().split()[0]])
+        onward[1].write(request)
         await _join((reader, writer), onward)
 
     def close(self) -> None:
+        """Removes the folder of sockets."""
         self._folder.cleanup()
 
 
 @contextmanager
 def inside(own: str, goes: str, comes: str) -> Iterator[None]:
-    """A host's part, in its agent. The files that it needs are removed at the end."""
+    """The host's side, in its agent. Its socket files are removed at the end."""
     ways, asked = _Ways(own, goes), f"{comes}-ask"
     try:
         _serve((Path(comes), ways.arrive), (Path(asked), ways.ask))
@@ -85,15 +86,17 @@ def inside(own: str, goes: str, comes: str) -> Iterator[None]:
 
 
 class _Ways:
-    def __init__(self, own: str, goes: str) -> None:
-        self._own, self._goes = own, goes
+    """Serves the tunnel in a host's agent: outgoing connections to other hosts, and incoming ones from them."""
+
+    def __init__(self, address: str, goes: str) -> None:
+        self._address, self._goes = address, goes
         self._opening = asyncio.Lock()
         self._open: dict[tuple[str, int], asyncio.Server] = {}
         self._begun: dict[tuple[str, int], list[Ends]] = {}  # connections for those who have asked and not come yet
 
     async def ask(self, reader: Reader, writer: Writer) -> None:
-        """Somebody is about to connect to ``ADDRESS PORT``: whether something listens there, unless it may do so
-        ``later``.
+        """Prepares a connection of a local process to ``ADDRESS PORT``. The answer says whether something listens
+        there; with ``later`` it need not listen yet.
         """
         host, number, *later = (await reader.readline()).decode().split()
         at, answer = (host, int(number)), REFUSED
@@ -131,11 +134,12 @@ class _Ways:
         await _join((reader, writer), begun.pop() if begun else await self._far(*at))
 
     async def arrive(self, reader: Reader, writer: Writer) -> None:
+        """Connects an incoming connection to the local listener that it names."""
         host, number = (await reader.readline()).decode().split()
-        if host == self._own and _listens(host, int(number)):
-            here = await asyncio.open_connection(host, int(number))
+        if host == self._address and _listens(host, int(number)):
+            listener = await asyncio.open_connection(host, int(number))
             writer.write(WAY)
-            await _join((reader, writer), here)
+            await _join((reader, writer), listener)
 
 
 def _listens(host: str, port: int) -> bool:
@@ -144,9 +148,9 @@ def _listens(host: str, port: int) -> bool:
     return any(line.split()[1:4:2] == [at, LISTENS] for line in Path("/proc/net/tcp").read_text().splitlines())
 
 
-def _is_ours(there: tuple[str, int], here: tuple[str, int]) -> bool:
+def _is_ours(peer: tuple[str, int], local: tuple[str, int]) -> bool:
     """Whether a process of this user connected from one address of this host to the other: others have no way."""
-    ends = [_in_table(*there), _in_table(*here)]
+    ends = [_in_table(*peer), _in_table(*local)]
     wanted = [ends, [MAPPED + end for end in ends]]  # torch's store calls with sockets of IPv6
     lines = (line.split() for name in ("tcp", "tcp6") for line in _table(name))
     return any(words[1:3] in wanted and int(words[7]) == os.getuid() for words in lines)
@@ -164,7 +168,7 @@ def _in_table(host: str, port: int) -> str:
 
 
 async def _join(one: Ends, other: Ends) -> None:
-    """Hands on what comes, both ways, until both have ended."""
+    """Copies bytes in both directions until both have ended."""
     try:
         await asyncio.gather(_hand_on(one[0], other[1]), _hand_on(other[0], one[1]))
     finally:
@@ -179,7 +183,7 @@ async def _hand_on(reader: Reader, writer: Writer) -> None:
 
 
 async def _guarded(call: Callable[[Reader, Writer], Awaitable[None]], reader: Reader, writer: Writer) -> None:
-    """Who asks for what is not there, or says what nobody of ours would, sees the end of the connection."""
+    """Closes a connection after its handler, also if the peer asks for a missing listener or sends bad requests."""
     try:
         with suppress(OSError, TimeoutError, ValueError, LookupError):
             await call(reader, writer)
@@ -188,7 +192,7 @@ async def _guarded(call: Callable[[Reader, Writer], Awaitable[None]], reader: Re
 
 
 def _serve(*served: tuple[Path, Callable[[Reader, Writer], Coroutine[Any, Any, None]]]) -> None:
-    """Answers at these sockets, which only this user may open, in a thread of its own."""
+    """Serves these Unix sockets, which only this user may open, in a thread of their own."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="paceline-tunnel", daemon=True).start()
     before = os.umask(0o177)
