@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from paceline.base.batching import NOTHING
 from paceline.checkpoint.tree import pack
 from paceline.comm.hierarchical import HierarchicalTransport, _find_hosts
-from paceline.comm.message_reader import read_told
+from paceline.comm.message_reader import decode_message
 from paceline.comm.peer_status import PeerStatus
 from paceline.compute.job import StepOptions
 from paceline.compute.sparse_grads import pack_gradients, pack_weights
@@ -255,7 +255,7 @@ def hear(about: str, data: bytes) -> None:
         one = server(FollowerByShares if "shares" in about or about == "workers" else Follower, leads=about == "wish")
         one.hear(Ear(), Client(), 1 if about == "wish" else -2, frame)
     else:
-        read_told(data, about, "worker 1")
+        decode_message(data, about, "worker 1")
 
 
 KINDS = {"wish": Kind.DEAL, "workers": Kind.SUM}

@@ -29,7 +29,7 @@ from paceline.base.batching import Grid
 from paceline.base.journal import read_journal
 from paceline.data.change_detection import Snapshot
 from paceline.data.fingerprint import Fingerprint
-from paceline.data.loader import Feed, Place, Source
+from paceline.data.loader import Assignment, Feed, Source
 from paceline.errors import DatasetError
 
 GLOBAL = 0
@@ -103,7 +103,7 @@ def _nothing_is_left() -> Any:
 
 
 def feed_of(data: Any, steps: int, **options: Any) -> Feed:
-    source, place = Source.of(data, 3, None, None, options), Place(0, (1.0,))
+    source, place = Source.of(data, 3, None, None, options), Assignment(0, (1.0,))
     return Feed(source, Grid(8, 4), (0, steps, 1), lambda: place, lambda *_, **__: None, watched=True)
 
 
@@ -211,7 +211,7 @@ def test_processes_that_were_asked_for_are_forked_anew_at_each_epoch_where_chang
 def test_an_order_of_the_scripts_is_asked_when_its_rows_are_wanted() -> None:
     first = [0]
     data = Rows()
-    place = Place(0, (1.0,))
+    place = Assignment(0, (1.0,))
     for options in ({}, {"num_workers": 1}):
         first[0] = 0
         source = Source.of(data, 3, None, lambda position, *_: (first[0] + position) % 64, options)
@@ -235,7 +235,7 @@ class Stream(IterableDataset[int]):
 def test_an_iterable_is_read_when_its_rows_are_wanted_and_anew_at_each_epoch_by_a_process(processes: int) -> None:
     """Also the first row of a global batch; of 20 rows in batches of 8 each third batch is an epoch's last."""
     data = Stream()
-    place, options = Place(0, (1.0,)), {"num_workers": 1} if processes else {}
+    place, options = Assignment(0, (1.0,)), {"num_workers": 1} if processes else {}
     source = Source.of(data, 3, None, None, options)
     feed = Feed(source, Grid(8, 4), (0, None, 3), lambda: place, lambda *_, **__: None, watched=True)
     for step in range(9):

@@ -211,7 +211,7 @@ def test_the_noise_scale_is_what_gradients_were_made_with() -> None:
     for _ in range(4000):
         each = 0.5 + chance.standard_normal((8, 100))  # of 8 rows: |G|^2 = 25, the trace of the covariance 100
         parts = [each[:2].sum(0), each[2:].sum(0)]
-        about = {"spread": sum(float(part @ part) for part in parts), "spread_count": 8.0, "spread_squares": 40.0}
+        about = {"sq_norm": sum(float(part @ part) for part in parts), "sq_norm_rows": 8.0, "sq_norm_squares": 40.0}
         deque(noise.learn(replace(NOTHING, count=8.0, **about), float(np.linalg.norm(each.mean(0))), 8), maxlen=0)
     assert noise.scale == pytest.approx(4.0, rel=0.1)
 

@@ -18,12 +18,12 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from paceline.base.batching import Grid, deal
 from paceline.base.journal import read_journal
-from paceline.data.loader import Feed, Place, Slot, Source, _Rows, share_of
+from paceline.data.loader import Assignment, Feed, Slot, Source, _Rows, share_of
 from paceline.data.order import sample_index
 from paceline.session.training_loop import grid_text, idle_text
 
 
-def feed_of(grid: Grid, rows: int, batches: int, place: Place, told: list[Any], **options: Any) -> Feed:
+def feed_of(grid: Grid, rows: int, batches: int, place: Assignment, told: list[Any], **options: Any) -> Feed:
     source = Source.of(torch.arange(rows), 0, None, None, options)
     return Feed(source, grid, (0, batches, 1), lambda: place, lambda *event, **more: told.append((*event, more)))
 
@@ -41,7 +41,7 @@ def test_slots_are_those_of_every_batch_in_turn(
 ) -> None:
     grid = Grid(global_batch, min(micro, global_batch))
     for rank in range(len(weights)):
-        place = Place(rank, tuple(weights), fine=fine)
+        place = Assignment(rank, tuple(weights), fine=fine)
         feed = feed_of(grid, rows, 30, place, [])
         one_by_one = []
         for step in range(start, 30):
@@ -73,10 +73,10 @@ def test_a_worker_with_an_empty_share_looks_at_no_batch_ahead(
 ) -> None:
     """However long the phase is; and it starts no loader process, which would have nothing to load."""
     told: list[Any] = []
-    feed = feed_of(Grid(8, 4), 8 * 1000, 10**7, Place(2, weights), told, num_workers=1)
+    feed = feed_of(Grid(8, 4), 8 * 1000, 10**7, Assignment(2, weights), told, num_workers=1)
     looked = looks_at(feed, monkeypatch)
     assert [feed.at(step) for step in range(3)] == [(0, 8, [])] * 3
-    assert list(feed.slots(3, Place(2, weights))) == []
+    assert list(feed.slots(3, Assignment(2, weights))) == []
     assert (looked, told) == ([0, 1, 2], [])
 
 
@@ -84,7 +84,7 @@ def test_a_worker_with_a_share_of_an_epochs_last_batch_alone_looks_at_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The paradox of the largest remainder: of three micro-batches worker 0 gets one, of four none."""
-    feed = feed_of(Grid(16, 4), 16 * 999 + 12, 10**7, Place(0, (1.0, 3.0, 3.0)), [])
+    feed = feed_of(Grid(16, 4), 16 * 999 + 12, 10**7, Assignment(0, (1.0, 3.0, 3.0)), [])
     looked = looks_at(feed, monkeypatch)
     slots = feed.slots(5, feed.get_assignment())
     assert [next(slots).epoch for _ in range(3)] == [0, 1, 2]
@@ -225,7 +225,7 @@ def test_what_is_not_plainly_tensors_is_loaded_row_by_row() -> None:
     assert _Rows(Source.of(TensorDataset(rows), 0, list, None, {})).at_once([1, 2]) is None
     assert same.at_once([-1]) is None  # is row 5
     assert same.at_once([6]) is None  # fails as the dataset does
-    place = Place(0, (1.0,))
+    place = Assignment(0, (1.0,))
     for data, expected in ((TensorDataset(rows), [0, 1]), (Doubled(rows), [0, 2])):
         source = Source.of(data, 0, None, lambda position, *_: position, {})
         feed = Feed(source, Grid(4, 2), (0, 1, 1), lambda: place, lambda *_, **__: None)
@@ -242,7 +242,7 @@ def test_a_collate_of_tensors_that_the_script_has_registered_is_used(monkeypatch
 def test_with_any_loader_the_rows_are_the_same_and_the_own_streams_stay(options: dict[str, Any]) -> None:
     data = TensorDataset(torch.arange(24.0), torch.arange(24))
     source = Source.of(data, 3, None, None, options)
-    feed = Feed(source, Grid(8, 4), (0, 3, 1), lambda: Place(0, (1.0,)), lambda *_, **__: None)
+    feed = Feed(source, Grid(8, 4), (0, 3, 1), lambda: Assignment(0, (1.0,)), lambda *_, **__: None)
     before = torch.get_rng_state()
     found = [row for _, _, share in feed for taken in share for row in taken.batch[0].tolist()]
     assert sorted(found) == list(range(24))
@@ -268,7 +268,7 @@ class Drawn:
 @pytest.mark.parametrize(("options", "odd"), [({}, 1000), ({"num_workers": 1}, 1000), ({}, 16)])
 def test_of_a_part_of_a_micro_batch_no_other_rows_are_loaded(options: dict[str, Any], odd: int, tmp_path: Path) -> None:
     """Once it is seen that rows can be told apart; and where others follow that cannot, all of a micro-batch."""
-    place, in_order = Place(0, (1.0, 2.0), fine=True), lambda position, rows, seed, epoch: position
+    place, in_order = Assignment(0, (1.0, 2.0), fine=True), lambda position, rows, seed, epoch: position
     found: dict[str, list[Any]] = {}
     for name, collate in (("usual", None), ("own", lambda rows: default_collate(rows))):
         source = Source.of(Drawn(tmp_path / name, odd), 3, collate, in_order, options)
@@ -294,5 +294,5 @@ def test_of_a_part_of_a_micro_batch_no_other_rows_are_loaded(options: dict[str, 
 def test_rows_of_other_processes_are_pinned_where_there_is_a_gpu() -> None:
     torch.cuda.init()
     source = Source.of(TensorDataset(torch.arange(8.0)), 0, None, None, {"num_workers": 1})
-    feed = Feed(source, Grid(8, 4), (0, 1, 1), lambda: Place(0, (1.0,)), lambda *_, **__: None)
+    feed = Feed(source, Grid(8, 4), (0, 1, 1), lambda: Assignment(0, (1.0,)), lambda *_, **__: None)
     assert [taken.batch[0].is_pinned() for _, _, share in feed for taken in share] == [True, True]

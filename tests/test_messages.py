@@ -31,7 +31,7 @@ from paceline.base.environment import SERVERS
 from paceline.base.schema import find_wrong
 from paceline.base.text import ranks
 from paceline.checkpoint.tree import unpack
-from paceline.comm.message_reader import read_told
+from paceline.comm.message_reader import decode_message
 from paceline.comm.message_types import MESSAGE_TYPES
 from paceline.compute import sparse_grads as sparse
 from paceline.errors import CheckpointError, FormatError, LaunchError
@@ -337,7 +337,7 @@ def test_what_workers_and_servers_tell_each_other_is_taken_or_refused(examples: 
     assert {about for about, _ in seeds} == MESSAGE_TYPES.keys() - {"dealing", "tree", "part"}
     for about, data in seeds:
         # All that is written is read, and stays as it is.
-        assert json.dumps(read_told(data, about, "worker 1"), sort_keys=True) == json.dumps(
+        assert json.dumps(decode_message(data, about, "worker 1"), sort_keys=True) == json.dumps(
             json.loads(data), sort_keys=True
         )
         tellers.hear(about, data)

@@ -50,7 +50,7 @@ def build_replica(
     job.unit, job.requested_split = mesh.unit, (placements, blocks)
     job.shapes = {name: tuple(param.shape) for name, param in job.model.named_parameters(remove_duplicate=False)}
     job.units = group.along("data", "shard", mesh=mesh)
-    job.place, job.replica = mesh.place(group.rank), group.along(*AXES[1:], mesh=mesh)
+    job.shard_index, job.replica = mesh.shard_index_of(group.rank), group.along(*AXES[1:], mesh=mesh)
     values = ModelValues(job) if mesh.pipeline * mesh.tensor > 1 else None
     pipeline = None
     if mesh.pipeline > 1:

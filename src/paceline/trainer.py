@@ -32,7 +32,7 @@ from paceline.compute.rng import RngState
 from paceline.compute.state_dict import copies_in_pieces, hidden_in, model_state, own_copies
 from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
-from paceline.data.loader import Feed, Place, Source
+from paceline.data.loader import Assignment, Feed, Source
 from paceline.errors import CheckpointError, UsageError
 from paceline.evaluate.evaluate import EvalPass, evaluate
 from paceline.evaluate.predict import predicted
@@ -166,10 +166,10 @@ class Trainer(Telling):
             run.say(what)
         optimizers = self._optimizers(optimizer, mesh)
         self._script_settings = FromScript.of(seed, optimizers, self.model)
-        self._compare(describe_optimizers(optimizers, self._script_settings.options, job.own), known)
+        self._compare(describe_optimizers(optimizers, self._script_settings.options, job.local_params), known)
         schedulers = schedulers_of(schedule, optimizers, self.plan)
         self._replica.build(optimizers, schedulers)
-        for name in fused(optimizers, next(iter(job.own.values())).device, self.plan.exact, job.in_rows):
+        for name in fused(optimizers, next(iter(job.local_params.values())).device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = MergePolicy(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := self._weights(job, mesh))
@@ -278,7 +278,7 @@ class Trainer(Telling):
         if mesh.unit > 1 or (mesh.shard > 1 and self.plan.zero != 1):
             refuse_calls(job.model)
         parts = (self._stepper, replica.runner, replica.updater, replica.layout, replica.landing, replica.home)
-        for part in (*parts, replica.transit, replica.own, replica, job):
+        for part in (*parts, replica.transit, replica.error_feedback, replica, job):
             vars(part).clear()  # hooks on a model that the script holds may hold them
         vars(self).clear()
         return weak
@@ -339,19 +339,19 @@ class Trainer(Telling):
         """
         run, job, plan = self._run, self._job, self.plan
         groups = dict[str, tuple[int, int]]()
-        if job.own_cuts or plan.divides_servers:
+        if job.local_cuts or plan.divides_servers:
             with self._streams.lent():  # what the user's function draws is drawn once
                 coupling, groups = coupling_of(make, job)
             refuse_spread(coupling, plan)
-            if job.own_cuts and coupling.scope > Scope.ELEMENT:
+            if job.local_cuts and coupling.scope > Scope.ELEMENT:
                 self._replica.use_full_parameters()
                 what = f"{coupling.kind} gets whole parameters on each worker, and its state is not divided"
                 run.decide(self._number, what, f"it {coupling.why}")
                 run.say(f"{what}: it {coupling.why}", once=True)
-        optimizers = optimizers_of(make, list(job.own.items()))
-        if forgotten := left_out(optimizers, list(job.own.items())):
+        optimizers = optimizers_of(make, list(job.local_params.items()))
+        if forgotten := left_out(optimizers, list(job.local_params.items())):
             run.say(forgotten, once=True)
-        refuse_other_groups(optimizers, groups, job.own, job.own_cuts)
+        refuse_other_groups(optimizers, groups, job.local_params, job.local_cuts)
         refuse_fused(optimizers, bool(plan.exact and plan.shard) and not job.whole_copies)
         return optimizers
 
@@ -456,7 +456,9 @@ class Trainer(Telling):
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(source, grid, span, self._stepper.place or self._get_assignment, run.team.world.tell, watched=True)
+        feed = Feed(
+            source, grid, span, self._stepper.get_assignment or self._get_assignment, run.team.world.tell, watched=True
+        )
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=not self.plan.several)
         with closing(feed), run.loop(phase):
@@ -553,9 +555,9 @@ class Trainer(Telling):
             micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, read, single
         )
 
-    def _get_assignment(self) -> Place:
+    def _get_assignment(self) -> Assignment:
         """Returns how the present team divides a global batch of this trainer."""
-        assignment, balance = self._run.team.place(self._mesh, self.plan.together), self._stepper.balance
+        assignment, balance = self._run.team.get_assignment(self._mesh, self.plan.together), self._stepper.balance
         # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
         if balance is None or len(assignment.weights) == 1 or self._stepper.housed != assignment.generation:
             return assignment
@@ -734,7 +736,7 @@ class Trainer(Telling):
             return {**self._line, "model": model_state(self._job), "state": kept, **more}
         return {
             **self._stepper.state(done),
-            "own": {} if done is None else self._replica.own.state(done),
+            "own": {} if done is None else self._replica.error_feedback.state(done),
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
             "phases": [phase.saved() for phase in self._phases],
             "stopped": self._stopped,
@@ -824,7 +826,7 @@ class Trainer(Telling):
                 self._go_on_ended(saved)
             if not newcomer:
                 return
-            self._replica.own.take(saved.get("own") or {})
+            self._replica.error_feedback.take(saved.get("own") or {})
             self._seed = self._job.seed = self._script_settings.go_on(saved.get("said"), self._run.say)
             self._phases = [LoopState.of(phase) for phase in saved["phases"]]
             self._stopped = saved["stopped"]

@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 _T = TypeVar("_T")
 _MASK = (1 << 64) - 1
 PARTS = ("data", "compute", "reduce", "update", "other")  # where the time of a step goes
-TOLD = 64  # workers, of which each one's own seconds are told
+LISTED_WORKERS = 64  # workers, of which each one's own seconds are told
 NOWHERE: Mapping[str, float] = {}
 
 
@@ -171,16 +171,16 @@ class Agreed:
     metrics: dict[str, tuple[float, float]]
     seconds: tuple[float, ...]
     unused: tuple[int, ...]
-    whole: int = 0
+    no_split: int = 0
     failed: int = 0
     news: int = 0
     look: int = 0
     tune: int = 0
     digests: tuple[float, ...] = ()
     spent: tuple[tuple[float, ...], ...] = ()
-    spread: float = 0.0
-    spread_count: float = 0.0
-    spread_squares: float = 0.0
+    sq_norm: float = 0.0
+    sq_norm_rows: float = 0.0
+    sq_norm_squares: float = 0.0
     streams: int = 0
     read: int = 0
     read_squares: int = 0
@@ -193,8 +193,8 @@ class Agreed:
 
 NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
-_VOTES = ("tested", "strict", "whole", "failed", "news")
-_NUMBERS = ("count", "loss", "spread", "spread_count", "spread_squares")  # the rest are whole ones
+_VOTES = ("tested", "strict", "no_split", "failed", "news")
+_NUMBERS = ("count", "loss", "sq_norm", "sq_norm_rows", "sq_norm_squares")  # the rest are whole ones
 _STREAMS = ("streams", "read", "read_squares")
 _FIELDS = (*_NUMBERS, *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune", *_STREAMS)
 
@@ -211,7 +211,7 @@ class VectorLayout:
 
     @cached_property
     def _lanes(self) -> int:
-        return len(PARTS) * self.workers * (1 < self.workers <= TOLD)
+        return len(PARTS) * self.workers * (1 < self.workers <= LISTED_WORKERS)
 
     def pack(
         self,

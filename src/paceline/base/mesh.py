@@ -78,7 +78,7 @@ class Mesh:
         runs = deal(self.data, [1.0] * min(count, self.data))
         return [range(run.start * self.replica, run.stop * self.replica) for run in runs]
 
-    def place(self, rank: int) -> int:
+    def shard_index_of(self, rank: int) -> int:
         return rank % self.replica
 
     def unit_of(self, rank: int) -> int:

@@ -132,7 +132,7 @@ class ShardingSpec:
     pieces: tuple[LocalShard, ...]
 
     @classmethod
-    def whole(cls, shape: Sequence[int], places: int = 1) -> ShardingSpec:
+    def unsharded(cls, shape: Sequence[int], places: int = 1) -> ShardingSpec:
         """All of it everywhere."""
         shape, first = tuple(shape), (0,) * len(shape)
         return cls(shape, (LocalShard(shape, (Block(first, shape, first),)),) * places)
@@ -220,7 +220,7 @@ class ShardedTensor:
 
     tensor: Tensor
     cut: ShardingSpec
-    place: int
+    shard_index: int
 
     @property
     def shape(self) -> Indices:

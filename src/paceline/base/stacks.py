@@ -38,12 +38,12 @@ class Hung:
 
     seconds: float
     busy: bool
-    place: CodeLine | None
+    code_line: CodeLine | None
     loader: int | None = None
 
     @property
     def where(self) -> str:
-        return self.place.line if self.place is not None else "an unknown line"
+        return self.code_line.line if self.code_line is not None else "an unknown line"
 
     @property
     def why(self) -> str:
@@ -56,7 +56,7 @@ class Hung:
 
     @property
     def doing(self) -> str:
-        return f"{self.state}: {self.place.source}" if self.place is not None else self.state
+        return f"{self.state}: {self.code_line.source}" if self.code_line is not None else self.state
 
 
 def read_place(text: str, child: bool = False) -> CodeLine | None:

@@ -403,7 +403,7 @@ def _divide(tensors: Mapping[str, torch.Tensor], writers: int) -> list[list[Slic
         ends = [min(rows, max(0, -((at * writers - end * total) // (width * writers or 1)))) for end in range(writers)]
         for number, (first, end) in enumerate(zip(ends, [*ends[1:], rows], strict=True)):
             if first < end:
-                (block,) = ShardingSpec.whole(tensor.shape).pieces[0].blocks if end - first < rows else (None,)
+                (block,) = ShardingSpec.unsharded(tensor.shape).pieces[0].blocks if end - first < rows else (None,)
                 shares[number].append((name, block and block.rows(range(first, end))))
         at += tensor.nbytes
     return shares

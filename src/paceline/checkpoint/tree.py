@@ -21,7 +21,7 @@ import torch
 
 from paceline.base.sharding import ShardedTensor
 from paceline.checkpoint.safetensors_file import DTYPES
-from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.message_reader import damaged, decode_message
 from paceline.comm.shared_memory import raw_bytes
 from paceline.errors import CheckpointError, UsageError, a, first_line
 
@@ -251,7 +251,7 @@ def unpack(data: torch.Tensor, copy: bool = True) -> Any:
     length = int.from_bytes(bytes(data[:8].tolist()), "little")
     if length % 8:
         raise damaged("tree", "another worker", "it begins with a length that no writer gives")
-    skeleton, shapes = read_told(bytes(data[8 : 8 + length].tolist()), "tree", "another worker")
+    skeleton, shapes = decode_message(bytes(data[8 : 8 + length].tolist()), "tree", "another worker")
     tensors, at = {}, 8 + length
     for name, (dtype, shape) in shapes.items():
         with reading():

@@ -27,7 +27,7 @@ from paceline.comm.c10d_arguments import CollectiveRequest, Op, outside_inferenc
 from paceline.comm.c10d_backend import ProcessGroup
 from paceline.comm.hierarchical import Between, HierarchicalTransport, interface_of
 from paceline.comm.host_staging import Carrier, carrier
-from paceline.comm.message_reader import read_told
+from paceline.comm.message_reader import decode_message
 from paceline.comm.peer_status import MANY, call_site, unless
 from paceline.comm.progress_engine import ENGINE, Operation, Steps
 from paceline.comm.rendezvous import Rendezvous, never
@@ -535,7 +535,7 @@ class Group:
         """Returns every worker's JSON value. Part of the entered collective."""
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         rows = enumerate(self.gather(data))
-        return [read_told(bytes(row.tolist()), "part", f"worker {self.names[rank]}") for rank, row in rows]
+        return [decode_message(bytes(row.tolist()), "part", f"worker {self.names[rank]}") for rank, row in rows]
 
     def abandon(self, works: Sequence[dist.Work | None]) -> None:
         """Abandons unfinished collectives for good."""

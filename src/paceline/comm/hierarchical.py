@@ -33,7 +33,7 @@ from paceline.comm import shm_collectives as collectives
 from paceline.comm.c10d_arguments import Reduction
 from paceline.comm.gloo_tunnel import with_ways
 from paceline.comm.link_speed import BandwidthEstimate, Pair, measure
-from paceline.comm.message_reader import read_told
+from paceline.comm.message_reader import decode_message
 from paceline.comm.peer_status import Ask, agree, asker, run_in_thread
 from paceline.comm.progress_engine import Begun, Final, Steps, last, not_last
 from paceline.comm.shared_memory import (
@@ -277,7 +277,7 @@ class HierarchicalTransport:
         self._ask = asker(store, given_up, size)
         report = json.dumps([os.getpid(), f"{_cores():x}", address, host_key() if size > 1 else ""])
         agreed = agree(self._ask, store, "host", rank, range(size), report, _find_hosts)
-        hosts, elsewhere = read_told(agreed.encode(), "hosts", "the first worker")
+        hosts, elsewhere = decode_message(agreed.encode(), "hosts", "the first worker")
         self.address = _seen_from_others(address, elsewhere)
         self.shared: Shared | None = None
         local_ranks = next((host for host in hosts if rank in host), None)
@@ -587,7 +587,7 @@ def _find_hosts(answers: Sequence[str]) -> str:
 
 def _read_host_reports(ranks: Iterable[int], reports: Iterable[bytes]) -> list[tuple[int, str, str, str]]:
     """Decodes the workers' reports: pid, cores, address, and a key that workers share who can share memory."""
-    return [read_told(report, "host", f"worker {rank}") for rank, report in zip(ranks, reports, strict=True)]
+    return [decode_message(report, "host", f"worker {rank}") for rank, report in zip(ranks, reports, strict=True)]
 
 
 def in_thread(call: Callable[[], Any]) -> Generator[Condition, None, Any]:

@@ -8,7 +8,7 @@ from paceline.base.schema import SAME_VERSION, read_message
 from paceline.errors import FormatError
 
 
-def read_told(data: bytes | bytearray, about: str, who: str) -> Any:
+def decode_message(data: bytes | bytearray, about: str, who: str) -> Any:
     """Decodes a JSON message from `who` about `about`, which names its type in `paceline.comm.message_types`.
 
     Raises FormatError, naming the field, for a message of another type.

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base.console import say
-from paceline.comm.message_reader import read_told
+from paceline.comm.message_reader import decode_message
 from paceline.errors import CollectiveMismatchError, PacelineError, PeerLostError, first_line
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class PeerStatus:
         self._published.update((key, keys[key]) for key in find_set_keys(self._store, [*keys]))
         statuses: list[dict[str, Any] | None] = [None] * self.size
         for rank, message in zip(self._published.values(), self._store.multi_get([*self._published]), strict=True):
-            statuses[rank] = read_told(message, "place", f"worker {self.names[rank]}")
+            statuses[rank] = decode_message(message, "place", f"worker {self.names[rank]}")
         return statuses
 
     def _exchange(self) -> list[dict[str, Any] | None]:

@@ -260,7 +260,7 @@ class Runner:
         """The context of the user's loss and forward: in the first step it refuses the calls of a loop by hand."""
         if self.observer.done:
             return nullcontext()
-        return refuse_loop_calls([*self.params, *self.job.own.values()], self.gathered)
+        return refuse_loop_calls([*self.params, *self.job.local_params.values()], self.gathered)
 
     def _add_up(self, parts: Sequence[Loss], sums: StepSums) -> None:
         if not parts:

@@ -55,10 +55,10 @@ class GradNoiseScale:
 
         Yields the fields of a journal event if the scale changed by more than the factor CHANGED.
         """
-        free = agreed.spread_count - agreed.spread_squares / agreed.count if agreed.count > 0 else 0.0
+        free = agreed.sq_norm_rows - agreed.sq_norm_squares / agreed.count if agreed.count > 0 else 0.0
         if free <= 1e-9 * agreed.count:  # nobody looked, or all rows were one worker's
             return
-        noise = (agreed.spread - agreed.spread_squares * norm**2) / free
+        noise = (agreed.sq_norm - agreed.sq_norm_squares * norm**2) / free
         self.looks += 1
         weight = max(1 - KEEP, 1 / self.looks)
         self.noise += (noise - self.noise) * weight

@@ -68,14 +68,14 @@ class TrainingJob:
     schedulers: list[LRScheduler] = field(default_factory=list)
     named: dict[str, nn.Parameter] = field(default_factory=dict)
     sparse: int = 0
-    own: dict[str, nn.Parameter] = field(default_factory=dict)
+    local_params: dict[str, nn.Parameter] = field(default_factory=dict)
     cuts: dict[str, ShardingSpec] = field(default_factory=dict)
-    own_cuts: dict[str, ShardingSpec] = field(default_factory=dict)
+    local_cuts: dict[str, ShardingSpec] = field(default_factory=dict)
     whole_copies: bool = False  # whether `own` are whole copies of the parameters that the cuts are of
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters, under all of their names
     assembled: bool = False  # of a model in stages all is here for the moment, to compare with
     passing: bool = False  # a forward is under way through a stage of a model in stages
-    place: int = 0
+    shard_index: int = 0
     unit: int = 1  # workers who run its micro-batches together
     inside: dict[str, int] = field(default_factory=dict)  # bytes they exchange in a micro-batch, by axis, once seen
     ends: dict[str, int] = field(default_factory=dict)  # and at the end of a step
@@ -94,7 +94,7 @@ class TrainingJob:
     @property
     def kept_cuts(self) -> Mapping[str, ShardingSpec]:
         """How what optimizers keep for each parameter is cut: none of it where they hold whole copies."""
-        return {} if self.whole_copies else self.own_cuts
+        return {} if self.whole_copies else self.local_cuts
 
     @property
     def dense(self) -> list[nn.Parameter]:

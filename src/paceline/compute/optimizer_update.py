@@ -30,22 +30,22 @@ class OptimizerUpdate:
 
     def __init__(self, job: TrainingJob, home: GradSink) -> None:
         self.job, self.home = job, home
-        self.rows = list(job.own.values())
+        self.rows = list(job.local_params.values())
         self.hosted: CpuOffloadedParams | FullParameterCopies | None = (
             CpuOffloadedParams(self.rows) if job.offload else None
         )
         if self.hosted is not None:
-            job.own = dict(zip(job.own, self.hosted.copies, strict=True))
-        self.params = list(job.own.values())
+            job.local_params = dict(zip(job.local_params, self.hosted.copies, strict=True))
+        self.params = list(job.local_params.values())
         self._looks = True  # at the optimizers' state, after the first update
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
-        self.names = {id(param): name for name, param in [*frozen, *job.own.items()]}
+        self.names = {id(param): name for name, param in [*frozen, *job.local_params.items()]}
 
     def use_full_parameters(self, replica: Group) -> None:
         """Lets optimizers hold full copies of the sharded parameters, as they need for updates by whole norms."""
-        job, rows = self.job, dict(zip(self.job.own, self.rows, strict=True))
-        self.hosted = made = FullParameterCopies(rows, job.own_cuts, job.place, replica, job.offload)
-        job.own, job.whole_copies = made.copies, True
+        job, rows = self.job, dict(zip(self.job.local_params, self.rows, strict=True))
+        self.hosted = made = FullParameterCopies(rows, job.local_cuts, job.shard_index, replica, job.offload)
+        job.local_params, job.whole_copies = made.copies, True
         self.params = list(made.copies.values())
         self.names |= {id(copy): name for name, copy in made.copies.items()}
 
@@ -102,7 +102,7 @@ class OptimizerUpdate:
 
     def state(self) -> dict[str, Any]:
         """State of optimizers and schedulers for a checkpoint, by parameter name; shards are marked as such."""
-        cuts, place = self.job.kept_cuts, self.job.place
+        cuts, place = self.job.kept_cuts, self.job.shard_index
         return {
             "optimizers": [optimizer_state(one, self.names, cuts, place) for one in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
@@ -114,7 +114,7 @@ class OptimizerUpdate:
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
-            load_optimizer(optimizer, saved, self.names, self.job.kept_cuts, self.job.place)
+            load_optimizer(optimizer, saved, self.names, self.job.kept_cuts, self.job.shard_index)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
         if self.job.exact and self.home.largest:

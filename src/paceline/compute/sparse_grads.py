@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from paceline.comm.communicator import Group
-from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.message_reader import damaged, decode_message
 from paceline.comm.shared_memory import raw_bytes
 
 _DENSE = -1  # in the place of row indices: the gradient is dense, since the script also uses the parameter otherwise
@@ -109,7 +109,7 @@ def _packed(rows_and_values: Mapping[int, tuple[torch.Tensor, torch.Tensor]]) ->
 def unpack(data: bytearray, params: Sequence[Parameter], who: str) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Row indices and flat values by parameter number, from what `who` sent. Raises FormatError for damaged data."""
     start, unpacked = data.find(b"\n") + 1, {}
-    header = read_told(data[: max(0, start - 1)], "rows", who)
+    header = decode_message(data[: max(0, start - 1)], "rows", who)
     if wrong := next((number for number, _, _ in header if number >= len(params)), None):
         raise damaged("rows", who, f"there is no parameter {wrong}")
     size = sum(8 * count + params[number].dtype.itemsize * length for number, count, length in header)

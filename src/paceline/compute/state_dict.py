@@ -78,7 +78,7 @@ def cut_in_rows(
     """
     rows = cache(ShardingSpec.in_rows)  # they are large where workers are many, and shapes are few
     return {
-        name: rows(cuts.get(name) or ShardingSpec.whole(param.shape, unit), count) for name, param in params.items()
+        name: rows(cuts.get(name) or ShardingSpec.unsharded(param.shape, unit), count) for name, param in params.items()
     }
 
 
@@ -207,7 +207,7 @@ def model_state(job: TrainingJob) -> dict[str, Any]:
     """A model's state dict with its pieces marked as such. Raises UsageError for a parameter that would be saved in
     another shape than the whole one has.
     """
-    state = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.place)
+    state = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.shard_index)
     for name in job.shapes.keys() & state.keys() if job.cuts else ():
         if (shape := tuple(state[name].shape)) != job.shapes[name]:
             what = f"{name} would be saved with the shape {shape}, and the model was given with {job.shapes[name]}"
@@ -227,11 +227,11 @@ def copies_in_pieces(tree: Any, job: TrainingJob) -> tuple[Any, list[list[Any]]]
 
     def mark(tensor: torch.Tensor, name: str, path: _Path) -> Any:
         cut, local_tensor = job.cuts[name], local(tensor)
-        is_piece = local_tensor.shape == cut.at(job.place).shape
+        is_piece = local_tensor.shape == cut.at(job.shard_index).shape
         if name in params and hasattr(params[name], "_local_tensor") and local_tensor.shape == cut.shape:
             is_piece = hasattr(tensor, "_local_tensor")  # one shard may have all rows
         if is_piece:
-            return ShardedTensor(local_tensor, cut, job.place)
+            return ShardedTensor(local_tensor, cut, job.shard_index)
         if tuple(tensor.shape) == cut.shape:
             full_paths.append([*path])
         return tensor
@@ -249,9 +249,9 @@ def own_copies(tree: Any, job: TrainingJob, full_paths: Sequence[Sequence[Any]] 
 
     def narrow(tensor: torch.Tensor, name: str, path: _Path) -> Any:
         cut, like = job.cuts[name], params.get(name)
-        if path in paths or tuple(tensor.shape) not in (cut.shape, cut.at(job.place).shape):
+        if path in paths or tuple(tensor.shape) not in (cut.shape, cut.at(job.shard_index).shape):
             return tensor
-        piece = cut.at(job.place).of(tensor).clone() if tensor.shape == cut.shape else tensor
+        piece = cut.at(job.shard_index).of(tensor).clone() if tensor.shape == cut.shape else tensor
         if like is None or not hasattr(like, "_local_tensor"):
             return piece
         about: Any = like

@@ -56,7 +56,7 @@ class Slot:
     """A micro-batch to load: its number in the grid, its epoch, its positions and its rows' indices in the dataset.
 
     `part` are the rows in it that this worker computes (None: all); with `apart` only those were loaded. A `dummy`
-    micro-batch is run but does not count (see Place).
+    micro-batch is run but does not count (see Assignment).
     """
 
     index: int
@@ -267,7 +267,7 @@ class _Start:
 
 
 @dataclass(frozen=True)
-class Place:
+class Assignment:
     """How the micro-batches of a global batch are assigned to the units of the team, and which unit this worker has.
 
     `rank` is the number of its unit, `weights` are the shares of all units, and `generation` distinguishes one
@@ -288,7 +288,7 @@ class Place:
 
 
 @lru_cache(maxsize=8)  # asked for twice a step, and almost always the same
-def share_of(assignment: Place, grid: Grid, rows: int) -> tuple[tuple[int, range | None, bool], ...]:
+def share_of(assignment: Assignment, grid: Grid, rows: int) -> tuple[tuple[int, range | None, bool], ...]:
     """The micro-batches of a global batch of `rows` rows that this worker computes, as (number, part, is a dummy).
 
     The part is the range of rows within the micro-batch, None for all.
@@ -303,7 +303,7 @@ def share_of(assignment: Place, grid: Grid, rows: int) -> tuple[tuple[int, range
 
 
 def _share(
-    assignment: Place, grid: Grid, cuts: Sequence[range], first: int
+    assignment: Assignment, grid: Grid, cuts: Sequence[range], first: int
 ) -> Iterator[tuple[int, range | None, bool]]:
     """The worker's micro-batches of one island, whose run is the cuts from number `first` on."""
     shares = deal_rows(cuts[first:], assignment.weights, grid.grain if assignment.fine else None)
@@ -345,7 +345,7 @@ class Feed:
         source: Source,
         grid: Grid,
         span: tuple[int, int | None, int],
-        get_assignment: Callable[[], Place],
+        get_assignment: Callable[[], Assignment],
         tell: Callable[..., None],
         watched: bool = False,
     ) -> None:
@@ -358,7 +358,7 @@ class Feed:
         self._open = "num_workers" not in self.options and source.rows is not None
         self._tries: list[float] = []
         self._loading = 0.0
-        self._dealt: Place | None = None
+        self._dealt: Assignment | None = None
         self._next = self.start
         self.collated = Collated(source.collate, grid.micro) if source.collate is not default_collate else None
         self._iterator: Any = None  # created when there is something to load
@@ -413,7 +413,7 @@ class Feed:
         epoch, first, cuts = self.grid_of(last)
         return self._where(Slot(len(cuts) - 1, epoch, first + cuts[-1].start, first + cuts[-1].stop))
 
-    def slots(self, start: int, assignment: Place) -> Iterator[Slot]:
+    def slots(self, start: int, assignment: Assignment) -> Iterator[Slot]:
         """Yields this worker's micro-batches from global batch `start` on; batches without any cost no time."""
         steps = self._with_share(start, assignment)
         if self._forks_each_epoch:
@@ -423,7 +423,7 @@ class Feed:
             for index, part, dummy in share_of(assignment, self.grid, sum(map(len, cuts))):
                 yield Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, dummy)
 
-    def _with_share(self, start: int, assignment: Place) -> range:
+    def _with_share(self, start: int, assignment: Assignment) -> range:
         """The global batches, from `start` on, in which this worker may have a share.
 
         All global batches of an epoch but the last are divided alike, so it is enough to look at two of them.
@@ -719,7 +719,7 @@ class _RowStream:
         if self._state.unseen or self._state.changed():
             self.samples = self._begin(self._epochs[self._epochs.index(ended) + 1 :])
 
-    def deal(self, step: int, assignment: Place) -> Batch:
+    def deal(self, step: int, assignment: Assignment) -> Batch:
         """Collates this worker's share of a global batch."""
         self.reach(step)
         if self._state is not None and (name := self._state.changed()):

@@ -22,7 +22,7 @@ from paceline.compute.loss_counts import is_pair
 from paceline.compute.microbatches import Chunk, MicroBatch, to_device
 from paceline.compute.rng import RngState
 from paceline.data.fingerprint import compare_read, compare_rows, first_rows
-from paceline.data.loader import Feed, Place, Source
+from paceline.data.loader import Assignment, Feed, Source
 from paceline.errors import MetricError, UsageError, add_hint
 from paceline.evaluate.metric_objects import MetricObjects
 from paceline.parallel.tensor_parallel.script_view import in_metric
@@ -75,7 +75,7 @@ class EvalPass:
     model: nn.Module
     source: Source
     micro: int
-    get_assignment: Callable[[], Place]
+    get_assignment: Callable[[], Assignment]
     grid: Grid | None = None
     of: str = ""  # which Trainer's, in the names of collectives
 

@@ -136,7 +136,7 @@ class Hangs:
         return Hung(seconds, share > BUSY, examined.code_line, examined.loader)
 
     def _tell(self, worker: Worker, hung: Hung, ended: bool) -> None:
-        line = str(hung.place) if hung.place is not None else None
+        line = str(hung.code_line) if hung.code_line is not None else None
         about = {"worker": worker.rank, "life": worker.life, "host": socket.gethostname(), "pid": worker.process.pid}
         self._journal.write("hang", **about, seconds=hung.seconds, line=line, busy=hung.busy, ended=ended)
         if ended:  # what is said of it is what is said of any loss
@@ -146,7 +146,7 @@ class Hangs:
         log = named(self._folder / "logs" / f"{called(worker.rank)}.log")
         where = "" if self._alone_here else f" on {socket.gethostname()}"
         stands = f"worker {worker.rank} has made no progress for {hung.seconds:.0f} s: {hung.state}"
-        text = f"{stands} at {hung.place or hung.where}\n  all its stacks: {log}{where}"
+        text = f"{stands} at {hung.code_line or hung.where}\n  all its stacks: {log}{where}"
         if self._alone_here:
             self._say(text)
         else:

@@ -163,10 +163,10 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
         cure = "see that the run and this command use the same Paceline"
         raise LaunchError(f"the run at {host}:{port} cannot be joined: {why}", cure) from None
     except RefusedError as refused:
-        differs = refused.said.get("differs")
+        differs = refused.reply.get("differs")
         if not differs:
             raise LaunchError(f"the run at {host}:{port} refuses to be joined: {refused}", "see its console") from None
-        script = refused.said.get("script", "")
+        script = refused.reply.get("script", "")
         what = [_difference(options, name, run_value, local_value, script) for name, run_value, local_value in differs]
         raise UsageError("; ".join(what), "bring the same here, and join again") from None
     except (OSError, ValueError) as error:

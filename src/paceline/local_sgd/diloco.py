@@ -93,10 +93,10 @@ class DiLoCo:
         job = replica.job
         self.rows = replica.updater.rows
         self._at_end: Sequence[torch.nn.Parameter] = self.rows  # what is merged when the round ends
-        self._cuts = dict(job.own_cuts)
+        self._cuts = dict(job.local_cuts)
         self.word = plan.outer or OUTER
         self.outer = outer_optimizer(self.word, self.rows)
-        self._names = {id(row): name for name, row in zip(job.own, self.rows, strict=True)}
+        self._names = {id(row): name for name, row in zip(job.local_params, self.rows, strict=True)}
 
     @property
     def kept(self) -> dict[int, InnerOptimizerState]:
@@ -467,7 +467,7 @@ class DiLoCo:
     def meet(self, done: int) -> Iterator[str]:
         """Exchanges the tensor shapes of all islands' states before a checkpoint. Collective."""
         self.group.enter("what islands keep", check=False, kind="islands")
-        names = {id(cut): name for name, cut in self.replica.job.own_cuts.items()}
+        names = {id(cut): name for name, cut in self.replica.job.local_cuts.items()}
         specs, everywhere = {}, self._pooled == self.steps
         for island, inner in self.kept.items():
             if everywhere or island in self.team_islands:
@@ -488,7 +488,7 @@ class DiLoCo:
     def state(self, done: int | None) -> dict[str, Any]:
         """The state for a checkpoint, after `meet`; with `done` None only what all workers have in common."""
         job = self.replica.job
-        outer = optimizer_state(self.outer, self._names, self._cuts, job.place)
+        outer = optimizer_state(self.outer, self._names, self._cuts, job.shard_index)
         late = {str(island): steps_and_rows for island, steps_and_rows in self.late.items()}
         if done is None:
             return {"outer": outer, "late": late}
@@ -500,7 +500,7 @@ class DiLoCo:
             tensors = flatten_pieces(kept[island].named(self.replica), "")[0] if rank in holds else {}
             made: dict[str, Any] = {}
             for name, (dtype, shape, param) in descriptions.items():
-                cut = ShardingSpec.whole(shape, size) if param is None else job.own_cuts[param]
+                cut = ShardingSpec.unsharded(shape, size) if param is None else job.local_cuts[param]
                 stack, kept_tensor = stacked(cut, rows), tensors.get(name)
                 kept_tensor = kept_tensor.tensor if isinstance(kept_tensor, ShardedTensor) else kept_tensor
                 like = stack.at(rank).shape
@@ -523,7 +523,7 @@ class DiLoCo:
             self.late = {int(island): steps_and_rows for island, steps_and_rows in (saved.get("late") or {}).items()}
         if "outer" in saved:
             job = self.replica.job
-            load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.place)
+            load_optimizer(self.outer, saved["outer"], self._names, self._cuts, job.shard_index)
         each = {island: unstack_first(tree) for island, tree in (saved.get("each") or {}).items()}
         before = saved.get("count", self.count)
         self._saved = each if before == self.count else dealt_anew(each, self.count)

@@ -79,7 +79,7 @@ class InnerOptimizerState:
         before.put(replica)
         job, named = replica.job, {name: state[name] for name in ("optimizers", "schedulers")}
         beside = {
-            key: in_pieces(kept, job.own_cuts, job.place) if isinstance(kept, dict) else kept
+            key: in_pieces(kept, job.local_cuts, job.shard_index) if isinstance(kept, dict) else kept
             for key, kept in self.beside.items()
         }
         return {**named, "expected": self.expected, "at": self.at, **({"fragments": beside} if beside else {})}
@@ -145,5 +145,5 @@ def _local_shards(kept: Any, job: TrainingJob) -> Any:
     """Returns this worker's shards of tensors by parameter name, which may be whole; other values are unchanged."""
     if not isinstance(kept, Mapping):
         return kept
-    cuts = {name: cut for name, cut in job.own_cuts.items() if name in kept and tuple(kept[name].shape) == cut.shape}
-    return {name: cuts[name].at(job.place).of(t).clone() if name in cuts else t for name, t in kept.items()}
+    cuts = {name: cut for name, cut in job.local_cuts.items() if name in kept and tuple(kept[name].shape) == cut.shape}
+    return {name: cuts[name].at(job.shard_index).of(t).clone() if name in cuts else t for name, t in kept.items()}

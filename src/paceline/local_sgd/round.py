@@ -18,7 +18,7 @@ from typing import Any
 from paceline.base.batching import NOTHING, Agreed, Grid, add_metrics, deal
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
-from paceline.data.loader import Place
+from paceline.data.loader import Assignment
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.local_sgd.diloco import OUTER, DiLoCo, unstack_first
 from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
@@ -87,7 +87,7 @@ class LocalSgdRunner(StepRunner):
         self._sizes: list[int] = []  # rows of each global batch of the round
         self._late: dict[str, Any] = {}  # which islands were late in the round, and what they missed
         self._trouble: NonFiniteLossError | None = None  # raised by an island of this team
-        self.place = self._batch_assignment
+        self.get_assignment = self._batch_assignment
         if self.islands is not None:
             self.islands.trainer = self.trainer
             self.run.error_feedback.append(self.islands)
@@ -107,10 +107,10 @@ class LocalSgdRunner(StepRunner):
     def stops(self) -> bool:
         return self.merging_by.stops
 
-    def _batch_assignment(self) -> Place:
+    def _batch_assignment(self) -> Assignment:
         """Assigns the next global batch of the round to those islands of this worker's team that have not had it."""
         isles, team = self.isles, self.isles.team
-        assignment = self.run.team.place(isles.mesh)
+        assignment = self.run.team.get_assignment(isles.mesh)
         units = isles.mesh.over(team.size)
         first = isles.mesh.unit_of(self.run.team.rank) - units.unit_of(team.rank)
         weights, due = assignment.weights[first : first + units.units], tuple(self._due())

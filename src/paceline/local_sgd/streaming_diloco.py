@@ -46,7 +46,7 @@ def divided(job: TrainingJob, plan: Plan) -> list[range]:
     """
     count, blocks, units = plan.fragments or 1, list(blocks_of(job.model)), list[tuple[str, int, int]]()
     for name, param in job.named.items():
-        shape = job.own_cuts[name].shape if name in job.own_cuts else param.shape
+        shape = job.local_cuts[name].shape if name in job.local_cuts else param.shape
         size = math.prod(shape) * param.element_size()
         unit = next((block for block in blocks if name.startswith(f"{block}.")), name)
         if units and units[-1][0] == unit:

@@ -103,7 +103,7 @@ def _worker(explanation: PlanExplanation, axis: str, rank: int) -> Box:
         or 1
     )
     for name, by_worker in sources:
-        x, down, amounts = PAD, down + 34, by_worker[explanation.mesh.place(rank)]
+        x, down, amounts = PAD, down + 34, by_worker[explanation.mesh.shard_index_of(rank)]
         if name and rank >= explanation.mesh.replica:  # only the first replica is measured
             continue
         for number, kind in enumerate(HELD):

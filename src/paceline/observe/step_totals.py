@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.base.batching import PARTS, TOLD
+from paceline.base.batching import LISTED_WORKERS, PARTS
 
 EVERY = 0.25  # seconds between records; a step that takes longer is a record of its own
 KEPT = 4096  # steps that are kept while another worker writes the journal
@@ -74,7 +74,7 @@ class StepTotals:
                 waited_for[first] = waited_for.get(first, 0.0) + one.workers[first] - one.workers[second]
         computed: dict[int, float] = {}
         for one in self._steps:
-            many = len(one.workers) > TOLD
+            many = len(one.workers) > LISTED_WORKERS
             self._made += one.steps * many
             sums = self._each if many else computed
             for worker, seconds in one.workers.items():

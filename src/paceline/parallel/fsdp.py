@@ -98,7 +98,7 @@ class FullyShard(Layout):
         marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
         cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)
         job.cuts = {name: cut for name, cut in cuts.items() if cut.shape}
-        job.own_cuts = {name: cuts[name] for name in job.named}
+        job.local_cuts = {name: cuts[name] for name in job.named}
         self.replica.lend()
         with self.replica.exposed():
             self.mesh = self._shard(reshard, share)
@@ -107,7 +107,7 @@ class FullyShard(Layout):
         self._forward = job.forward
         job.forward, job.loss = _explaining(self._gathered_first, reshard), _explaining(job.loss, reshard)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
-        job.own = {name: marked(self._rows(param), marks[name]) for name, param in job.named.items()}
+        job.local_params = {name: marked(self._rows(param), marks[name]) for name, param in job.named.items()}
         for name, param in job.model.named_parameters():
             vars(param).update(marks[name])
         self._scalars = [param for param in job.named.values() if param.dim() == 0]
@@ -206,11 +206,11 @@ class FullyShard(Layout):
     def _rows(self, param: torch.Tensor) -> torch.Tensor:
         return local(param) if isinstance(param, DTensor) else self.shards.of(param.detach(), self.shards.me)
 
-    def own(self) -> None:
+    def select_local_params(self) -> None:
         pass  # known since the model is in pieces
 
     def land(self) -> FsdpReduceScatter:
-        home = (ExactBuckets if self.job.exact else Buckets)(list(self.job.own.values()), hooks=False)
+        home = (ExactBuckets if self.job.exact else Buckets)(list(self.job.local_params.values()), hooks=False)
         self.staging = FsdpReduceScatter(
             home, self._shapes, self._leaving, self.replica, self._ended, not self._compares
         )

@@ -28,9 +28,9 @@ class Layout:
     def __init__(self, job: ParallelJob, allocate: Allocate | None = None) -> None:
         self.job, self.allocate = job, allocate
 
-    def own(self) -> None:
+    def select_local_params(self) -> None:
         """The job's `own` parameters: those that optimizers are to hold here."""
-        self.job.own, self.job.own_cuts = own_of(self.job.named, self.job.cuts, self.shards, self.job.unit)
+        self.job.local_params, self.job.local_cuts = own_of(self.job.named, self.job.cuts, self.shards, self.job.unit)
 
     def land(self) -> GradSink:
         """Where gradients of the parameters land."""
@@ -38,7 +38,9 @@ class Layout:
 
     def buckets(self) -> Buckets:
         kind = ExactBuckets if self.job.exact else Buckets
-        return kind(self.job.dense, shards=self.shards, local_params=[*self.job.own.values()][: len(self.job.dense)])
+        return kind(
+            self.job.dense, shards=self.shards, local_params=[*self.job.local_params.values()][: len(self.job.dense)]
+        )
 
     def running(self, name: str) -> AbstractContextManager[None]:
         """Around the forwards and backwards of a step of this name."""

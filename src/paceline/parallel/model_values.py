@@ -51,15 +51,15 @@ class ModelValues:
         beside = group.along(*(axis for axis in AXES if axis != "pipeline"), mesh=mesh)
         for name in [*self._wholes]:
             param, whole = job.model.get_parameter(name), self._wholes.pop(name)
-            cut = job.cuts.get(name) or ShardingSpec.whole(whole.shape)
+            cut = job.cuts.get(name) or ShardingSpec.unsharded(whole.shape)
             homes = {mesh.coordinate(place, "pipeline") for place, piece in enumerate(cut.pieces) if piece.blocks}
-            if len(homes) == 1 and mesh.coordinate(job.place, "pipeline") not in homes:
+            if len(homes) == 1 and mesh.coordinate(job.shard_index, "pipeline") not in homes:
                 continue
             if job.blueprint is not None:
                 whole = job.blueprint.value(whole).to(job.device)
                 if not known:
                     share([whole], beside if len(homes) == 1 else group)
-            own = cut.at(job.place).of(whole)
+            own = cut.at(job.shard_index).of(whole)
             param.data = own if own.numel() == whole.numel() else own.clone()
         if job.blueprint is not None and not known:
             share(job.model.buffers(), group)

@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.checkpoint.tree import pack
-from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.message_reader import damaged, decode_message
 from paceline.compute.job import StepOptions
 from paceline.param_server.parameter_shard import Client, ParameterShard, Steps
 from paceline.param_server.protocol import Connection, Key, Kind, Message
@@ -120,14 +120,14 @@ class AsyncShard(ParameterShard):
             if self._is_due(of, (ticket, dealing, 0)):  # else it comes again
                 self._has(of, -1 - worker)
         elif frame.kind == Kind.STAND:
-            self._stands[-1 - worker] = read_told(frame.text, self.TELLS[0], caller(worker))
+            self._stands[-1 - worker] = decode_message(frame.text, self.TELLS[0], caller(worker))
             self.peers[-1 - worker] = link
             self._start_leading()
         elif frame.kind == Kind.APPLIED:
             self.applied_by[-1 - worker] = frame.key[0]
         elif frame.kind == Kind.APPLY:
             if frame.key[0] == self.applied:
-                start, end, made = read_told(frame.text, self.TELLS[1], caller(worker))
+                start, end, made = decode_message(frame.text, self.TELLS[1], caller(worker))
                 self._follow((start, end), *made)
                 if self.copies:
                     link.put(Kind.APPLIED, self.trainer, (self.applied, 0, 0))
@@ -251,7 +251,7 @@ class AsyncShard(ParameterShard):
         self._go_on()
 
     def _ask(self, link: Connection, worker: int, frame: Message) -> None:
-        window, wish, start = self.window, read_told(frame.text, "wish", caller(worker)), frame.key[0]
+        window, wish, start = self.window, decode_message(frame.text, "wish", caller(worker)), frame.key[0]
         tickets = window.tickets
         if start > tickets.start:
             tickets.cut(start)  # it was, if this one deals since then
@@ -283,7 +283,7 @@ class AsyncShard(ParameterShard):
             return
         ticket, dealing, _ = frame.key
         rows = client.rows.get(frame.trainer, bytearray())
-        report = read_told(text, "push", caller(worker))
+        report = decode_message(text, "push", caller(worker))
         self.pushed[worker] = PushedGradients(ticket, dealing, report, gradients, records, rows)
         if self.leads:
             self._has(worker, self.server)

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.base.batching import add_metrics, deal, exact_sum
 from paceline.base.mesh import holders
-from paceline.comm.message_reader import read_told
+from paceline.comm.message_reader import decode_message
 from paceline.param_server.async_server import AsyncShard, PushedGradients, caller
 from paceline.param_server.client import squares_of
 from paceline.param_server.parameter_shard import Client
@@ -47,9 +47,9 @@ class BackupWorkerShard(AsyncShard):
         if frame.kind != Kind.SUM:
             return super().hear(link, client, worker, frame)
         if frame.key[0] == self.applied and self.leads:
-            self._squares[-1 - worker] = read_told(frame.text, "squares", caller(worker))
+            self._squares[-1 - worker] = decode_message(frame.text, "squares", caller(worker))
         elif frame.key[0] == self.applied:
-            self._sum(read_told(frame.text, "workers", caller(worker)))
+            self._sum(decode_message(frame.text, "workers", caller(worker)))
             link.put(Kind.SUM, self.trainer, frame.key, content=json.dumps(self.squares).encode())
         return self._go_on()
 

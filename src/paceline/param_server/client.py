@@ -26,7 +26,7 @@ from paceline.comm.bucket_reducer import BucketReducer, OnReduced
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, add_codes, coded_sum, pack_codes
 from paceline.comm.gradient_buckets import Bucket, levels_of, zeros
-from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.message_reader import damaged, decode_message
 from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatches import MicroBatch
 from paceline.compute.sparse_grads import pack_gradients, put_weights
@@ -326,7 +326,7 @@ class ServerReplica(Replica):
         super().__init__(job, Layout(job, zeros), group, outer, mesh, team=team)
         self.owners = assign_parameters([param.nbytes for param in job.named.values()], count)
         self.transit = GradientPusher(self)
-        self.own.coded, self.own.to = codec, "servers"
+        self.error_feedback.coded, self.error_feedback.to = codec, "servers"
         self.code = None if codec is None else coded_sum(codec.word).code
         self.key: Key = (0, 0, 0)
 
@@ -334,9 +334,9 @@ class ServerReplica(Replica):
         """Records that `size` bytes were sent to servers; `full_size` is what they take without a codec."""
         entry = self.team.ledger.setdefault("servers", [0, 0.0, 0.0])
         entry[0], entry[1] = entry[0] + 1, entry[1] + size
-        if self.own.coded is not None and full_size:
-            self.own.coded.sent += size
-            self.own.coded.full += full_size
+        if self.error_feedback.coded is not None and full_size:
+            self.error_feedback.coded.sent += size
+            self.error_feedback.coded.full += full_size
 
     def push_rows(self) -> None:
         """Pushes the gradients of tables, which are complete now, as rows."""
@@ -437,7 +437,7 @@ class SyncReplica(ServerReplica):
             server = servers.counts(part)
             assert server is not None
             who = f"server {server}"
-            squares += squares_of(read_told(replies[server].text, "squares", who), part, who)
+            squares += squares_of(decode_message(replies[server].text, "squares", who), part, who)
         return mean_norm(squares, agreed, options)
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
@@ -519,8 +519,8 @@ class AsyncReplica(ServerReplica):
         text = json.dumps(wish).encode()
         answer = self.servers.of_first(Kind.DEAL, self.number, key, (), text)
         self.servers.begin(self.number)
-        about = "window" if "log" in read_told(answer, "dealing", "a server") else "ticket"
-        return read_told(answer, about, "a server")  # type: ignore[no-any-return]
+        about = "window" if "log" in decode_message(answer, "dealing", "a server") else "ticket"
+        return decode_message(answer, about, "a server")  # type: ignore[no-any-return]
 
     def ask_weights(self, update: int) -> None:
         """Asks all servers for their weights after at least `update` updates."""

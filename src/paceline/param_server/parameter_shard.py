@@ -13,7 +13,7 @@ from paceline.base.batching import NOTHING
 from paceline.comm.compression import add_codes, coded_sum, pack_codes
 from paceline.comm.exact_sums import LEVELS, ExactBuckets
 from paceline.comm.gradient_buckets import levels_of
-from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.message_reader import damaged, decode_message
 from paceline.compute.grad_noise import squares
 from paceline.compute.job import StepOptions
 from paceline.compute.optimizers import DelayedNesterov
@@ -238,7 +238,7 @@ class ParameterShard:
     def put_rows(self, link: Connection, frame: Message) -> None:
         """Of a part's tables what has changed since the update that is said."""
         if self.replica.job.sparse:
-            since, numbers = read_told(frame.text, "updates", "a worker"), self.sparse[frame.key[2]]
+            since, numbers = decode_message(frame.text, "updates", "a worker"), self.sparse[frame.key[2]]
             text = pack_weights(
                 {number: (self.params[number], self.touched[number].since(since)) for number in numbers}
             )

@@ -21,7 +21,7 @@ from paceline.base.environment import SERVERS, World, way_to
 from paceline.base.handshake import NewConnections
 from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.compression import add_codes, pack_codes
-from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.message_reader import damaged, decode_message
 from paceline.errors import PacelineError
 from paceline.param_server.async_server import AsyncShard, caller
 from paceline.param_server.backup_workers import BackupWorkerShard
@@ -84,7 +84,7 @@ class ParameterServer:
     def _hear_used(self, frame: Message) -> None:
         """Takes over the servers that a worker uses; within a generation their set can only shrink."""
         generation = frame.key[0]
-        addresses: dict[int, At] = {int(n): at for n, at in read_told(frame.text, "servers", "a worker").items()}
+        addresses: dict[int, At] = {int(n): at for n, at in decode_message(frame.text, "servers", "a worker").items()}
         before = self._generation, [*self._used]
         if generation > self._generation:
             self._generation, self._used = generation, addresses
@@ -237,7 +237,7 @@ class ParameterServer:
                 asking[rank] = other, client
         if len(asking) < size:
             return
-        exactly = read_told(frame.text[RANKED.size :] or b"null", "largest gradients", "a worker")
+        exactly = decode_message(frame.text[RANKED.size :] or b"null", "largest gradients", "a worker")
         part.add(key, [asking[rank][1] for rank in range(size)], exactly)
         if gone := [one for _, one in asking.values() if not one.still(frame.trainer, key)]:
             part.ready = None  # nobody who counts waits for it
@@ -253,7 +253,7 @@ class ParameterServer:
         part, key = self._parts[frame.trainer], frame.key
         if part.applied == key[0] and part.ready == key:
             self._reached("reduced")
-            part.apply(key[0], read_told(frame.text, "step", "a worker"))
+            part.apply(key[0], decode_message(frame.text, "step", "a worker"))
             self._reached("applied")
         elif part.applied <= key[0]:
             what = f"server {self.number} was told to apply step {key[0] + 1}, of which it has not all contributions"

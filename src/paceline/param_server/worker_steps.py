@@ -17,7 +17,7 @@ from paceline.base.batching import NOTHING, add_metrics
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.checkpoint.tree import pack, unpack
 from paceline.compute.optimizers import DelayedNesterov
-from paceline.data.loader import Place
+from paceline.data.loader import Assignment
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.local_sgd.round import BrokenOffError, meet, same
 from paceline.param_server.client import AsyncReplica, ServerClient, ServerReplica
@@ -129,7 +129,7 @@ class AsyncWindowRunner(SyncServerRunner):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.balance = None
-        self.place = self._batch_assignment
+        self.get_assignment = self._batch_assignment
         self._compared = -1  # the generation in which all know that they read the same rows
         self._trouble: NonFiniteLossError | None = None  # that a ticket here has come to
         self._log: list[dict[str, Any]] = []
@@ -152,10 +152,12 @@ class AsyncWindowRunner(SyncServerRunner):
     def window(self) -> int:
         return self.plan.window or WINDOW
 
-    def _batch_assignment(self) -> Place:
+    def _batch_assignment(self) -> Assignment:
         """Assigns a whole global batch to this worker, or its share of one."""
         rank, count = self._share
-        return replace(self.run.team.place(self.replica.mesh), rank=rank, weights=(1.0,) * count, scattered=True)
+        return replace(
+            self.run.team.get_assignment(self.replica.mesh), rank=rank, weights=(1.0,) * count, scattered=True
+        )
 
     def _look(self) -> None:
         """Does nothing: the loss of another worker is handled at the end of the window."""

@@ -107,7 +107,7 @@ class Weights:
         parameter servers.
         """
         kept = dict[str, torch.Tensor]()
-        for name, param in self.job.own.items() if self._alike_optimizers else ():
+        for name, param in self.job.local_params.items() if self._alike_optimizers else ():
             for optimizer in self.job.optimizers:
                 state = optimizer.state.get(param, {})
                 tensors = ((key, state[key]) for key in sorted(state) if isinstance(state[key], torch.Tensor))
@@ -152,7 +152,7 @@ class Weights:
     def _sets(self, kept: bool) -> list[list[int]]:
         """Returns the ranks that must have equal weights, or with `kept` equal optimizer states, set by set."""
         pieces = self.job.kept_cuts if kept else self.job.cuts
-        keys = [(kind, self.mesh.place(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
+        keys = [(kind, self.mesh.shard_index_of(rank) if pieces else 0) for rank, kind in enumerate(self.kinds)]
         return [[rank for rank, other in enumerate(keys) if other == key] for key in dict.fromkeys(keys)]
 
     def _apart(self, values: Sequence[Any], kept: bool = False) -> tuple[list[int], list[int]] | None:
@@ -228,7 +228,7 @@ class Weights:
         if give:
             share(named.values(), peers)
             states = [value for one in self.job.optimizers for state in one.state.values() for value in state.values()]
-            share((t for t in (*self.job.own.values(), *states) if isinstance(t, torch.Tensor)), across)
+            share((t for t in (*self.job.local_params.values(), *states) if isinstance(t, torch.Tensor)), across)
 
 
 class ConsistencyChecker:

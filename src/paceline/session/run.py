@@ -455,7 +455,7 @@ class Run:
             member.flush()
         out, params = self._check["out"], dict(job.model.named_parameters())
         with torch.no_grad():
-            double = in_pieces({name: p.double() for name, p in params.items()}, job.cuts, job.place)
+            double = in_pieces({name: p.double() for name, p in params.items()}, job.cuts, job.shard_index)
         write_together(double, Path(f"{out}.safetensors"), self.main, job.replica, self.team.group)
         dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
         self.answer({"dtype": dtype, "mixes": mixes, "steps": self.step})

@@ -379,7 +379,7 @@ def coupling_of(optimizer: Any, job: TrainingJob) -> tuple[Coupling, dict[str, t
     """Returns what the updates of the user's optimizers depend on, and the group of each parameter if the user's
     function sees full shapes without numbers. There are no groups if the function needs the numbers.
     """
-    local_params, cuts = job.own, job.own_cuts
+    local_params, cuts = job.local_params, job.local_cuts
     shapes = {name: cuts[name].shape if name in cuts else tuple(param.shape) for name, param in local_params.items()}
     params = {
         name: marked(torch.empty(shapes[name], dtype=param.dtype, device="meta"), marks_of(param))

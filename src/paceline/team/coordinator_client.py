@@ -38,7 +38,7 @@ class RefusedError(Exception):
 
     def __init__(self, code: int, said: Mapping[str, Any]) -> None:
         super().__init__(said.get("refused", f"status {code}"))
-        self.code, self.said = code, said
+        self.code, self.reply = code, said
 
 
 class UnsignedError(ConnectionError):

@@ -18,7 +18,7 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 Worker = Annotated[int, Meta(ge=0, le=10**12)]
 Last = Annotated[int, Meta(ge=-1, le=2**53)]  # a number, or -1 where there is none
 Few = Annotated[int, Meta(ge=0, le=1 << 16)]  # of what is made
-Some = Annotated[int, Meta(ge=1, le=1 << 16)]
+PositiveCount = Annotated[int, Meta(ge=1, le=1 << 16)]
 Code = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
 Number = Annotated[str, Meta(pattern="^[0-9]{1,12}\\Z")]  # a worker's, as a name
@@ -60,7 +60,7 @@ STATE = form(  # of a worker, see seats.Said
     | each("hung stands why", str)
     | each("cause tail", list[str])
     | each("servers copies", Few)
-    | {"store": Address, "replica": Some, "at": At | None, "failed": tuple[str, Count, str] | None}
+    | {"store": Address, "replica": PositiveCount, "at": At | None, "failed": tuple[str, Count, str] | None}
     | {"since": Seconds, "status": Code | None, "round": ROUND | None},
 )
 SAME = form(  # a report, of which all else is as it was in the one before
@@ -119,7 +119,7 @@ REFUSAL = form({}, {"refused": str, "differs": list[tuple[str, Any, Any]], "scri
 # ---- what a worker tells its agent, by the event
 
 EVENTS: dict[str, Any] = {
-    **each("ready waiting", form({}, {"replica": Some, "at": At})),
+    **each("ready waiting", form({}, {"replica": PositiveCount, "at": At})),
     **each("formed alone", form({"number": Count})),
     **each("found stopped finished", form({}, {"step": Count | None, "checkpoint": str | None})),
     "serving": form({"at": At}),

@@ -22,7 +22,7 @@ from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
 from paceline.comm.communicator import Group
 from paceline.comm.peer_status import call_site
-from paceline.data.loader import Place
+from paceline.data.loader import Assignment
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
 from paceline.team.exit_reports import ExitReports, exception_told
 from paceline.team.transactions import Operations, settling
@@ -78,13 +78,13 @@ class Team:
     def size(self) -> int:
         return self.group.size
 
-    def place(self, mesh: Mesh, together: int = 1) -> Place:
+    def get_assignment(self, mesh: Mesh, together: int = 1) -> Assignment:
         """How the micro-batches of a trainer with such a mesh are dealt at present, and to which of its units this
         worker belongs.
         """
         rank, units = self.rank, _weights(self.operations.members, self.world.shares, mesh.unit)
         speaks = mesh.speaks(rank)
-        return Place(mesh.unit_of(rank), units, self.operations.number, together=together, speaks=speaks)
+        return Assignment(mesh.unit_of(rank), units, self.operations.number, together=together, speaks=speaks)
 
     def _together(self, compute: Callable[[], T]) -> T:
         found: T = self.operations.run(settling(compute))

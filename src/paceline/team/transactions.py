@@ -356,7 +356,7 @@ class Operations:
             raise PeerLostError(
                 "no worker is left that holds the state of the training", "run the same command again"
             ) from None
-        replica, place = group.mesh.replica_of(group.rank), group.mesh.place(group.rank)
+        replica, place = group.mesh.replica_of(group.rank), group.mesh.shard_index_of(group.rank)
         last: Any = None
         if found.forward or found.sources:
             first = next(rank for rank, row in enumerate(said) if row[0] == found.step)

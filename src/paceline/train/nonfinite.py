@@ -177,7 +177,7 @@ class Refusal:
 
     def of_gradient(self, loss: float) -> NonFiniteLossError:
         """Returns the error of a gradient that is not finite though the loss is. Collective."""
-        job, names, where = self.replica.job, list(self.replica.job.named), self.replica.own.blame()
+        job, names, where = self.replica.job, list(self.replica.job.named), self.replica.error_feedback.blame()
         what = f"the gradient of {self.which} is not finite{where}, though its loss is ({loss:.6g})"
         if self._by_itself:
             sums = enumerate(row.grad for row in self.replica.updater.rows)

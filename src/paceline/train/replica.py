@@ -64,22 +64,22 @@ class Replica:
     ) -> None:
         self.mesh = mesh
         self.job, self.layout, self.team, self.outer = job, layout, team or group, outer
-        layout.own()
+        layout.select_local_params()
         self.landing = layout.land()
         self.home = self.landing.home
         made = (job, self.landing, layout.gathers)
         self.runner = Runner(*made) if pipeline is None else PipelineRunner(pipeline, *made)
         self.over = None if job.over is None else GradCache(self.runner)
         self.updater = OptimizerUpdate(job, self.home)
-        full_spec = partial(ShardingSpec.whole, places=mesh.replica)
+        full_spec = partial(ShardingSpec.unsharded, places=mesh.replica)
         cuts = {
-            name: job.own_cuts.get(name) or full_spec(param.shape)
-            for name, param in [*job.own.items()][: len(job.dense)]
+            name: job.local_cuts.get(name) or full_spec(param.shape)
+            for name, param in [*job.local_params.items()][: len(job.dense)]
         }
-        self._counted = counting([*cuts.values()], job.place)
+        self._counted = counting([*cuts.values()], job.shard_index)
         self.home.elements = [math.prod(cut.shape) for cut in cuts.values()]
         self.transit = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
-        self.codec, self.own = codec, ErrorFeedback(codec, group, outer, mesh, self.home, cuts)
+        self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.home, cuts)
 
     def use_full_parameters(self) -> None:
         """Lets the optimizers hold full parameters, though this worker stores only shards of them."""
@@ -144,7 +144,7 @@ class Replica:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
             sums.redo = not self.home.settle(self.team.largest(sums.maxima))
-        self.own.add(options.expected)
+        self.error_feedback.add(options.expected)
         return vector
 
     def add_up_rows(self, options: StepOptions) -> None:
@@ -165,7 +165,9 @@ class Replica:
 
     def squares(self, options: StepOptions) -> torch.Tensor:
         """Returns float64 numbers whose sum is the square of the norm of the gradients that this worker counts."""
-        alike = self._counted is None and self.mesh.context == 1 and not self.own.owed  # on all who have summed
+        alike = (
+            self._counted is None and self.mesh.context == 1 and not self.error_feedback.owed
+        )  # on all who have summed
         known = self.transit.squares() if alike and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             total = torch.tensor([known], dtype=torch.float64)
@@ -181,10 +183,10 @@ class Replica:
                 self.codec.kept.void()
             self.updater.apply(agreed, options, norm)
             return
-        if self.own.owed or self.own.differs:
-            agreed = replace(agreed, unused=self.own.unused(agreed.unused))
+        if self.error_feedback.owed or self.error_feedback.differs:
+            agreed = replace(agreed, unused=self.error_feedback.unused(agreed.unused))
         self.updater.apply(agreed, options, norm)
-        self.own.owed = {}
+        self.error_feedback.owed = {}
 
     def complete(self) -> None:
         """Gathers the weights that other workers have updated, after an update and in a new generation. Collective."""
@@ -217,14 +219,15 @@ class Replica:
         """Returns all state that the next step depends on, by logical names."""
         job = self.job
         owed = {
-            name: ShardedTensor(tensor, self.own.cuts[name], job.place) for name, tensor in self.own.shared().items()
+            name: ShardedTensor(tensor, self.error_feedback.cuts[name], job.shard_index)
+            for name, tensor in self.error_feedback.shared().items()
         }
-        return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": self.own.chosen}
+        return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": self.error_feedback.chosen}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads what `state` returned. Weights from elsewhere come without optimizers."""
-        load_model(self.job.model, state["model"], self.job.cuts, self.job.place)
+        load_model(self.job.model, state["model"], self.job.cuts, self.job.shard_index)
         if "optimizers" in state:  # else weights from elsewhere, to begin with
             self.updater.load(state)
-            self.own.load(state.get("owed") or {})
-            self.own.chosen = state.get("chosen") or {}
+            self.error_feedback.load(state.get("owed") or {})
+            self.error_feedback.chosen = state.get("chosen") or {}

@@ -27,7 +27,7 @@ from paceline.compute.rng import RngState
 from paceline.data.balance import Balance, Change
 from paceline.data.change_detection import Counters
 from paceline.data.fingerprint import refuse_lengths
-from paceline.data.loader import Place
+from paceline.data.loader import Assignment
 from paceline.errors import MetricError, UsageError
 from paceline.parallel.estimate import describe_blocks, forecast
 from paceline.parallel.parallel_job import ParallelJob
@@ -131,7 +131,9 @@ class StepRunner:
     waiting_since: float = field(default_factory=time.perf_counter)
     peak: int = 0  # bytes that the process had at most before its first step
     kinds: dict[str, tuple[torch.dtype, torch.device]] = field(default_factory=dict)  # of parameters, at the beginning
-    place: Callable[[], Place] | None = None  # how its global batches are dealt, if otherwise than all others
+    get_assignment: Callable[[], Assignment] | None = (
+        None  # how its global batches are dealt, if otherwise than all others
+    )
 
     def __post_init__(self) -> None:
         self.operations = self.run.team.operations
@@ -143,8 +145,8 @@ class StepRunner:
             never = self.run.reverse or plan.one_by_one
             self.balance = Balance(self.grid, self.operations.members, never, unit)
         self.scaling = LossScale() if plan.precision == "fp16" else None
-        self.replica.own.trainer = self.trainer
-        self.run.error_feedback.append(self.replica.own)
+        self.replica.error_feedback.trainer = self.trainer
+        self.run.error_feedback.append(self.replica.error_feedback)
 
     def turn(self, deal: Callable[[], WorkerBatch], name: str) -> StepAttempt | None:
         """Computes the next turn of the user's loop, which is applied completely or not at all. Returns None if all
@@ -265,7 +267,7 @@ class StepRunner:
                 self.news["counts"] = describe_changing_counters(names), ""
             step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
-            alone = agreed.strict + agreed.whole > 0 or not math.isfinite(agreed.loss)
+            alone = agreed.strict + agreed.no_split > 0 or not math.isfinite(agreed.loss)
             divided = step.batch.fine and alone
             if not (sums.redo or divided or agreed.failed or self._overflows(step) or self._heals(step)):
                 return computed
@@ -405,7 +407,9 @@ class StepRunner:
 
     def _learn(self, step: StepAttempt) -> None:
         """Updates the merging of micro-batches, the balance of workers and the notes to the user after a step."""
-        self.replica.own.step(sum(seconds for part, seconds in step.spent.items() if part not in ("data", "other")))
+        self.replica.error_feedback.step(
+            sum(seconds for part, seconds in step.spent.items() if part not in ("data", "other"))
+        )
         if step.sums is not None:
             waited = step.sums.waited
             if self.made:
@@ -416,7 +420,7 @@ class StepRunner:
             self.made += 1
             if self.made == 3 and self.run.team.group.rank == 0:
                 codecs = self.job.device.type == "cpu" and not self.plan.exact
-                if suggestion := self.replica.own.advice(self.busy / 2, codecs):
+                if suggestion := self.replica.error_feedback.advice(self.busy / 2, codecs):
                     self._note(suggestion)
             self.micro_batches = max(self.micro_batches, step.batch.count)
             if step.options.merge == self.merging.size:
@@ -481,7 +485,7 @@ class StepRunner:
         makes its trainers at other times than the other workers.
         """
         operations, group = self.operations, self.run.team.group
-        balance, feedback = self.balance, self.replica.own
+        balance, feedback = self.balance, self.replica.error_feedback
         group.enter(name)
         self.replica.rehouse()
         shares, known = None if balance is None else balance.state(), feedback.known(operations.done)
@@ -506,13 +510,13 @@ class StepRunner:
         self.layout, self.housed, self.updated = None, operations.number, 0.0
 
     def _choose(self, anew: bool) -> None:
-        for what, why in self.replica.own.choose(anew):
+        for what, why in self.replica.error_feedback.choose(anew):
             self.run.decide(self.trainer, what, why)
             self.run.say(what)
 
     def _weigh(self, balance: Balance, step: StepAttempt) -> None:
         """Updates the balance from the workers' seconds in a step."""
-        balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.whole > 0)
+        balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.no_split > 0)
         if step.batch.full and (change := balance.learn(step.agreed.seconds)):
             self._dealt(balance, change)
         for what, why in balance.news:
@@ -603,17 +607,17 @@ class StepRunner:
             "loss": sums.loss if speaks else 0.0,
             "tested": sums.tested,
             "strict": sums.strict,
-            "whole": sums.no_split or step.indivisible,
+            "no_split": sums.no_split or step.indivisible,
             "failed": sums.failed,
             "news": bool(self.untold()),
             "stop": self.stops,
             "save": run.wants_save(),
             "enter": self.operations.newcomers,
             "look": group.rank == 0 and group.size > 1 and self.weights.wish,
-            "tune": self.replica.own.wishes,
-            "spread": sums.sq_norms[0] * step.options.expected**2,
-            "spread_count": sums.sq_norms[1],
-            "spread_squares": sums.sq_norms[1] ** 2,
+            "tune": self.replica.error_feedback.wishes,
+            "sq_norm": sums.sq_norms[0] * step.options.expected**2,
+            "sq_norm_rows": sums.sq_norms[1],
+            "sq_norm_squares": sums.sq_norms[1] ** 2,
             "streams": batch.read > 0,
             "read": batch.read,
             "read_squares": batch.read**2,

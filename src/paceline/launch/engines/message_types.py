@@ -11,7 +11,7 @@ from typing import Annotated, Any, NotRequired, TypedDict, get_type_hints
 from msgspec import Meta
 
 from paceline.launch.options import LaunchOptions
-from paceline.team.message_types import Port, Seconds, Some, each, form
+from paceline.team.message_types import Port, PositiveCount, Seconds, each, form
 
 Size = Annotated[int, Meta(ge=0, le=2**53)]
 At = tuple[str, Port, str]  # where a host listens for whoever measures the way to it
@@ -23,7 +23,7 @@ OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "
 
 JOB: Any = (
     form(
-        {"options": form({}, OPTIONS), "workers": Some | None, "token": str, "files": Size, "call": Size}
+        {"options": form({}, OPTIONS), "workers": PositiveCount | None, "token": str, "files": Size, "call": Size}
         | {"tunnel": form(each("own goes comes", str)) | None}
     )
     | None
@@ -34,7 +34,7 @@ ORDER: Any = form({"name": str, "listen": str | None, "towards": str | None, "jo
 
 AGENT_MESSAGES: dict[str, Any] = {
     "ready": form({}),
-    "like": form(each("script python torch paceline", str), {"workers": Some}),
+    "like": form(each("script python torch paceline", str), {"workers": PositiveCount}),
     "listens": form({"address": tuple[str, Port]}),
     "value": form({"data": Annotated[str, Meta(pattern=_BASE64)]}),
 }

@@ -21,7 +21,7 @@ from torch import nn
 
 from paceline.base.sharding import LocalShard, ShardingSpec
 from paceline.comm.communicator import Group
-from paceline.comm.message_reader import damaged, read_told
+from paceline.comm.message_reader import damaged, decode_message
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.job import ELSEWHERE, Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
@@ -148,7 +148,7 @@ class Pipeline:
                 if param is None:
                     continue
                 known, homes = self._keys[name], self._homes[name]
-                job.cuts[name] = cut = self._cut(job.cuts.get(name) or ShardingSpec.whole(param.shape), homes)
+                job.cuts[name] = cut = self._cut(job.cuts.get(name) or ShardingSpec.unsharded(param.shape), homes)
                 if name not in self.absent:
                     self._held[known] = param
                     continue
@@ -323,7 +323,7 @@ class Pipeline:
         if length > HEAD - 8:
             head += bytes(self._from(stage - 1, torch.empty(length - HEAD + 8, dtype=torch.uint8)).numpy())
         who = f"stage {stage - 1}"
-        forms, drawn, kinds = read_told(head, "values", who)
+        forms, drawn, kinds = decode_message(head, "values", who)
         if len(kinds) != len(keys):
             raise damaged("values", who, f"there are {len(kinds)}, and not {len(keys)}")
         values = {}
