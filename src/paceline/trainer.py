@@ -435,7 +435,7 @@ class Trainer(Telling):
             fields = describe_grid(grid, dealt, rows, total, unit, self._number, self._run.classes)
             fields |= {"phase": number, "epochs": epochs, "done": [member.steps_done for member in self._run.members]}
             self._run.show("grid", **fields, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = None if assignment.fine or self.plan.several else idle_text(grid, assignment.weights, unit)
+            idle = None if assignment.fine or not self._stepper.lockstep else idle_text(grid, assignment.weights, unit)
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)
@@ -460,7 +460,7 @@ class Trainer(Telling):
             source, grid, span, self._stepper.get_assignment or self._get_assignment, run.team.world.tell, watched=True
         )
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
-        alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=not self.plan.several)
+        alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=self._stepper.lockstep)
         with closing(feed), run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")
@@ -480,7 +480,7 @@ class Trainer(Telling):
                 if self._stopped:
                     break
             else:
-                if source.rows is None and not self.plan.several:  # it may be longer on other workers
+                if source.rows is None and self._stepper.lockstep:  # it may be longer on other workers
                     self._together("the end of the iterable dataset of steps()")
             outermost = run.outermost(phase)
         self.flush()
@@ -506,7 +506,8 @@ class Trainer(Telling):
         self._need_open()
         self._need_optimizer()
         run = self._run
-        if word := self.plan.several:
+        if not self._stepper.lockstep:
+            word = self.plan.several
             what = f"step() brings the rows of one step, and under {word} a turn of the loop has several"
             raise UsageError(what, f"use steps(), or leave {word} out")
         run.begin_training(self._number, loop=False)
