@@ -38,13 +38,13 @@ from paceline.parallel.tensor_parallel.placement import (
     COLUMN,
     GATHERED,
     HEADS,
+    REPLICATED,
     ROW,
     VOCABULARY,
-    WHOLE,
     Placement,
-    derive,
-    folded,
-    has_own,
+    fold_names,
+    has_parameter,
+    infer_placements,
     is_conv1d,
     is_linear,
 )
@@ -59,19 +59,19 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     part_of,
 )
 
-_SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
-_SAID = "tensor= says so"
-PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {WHOLE}"
+_ADVICE = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
+_FROM_USER = "tensor= says so"
+PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {REPLICATED}"
 # What transformers calls them.
-_THEIRS = {
+_TRANSFORMERS_STYLES = {
     "colwise": COLUMN,
     "colwise_gather_output": GATHERED,
     "colwise_rep": GATHERED,
     "rowwise": ROW,
     "embedding_rowwise": VOCABULARY,
-    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), WHOLE),
+    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), REPLICATED),
 }
-_OF = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries", HEADS: "heads"}
+_SPLIT_AXIS = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries", HEADS: "heads"}
 
 
 @dataclass
@@ -80,15 +80,15 @@ class _Layer:
 
     name: str
     module: nn.Module
-    how: Placement
-    part: ShardPlacement | None = None
+    placement: Placement
+    shard: ShardPlacement | None = None
 
 
 def _matching(pattern: str, names: Iterable[str], source: str) -> list[str]:
     """The names of modules that a pattern is of; UsageError if a table of the user's names none."""
     form = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     found = [name for name in names if form.fullmatch(name)]
-    if not found and source == _SAID:
+    if not found and source == _FROM_USER:
         raise UsageError(f"tensor= names {pattern!r}, and the model has no such module", "write its path")
     return found
 
@@ -98,7 +98,7 @@ class _Frame:
     """A forward under way that is watched: whether something in it was not done as it stands."""
 
     name: str
-    noted: bool = False
+    has_adapted_calls: bool = False
 
 
 class TensorCut:
@@ -111,41 +111,45 @@ class TensorCut:
 
     def __init__(self, job: ParallelJob, unit: Group, placements: Mapping[str, str] | None) -> None:
         self.job, self.unit, self.moves = job, unit, Redistributor(unit)
-        self._made: dict[int, tuple[nn.Parameter, ShardingSpec]] = {}  # what is here of a parameter, and how it is cut
+        self._divided_params: dict[
+            int, tuple[nn.Parameter, ShardingSpec]
+        ] = {}  # what is here of a parameter, and how it is cut
         self._streams, self._name = RngState(job.device), type(job.model).__name__
         named = dict(job.model.named_modules())
-        self.table, self._source = self._placed(named, placements)
+        self.table, self._source = self._choose_layers(named, placements)
         self.layers = [_Layer(name, named[name], how) for name, how in self.table.items()]
         if not self.layers:
             looked = "its own plan (_tp_plan), and blocks in which one layer takes what others give"
-            raise UsageError(f"nothing of {self._name} can be cut: looked for {looked}", _SAY)
+            raise UsageError(f"nothing of {self._name} can be cut: looked for {looked}", _ADVICE)
         for layer in self.layers:
             self._cut(layer)
-        self._bytes = sum(own.element_size() * math.prod(cut.shape) for own, cut in self._made.values())  # of the whole
-        self._made.clear()
+        self._full_bytes = sum(
+            own.element_size() * math.prod(cut.shape) for own, cut in self._divided_params.values()
+        )  # of the whole
+        self._divided_params.clear()
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
-        self._uncut = self._turning = False  # with whole layers, a forward is going on
+        self._uncut = self._is_running = False  # with whole layers, a forward is going on
         self._frames: list[_Frame] = []
-        self._parts, self._wholes = (
-            ShardedTensorMode(self.moves, RULES, self._where, self._noted),
+        self._sharded_mode, self._gather_mode = (
+            ShardedTensorMode(self.moves, RULES, self._where, self._on_adapted),
             GatherMode(self.moves),
         )
-        self._outside = ShardedTensorMode(
+        self._loss_mode = ShardedTensorMode(
             self.moves, RULES, lambda: "the loss"
         )  # follows weights where a loss uses them
-        self._parts.model = self._wholes.model = self._outside.model = job.model
-        self._outside.main = self._parts
+        self._sharded_mode.model = self._gather_mode.model = self._loss_mode.model = job.model
+        self._loss_mode.outranked_by = self._sharded_mode
         if job.over is None:
-            job.loss = Judge(job.loss, self._judging)
+            job.loss = Judge(job.loss, self._in_loss)
         else:  # what then is the loss of a micro-batch is made of gradients of parts
-            job.over = Judge(job.over, self._judging)
+            job.over = Judge(job.over, self._in_loss)
         # By mode, training and assembled: modules under which parts are followed.
         self._regions: dict[tuple[bool, bool], set[str]] = {}
-        self._watched, self._joined = set[tuple[bool, bool, bool]](), set[str]()
-        self._plain, self._ours = job.forward, False
+        self._verified_modes, self._gathered_at = set[tuple[bool, bool, bool]](), set[str]()
+        self._original_forward, self._is_own_call = job.forward, False
         job.forward = self._forward
         job.model.register_forward_pre_hook(self._called, with_kwargs=True)
-        self._surround(named)
+        self._wrap_containers(named)
         job.redistributors.append(self.moves)
 
     def __deepcopy__(self, memo: Any) -> TensorCut:
@@ -153,37 +157,37 @@ class TensorCut:
         raise UsageError(what, "export() writes it whole; leave tensor= out to keep a copy, as an average is")
 
     @property
-    def told(self) -> tuple[str, str]:
+    def decision(self) -> tuple[str, str]:
         """For people: which layers are cut how, which of their kind are not, and whence that is known."""
         by_kind: dict[str, list[str]] = {}
-        for form, how in folded(self.table).items():
+        for form, how in fold_names(self.table).items():
             by_kind.setdefault(how, []).append(form)
         how = "; ".join(f"{kind} {', '.join(forms)}" for kind, forms in by_kind.items())
         cut = f"{len(self.layers)} layers are cut among {self.unit.size} workers: {how}"
         inside = {id(module) for layer in self.layers for module in layer.module.modules()}
         rest = {
-            name: Placement(WHOLE)
+            name: Placement(REPLICATED)
             for name, module in self.job.model.named_modules()
             if (is_linear(module) or type(module) in (nn.Embedding, nn.MultiheadAttention)) and id(module) not in inside
         }
-        return cut + (f"; whole {', '.join(folded(rest))}" if rest else ""), self._source
+        return cut + (f"; whole {', '.join(fold_names(rest))}" if rest else ""), self._source
 
     # -- which layers -------------------------------------------------------------------------------------------------
 
-    def _placed(
+    def _choose_layers(
         self, named: Mapping[str, nn.Module], said: Mapping[str, str] | None
     ) -> tuple[dict[str, Placement], str]:
         """The layers and whence they are known."""
-        source = _SAID
-        if said and all((how := Placement.parse(text)) and how.kind == WHOLE for text in said.values()):
+        source = _FROM_USER
+        if said and all((how := Placement.parse(text)) and how.kind == REPLICATED for text in said.values()):
             # Nothing says what is cut: what would be without a table, but for these.
             left = {name for pattern in said for name in _matching(pattern, named, source)}
-            found, source = self._placed(named, None)
+            found, source = self._choose_layers(named, None)
             return {name: how for name, how in found.items() if name not in left}, f"{source}, and tensor= leaves some"
         if said is None:
-            said, source = self._theirs(), "the model's own plan says so"
+            said, source = self._transformers_plan(), "the model's own plan says so"
         if not said:
-            return derive(self.job.model, self.unit.size), "its blocks were run once to see"
+            return infer_placements(self.job.model, self.unit.size), "its blocks were run once to see"
         found = {}
         for pattern, text in said.items():
             how = Placement.parse(text)
@@ -192,27 +196,30 @@ class TensorCut:
             names = _matching(pattern, named, source)
             for name in names:
                 found.pop(name, None)
-                if how.kind != WHOLE:
+                if how.kind != REPLICATED:
                     found[name] = how
-        if source != _SAID:  # entries that are scaled, say, and a head that is tied to them, stay whole
+        if source != _FROM_USER:  # entries that are scaled, say, and a head that is tied to them, stay whole
             kinds = [m for m in named.values() if isinstance(m, nn.Embedding) and type(m) is not nn.Embedding]
             other = {id(module.weight) for module in kinds}
             found = {name: how for name, how in found.items() if id(getattr(named[name], "weight", None)) not in other}
         return found, source
 
-    def _theirs(self) -> dict[str, str]:
+    def _transformers_plan(self) -> dict[str, str]:
         """The plan that a model of transformers brings, if it divides its heads."""
         found: Mapping[str, str] = getattr(self.job.model, "_tp_plan", None) or {}
-        config, known = getattr(self.job.model, "config", None), all(style in _THEIRS for style in found.values())
+        config, known = (
+            getattr(self.job.model, "config", None),
+            all(style in _TRANSFORMERS_STYLES for style in found.values()),
+        )
         heads = [getattr(config, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
         if not known or any(number % self.unit.size for number in heads):
             return {}
-        return {name: _THEIRS[style] for name, style in found.items()}
+        return {name: _TRANSFORMERS_STYLES[style] for name, style in found.items()}
 
     # -- cutting ------------------------------------------------------------------------------------------------------
 
     def _cut(self, layer: _Layer) -> None:
-        module, kind = layer.module, layer.how.kind
+        module, kind = layer.module, layer.placement.kind
         fits = {VOCABULARY: type(module) is nn.Embedding, HEADS: type(module) is nn.MultiheadAttention}
         if (
             not fits.get(kind, type(module) is nn.Linear or is_conv1d(module))
@@ -221,7 +228,7 @@ class TensorCut:
             kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention"}
             what = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
             raise UsageError(what, self._leave(layer.name, f", or name a {kinds.get(kind, 'Linear')}"))
-        if not has_own(module, "in_proj_weight" if kind == HEADS else "weight"):
+        if not has_parameter(module, "in_proj_weight" if kind == HEADS else "weight"):
             others = ", ".join(name for name, _ in module.named_parameters())
             what = (
                 f"the weight of {layer.name} is computed from other parameters ({others}), which tensor= does not cut"
@@ -234,7 +241,7 @@ class TensorCut:
         dim = (1 if kind != ROW else 0) if across else (0 if kind != ROW else 1)
         weight: Any = module.weight
         part = self._part(layer, logical(weight)[dim])
-        layer.part = part
+        layer.shard = part
         self._divide(layer, module, "weight", dim, part)
         if getattr(module, "bias", None) is not None and kind != ROW:
             self._divide(layer, module, "bias", 0, part)
@@ -261,14 +268,14 @@ class TensorCut:
         refuse_state(module, f"{self._name}, which is cut by tensor=")
 
     def _part(self, layer: _Layer, length: int) -> ShardPlacement:
-        size, how = self.unit.size, layer.how
+        size, how = self.unit.size, layer.placement
         count = how.count or size
         sections = how.lengths(length)
         part = ShardPlacement(0, sections or (), count)
-        if sections is None or size % count or not (part.even or how.kind in (VOCABULARY, GATHERED)):
-            of = f"{length} {_OF[how.kind]}"
+        if sections is None or size % count or not (part.is_even or how.kind in (VOCABULARY, GATHERED)):
+            of = f"{length} {_SPLIT_AXIS[how.kind]}"
             if how.sections != (1,):
-                of = f"{length} {_OF[how.kind]} in sections {how}"
+                of = f"{length} {_SPLIT_AXIS[how.kind]} in sections {how}"
             raise UsageError(f"tensor={size} does not divide the {of} of {layer.name}", self._fits(layer, length))
         return part
 
@@ -281,17 +288,17 @@ class TensorCut:
 
     def _leave(self, name: str, more: str = "") -> str:
         """What to say so that a layer stays whole."""
-        if self._source == _SAID:
-            return f'say "{WHOLE}" of it in tensor={more}'
-        return f'say Trainer(..., tensor={{"{name}": "{WHOLE}"}}): all else is cut as before'
+        if self._source == _FROM_USER:
+            return f'say "{REPLICATED}" of it in tensor={more}'
+        return f'say Trainer(..., tensor={{"{name}": "{REPLICATED}"}}): all else is cut as before'
 
     def _divide(
         self, layer: _Layer, module: nn.Module, key: str, dim: int, part: ShardPlacement, path: str = ""
     ) -> None:
         """Leaves of a parameter the own piece, under all of its names in the model. It has no values yet."""
         whole, path = cast(nn.Parameter, getattr(module, key)), path or key
-        if id(whole) in self._made:  # tied to one that is cut already
-            _, cut = self._made[id(whole)]
+        if id(whole) in self._divided_params:  # tied to one that is cut already
+            _, cut = self._divided_params[id(whole)]
             if cut != replace(part, dim=dim).cut(cut.shape, self.unit.size):
                 what = f"{layer.name}.{path} is tied to a weight that is cut in another way"
                 raise UsageError(what, self._leave(layer.name))
@@ -301,7 +308,7 @@ class TensorCut:
         # The parameter stays the same object: whoever else holds it, as a list in a module or a closure, has the piece.
         whole.data = whole.detach()[(0,) * whole.dim()].expand(cut.at(self.unit.rank).shape)
         mark(whole, part)
-        self._made[id(whole)] = whole, cut
+        self._divided_params[id(whole)] = whole, cut
         # Of neighbours that have the same, each has a part of the gradient.
         if part.count < self.unit.size and whole.requires_grad:
             whole.register_hook(partial(self._among_holders, part))
@@ -317,40 +324,40 @@ class TensorCut:
     # -- forwards of the layers ---------------------------------------------------------------------------------------
 
     def _column(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        module, part = cast(Any, layer.module), cast(ShardPlacement, layer.part)
+        module, part = cast(Any, layer.module), cast(ShardPlacement, layer.shard)
         if self._uncut:
-            return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
-        with self._parts.sleeping():
-            x = self.moves.share(self._parts.whole(x))
+            return cast(torch.Tensor, self._run_gathered(type(module).forward, module, x))
+        with self._sharded_mode.sleeping():
+            x = self.moves.share(self._sharded_mode.gather_full(x))
             if is_conv1d(module):
                 made = torch.matmul(x, module.weight) + module.bias
             else:
                 made = F.linear(x, module.weight, module.bias)
             made = mark(made, ShardPlacement(made.dim() - 1, part.sections, part.count))
-            return self._parts.whole(made) if layer.how.kind == GATHERED else made
+            return self._sharded_mode.gather_full(made) if layer.placement.kind == GATHERED else made
 
     def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        module, part = cast(Any, layer.module), cast(ShardPlacement, layer.part)
+        module, part = cast(Any, layer.module), cast(ShardPlacement, layer.shard)
         if self._uncut:
-            return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
-        with self._parts.sleeping():
-            x = self._taken_in(x, part)
+            return cast(torch.Tensor, self._run_gathered(type(module).forward, module, x))
+        with self._sharded_mode.sleeping():
+            x = self._row_input(x, part)
             found = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
             found = self.moves.sum(found)
             return found if module.bias is None else found + module.bias
 
-    def _taken_in(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
+    def _row_input(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         """The own piece of what a row layer takes. Where parts are not followed it comes as a piece, or as a whole."""
         has, wanted = part_of(x), ShardPlacement(x.dim() - 1, part.sections, part.count)
-        if has == wanted or (has is None and x.shape[-1] == part.own != part.length):
+        if has == wanted or (has is None and x.shape[-1] == part.shard_length != part.length):
             return x
-        return self.moves.take(self._parts.whole(x), wanted)
+        return self.moves.take(self._sharded_mode.gather_full(x), wanted)
 
     def _vocabulary(self, layer: _Layer, ids: torch.Tensor) -> torch.Tensor:
-        module, part = cast(nn.Embedding, layer.module), cast(ShardPlacement, layer.part)
+        module, part = cast(nn.Embedding, layer.module), cast(ShardPlacement, layer.shard)
         if self._uncut:
-            return cast(torch.Tensor, self._with_wholes(nn.Embedding.forward, module, ids))
-        with self._parts.sleeping():
+            return cast(torch.Tensor, self._run_gathered(nn.Embedding.forward, module, ids))
+        with self._sharded_mode.sleeping():
             (rows,) = part.rows(self.moves.index(part))
             here = ids - rows.start
             others = (here < 0) | (here >= len(rows))
@@ -365,18 +372,18 @@ class TensorCut:
     def _heads(self, layer: _Layer, *given: Any, **named: Any) -> Any:
         module = cast(nn.MultiheadAttention, layer.module)
         if self._uncut:
-            return self._with_wholes(nn.MultiheadAttention.forward, module, *given, **named)
-        with self._parts.sleeping():
-            return attention(module, self._parts, *given, **named)
+            return self._run_gathered(nn.MultiheadAttention.forward, module, *given, **named)
+        with self._sharded_mode.sleeping():
+            return attention(module, self._sharded_mode, *given, **named)
 
-    def _with_wholes(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _run_gathered(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """A forward on whole weights, also where a checkpoint computes it again in the backward."""
-        with nullcontext() if self._wholes.on else self._wholes:
+        with nullcontext() if self._gather_mode.on else self._gather_mode:
             return forward(*given, **named)
 
     # -- forwards of what holds them ----------------------------------------------------------------------------------
 
-    def _surround(self, named: Mapping[str, nn.Module]) -> None:
+    def _wrap_containers(self, named: Mapping[str, nn.Module]) -> None:
         """The modules around cut layers let parts be followed inside of them where that is needed."""
         around = {""}
         for layer in self.layers:
@@ -384,29 +391,29 @@ class TensorCut:
             around |= {".".join(steps[:number]) for number in range(1, len(steps))}
         for name in around - {layer.name for layer in self.layers}:
             module = named[name]
-            forward = partial(self._inside if name else self._turn, name, module, module.forward)
+            forward = partial(self._run_module if name else self._run_forward, name, module, module.forward)
             vars(module)["forward"] = partial(call_by_pieces, forward)
 
     def _where(self) -> str:
         return (self._frames[-1].name if self._frames else "") or self._name
 
-    def _noted(self, name: str, parts: Any, *_: Any) -> None:
+    def _on_adapted(self, name: str, parts: Any, *_: Any) -> None:
         if self._frames:
-            self._frames[-1].noted = True
+            self._frames[-1].has_adapted_calls = True
         if parts:
-            self._joined.add(f"{self._where()} ({name.strip('_')})")
+            self._gathered_at.add(f"{self._where()} ({name.strip('_')})")
 
-    def _inside(self, name: str, module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _run_module(self, name: str, module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         regions = self._regions.get((self.job.model.training, self.job.assembled))
         if self._uncut:
-            return self._with_wholes(forward, *given, **named)
-        if regions is None and self._turning:
-            return self._watch(name, forward, given, named)
-        follows = (regions is None or name in regions) and not self._parts.on
-        with self._parts if follows else nullcontext():
+            return self._run_gathered(forward, *given, **named)
+        if regions is None and self._is_running:
+            return self._trace_region(name, forward, given, named)
+        follows = (regions is None or name in regions) and not self._sharded_mode.on
+        with self._sharded_mode if follows else nullcontext():
             return forward(*given, **named)
 
-    def _watch(self, name: str, forward: Callable[..., Any], given: Any, named: Any) -> Any:
+    def _trace_region(self, name: str, forward: Callable[..., Any], given: Any, named: Any) -> Any:
         """One in which parts are followed to see where it is needed: in the innermost module that begins and ends
         without any.
         """
@@ -416,35 +423,35 @@ class TensorCut:
             output = forward(*given, **named)
         finally:
             self._frames.pop()
-        if frame.noted and any(map(part_of, tensors_of((given, named, output)))):
-            self._frames[-1].noted = True
-        elif frame.noted:
+        if frame.has_adapted_calls and any(map(part_of, tensors_of((given, named, output)))):
+            self._frames[-1].has_adapted_calls = True
+        elif frame.has_adapted_calls:
             self._seen.add(name)
         return output
 
-    def _turn(self, name: str, model: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _run_forward(self, name: str, model: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
         """A whole forward of the model. No part leaves it."""
-        if self._uncut or self._turning:
+        if self._uncut or self._is_running:
             return forward(*given, **named)
         with others_sleeping(model):
-            return self._turned(model.training, partial(forward, *given, **named))
+            return self._run_in_modes(model.training, partial(forward, *given, **named))
 
-    def _turned(self, training: bool, call: Callable[[], Any]) -> Any:
+    def _run_in_modes(self, training: bool, call: Callable[[], Any]) -> Any:
         mode = training, self.job.assembled
-        regions, self._turning = self._regions.get(mode), True
+        regions, self._is_running = self._regions.get(mode), True
         frame, self._seen = _Frame(""), set[str]()
         sent, self._frames = self.moves.sent, [frame]
         try:
-            with self._parts if regions is None or "" in regions else nullcontext():
+            with self._sharded_mode if regions is None or "" in regions else nullcontext():
                 output = call()
             if any(map(part_of, tensors_of(output))):
-                frame.noted = True
-                output = pytree.tree_map_only(torch.Tensor, self._parts.whole, output)
+                frame.has_adapted_calls = True
+                output = pytree.tree_map_only(torch.Tensor, self._sharded_mode.gather_full, output)
         finally:
-            self._turning, self._frames = False, []
+            self._is_running, self._frames = False, []
             self.moves.rest()
         if regions is None and (torch.is_grad_enabled() or not training):
-            self._regions[mode] = self._seen | ({""} if frame.noted else set())
+            self._regions[mode] = self._seen | ({""} if frame.has_adapted_calls else set())
             if training and not self.job.assembled:
                 self.job.inside["tensor"] = self.moves.sent - sent
         return output
@@ -452,23 +459,23 @@ class TensorCut:
     # -- what a script may do with a cut model ------------------------------------------------------------------------
 
     def _forward(self, model: nn.Module, batch: Any) -> Any:
-        before, self._ours = self._ours, True
+        before, self._is_own_call = self._is_own_call, True
         try:
             if model is not self.job.model:
                 self._enter()
-                return self._plain(model, batch)
-            if (mode := (model.training, torch.is_grad_enabled(), self.job.assembled)) not in self._watched:
+                return self._original_forward(model, batch)
+            if (mode := (model.training, torch.is_grad_enabled(), self.job.assembled)) not in self._verified_modes:
                 self._verify(model, batch)
-                self._watched.add(mode)
+                self._verified_modes.add(mode)
             self._enter()
-            return self._turned(model.training, partial(self._plain, model, batch))
+            return self._run_in_modes(model.training, partial(self._original_forward, model, batch))
         finally:
-            self._ours = before
+            self._is_own_call = before
 
     @contextmanager
-    def _judging(self) -> Iterator[None]:
+    def _in_loss(self) -> Iterator[None]:
         """All of a unit compute the loss alike. What it makes of weights is made of whole ones."""
-        with self._outside:
+        with self._loss_mode:
             yield
         self.moves.rest()
 
@@ -477,7 +484,7 @@ class TensorCut:
 
     def _called(self, model: nn.Module, given: Any, named: Any) -> None:
         """By the script itself: all of the unit compute it together, each with the same input."""
-        if self._ours:
+        if self._is_own_call:
             return
         if self.job.passing:  # a survey of stages, which counts the calls of the user's code
             with torch._C.DisableTorchFunction():
@@ -498,31 +505,33 @@ class TensorCut:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            cure = f'say "{WHOLE}" in tensor= of the layers whose outputs a torch.autograd.Function takes, or that a '
+            cure = (
+                f'say "{REPLICATED}" in tensor= of the layers whose outputs a torch.autograd.Function takes, or that a '
+            )
             cure += "function given to checkpoint() calls (plan recompute=blocks computes blocks again without one)"
             raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", cure) from error
         most, others = outputs_apart(output, whole)
         if others:
             where = self._first_apart(model, batch)
             what = f"{where} gives something else when {self._name} is cut by tensor="
-            cure = f'say "{WHOLE}" of its layers in tensor=, or "{COLUMN}:3" of a weight of three'
+            cure = f'say "{REPLICATED}" of its layers in tensor=, or "{COLUMN}:3" of a weight of three'
             raise UsageError(what, cure)
         name, distance = farthest(gradients, expected, whole)
         if name:
             what = f"the gradient of {name} is another when {self._name} is cut by tensor="
-            raise UsageError(what, f'say "{WHOLE}" of its layer in tensor=')
+            raise UsageError(what, f'say "{REPLICATED}" of its layer in tensor=')
         if model.training and torch.is_grad_enabled():
             gradients_too = f"and gradients {distance:.1g} apart" if backward else "apart (a backward would not fit)"
             figures = f"outputs {most:.1g} {gradients_too}"
             what = f"one micro-batch was computed with whole layers, too: {figures}"
-            if self._joined:
-                some = sorted(self._joined)
+            if self._gathered_at:
+                some = sorted(self._gathered_at)
                 what += f"; parts are gathered in {', '.join(some[:3])}{', ...' if len(some) > 3 else ''}"
             self.job.news["tensor"] = what, ""
 
     def _fits_whole(self) -> bool:
         """Whether all whole weights and their gradients have room on each worker of the unit."""
-        return all(self.unit.gather_json(2 * self._bytes <= room(self.job.device)))
+        return all(self.unit.gather_json(2 * self._full_bytes <= room(self.job.device)))
 
     def _computed(
         self, model: nn.Module, batch: Any, uncut: bool, backward: bool
@@ -535,10 +544,10 @@ class TensorCut:
             return [x.detach() for x in outputs], gradients_of(outputs, self.job.named)
 
     def _outputs(self, model: nn.Module, batch: Any) -> list[torch.Tensor]:
-        call = partial(self._plain, model, batch)
+        call = partial(self._original_forward, model, batch)
         if not self._uncut:
-            return tensors_of(self._turned(model.training, call))
-        with self._wholes:
+            return tensors_of(self._run_in_modes(model.training, call))
+        with self._gather_mode:
             return tensors_of(call())
 
     def _first_apart(self, model: nn.Module, batch: Any) -> str:

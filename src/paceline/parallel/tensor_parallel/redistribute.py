@@ -30,7 +30,7 @@ class ShardPlacement:
     dim: int
     sections: tuple[int, ...]
     count: int
-    of: frozenset[str] = field(default=frozenset(), compare=False)
+    layers: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def length(self) -> int:
@@ -38,12 +38,12 @@ class ShardPlacement:
         return sum(self.sections)
 
     @property
-    def own(self) -> int:
+    def shard_length(self) -> int:
         """Of a piece, if all are equal."""
         return self.length // self.count
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         return all(section % self.count == 0 for section in self.sections)
 
     def __reduce__(self) -> Any:
@@ -91,13 +91,13 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, moves: Redistributor, part: ShardPlacement) -> torch.Tensor:
         ctx.moves, ctx.part = moves, part
-        return moves.joined(x, part)
+        return moves.gather_shards(x, part)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         moves, part = cast(Redistributor, ctx.moves), cast(ShardPlacement, ctx.part)
         own = moves.narrow(applied(_Split, grad, moves.unit), part)
-        return own if moves.first(part) else own * 0.0, None, None
+        return own if moves.is_first_holder(part) else own * 0.0, None, None
 
 
 class _Exchange(torch.autograd.Function):
@@ -108,7 +108,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, moves: Redistributor, have: ShardPlacement, want: ShardPlacement
     ) -> torch.Tensor:
         ctx.moves, ctx.have, ctx.want = moves, have, want
-        return moves.exchanged(x, have, want)
+        return moves.exchange_shards(x, have, want)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
@@ -151,13 +151,13 @@ class Redistributor:
         """The number of the piece that this worker has."""
         return self.unit.rank * part.count // self.unit.size
 
-    def first(self, part: ShardPlacement) -> bool:
+    def is_first_holder(self, part: ShardPlacement) -> bool:
         """Whether nobody before this worker has the same piece."""
         return self.unit.rank * part.count % self.unit.size == 0
 
     def shape(self, whole: Sequence[int], part: ShardPlacement) -> tuple[int, ...]:
         """Of a part."""
-        return (*whole[: part.dim], part.own, *whole[part.dim + 1 :])
+        return (*whole[: part.dim], part.shard_length, *whole[part.dim + 1 :])
 
     def narrow(self, whole: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         """The own piece of what all have."""
@@ -203,7 +203,7 @@ class Redistributor:
         self.sent += x.nbytes * (2 if x.requires_grad and torch.is_grad_enabled() else 1)
         return applied(_Exchange, x, self, have, want)
 
-    def exchanged(self, x: torch.Tensor, have: ShardPlacement, want: ShardPlacement) -> torch.Tensor:
+    def exchange_shards(self, x: torch.Tensor, have: ShardPlacement, want: ShardPlacement) -> torch.Tensor:
         given = [_sections(x, want, index) for index in range(self.size)]
         shape, mine = list(given[self.unit.rank].shape), []
         for index in range(self.size):
@@ -212,7 +212,7 @@ class Redistributor:
         self.unit.exchange([one.reshape(-1) for one in given], [one.view(-1) for one in mine])
         return torch.cat(mine, have.dim)
 
-    def joined(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
+    def gather_shards(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
         order, back = memory_order(x)
         x, dim, pieces = x.permute(order).contiguous(), back[part.dim], []
         everyone, shape = self.unit.gather(x.view(-1)), list(x.shape)

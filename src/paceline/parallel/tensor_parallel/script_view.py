@@ -51,7 +51,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 ABSENT = "_paceline_absent"  # of a parameter that another stage has: its name and whole shape
 _MIRROR = "_paceline_mirror"  # of a view of a gathered whole: which
-_WHOLE = "_paceline_whole"  # of what was made of parts and is none
+_NOT_SHARDED = "_paceline_whole"  # of what was made of parts and is none
 _turns = count()
 _FIRST = ("tensor", "input", "self")  # what functions call their first argument
 _READS = ("__iter__", "__int__", "__index__")  # their names are those of changes in place
@@ -73,9 +73,9 @@ class _Thread(threading.local):
 class _Mirror:
     """A whole that was gathered, of which there are views; what is here of it, and what that was gathered after."""
 
-    piece: torch.Tensor
-    part: ShardPlacement
-    whole: torch.Tensor
+    shard: torch.Tensor
+    placement: ShardPlacement
+    full: torch.Tensor
     stamp: Any
 
 
@@ -106,7 +106,7 @@ def restored_copies(saved: Any, given: Callable[[], Any], job: TrainingJob) -> A
     return found
 
 
-_here = _Thread()
+_state = _Thread()
 
 
 def _arrange() -> None:
@@ -115,7 +115,7 @@ def _arrange() -> None:
     It lies under modes of the script's, which may end first and then take the innermost one off. Torch's own one of the
     default device has to be the outermost.
     """
-    here = _here
+    here = _state
     here.bodies = [body for body in here.bodies if not body.is_over]
     others = [mode for mode in function_modes_taken() if not isinstance(mode, ScriptView)]
     under = [others.pop()] if others and others[-1] is default_device_mode() else []
@@ -126,7 +126,7 @@ def _arrange() -> None:
 @contextmanager
 def unfollowed() -> Iterator[None]:
     """Code of ours that the script calls: it sees pieces."""
-    here = _here
+    here = _state
     here.quiet, here.calls = here.quiet + 1, here.calls + 1
     if here.quiet == 1:
         _arrange()
@@ -141,7 +141,7 @@ def unfollowed() -> Iterator[None]:
 @contextmanager
 def in_metric() -> Iterator[None]:
     """A metric of the script's, which one worker of a unit computes: it sees wholes, and cannot gather any."""
-    here = _here
+    here = _state
     before = here.quiet, here.metric
     here.quiet, here.metric = 0, True
     _arrange()
@@ -154,13 +154,13 @@ def in_metric() -> Iterator[None]:
 
 def refuse_in_metric(why: str) -> None:
     """Where values of a weight would be gathered. UsageError: in a metric, which not all workers of a unit compute."""
-    if _here.metric:
+    if _state.metric:
         what = f"a metric needs values of a weight, of which {why}"
         raise UsageError(what, "compute it before evaluate(), where the script sees whole weights")
 
 
 def _where() -> str:
-    return "a metric" if _here.metric else "the script"
+    return "a metric" if _state.metric else "the script"
 
 
 def by_pieces(function: Callable[P, T]) -> Callable[P, T]:
@@ -175,7 +175,7 @@ def by_pieces(function: Callable[P, T]) -> Callable[P, T]:
 
 def call_by_pieces(function: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
     """Calls it as such a function. In a `partial`, a copy of that is one of what the function belongs to, too."""
-    if not _here.bodies:
+    if not _state.bodies:
         return function(*given, **named)
     with unfollowed():
         return function(*given, **named)
@@ -225,7 +225,7 @@ def see_whole_weights(trainers: Iterable[HasParts]) -> None:
     A unit that comes to its team in the middle of the training goes through the script together, up to where the others
     are: its workers gather among themselves.
     """
-    here = _here
+    here = _state
     if here.script is not None:
         here.script.end()
     parts = [moves for trainer in trainers for moves in trainer.parts]
@@ -268,7 +268,7 @@ class ScriptView(ShardedTensorMode):
         self._several = len({moves.unit.size for moves in found}) > 1
 
     def begin(self) -> None:
-        _here.bodies.append(self)
+        _state.bodies.append(self)
         _arrange()
 
     def end(self) -> None:
@@ -277,7 +277,7 @@ class ScriptView(ShardedTensorMode):
         _arrange()
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        here, named = _here, named or {}
+        here, named = _state, named or {}
         body = next((body for body in reversed(here.bodies) if not body.is_over), None)
         if here.quiet or body is None:
             return function(*given, **named)
@@ -332,7 +332,7 @@ class ScriptView(ShardedTensorMode):
             made.setflags(write=False)  # it is a copy
         for one in tensors_in([made]):
             if part_of(one) is None:
-                one.__dict__[_WHOLE] = True
+                one.__dict__[_NOT_SHARDED] = True
         return made
 
     def _property(self, function: Any, key: str, x: Tensor, part: ShardPlacement, given: Any) -> Any:
@@ -356,7 +356,7 @@ class ScriptView(ShardedTensorMode):
         if tuple(shape) == whole or name.strip("_") not in ELEMENTWISE:
             return
         for number, t in enumerate(tensors):
-            if part_of(t) is not None or Tensor.size(t) != shape or _WHOLE in t.__dict__ or _MIRROR in t.__dict__:
+            if part_of(t) is not None or Tensor.size(t) != shape or _NOT_SHARDED in t.__dict__ or _MIRROR in t.__dict__:
                 continue
             if shape[part.dim] == 1 and not (number == 0 and _writes(name)):  # it may be meant for each row of all
                 what = f"nobody knows whether a tensor of shape {tuple(shape)} that {_where()} uses with a weight of"
@@ -423,14 +423,14 @@ class ScriptView(ShardedTensorMode):
     def _refresh(self, view: Tensor) -> None:
         """The piece may have changed since."""
         mirror: _Mirror = view.__dict__[_MIRROR]
-        if mirror.stamp != (stamp := self._stamp(mirror.piece)):
+        if mirror.stamp != (stamp := self._stamp(mirror.shard)):
             with torch.no_grad():
-                mirror.whole.detach().copy_(self.moves.join(mirror.piece, mirror.part))
+                mirror.full.detach().copy_(self.moves.join(mirror.shard, mirror.placement))
             mirror.stamp = stamp
 
     def _stamp(self, piece: Tensor) -> Any:
         """Differs where a piece was written."""
-        return self._turn, _here.calls, self._written[piece.untyped_storage().data_ptr()]
+        return self._turn, _state.calls, self._written[piece.untyped_storage().data_ptr()]
 
     def _mirrored(self, views: list[Tensor], function: Any, given: Any, named: Any) -> Any:
         """What uses or changes a view of a whole that was gathered."""
@@ -443,16 +443,16 @@ class ScriptView(ShardedTensorMode):
             if _writes(function.__name__) and given and isinstance(given[0], Tensor) and _MIRROR in given[0].__dict__:
                 mirror: _Mirror = given[0].__dict__[_MIRROR]
                 with torch.no_grad():
-                    mirror.piece.copy_(self.moves.narrow(mirror.whole.detach(), mirror.part))
-                self._written[mirror.piece.untyped_storage().data_ptr()] += 1
-                mirror.stamp = self._stamp(mirror.piece)
+                    mirror.shard.copy_(self.moves.narrow(mirror.full.detach(), mirror.placement))
+                self._written[mirror.shard.untyped_storage().data_ptr()] += 1
+                mirror.stamp = self._stamp(mirror.shard)
         for view in views:
             self._see_views(made, view.__dict__[_MIRROR])
         return made
 
     def _see_views(self, made: Any, mirror: _Mirror) -> None:
         """Marks what lies in the memory of a whole that was gathered."""
-        memory = mirror.whole.untyped_storage().data_ptr()
+        memory = mirror.full.untyped_storage().data_ptr()
         for one in tensors_in(made if isinstance(made, (list, tuple)) else [made]):
             if one.untyped_storage().data_ptr() == memory:
                 one.__dict__[_MIRROR] = mirror

@@ -80,7 +80,7 @@ class _Mode(TorchFunctionMode):
         self._asleep = 0
         self._above: list[Any] = []  # for each time it has been entered: a mode that stays the innermost one, or None
         self.model: Any = None  # that it was made for
-        self.main: _Mode | None = None  # where this one is on or asleep, it is no business of ours
+        self.outranked_by: _Mode | None = None  # where this one is on or asleep, it is no business of ours
 
     @contextmanager
     def sleeping(self) -> Iterator[None]:
@@ -102,7 +102,7 @@ class _Mode(TorchFunctionMode):
             _attribute = before
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        main = self.main
+        main = self.outranked_by
         if self._asleep or (main is not None and (main.on or main._asleep)):
             return function(*given, **(named or {}))
         global _attribute
@@ -134,7 +134,7 @@ class _Mode(TorchFunctionMode):
             above.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def whole(self, tensor: Tensor) -> Tensor:
+    def gather_full(self, tensor: Tensor) -> Tensor:
         part = part_of(tensor)
         return tensor if part is None else self.moves.join(tensor, part)
 
@@ -164,11 +164,11 @@ class ShardedTensorMode(_Mode):
         attribute: str = PART,
     ) -> None:
         super().__init__(moves, attribute)
-        self._rules, self.where, self._noted = rules, where, noted
+        self._rules, self.where, self._on_adapted = rules, where, noted
 
     def follow(self, function: Any, given: Any, named: Any) -> Any:
         if not any(map(part_of, tensors_in((*given, *named.values())))):
-            return self.otherwise(function, given, named)
+            return self.run_unsharded(function, given, named)
         name = function.__name__
         if name == "__get__":
             name = function.__self__.__name__
@@ -182,7 +182,7 @@ class ShardedTensorMode(_Mode):
         found = UNKNOWN if rule is None else rule(self, function, given, named)
         return found if found is not UNKNOWN else self._with_wholes(function, name, given, named)
 
-    def otherwise(self, function: Any, given: Any, named: Any) -> Any:
+    def run_unsharded(self, function: Any, given: Any, named: Any) -> Any:
         """A function without parts among its arguments."""
         return self.alike(function, given, named)
 
@@ -196,14 +196,14 @@ class ShardedTensorMode(_Mode):
             raise UsageError(what, 'let it make another tensor, or say "whole" of that layer in tensor=')
         parts = [part for part in map(part_of, tensors_in((*given, *named.values()))) if part is not None]
         self.note(name, parts, self._cuts, self._count)
-        given, named = pytree.tree_map_only(Tensor, self.whole, (given, named))
+        given, named = pytree.tree_map_only(Tensor, self.gather_full, (given, named))
         return self.alike(function, given, named)
 
     def note(
         self, name: str, parts: Sequence[ShardPlacement], cuts: list[int] | None = None, count: int | None = None
     ) -> None:
-        if self._noted is not None:
-            self._noted(name, parts, cuts, count)
+        if self._on_adapted is not None:
+            self._on_adapted(name, parts, cuts, count)
 
     # -- what rules are made of ---------------------------------------------------------------------------------------
 
@@ -222,8 +222,8 @@ class ShardedTensorMode(_Mode):
         count = finest.count if letter in out else self.moves.size
         if any(part.sections != finest.sections or count % part.count for part in parts) or finest.length % count:
             return UNKNOWN
-        target = replace(finest, count=count, of=frozenset[str]().union(*(part.of for part in parts)))
-        if not target.even:
+        target = replace(finest, count=count, layers=frozenset[str]().union(*(part.layers for part in parts)))
+        if not target.is_even:
             return UNKNOWN
         ours = [self._as(t, target, own.find(letter)) for t, own in zip(tensors, letters, strict=True)]
         if any(t is None for t in ours):
@@ -298,7 +298,7 @@ class ShardedTensorMode(_Mode):
         counts = [count for count in range(part.count, 1, -1) if part.count % count == 0]
         for sections, count in [*product(range(1, _MOST), counts), (1, 1)]:
             cut = replace(part, sections=(part.length // sections,) * sections, count=count)
-            if part.length % sections == 0 and cut.even and regrouped(before, cut, shape) is not None:
+            if part.length % sections == 0 and cut.is_even and regrouped(before, cut, shape) is not None:
                 self._cuts, self._count = [*accumulate(cut.sections)], count
                 return
 
@@ -338,7 +338,7 @@ class GatherMode(_Mode):
             function.__name__ == "__get__" and function.__self__.__name__ != "shape"
         )
         if not asks and any(map(part_of, tensors_in((*given, *named.values())))):
-            given, named = pytree.tree_map_only(Tensor, self.whole, (given, named))
+            given, named = pytree.tree_map_only(Tensor, self.gather_full, (given, named))
         return function(*given, **named)
 
 
