@@ -325,12 +325,12 @@ class TensorCut:
         param, path = cast(nn.Parameter, getattr(module, key)), path or key
         if id(param) in self._divided_params:  # tied to one that is cut already
             _, spec = self._divided_params[id(param)]
-            if spec != replace(shard, dim=dim).cut(spec.shape, self.unit.size):
+            if spec != replace(shard, dim=dim).sharding_spec(spec.shape, self.unit.size):
                 what = f"{layer.name}.{path} is tied to a weight that is cut in another way"
                 raise UsageError(what, self._advice_to_exclude(layer.name))
             return
         shard = replace(shard, dim=dim)
-        spec = shard.cut(tuple(param.shape), self.unit.size)
+        spec = shard.sharding_spec(tuple(param.shape), self.unit.size)
         # The parameter stays the same object, so other references to it (a list in a module, a closure) see the shard.
         param.data = param.detach()[(0,) * param.dim()].expand(spec.at(self.unit.rank).shape)
         mark(param, shard)
