@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from paceline.parallel.tensor_parallel.op_rules import RULES
 from paceline.parallel.tensor_parallel.placement import Placement, fold_names, infer_placements
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement
-from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, logical, mark, part_of, regrouped
+from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, logical, mark, part_of, reshape_placement
 
 TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 tensor=2": 4}
 
@@ -239,7 +239,7 @@ def test_what_is_reshaped_is_the_part_of_the_reshaped(
     case: tuple[tuple[int, ...], ShardPlacement, tuple[int, ...]],
 ) -> None:
     shape, part, other = case
-    found = regrouped(shape, part, other)
+    found = reshape_placement(shape, part, other)
     if found is None:
         return
     whole = torch.arange(math.prod(shape)).view(shape)

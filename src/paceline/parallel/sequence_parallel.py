@@ -264,7 +264,7 @@ class SequenceParallel:
         grad = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(output)
         places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and grad]
-        with self._parts.asked():
+        with self._parts.using_own_attribute():
             parts = [part_of(leaves[n]) for n in places]
             given = [leaves[n] for n in places]
             joined: tuple[Tensor, ...] = _FROM_FIRST(self._moves, parts, *given) if given else ()
@@ -381,7 +381,7 @@ class SequenceParallel:
         return f"outputs {most:.1g} and gradients {distance:.1g} apart"
 
     def _whole(self, values: Any) -> Any:
-        with self._parts.asked():
+        with self._parts.using_own_attribute():
             return pytree.tree_map_only(Tensor, self._parts.gather_full, values)
 
     def narrow(self) -> None:
@@ -392,7 +392,7 @@ class SequenceParallel:
     def _narrowed(self, forward: Any, *given: Any, **named: Any) -> Any:
         """With the own stretch of the first tensor that a block takes: rows, tokens, width."""
         if self._parts.on:
-            with self._parts.asked():
+            with self._parts.using_own_attribute():
                 given, named = self._stretch_of(given, named)
         return forward(*given, **named)
 
@@ -419,7 +419,7 @@ class SequenceParallel:
     def _block(self, forward: Any, *given: Any, **named: Any) -> Any:
         if self._parts.on:
             return forward(*given, **named)
-        with self._parts.asked():
+        with self._parts.using_own_attribute():
             follows = any(map(part_of, tensors_of((given, named))))  # it is computed again in a backward
         with self._parts if follows else nullcontext():
             return forward(*given, **named)

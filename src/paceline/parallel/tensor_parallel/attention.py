@@ -47,7 +47,7 @@ def attention(
     # Torch's fast kernels, which return no weights, give zeros for a row whose keys are all masked.
     attention_weights = scores.softmax(-1) if needs_weights else torch.ops.aten._safe_softmax.default(scores, -1)
     if module.training and module.dropout > 0:
-        kept = mode.masked(attention_weights, heads, lambda ones: F.dropout(ones, module.dropout, True))
+        kept = mode.local_mask(attention_weights, heads, lambda ones: F.dropout(ones, module.dropout, True))
         attention_weights = attention_weights * kept
     # The memory layout of torch's own forward: a later dropout draws its mask in this order.
     context = (attention_weights @ v).permute(2, 0, 1, 3).flatten(2)

@@ -56,8 +56,8 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     ShardedTensorMode,
     logical,
     mark,
-    others_sleeping,
     part_of,
+    suspend_other_modes,
 )
 
 _ADVICE = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
@@ -353,7 +353,7 @@ class TensorCut:
         module, shard = cast(Any, layer.module), cast(ShardPlacement, layer.shard)
         if self._is_gathered:
             return cast(torch.Tensor, self._run_gathered(type(module).forward, module, x))
-        with self._sharded_mode.sleeping():
+        with self._sharded_mode.suspended():
             x = self.moves.share(self._sharded_mode.gather_full(x))
             if is_conv1d(module):
                 output = torch.matmul(x, module.weight) + module.bias
@@ -366,7 +366,7 @@ class TensorCut:
         module, shard = cast(Any, layer.module), cast(ShardPlacement, layer.shard)
         if self._is_gathered:
             return cast(torch.Tensor, self._run_gathered(type(module).forward, module, x))
-        with self._sharded_mode.sleeping():
+        with self._sharded_mode.suspended():
             x = self._row_input(x, shard)
             output = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
             output = self.moves.sum(output)
@@ -386,7 +386,7 @@ class TensorCut:
         module, shard = cast(nn.Embedding, layer.module), cast(ShardPlacement, layer.shard)
         if self._is_gathered:
             return cast(torch.Tensor, self._run_gathered(nn.Embedding.forward, module, ids))
-        with self._sharded_mode.sleeping():
+        with self._sharded_mode.suspended():
             (rows,) = shard.rows(self.moves.index(shard))
             local_ids = ids - rows.start
             is_elsewhere = (local_ids < 0) | (local_ids >= len(rows))
@@ -402,7 +402,7 @@ class TensorCut:
         module = cast(nn.MultiheadAttention, layer.module)
         if self._is_gathered:
             return self._run_gathered(nn.MultiheadAttention.forward, module, *args, **kwargs)
-        with self._sharded_mode.sleeping():
+        with self._sharded_mode.suspended():
             return attention(module, self._sharded_mode, *args, **kwargs)
 
     def _run_gathered(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -464,7 +464,7 @@ class TensorCut:
         """Runs a forward of the model. All of its outputs are full tensors."""
         if self._is_gathered or self._is_running:
             return forward(*args, **kwargs)
-        with others_sleeping(model):
+        with suspend_other_modes(model):
             return self._run_in_modes(model.training, partial(forward, *args, **kwargs))
 
     def _run_in_modes(self, training: bool, call: Callable[[], Any]) -> Any:

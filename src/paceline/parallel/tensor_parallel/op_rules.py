@@ -118,7 +118,7 @@ def _numel(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     "diagonal",
 )
 def _view(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    return mode.viewed(function, args, kwargs)
+    return mode.view(function, args, kwargs)
 
 
 def _sizes(args: Any, kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ def _reshape(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> 
     if placement is None or isinstance(sizes, torch.dtype):
         return UNKNOWN
     call = Tensor.view if function.__name__.startswith("view") else Tensor.reshape
-    return mode.reshaped(x, placement, sizes, call)
+    return mode.reshape(x, placement, sizes, call)
 
 
 @_rule("flatten unflatten")
@@ -145,7 +145,7 @@ def _flatten(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> 
     if placement is None:
         return UNKNOWN
     sizes = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *args[1:], **kwargs).shape
-    return mode.reshaped(x, placement, sizes, Tensor.reshape)
+    return mode.reshape(x, placement, sizes, Tensor.reshape)
 
 
 @_rule("expand expand_as")
@@ -171,7 +171,7 @@ def _index(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     entries = index if isinstance(index, tuple) else (index,)
     if placement is None or not all(step is None or step is ... or type(step) in (int, slice) for step in entries):
         return UNKNOWN
-    output = mode.viewed(function, args, kwargs)
+    output = mode.view(function, args, kwargs)
     if output is not UNKNOWN:
         return output
     given_dims = sum(step is not None and step is not ... for step in entries)
@@ -181,12 +181,12 @@ def _index(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     if not isinstance(steps[position], slice) or steps[position].step not in (None, 1):
         return UNKNOWN
     start, stop, _ = steps[position].indices(placement.length)
-    slices = mode.divided(x, placement, [start, max(stop - start, 0), placement.length - max(stop, start)])
+    slices = mode.split(x, placement, [start, max(stop - start, 0), placement.length - max(stop, start)])
     if slices is None:
         return UNKNOWN
     steps[position] = slice(None)
     middle = slices[1]
-    return function(middle, tuple(steps)) if not part_of(middle) else mode.viewed(function, (middle, tuple(steps)), {})
+    return function(middle, tuple(steps)) if not part_of(middle) else mode.view(function, (middle, tuple(steps)), {})
 
 
 @_rule("split chunk tensor_split split_with_sizes unsafe_split unsafe_chunk")
@@ -194,11 +194,11 @@ def _split(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     x, placement = args[0], part_of(args[0])
     if placement is None:
         return UNKNOWN
-    output = mode.viewed(function, args, kwargs)
+    output = mode.view(function, args, kwargs)
     if output is not UNKNOWN:
         return output
     probe = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *args[1:], **kwargs)
-    slices = mode.divided(x, placement, [piece.shape[placement.dim] for piece in probe])
+    slices = mode.split(x, placement, [piece.shape[placement.dim] for piece in probe])
     return UNKNOWN if slices is None else tuple(slices)
 
 
@@ -348,7 +348,7 @@ def _drop(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any
         return UNKNOWN
     if not train or not p:
         return mark(function(*args, **kwargs), placement)
-    return mark(x * mode.masked(x, placement, lambda ones: function(ones, p, True)), placement)
+    return mark(x * mode.local_mask(x, placement, lambda ones: function(ones, p, True)), placement)
 
 
 @_rule("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ geometric_ cauchy_")
@@ -357,7 +357,7 @@ def _draw(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any
     if placement is None or any(True for _ in tensors_in((*args[1:], *kwargs.values()))):
         return UNKNOWN
     with torch.no_grad():
-        x.copy_(mode.masked(x, placement, lambda full: function(full, *args[1:], **kwargs)))
+        x.copy_(mode.local_mask(x, placement, lambda full: function(full, *args[1:], **kwargs)))
     return x
 
 
@@ -389,7 +389,7 @@ def _attend(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
         raise UsageError(problem, 'say attn_implementation="eager", or set its dropout to 0')
     else:
         attend = partial(_attention, mode, max(divided, key=lambda pair: pair[0].count), p, options)
-    return mode.product(attend, tensors, letters, heads + "LV", known=heads)
+    return mode.product(attend, tensors, letters, heads + "LV", allowed=heads)
 
 
 def _repeated(mode: ShardedTensorMode, heads: Tensor, times: int) -> Tensor:
@@ -418,4 +418,4 @@ def _attention(
     placement, dim = divided
     placement = replace(placement, dim=weights.dim() + dim)
     mark(weights, placement)
-    return (weights * mode.masked(weights, placement, lambda ones: F.dropout(ones, p, True))) @ v
+    return (weights * mode.local_mask(weights, placement, lambda ones: F.dropout(ones, p, True))) @ v

@@ -113,16 +113,16 @@ class _Trace(ShardedTensorMode):
             return None
         return next((name for t in tensors_in((*given, *named.values())) if (name := self._layers.get(id(t)))), None)
 
-    def follow(self, function: Any, given: Any, named: Any) -> Any:
+    def run_function(self, function: Any, given: Any, named: Any) -> Any:
         """Records a row layer if the function is the product of a layer with a sharded input, then runs it."""
         layer = self._layer(function, given, named)
         if layer is None:
-            return super().follow(function, given, named)
+            return super().run_function(function, given, named)
         self.called.add(layer)
         operands = [(t, placement) for t in given if (placement := part_of(t)) is not None]
         if operands and operands[0][1].dim == operands[0][0].dim() - 1 and operands[0][1].count == self.moves.size:
             self.rows[layer] = operands[0][1]
-        return super().follow(function, given, named)
+        return super().run_function(function, given, named)
 
     def run_unsharded(self, function: Any, given: Any, named: Any) -> Any:
         """Runs a function on full tensors and marks the output of a candidate column layer as sharded."""

@@ -284,11 +284,11 @@ class ScriptView(ShardedTensorMode):
         key = next((key for key in _FIRST if key in named), "") if not given else ""
         if key and "condition" not in named:
             given, named = (named[key],), {other: value for other, value in named.items() if other != key}
-        return body.follow(function, given, named)
+        return body.run_function(function, given, named)
 
     # -- which way a function goes --------------------------------------------------------------------------------
 
-    def follow(self, function: Any, given: Any, named: Any) -> Any:
+    def run_function(self, function: Any, given: Any, named: Any) -> Any:
         tensors = [*tensors_in((*given, *named.values()))]
         if not any(ABSENT in t.__dict__ or _MIRROR in t.__dict__ or part_of(t) for t in tensors):
             return function(*given, **named)
@@ -296,7 +296,7 @@ class ScriptView(ShardedTensorMode):
         if name.startswith("_foreach_"):
             return self._one_by_one(name, given, named)
         if name == "__iter__":
-            return iter(self.follow(Tensor.unbind, given, named))
+            return iter(self.run_function(Tensor.unbind, given, named))
         absent = next((t for t in tensors if ABSENT in t.__dict__), None)
         if absent is not None:
             return self._without(absent, function, given, named)
@@ -327,7 +327,7 @@ class ScriptView(ShardedTensorMode):
             return self._with_wholes(function, name, given, named)
         made = self._each(function, name, given, named, tensors)
         if made is NotImplemented:
-            made = super().follow(function, given, named)
+            made = super().run_function(function, given, named)
         if name in ("numpy", "__array__"):
             made.setflags(write=False)  # it is a copy
         for one in tensors_in([made]):
@@ -468,7 +468,7 @@ class ScriptView(ShardedTensorMode):
             more = {key: one[place] if isinstance(one, (list, tuple)) else one for key, one in named.items()}
             if "addc" in name and len(own) > 3:
                 more["value"] = own.pop()
-            made.append(self.follow(call, tuple(own), more))
+            made.append(self.run_function(call, tuple(own), more))
         return None if name.endswith("_") else tuple(made)
 
     def _without(self, absent: Tensor, function: Any, given: Any, named: Any) -> Any:
