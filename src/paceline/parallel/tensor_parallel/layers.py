@@ -246,14 +246,14 @@ class TensorCut:
             or getattr(module, "max_norm", None) is not None
         ):
             kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention"}
-            what = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
-            raise UsageError(what, self._advice_to_exclude(layer.name, f", or name a {kinds.get(kind, 'Linear')}"))
+            problem = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
+            raise UsageError(problem, self._advice_to_exclude(layer.name, f", or name a {kinds.get(kind, 'Linear')}"))
         if not has_parameter(module, "in_proj_weight" if kind == HEADS else "weight"):
             others = ", ".join(name for name, _ in module.named_parameters())
-            what = (
+            problem = (
                 f"the weight of {layer.name} is computed from other parameters ({others}), which tensor= does not cut"
             )
-            raise UsageError(what, self._advice_to_exclude(layer.name))
+            raise UsageError(problem, self._advice_to_exclude(layer.name))
         if kind == HEADS:
             self._cut_heads(layer)
             return
@@ -271,14 +271,14 @@ class TensorCut:
     def _cut_heads(self, layer: _Layer) -> None:
         module = cast(nn.MultiheadAttention, layer.module)
         if module.num_heads % self.unit.size or not module._qkv_same_embed_dim:
-            what = f"tensor={self.unit.size} does not divide the {module.num_heads} heads of {layer.name}"
-            raise UsageError(what, self._advice_to_divide(layer, module.num_heads))
+            problem = f"tensor={self.unit.size} does not divide the {module.num_heads} heads of {layer.name}"
+            raise UsageError(problem, self._advice_to_divide(layer, module.num_heads))
         width = module.embed_dim
-        three, one = (ShardPlacement(0, (width,) * count, self.unit.size) for count in (3, 1))
-        self._divide(layer, module, "in_proj_weight", 0, three)
+        qkv, output = (ShardPlacement(0, (width,) * count, self.unit.size) for count in (3, 1))
+        self._divide(layer, module, "in_proj_weight", 0, qkv)
         if module.in_proj_bias is not None:
-            self._divide(layer, module, "in_proj_bias", 0, three)
-        self._divide(layer, module.out_proj, "weight", 1, one, "out_proj.weight")
+            self._divide(layer, module, "in_proj_bias", 0, qkv)
+        self._divide(layer, module.out_proj, "weight", 1, output, "out_proj.weight")
         self._replace(module, partial(self._heads, layer))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -326,8 +326,8 @@ class TensorCut:
         if id(param) in self._divided_params:  # tied to one that is cut already
             _, spec = self._divided_params[id(param)]
             if spec != replace(shard, dim=dim).sharding_spec(spec.shape, self.unit.size):
-                what = f"{layer.name}.{path} is tied to a weight that is cut in another way"
-                raise UsageError(what, self._advice_to_exclude(layer.name))
+                problem = f"{layer.name}.{path} is tied to a weight that is cut in another way"
+                raise UsageError(problem, self._advice_to_exclude(layer.name))
             return
         shard = replace(shard, dim=dim)
         spec = shard.sharding_spec(tuple(param.shape), self.unit.size)

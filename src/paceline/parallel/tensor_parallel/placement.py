@@ -107,26 +107,26 @@ class _Trace(ShardedTensorMode):
         self.called, self.joined = set[str](), list[frozenset[str]]()
         self.wishes = dict[str, tuple[tuple[int, ...], int]]()
 
-    def _layer(self, function: Any, given: Any, named: Any) -> str | None:
+    def _layer(self, function: Any, args: Any, kwargs: Any) -> str | None:
         """Returns the name of the layer whose product this function computes, if it computes one."""
         if function.__name__ not in ("linear", "addmm"):
             return None
-        return next((name for t in tensors_in((*given, *named.values())) if (name := self._layers.get(id(t)))), None)
+        return next((name for t in tensors_in((*args, *kwargs.values())) if (name := self._layers.get(id(t)))), None)
 
-    def run_function(self, function: Any, given: Any, named: Any) -> Any:
+    def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Records a row layer if the function is the product of a layer with a sharded input, then runs it."""
-        layer = self._layer(function, given, named)
+        layer = self._layer(function, args, kwargs)
         if layer is None:
-            return super().run_function(function, given, named)
+            return super().run_function(function, args, kwargs)
         self.called.add(layer)
-        operands = [(t, placement) for t in given if (placement := part_of(t)) is not None]
+        operands = [(t, placement) for t in args if (placement := part_of(t)) is not None]
         if operands and operands[0][1].dim == operands[0][0].dim() - 1 and operands[0][1].count == self.moves.size:
             self.rows[layer] = operands[0][1]
-        return super().run_function(function, given, named)
+        return super().run_function(function, args, kwargs)
 
-    def run_unsharded(self, function: Any, given: Any, named: Any) -> Any:
+    def run_unsharded(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function on full tensors and marks the output of a candidate column layer as sharded."""
-        output, layer = function(*given, **named), self._layer(function, given, named)
+        output, layer = function(*args, **kwargs), self._layer(function, args, kwargs)
         if layer is not None and layer not in self._unsplit:
             sections, count = self._chosen.get(layer, ((output.shape[-1],), self.moves.size))
             placement = ShardPlacement(output.dim() - 1, sections, count, frozenset([layer]))
@@ -135,11 +135,16 @@ class _Trace(ShardedTensorMode):
                 mark(output, placement)
         return output
 
-    def _record(self, name: str, parts: Sequence[ShardPlacement], cuts: list[int] | None, count: int | None) -> None:
-        layers = frozenset[str]().union(*(part.layers for part in parts))
-        if cuts is not None and len(layers) == 1:
-            starts = [0, *cuts[:-1]]
-            self.wishes[min(layers)] = tuple(b - a for a, b in zip(starts, cuts, strict=True)), count or self.moves.size
+    def _record(
+        self, name: str, placements: Sequence[ShardPlacement], section_ends: list[int] | None, count: int | None
+    ) -> None:
+        layers = frozenset[str]().union(*(placement.layers for placement in placements))
+        if section_ends is not None and len(layers) == 1:
+            section_starts = [0, *section_ends[:-1]]
+            self.wishes[min(layers)] = (
+                tuple(b - a for a, b in zip(section_starts, section_ends, strict=True)),
+                count or self.moves.size,
+            )
         else:
             self.joined += [layers] if layers else []
 
@@ -149,8 +154,8 @@ def infer_placements(model: nn.Module, size: int) -> dict[str, Placement]:
     placements: dict[str, Placement] = {}
     seen: set[str] = set()
     by_structure: dict[Any, Mapping[str, Placement]] = {}
-    named = dict(model.named_modules())
-    for name, module in named.items():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         linear_names = [f"{name}.{path}".strip(".") for path, one in module.named_modules() if is_linear(one)]
         if len(linear_names) < 2 or set(linear_names) <= seen:
             continue
@@ -162,21 +167,21 @@ def infer_placements(model: nn.Module, size: int) -> dict[str, Placement]:
             if full_name not in seen:
                 seen.add(full_name)
                 placements[full_name] = placement
-    placements |= _place_like_siblings(named, placements)
-    for name, module in named.items():
+    placements |= _place_like_siblings(modules, placements)
+    for name, module in modules.items():
         if type(module) is nn.MultiheadAttention and _has_divisible_heads(module, size):
             placements[name] = Placement(HEADS)
     placements = {name: placement for name, placement in placements.items() if placement.kind != REPLICATED}
     placements |= _place_vocabulary(model, placements)
-    return {name: placements[name] for name in named if name in placements}
+    return {name: placements[name] for name in modules if name in placements}
 
 
-def _place_like_siblings(named: Mapping[str, nn.Module], placements: Mapping[str, Placement]) -> dict[str, Placement]:
+def _place_like_siblings(modules: Mapping[str, nn.Module], placements: Mapping[str, Placement]) -> dict[str, Placement]:
     """Places layers that no block called (such as experts that got no token) like their siblings, if those agree."""
     forms: dict[str, set[Placement]] = {}
     for name, placement in placements.items():
         forms.setdefault(_ALL.sub("*", name), set()).add(placement)
-    missing = (name for name, module in named.items() if is_linear(module) and name not in placements)
+    missing = (name for name, module in modules.items() if is_linear(module) and name not in placements)
     candidates = ((name, forms.get(_ALL.sub("*", name), set())) for name in missing)
     return {name: next(iter(options)) for name, options in candidates if len(options) == 1}
 
@@ -277,12 +282,12 @@ def _trial_inputs(block: nn.Module) -> Iterator[list[torch.Tensor] | Mapping[str
 
 def _place_vocabulary(model: nn.Module, placed: Mapping[str, Placement]) -> dict[str, Placement]:
     """Places the largest embedding with an output layer (one output per entry), that layer, and similar embeddings."""
-    named = dict(model.named_modules())
+    modules = dict(model.named_modules())
     embeddings = [
-        (name, m) for name, m in named.items() if type(m) is nn.Embedding and has_parameter(m) and not m.max_norm
+        (name, m) for name, m in modules.items() if type(m) is nn.Embedding and has_parameter(m) and not m.max_norm
     ]
     candidates = [
-        (name, m) for name, m in named.items() if type(m) is nn.Linear and has_parameter(m) and name not in placed
+        (name, m) for name, m in modules.items() if type(m) is nn.Linear and has_parameter(m) and name not in placed
     ]
     for weight in sorted((m.weight for _, m in embeddings), key=lambda weight: -weight.numel()):
         tied_outputs = [name for name, m in candidates if m.weight is weight]
