@@ -44,9 +44,9 @@ from paceline.parallel.tensor_parallel.script_view import (
     by_pieces,
     each_by_pieces,
     mark_copies,
-    restored_copies,
-    see_whole_weights,
-    with_bodies,
+    restore_copies,
+    start_script_view,
+    with_script_views,
 )
 from paceline.plan import Plan
 from paceline.session.best_checkpoint import BestCheckpoint, keep_best
@@ -183,7 +183,7 @@ class Trainer(Telling):
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
-        self.state, self.best = State(partial(restored_copies, job=job)), BestCheckpoint()
+        self.state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
         self.plateau = PlateauFollower(schedule, schedulers, run.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
         run.enlist(self, self.model)
@@ -191,7 +191,7 @@ class Trainer(Telling):
             run.refuse_differences(run.tree)
             self.restore(newcomer=True)
         run.tell_needs()
-        see_whole_weights(run.members)
+        start_script_view(run.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Trainer(Telling):
         vars(self).update(stays, _closed=True)
         if together:
             release(run)
-        see_whole_weights(run.members)
+        start_script_view(run.members)
 
     def __del__(self) -> None:
         if "best" in vars(self) and not self._stands_in:  # else it was closed, or not made
@@ -405,7 +405,7 @@ class Trainer(Telling):
         self.untouched.append(phase)
         loop = self._loop(phase, source, self._grid)
         run = self._run
-        return with_bodies(loop, lambda: run.members)
+        return with_script_views(loop, lambda: run.members)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> LoopState:
         """Returns the state of the next loop, from the checkpoint if that holds it. Prints its grid."""

@@ -83,7 +83,7 @@ class _FromFirst(torch.autograd.Function):
         ctx.moves, ctx.parts, ctx.like = moves, parts, [(logical(x), x.dtype, x.device) for x in outputs]
         ctx.set_materialize_grads(False)
         pairs = zip(outputs, parts, strict=True)
-        return tuple(x.clone() if part is None else moves.joined(x, part) for x, part in pairs)
+        return tuple(x.clone() if part is None else moves.gather_shards(x, part) for x, part in pairs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -98,7 +98,7 @@ class _FromFirst(torch.autograd.Function):
             whole = grad.contiguous() if first and grad is not None else torch.empty(shape, dtype=dtype, device=device)
             moves.unit.broadcast(whole)
             own = whole if part is None else moves.narrow(whole, part)
-            found.append(own if part is None or moves.first(part) else own * 0.0)
+            found.append(own if part is None or moves.is_first_holder(part) else own * 0.0)
         return None, None, *found
 
 
@@ -159,7 +159,10 @@ class _Stretches(ShardedTensorMode):
         part = part_of(given[0])
         assert part is not None
         self.note(name, [part])
-        whole, rest = self.whole(given[0]).clone(), pytree.tree_map_only(Tensor, self.whole, (given[1:], named))
+        whole, rest = (
+            self.gather_full(given[0]).clone(),
+            pytree.tree_map_only(Tensor, self.gather_full, (given[1:], named)),
+        )
         made = self.alike(function, (whole, *rest[0]), rest[1])
         given[0].copy_(self.moves.take(whole, part))
         return made if made is None else given[0]
@@ -261,11 +264,13 @@ class SequenceParallel:
         grad = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(output)
         places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and grad]
-        with self._parts.asked():
+        with self._parts.using_own_attribute():
             parts = [part_of(leaves[n]) for n in places]
             given = [leaves[n] for n in places]
             joined: tuple[Tensor, ...] = _FROM_FIRST(self._moves, parts, *given) if given else ()
-            leaves = [self._parts.whole(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves]
+            leaves = [
+                self._parts.gather_full(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves
+            ]
         for n, x, whole in zip(places, given, joined, strict=True):
             leaves[n] = whole.view_as(whole)  # whose hooks are not called where the first one's gradient is taken
             self._moves.sent += x.nbytes + whole.nbytes
@@ -376,8 +381,8 @@ class SequenceParallel:
         return f"outputs {most:.1g} and gradients {distance:.1g} apart"
 
     def _whole(self, values: Any) -> Any:
-        with self._parts.asked():
-            return pytree.tree_map_only(Tensor, self._parts.whole, values)
+        with self._parts.using_own_attribute():
+            return pytree.tree_map_only(Tensor, self._parts.gather_full, values)
 
     def narrow(self) -> None:
         """Lets blocks take stretches."""
@@ -387,7 +392,7 @@ class SequenceParallel:
     def _narrowed(self, forward: Any, *given: Any, **named: Any) -> Any:
         """With the own stretch of the first tensor that a block takes: rows, tokens, width."""
         if self._parts.on:
-            with self._parts.asked():
+            with self._parts.using_own_attribute():
                 given, named = self._stretch_of(given, named)
         return forward(*given, **named)
 
@@ -414,7 +419,7 @@ class SequenceParallel:
     def _block(self, forward: Any, *given: Any, **named: Any) -> Any:
         if self._parts.on:
             return forward(*given, **named)
-        with self._parts.asked():
+        with self._parts.using_own_attribute():
             follows = any(map(part_of, tensors_of((given, named))))  # it is computed again in a backward
         with self._parts if follows else nullcontext():
             return forward(*given, **named)
@@ -442,10 +447,10 @@ def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any
     for name in names[:3]:
         asked[name] = _by_heads(on, asked[name])
     if isinstance(asked.get("attn_mask"), Tensor):
-        asked["attn_mask"] = on.whole(asked["attn_mask"])
+        asked["attn_mask"] = on.gather_full(asked["attn_mask"])
     made = RULES[_ATTENTION](on, function, (), asked)
     if made is UNKNOWN:
-        wholes = pytree.tree_map_only(Tensor, on.whole, asked)
+        wholes = pytree.tree_map_only(Tensor, on.gather_full, asked)
         return on.alike(function, (), wholes)
     heads, back = part_of(made), ShardPlacement(made.dim() - 2, part.sections, size)
     return made if heads is None else mark(on.moves.exchange(made, heads, back), back)
@@ -456,7 +461,7 @@ def _by_heads(on: ShardedTensorMode, x: Tensor) -> Tensor:
     if part is None:
         return x
     if part.dim != x.dim() - 2 or len(part.sections) > 1 or heads % on.moves.size:
-        return on.whole(x)
+        return on.gather_full(x)
     ours = ShardPlacement(x.dim() - 3, (heads,), on.moves.size)
     return mark(on.moves.exchange(x, part, ours), ours)
 
@@ -469,7 +474,7 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
     x, target, reduction = said["input"], said["target"], said["reduction"] or "mean"
     part, dim = part_of(x), 1 if x.dim() > 1 else 0
     others = said["weight"] is not None or said["size_average"] is not None or said["reduce"] is not None
-    if part is None or part.dim == dim or others or target.is_floating_point() or not part.even:
+    if part is None or part.dim == dim or others or target.is_floating_point() or not part.is_even:
         return UNKNOWN
     along = part.dim - (part.dim > dim)
     if logical(target)[along] != part.length:
@@ -512,7 +517,7 @@ def _sum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Over all, or along what is divided."""
     x, part = given[0], part_of(given[0])
     found = RULES[function.__name__](on, function, given, named)
-    if found is not UNKNOWN or part is None or not part.even or named.get("dtype") is not None:
+    if found is not UNKNOWN or part is None or not part.is_even or named.get("dtype") is not None:
         return found
     dim = named.get("dim", given[1] if len(given) > 1 else None)
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
