@@ -1,4 +1,4 @@
-"""Divides a global batch into micro-batches and shares; also the step vector and the step transaction."""
+"""Divides a global batch into micro-batches and shares, and seeds them; the step vector and the step transaction."""
 
 from __future__ import annotations
 

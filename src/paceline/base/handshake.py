@@ -1,4 +1,4 @@
-"""Two processes of a run prove to each other that they have its token before they exchange anything else.
+"""Mutual authentication on sockets: two processes of a run prove to each other that they have its token.
 
 Who listens sends a nonce. Who calls answers with a nonce of its own, what it says of itself, and an HMAC over all
 three; who listens proves with another HMAC that it has the key, too. The key is made of the run's token and of a salt,

@@ -1,4 +1,4 @@
-"""Gradient compression between hosts: rounding codecs and top-k with error feedback.
+"""Gradient compression between hosts: rounding, top-k and low-rank (PowerSGD) codecs, and their residuals.
 
 Inside of a host sums are whole; the first workers of the hosts exchange codes of these. All decode the same codes in
 the same order, so the sum has the same bits on every worker. There are two classes:

@@ -1,4 +1,4 @@
-"""Forward and backward of one worker's micro-batches."""
+"""Forward and backward of one worker's micro-batches: seeds, autocast, loss, scaled gradients."""
 
 from __future__ import annotations
 

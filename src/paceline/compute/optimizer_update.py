@@ -1,4 +1,4 @@
-"""The optimizer update: clipping, steps, schedulers and optimizer state by name."""
+"""The optimizer update: division by the global count, clipping, `optimizer.step()`, schedulers, state by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves, seeds and restores the random generators that user code draws from."""
+"""Seeds each micro-batch's random generators; saves and restores those that user code draws from."""
 
 from __future__ import annotations
 

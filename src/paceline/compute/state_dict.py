@@ -1,4 +1,4 @@
-"""Model and optimizer state by the user's parameter names, whole or sharded."""
+"""Model and optimizer state by the user's parameter names, whole or sharded: resumes under any plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves the live page of a run.
+"""Serves the live page of a run: the frame, its script, and what has changed.
 
 Served from the journal alone, and only read. No torch.
 

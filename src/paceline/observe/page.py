@@ -1,4 +1,4 @@
-"""Renders the report as one self-contained HTML page."""
+"""Renders the HTML of the report and of the panels of a live page."""
 
 from __future__ import annotations
 

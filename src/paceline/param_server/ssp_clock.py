@@ -1,4 +1,4 @@
-"""Stale-synchronous scheduling: who may compute which work item from which weights.
+"""Stale-synchronous (SSP) scheduling and the choice of backup workers: who may compute which work item.
 
 A *ticket* is one global batch, computed by one worker, whose push is one update. Tickets of a *window* are dealt until
 they are out; it ends when all are applied, each once, whoever is lost. A worker's clock *ticks* with each of its

@@ -1,4 +1,4 @@
-"""The run's token and the signatures of requests and answers.
+"""The run's token, and the signatures of the coordinator's requests and answers.
 
 It never travels; requests and answers are signed with it.
 

@@ -1,4 +1,4 @@
-"""Sends the state to a newcomer while the team trains.
+"""Sends the state to a newcomer ahead of its admission, while the team trains: only an optimization.
 
 So only what differs then is left to be handed over when it is admitted, and nobody waits for a transfer. It is as in
 the live migration of virtual machines (Clark et al., NSDI 2005), but that a step's sums are a third of what it changes.
