@@ -184,6 +184,47 @@ def test_scripts_give_what_one_worker_gives(plan: str, tmp_path_factory: pytest.
     assert mine == pytest.approx(its, rel=1e-12)
 
 
+KEYWORDS = """
+WORDS = ["name", "module", "model", "forward", "layer", "block", "function", "debug", "args", "self_", "given"]
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 16), nn.Linear(16, 10)
+    def forward(self, x, **words):
+        assert sorted(words) == sorted(WORDS)
+        return x + self.down(self.up(x).relu()) * words["name"] * words["debug"]
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(10, 2)
+    def forward(self, x, **words):
+        for block in self.blocks:
+            x = block(x, **words)
+        return self.head(x)
+t = make(
+    model=lambda: Net().double(),
+    forward=lambda model, batch: model(batch[0], **{word: 0.5 for word in WORDS}),
+    tensor={"blocks.*.up": "column", "blocks.*.down": "row"},
+)
+for _ in t.steps(data, epochs=1):
+    pass
+t.export("out.safetensors")
+"""
+
+
+@pytest.mark.parametrize(
+    ("workers", "plan"),
+    [(2, "tensor=2 recompute=blocks"), pytest.param(1, "recompute=blocks", marks=pytest.mark.slow)],
+)
+def test_a_forward_may_have_keywords_of_any_name(workers: int, plan: str, tmp_path: Path) -> None:
+    alone, found = (
+        load_file(exported(tmp_path / name, KEYWORDS, *how))
+        for name, how in {"one": (1, ""), "cut": (workers, plan)}.items()
+    )
+    assert alone.keys() == found.keys()
+    assert all(torch.allclose(found[name], alone[name], rtol=1e-12, atol=1e-14) for name in alone)
+
+
 def test_outputs_come_once_and_in_order(tmp_path: Path) -> None:
     body = (
         "t = make()\nfor r in t.steps(data, count=3): pass\nt.predict(data, path='found.npy')\n"

@@ -132,7 +132,7 @@ def recompute(model: nn.Module) -> tuple[str, str]:
     return f"activations are recomputed in {len(blocks)} blocks: {summarize_blocks(blocks)}", _WHY
 
 
-def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Runs a block's forward with activation checkpointing.
 
     A recomputation starts from the buffers of the first forward and changes copies of them, so that BatchNorm's
@@ -155,7 +155,8 @@ def _recomputed(block: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> An
             for module, name, original in current:
                 module._buffers[name] = original
 
-    return checkpoint(forward if torch.compiler.is_compiling() else run, *args, use_reentrant=False, **kwargs)
+    function = partial(forward if torch.compiler.is_compiling() else run, **kwargs)  # torch has keywords of its own
+    return checkpoint(function, *args, use_reentrant=False)
 
 
 class _Compiled:

@@ -398,14 +398,14 @@ class TensorCut:
                 output = module.weight.new_zeros(*ids.shape, module.embedding_dim) + module.weight.sum()
             return self.moves.sum(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
 
-    def _heads(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
+    def _heads(self, layer: _Layer, /, *args: Any, **kwargs: Any) -> Any:
         module = cast(nn.MultiheadAttention, layer.module)
         if self._is_gathered:
             return self._run_gathered(nn.MultiheadAttention.forward, module, *args, **kwargs)
         with self._sharded_mode.suspended():
             return attention(module, self._sharded_mode, *args, **kwargs)
 
-    def _run_gathered(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_gathered(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs a forward with gathered weights, also when activation checkpointing repeats it in the backward."""
         with nullcontext() if self._gather_mode.on else self._gather_mode:
             return forward(*args, **kwargs)
@@ -433,7 +433,9 @@ class TensorCut:
         if shards:
             self._gathered_at.add(f"{self._where()} ({name.strip('_')})")
 
-    def _run_module(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_module(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         regions = self._regions.get((self.job.model.training, self.job.assembled))
         if self._is_gathered:
             return self._run_gathered(forward, *args, **kwargs)
@@ -460,7 +462,9 @@ class TensorCut:
             self._traced_regions.add(name)
         return output
 
-    def _run_forward(self, name: str, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_forward(
+        self, name: str, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> Any:
         """Runs a forward of the model. All of its outputs are full tensors."""
         if self._is_gathered or self._is_running:
             return forward(*args, **kwargs)

@@ -176,7 +176,7 @@ def by_pieces(function: Callable[P, T]) -> Callable[P, T]:
     return wrapper
 
 
-def call_by_pieces(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+def call_by_pieces(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls a function so that it sees shards.
 
     Use `partial(call_by_pieces, bound_method)` where the result is deep-copied: then the copy is bound to the copied
