@@ -60,7 +60,7 @@ def build_replica(
         job.stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
         line = group.along("pipeline", mesh=mesh)
         pipeline = Pipeline(job, line, job.stages, plan.schedule or KINDS[0], mesh.context * mesh.tensor)
-        job.decisions.append(pipeline.told)
+        job.decisions.append(pipeline.decision)
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
@@ -70,7 +70,7 @@ def build_replica(
         from paceline.parallel.sequence_parallel import SequenceParallel
 
         sequences = SequenceParallel(job, group.along("context", mesh=mesh), pipeline is not None)
-        job.decisions.append(sequences.told)
+        job.decisions.append(sequences.decision)
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:
