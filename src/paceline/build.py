@@ -82,7 +82,7 @@ def build_replica(
         # Those along the outer axis hold the same pieces.
         job.cuts = {name: replace(cut, pieces=cut.pieces * mesh.context) for name, cut in job.cuts.items()}
     if pipeline is not None:
-        pipeline.leave()
+        pipeline.drop_absent_parameters()
     if values is not None:
         values.put(group, mesh, known)
     # Who makes a step together: all, or the team that an island is dealt to.

@@ -47,7 +47,7 @@ class Isles:
     """
 
     every: int
-    mine: int
+    local_islands: int
     copies: bool
     fragments: int
     code: str | None
@@ -78,11 +78,11 @@ class Cost:
         team's; and the outer optimizer's momentum. One that may be late also keeps the weights that it began at.
         """
         momentum, streams = rows * isles.momentum, isles.fragments > 0
-        ends = isles.mine * (1 + isles.late) * here
+        ends = isles.local_islands * (1 + isles.late) * here
         parameters = self.parameters + here + ends + rows + streams * (momentum + rows * (here > rows))
         kept = self.optimizer + rows * ((isles.fragments > 1) + bool(isles.code))
-        optimizer = (4 if isles.copies else 2) * isles.mine * kept + momentum
-        times = 1 + isles.mine * (isles.fragments + (isles.fragments > 1))
+        optimizer = (4 if isles.copies else 2) * isles.local_islands * kept + momentum
+        times = 1 + isles.local_islands * (isles.fragments + (isles.fragments > 1))
         more = {kind: times * rows // isles.every for kind in self.sent if kind == "weights"}
         return replace(
             self, parameters=parameters, optimizer=optimizer, sent={k: n + more.get(k, 0) for k, n in self.sent.items()}

@@ -26,7 +26,11 @@ from paceline.plan import Plan
 def describe_blocks(job: ParallelJob) -> list[str]:
     """The blocks of each stage, or of a model that is whole."""
     stages = job.stages
-    return [summarize_blocks(blocks_of(job.model))] if stages is None else [stages.told(n) for n in range(stages.count)]
+    return (
+        [summarize_blocks(blocks_of(job.model))]
+        if stages is None
+        else [stages.describe(n) for n in range(stages.count)]
+    )
 
 
 def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, workers: int) -> dict[str, Any]:
@@ -98,7 +102,7 @@ def _tried(job: ParallelJob, micro_batch: MicroBatch, stages: StagePartition) ->
 
     modules, chunk = dict(job.model.named_modules()), Chunk([micro_batch], micro_batch.batch)
     hooks = [
-        modules[name].register_forward_pre_hook(partial(enters, stages.of_block(number)), with_kwargs=True)
+        modules[name].register_forward_pre_hook(partial(enters, stages.stage_of_block(number)), with_kwargs=True)
         for number, name in enumerate(stages.blocks)
     ]
     with saved_tensors_hooks(save, lambda tensor: tensor):
