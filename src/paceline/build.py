@@ -84,7 +84,7 @@ def build_replica(
     if pipeline is not None:
         pipeline.drop_absent_parameters()
     if values is not None:
-        values.put(group, mesh, known)
+        values.materialize(group, mesh, known)
     # Who makes a step together: all, or the team that an island is dealt to.
     team = group.team(plan.local, mesh) if plan.local else group
     outer = team.along("data", "context", mesh=mesh)

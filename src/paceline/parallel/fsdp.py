@@ -27,7 +27,7 @@ from paceline.comm.torch_private import pytree
 from paceline.compute.blocks import blocks_of, by_block, explain_gathering
 from paceline.compute.state_dict import cut_in_rows, held, local, marked, marks_of
 from paceline.errors import CollectiveMismatchError, UsageError
-from paceline.parallel.deferred_init import DeferredInit, Slot, put, strip
+from paceline.parallel.deferred_init import DeferredInit, Slot, assign, strip
 from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.tensor_parallel.script_view import refuse_in_metric
@@ -118,8 +118,8 @@ class FullyShard(Layout):
         self._gathered = self._weighed = 0  # bytes of whole parameters, at most, and how often that was looked for
         self._places = [[(numbers[n], *_owner(job.model, n)) for n in names] for names in groups]
         for module, places in zip([*self.blocks.values(), job.model], self._places, strict=True):
-            module.register_forward_pre_hook(partial(self._look, places), with_kwargs=True)
-            module.register_forward_hook(self._leave)
+            module.register_forward_pre_hook(partial(self._before_call, places), with_kwargs=True)
+            module.register_forward_hook(self._after_call)
         assert isinstance(job.model, FSDPModule)
         self._torchs = job.model._get_fsdp_state()
         with self.replica.exposed():
@@ -131,26 +131,26 @@ class FullyShard(Layout):
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
         read_whole_numbers(mesh, self.replica)
         named = dict(job.model.named_parameters())
-        besides: list[Slot] = []
+        other_tensors: list[Slot] = []
         if job.blueprint is not None:
-            besides = job.blueprint.rest(job.model)
-            put(besides, job.device)
+            other_tensors = job.blueprint.other_tensors(job.model)
+            assign(other_tensors, job.device)
             strip(job.model)
         # Torch warns of views that are changed in place, which only matters where parameters are freed after forward.
-        own = f"{type(job.model).__name__}) returned a view" if reshard else ""
-        warnings.filterwarnings("ignore", re.escape(f"FSDP2-wrapped module (FSDP{own}"))
+        view_warning = f"{type(job.model).__name__}) returned a view" if reshard else ""
+        warnings.filterwarnings("ignore", re.escape(f"FSDP2-wrapped module (FSDP{view_warning}"))
         ties: dict[nn.Parameter, nn.Parameter | None] = {}
         scalars = {param for param in job.model.parameters() if param.dim() == 0}
         for block in self.blocks.values():
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=scalars)
         fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False, ignored_params=scalars)
         if job.blueprint is not None:
-            bare = [(m, name, param) for m in job.model.modules() for name, param in m._parameters.items()]
+            parameters = [(m, name, param) for m in job.model.modules() for name, param in m._parameters.items()]
             job.model.to_empty(device=job.device)
-            for module, name, param in bare:
+            for module, name, param in parameters:
                 if param in scalars:  # each place of a tied one has got memory of its own
                     module._parameters[name] = ties.setdefault(param, module._parameters[name])
-            put(besides, job.device)
+            assign(other_tensors, job.device)
             self._fill(job.blueprint, named, share)
         return mesh
 
@@ -168,7 +168,7 @@ class FullyShard(Layout):
         self._reshard, self._compares = reshard, reshard and bool(self.blocks)
         self._keeps = False
         if self._compares:
-            model.register_forward_hook(lambda *_: self.replica.finish(self._meet("the end of a forward")))
+            model.register_forward_hook(lambda *_: self.replica.finish(self._start_barrier("the end of a forward")))
         if not reshard:
             model.register_forward_pre_hook(lambda *_: self._gather_all())
 
@@ -182,24 +182,24 @@ class FullyShard(Layout):
             assert isinstance(module, FSDPModule)
             module.unshard()
         for places in self._places:
-            self._hear(places)
+            self._hook_gradients(places)
 
-    def _meet(self, where: str) -> dist.Work:
+    def _start_barrier(self, where: str) -> dist.Work:
         options = dist.BarrierOptions()
         options.asyncOp = True
         with self.replica.lending(where, "all_gather") as group:
             return group.barrier(options)
 
-    def _ended(self) -> dist.Work | None:
-        return self._meet("the end of a backward") if self._compares else None
+    def _finish_backward(self) -> dist.Work | None:
+        return self._start_barrier("the end of a backward") if self._compares else None
 
     def _fill(self, blueprint: DeferredInit, named: Mapping[str, nn.Parameter], share: Share | None) -> None:
         """One parameter after another is made, and its own rows are kept."""
         for name, param in self.job.model.named_parameters():
-            whole = blueprint.value(named[name])
+            full = blueprint.value(named[name])
             if share is not None:
-                share([whole])
-            local(param).copy_(self.shards.of(whole, self.shards.me) if param.dim() else whole)
+                share([full])
+            local(param).copy_(self.shards.of(full, self.shards.me) if param.dim() else full)
         if share is not None:
             share(list(self.job.model.buffers()))
 
@@ -212,14 +212,14 @@ class FullyShard(Layout):
     def land(self) -> FsdpReduceScatter:
         home = (ExactBuckets if self.job.exact else Buckets)(list(self.job.local_params.values()), hooks=False)
         self.staging = FsdpReduceScatter(
-            home, self._shapes, self._leaving, self.replica, self._ended, not self._compares
+            home, self._shapes, self._leaving, self.replica, self._finish_backward, not self._compares
         )
         return self.staging
 
-    def _look(self, places: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
+    def _before_call(self, places: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
         """The whole parameters of a module are there, and a backward will go through it."""
-        self._weigh()
-        self._hear(places)
+        self._measure_gathered()
+        self._hook_gradients(places)
         if self._compares and places and torch.is_grad_enabled():
             number = places[0][0]
             self.staging.call(number)
@@ -229,13 +229,13 @@ class FullyShard(Layout):
             if inner:  # else the backward cannot be seen to go through it
                 register_multi_grad_hook(inner, lambda _: self.staging.leave(number), mode="any")
 
-    def _leave(self, *_: Any) -> None:
+    def _after_call(self, *_: Any) -> None:
         """Weights may change after a call of the script's own, which has no backward."""
         inside = self._keeps or self._torchs._state_ctx.iter_forward_root is not None
         if not inside and not torch.is_grad_enabled():
             self.rest()
 
-    def _hear(self, places: Sequence[_Param]) -> None:
+    def _hook_gradients(self, places: Sequence[_Param]) -> None:
         """Makes sure that gradients of whole parameters are heard of."""
         for number, owner, name in places:
             param = owner._parameters[name]
@@ -243,19 +243,19 @@ class FullyShard(Layout):
                 if param.is_inference():
                     raise UsageError("the model is first called under inference_mode()", "begin with torch.no_grad()")
                 self._hooked[number] = param
-                param.register_post_accumulate_grad_hook(partial(self._land, number))
+                param.register_post_accumulate_grad_hook(partial(self._take_gradient, number))
 
-    def _land(self, number: int, param: torch.Tensor) -> None:
-        self._weigh()
+    def _take_gradient(self, number: int, param: torch.Tensor) -> None:
+        self._measure_gathered()
         self.staging.land(number, param)
 
-    def _weigh(self) -> None:
+    def _measure_gathered(self) -> None:
         """Parameters are gathered in every forward and backward alike: the first tell how much at most."""
         if self._weighed < 2 * len(self._owners):
             self._weighed += 1
-            whole = (owner._parameters[name] for owner, name in self._owners)
-            now = held(param for param in whole if not isinstance(param, DTensor))
-            self._gathered = max(self._gathered, now)
+            params = (owner._parameters[name] for owner, name in self._owners)
+            gathered_bytes = held(param for param in params if not isinstance(param, DTensor))
+            self._gathered = max(self._gathered, gathered_bytes)
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
@@ -304,20 +304,20 @@ def _explained(compares: bool) -> Iterator[None]:
             raise
         raise CollectiveMismatchError(error.what, _SAY_2) from error
     except RuntimeError as error:
-        for said, (what, cure) in _TORCHS.items():
-            if re.search(said, str(error)):
+        for pattern, (what, cure) in _TORCHS.items():
+            if re.search(pattern, str(error)):
                 raise UsageError(what, cure) from error
         raise
 
 
 def _explaining(call: Callable[[Any, Any], Any], compares: bool) -> Callable[[Any, Any], Any]:
-    def explaining(one: Any, other: Any) -> Any:
+    def explaining(first: Any, second: Any) -> Any:
         with _explained(compares):
-            found = call(one, other)
-        first = found[0] if isinstance(found, tuple) and found else found
-        if isinstance(first, DTensor):
+            result = call(first, second)
+        head = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(head, DTensor):
             raise UsageError(_OUTSIDE, _WITHIN)
-        return found
+        return result
 
     return explaining
 
@@ -339,10 +339,10 @@ def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> No
             (one, first), (other, second) = list(kinds.items())[:2]
             what = f"{first} is of {one} and {second}, which is gathered with it, of {other}"
             raise UsageError(what, "say zero=1, or give them one dtype")
-    own = {id(param) for param in named.values()}
+    identities = {id(param) for param in named.values()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if not name.startswith("_") and any(id(leaf) in own for leaf in pytree.tree_iter(value)):
+            if not name.startswith("_") and any(id(leaf) in identities for leaf in pytree.tree_iter(value)):
                 what = f"{name} of {path or 'the model'} holds parameters besides, which would stay as they are now"
                 raise UsageError(what, "say zero=1, or hold them in an nn.ParameterList")
 
