@@ -59,7 +59,7 @@ class _RecordedOperation:
 
 
 class _Token:
-    """Lives as long as a tensor. Weak references to it stand for those to the tensor, which break a module's double()."""
+    """Lives as long as a tensor. It gets the weak references: those to a tensor itself break a module's double()."""
 
 
 class DeferredInit(TorchDispatchMode):
@@ -136,7 +136,7 @@ class DeferredInit(TorchDispatchMode):
         return _StorageView(self._key(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Materialises a tensor on the CPU by replaying what led to it. A tensor that has values is returned as it is."""
+        """Materialises a tensor on the CPU by replaying what led to it. One that has values is returned detached."""
         if not isinstance(tensor, FakeTensor):
             return tensor.detach()
         view: _StorageView = self._describe(tensor)
@@ -221,9 +221,8 @@ def build(function: Callable[[], Any]) -> tuple[Any, DeferredInit]:
     tensor outside of the model's modules.
     """
     with warnings.catch_warnings(), DeferredInit() as blueprint:
-        warnings.filterwarnings(
-            "ignore", "Accessing the data pointer of FakeTensor"
-        )  # from deepcopy, which then clones
+        # deepcopy() warns of this, and then clones.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         result = function()
     if isinstance(result, nn.Module) and blueprint.keeps_tensors_outside(result):
         gc.collect()  # frees tensors in reference cycles
