@@ -106,7 +106,8 @@ class FullyShard(Layout):
         self._gather_alike(reshard)
         job.keeping = self._keeping
         self._forward = job.forward
-        job.forward, job.loss = _with_explained_errors(self._run_forward, reshard), _with_explained_errors(job.loss, reshard)
+        job.forward = _with_explained_errors(self._run_forward, reshard)
+        job.loss = _with_explained_errors(job.loss, reshard)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         job.local_params = {name: marked(self._rows(param), marks[name]) for name, param in job.named.items()}
         for name, param in job.model.named_parameters():
