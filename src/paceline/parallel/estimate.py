@@ -26,11 +26,9 @@ from paceline.plan import Plan
 def describe_blocks(job: ParallelJob) -> list[str]:
     """Describes the blocks of each stage, or of the full model without stages."""
     stages = job.stages
-    return (
-        [summarize_blocks(blocks_of(job.model))]
-        if stages is None
-        else [stages.describe(n) for n in range(stages.count)]
-    )
+    if stages is None:
+        return [summarize_blocks(blocks_of(job.model))]
+    return [stages.describe(stage) for stage in range(stages.count)]
 
 
 def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, workers: int) -> dict[str, Any]:
