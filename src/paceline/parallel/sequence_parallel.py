@@ -173,8 +173,9 @@ class _SequenceShardMode(ShardedTensorMode):
         part = part_of(given[0])
         assert part is not None
         self.note(name, [part])
-        full, full_rest = self.whole(given[0]).clone(), pytree.tree_map_only(Tensor, self.whole, (given[1:], named))
-        made = self.alike(function, (full, *full_rest[0]), full_rest[1])
+        full = self.whole(given[0]).clone()
+        others, options = pytree.tree_map_only(Tensor, self.whole, (given[1:], named))
+        made = self.alike(function, (full, *others), options)
         given[0].copy_(self.moves.take(full, part))
         return made if made is None else given[0]
 
