@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from models import JOBS, TrainingJob
+from models import JOBS, Job
 from torch.utils.data import DataLoader, DistributedSampler
 from turns import WORKERS, take
 
@@ -30,7 +30,7 @@ def missing(side: str) -> str | None:
     return None if find_spec(PACKAGES[side].partition("[")[0]) else PACKAGES[side]
 
 
-def given(job: TrainingJob, steps: int) -> tuple[Any, torch.optim.Optimizer, Any, int]:
+def given(job: Job, steps: int) -> tuple[Any, torch.optim.Optimizer, Any, int]:
     """Model, optimizer and loader of a script for one process, and how many micro-batches make a worker's step."""
     torch.manual_seed(0)
     model, share = job.model(), job.global_batch // WORKERS
@@ -39,7 +39,7 @@ def given(job: TrainingJob, steps: int) -> tuple[Any, torch.optim.Optimizer, Any
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4), loader, share // size
 
 
-def accelerate(job: TrainingJob, steps: int) -> Iterator[float]:
+def accelerate(job: Job, steps: int) -> Iterator[float]:
     from accelerate import Accelerator
 
     model, update, loader, accumulate = given(job, steps)
@@ -55,7 +55,7 @@ def accelerate(job: TrainingJob, steps: int) -> Iterator[float]:
             yield loss.item()
 
 
-def fabric(job: TrainingJob, steps: int) -> Iterator[float]:
+def fabric(job: Job, steps: int) -> Iterator[float]:
     from lightning.fabric import Fabric
 
     runner = Fabric(accelerator="cpu", devices=WORKERS, strategy="ddp")
@@ -74,7 +74,7 @@ def fabric(job: TrainingJob, steps: int) -> Iterator[float]:
             yield loss.item()
 
 
-def deepspeed(job: TrainingJob, steps: int) -> Iterator[float]:
+def deepspeed(job: Job, steps: int) -> Iterator[float]:
     import deepspeed
 
     model, update, loader, accumulate = given(job, steps)
@@ -96,7 +96,7 @@ def deepspeed(job: TrainingJob, steps: int) -> Iterator[float]:
             yield loss.item()
 
 
-def ray(job: TrainingJob, steps: int) -> Iterator[float]:
+def ray(job: Job, steps: int) -> Iterator[float]:
     from ray.train.torch import prepare_data_loader, prepare_model
 
     model, update, loader, accumulate = given(job, steps)
@@ -138,7 +138,7 @@ def drive_ray(address: str, model: str, steps: int, folder: str) -> None:
     ray.shutdown()
 
 
-PEERS: dict[str, Callable[[TrainingJob, int], Iterator[float]]] = {
+PEERS: dict[str, Callable[[Job, int], Iterator[float]]] = {
     "accelerate": accelerate,
     "fabric": fabric,
     "deepspeed": deepspeed,

@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import JOBS, TrainingJob
+from models import JOBS, Job
 from peers import PACKAGES, PEERS, drive_ray, missing
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
@@ -52,7 +52,7 @@ ALONE = ("bound", "barrier")  # they send nothing
 OURS = ("trainer", "exact", "before")
 
 
-def by_hand(job: TrainingJob, side: str, rank: int, steps: int) -> Iterator[float]:
+def by_hand(job: Job, side: str, rank: int, steps: int) -> Iterator[float]:
     """The loop as people write it."""
     torch.manual_seed(0)
     model: Any = job.model()
@@ -80,7 +80,7 @@ def by_hand(job: TrainingJob, side: str, rank: int, steps: int) -> Iterator[floa
         yield loss.item()
 
 
-def ours(job: TrainingJob, side: str, steps: int) -> Iterator[float]:
+def ours(job: Job, side: str, steps: int) -> Iterator[float]:
     trainer = paceline.Trainer(
         model=job.model,
         loss=job.loss,

@@ -150,7 +150,7 @@ def test_a_model_begins_with_the_bits_of_one_worker(look: str, tmp_path: Path) -
 OF_ITS_OWN = """
 from pathlib import Path
 import paceline.parallel.deferred_init as blueprint
-from paceline.parallel.tensor_parallel.script_view import unfollowed
+from paceline.parallel.tensor_parallel.script_view import script_view_off
 made, plain = [], blueprint.DeferredInit.value
 def value(self, tensor):
     made.append(tensor.numel() if tensor.requires_grad else 0)
@@ -163,7 +163,7 @@ def cut(**words):
     return paceline.Trainer(model, cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), global_batch=24, **words)
 t = cut()
 team = paceline.join()
-with unfollowed(): kept = sum(param.numel() for param in t.model.parameters())  # a script sees the whole model's
+with script_view_off(): kept = sum(param.numel() for param in t.model.parameters())  # a script sees the whole model's
 Path(f"made-{team.rank}").write_text(f"{sum(made)} {kept}")
 t.export("out.safetensors")
 """

@@ -51,6 +51,7 @@ NAME = "a\nb\x1b]0;own\x07\x1b[2J\r\x9b31m\u202e<script>'\"$(touch x): #SBATCH -
 SEEN = in_one_line(NAME)
 TRAINS = f"""
 import os, sys, time
+from pathlib import Path
 from basics import *
 NAME = {NAME!r}
 group = lambda params: torch.optim.SGD([{{"params": list(params), "about": NAME}}], lr=0.1)
@@ -66,6 +67,8 @@ for report in t.steps(data, epochs=2):
     if report.step == 6:
         print(NAME, file=sys.stderr)
         print("\\x1b[32mgreen\\x1b[2J", file=sys.stderr)
+        while not list(Path(os.environ["PACELINE_RUN_DIR"], "checkpoints").glob("*/manifest.json")):
+            time.sleep(0.01)
         raise ValueError(NAME)
 """
 

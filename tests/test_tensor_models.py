@@ -23,9 +23,9 @@ from oracle import apart
 from safetensors.torch import load_file
 
 from paceline.parallel.tensor_parallel.op_rules import RULES
-from paceline.parallel.tensor_parallel.placement import Placement, derive, folded
+from paceline.parallel.tensor_parallel.placement import Placement, fold_names, infer_placements
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement
-from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, logical, mark, part_of, regrouped
+from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, logical, mark, part_of, reshape_placement
 
 TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 tensor=2": 4}
 
@@ -71,19 +71,19 @@ TABLES = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_layers_that_are_found(name: str) -> None:
-    found = {f"{form} {how}" for form, how in folded(derive(MODELS[name][0](), 2)).items()}
+    found = {f"{form} {how}" for form, how in fold_names(infer_placements(MODELS[name][0](), 2)).items()}
     assert found == {*TABLES[name].split(", ")}
 
 
 def test_few_heads_are_held_several_times() -> None:
-    found = derive(MODELS["few"][0](), 4)
+    found = infer_placements(MODELS["few"][0](), 4)
     kept = {name: str(how) for name, how in found.items() if "into" in name}
     assert kept == {
         "blocks.1.attention.into.0": "column",
         "blocks.1.attention.into.1": "column of 2",
         "blocks.1.attention.into.2": "column of 2",
     }
-    assert str(derive(MODELS["few"][0](), 2)["blocks.0.attention.into.0"]) == "column:32+16+16"
+    assert str(infer_placements(MODELS["few"][0](), 2)["blocks.0.attention.into.0"]) == "column:32+16+16"
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_what_is_reshaped_is_the_part_of_the_reshaped(
     case: tuple[tuple[int, ...], ShardPlacement, tuple[int, ...]],
 ) -> None:
     shape, part, other = case
-    found = regrouped(shape, part, other)
+    found = reshape_placement(shape, part, other)
     if found is None:
         return
     whole = torch.arange(math.prod(shape)).view(shape)

@@ -64,7 +64,7 @@ def build_replica(
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
-        job.decisions.append(TensorCut(job, group.along("tensor", mesh=mesh), placements).told)
+        job.decisions.append(TensorCut(job, group.along("tensor", mesh=mesh), placements).decision)
     sequences = None
     if mesh.context > 1:
         from paceline.parallel.sequence_parallel import SequenceParallel

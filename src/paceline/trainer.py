@@ -44,9 +44,9 @@ from paceline.parallel.tensor_parallel.script_view import (
     by_pieces,
     each_by_pieces,
     mark_copies,
-    restored_copies,
-    see_whole_weights,
-    with_bodies,
+    restore_copies,
+    start_script_view,
+    with_script_views,
 )
 from paceline.plan import Plan
 from paceline.session.best_checkpoint import BestCheckpoint, keep_best
@@ -183,7 +183,7 @@ class Trainer(Telling):
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
         self._loader: dict[str, Any] = {}
-        self.state, self.best = State(partial(restored_copies, job=job)), BestCheckpoint()
+        self.state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
         self.plateau = PlateauFollower(schedule, schedulers, run.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
         run.enlist(self, self.model)
@@ -191,7 +191,7 @@ class Trainer(Telling):
             run.refuse_differences(run.tree)
             self.restore(newcomer=True)
         run.tell_needs()
-        see_whole_weights(run.members)
+        start_script_view(run.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Trainer(Telling):
         vars(self).update(stays, _closed=True)
         if together:
             release(run)
-        see_whole_weights(run.members)
+        start_script_view(run.members)
 
     def __del__(self) -> None:
         if "best" in vars(self) and not self._stands_in:  # else it was closed, or not made
@@ -405,7 +405,7 @@ class Trainer(Telling):
         self.untouched.append(phase)
         loop = self._loop(phase, source, self._grid)
         run = self._run
-        return with_bodies(loop, lambda: run.members)
+        return with_script_views(loop, lambda: run.members)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> LoopState:
         """Returns the state of the next loop, from the checkpoint if that holds it. Prints its grid."""
@@ -435,7 +435,7 @@ class Trainer(Telling):
             fields = describe_grid(grid, dealt, rows, total, unit, self._number, self._run.classes)
             fields |= {"phase": number, "epochs": epochs, "done": [member.steps_done for member in self._run.members]}
             self._run.show("grid", **fields, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = None if assignment.fine or self.plan.several else idle_text(grid, assignment.weights, unit)
+            idle = None if assignment.fine or not self._stepper.lockstep else idle_text(grid, assignment.weights, unit)
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)
@@ -460,7 +460,7 @@ class Trainer(Telling):
             source, grid, span, self._stepper.get_assignment or self._get_assignment, run.team.world.tell, watched=True
         )
         self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
-        alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=not self.plan.several)
+        alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=self._stepper.lockstep)
         with closing(feed), run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")
@@ -480,7 +480,7 @@ class Trainer(Telling):
                 if self._stopped:
                     break
             else:
-                if source.rows is None and not self.plan.several:  # it may be longer on other workers
+                if source.rows is None and self._stepper.lockstep:  # it may be longer on other workers
                     self._together("the end of the iterable dataset of steps()")
             outermost = run.outermost(phase)
         self.flush()
@@ -506,7 +506,8 @@ class Trainer(Telling):
         self._need_open()
         self._need_optimizer()
         run = self._run
-        if word := self.plan.several:
+        if not self._stepper.lockstep:
+            word = self.plan.several
             what = f"step() brings the rows of one step, and under {word} a turn of the loop has several"
             raise UsageError(what, f"use steps(), or leave {word} out")
         run.begin_training(self._number, loop=False)

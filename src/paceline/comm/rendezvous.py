@@ -6,9 +6,9 @@ Who does not get there is told why.
 from __future__ import annotations
 
 import os
-import resource
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,6 +35,10 @@ def allow_open_files() -> None:
     The listening sockets of torch's store and of gloo accept every connection and close none that stays silent. Each
     costs a file descriptor, and the usual soft limit of 1024 would end the run after as many.
     """
+    if sys.platform == "win32":
+        return
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -25,7 +25,7 @@ from paceline.data.fingerprint import compare_read, compare_rows, first_rows
 from paceline.data.loader import Assignment, Feed, Source
 from paceline.errors import MetricError, UsageError, add_hint
 from paceline.evaluate.metric_objects import MetricObjects
-from paceline.parallel.tensor_parallel.script_view import in_metric
+from paceline.parallel.tensor_parallel.script_view import metric_view
 from paceline.session.error_hints import AnnotatedCallable
 from paceline.team.team import Team
 
@@ -110,7 +110,7 @@ class EvalPass:
             with Chunk([micro_batch], batch).noted, self.job.arithmetic(), _without_gradients():
                 output = self.job.gather_output(self.job.forward(self.model, batch))
                 if speaks and not micro_batch.is_dummy:
-                    with in_metric():
+                    with metric_view():
                         use(number, micro_batch.rows, output, batch)
             HEARTBEAT.beat()
 
@@ -125,7 +125,7 @@ class EvalPass:
             units.enter("the outputs of a global batch in evaluate()", check=False, kind="outputs")
             columns, _ = gather_outputs(units, outputs, self.job.device)
             if any(index == 0 for index, _, _ in outputs):
-                with in_metric():
+                with metric_view():
                     use(number, len(columns[0]), filled(outputs[0][2], columns), None)
 
 

@@ -77,6 +77,8 @@ class BrokenOffError(Exception):
 class LocalSgdRunner(StepRunner):
     """Runs one trainer's local-SGD rounds of `every` steps."""
 
+    lockstep = False
+
     every: int = 1
     islands: DiLoCo | None = None
     quorum: MergeQuorum | None = None

@@ -88,7 +88,7 @@ class _FromFirst(torch.autograd.Function):
         ctx.moves, ctx.parts, ctx.like = moves, parts, [(logical(x), x.dtype, x.device) for x in outputs]
         ctx.set_materialize_grads(False)
         pairs = zip(outputs, parts, strict=True)
-        return tuple(x.clone() if part is None else moves.joined(x, part) for x, part in pairs)
+        return tuple(x.clone() if part is None else moves.gather_shards(x, part) for x, part in pairs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -106,7 +106,7 @@ class _FromFirst(torch.autograd.Function):
                 full_grad = torch.empty(shape, dtype=dtype, device=device)
             moves.unit.broadcast(full_grad)
             local_grad = full_grad if part is None else moves.narrow(full_grad, part)
-            input_grads.append(local_grad if part is None or moves.first(part) else local_grad * 0.0)
+            input_grads.append(local_grad if part is None or moves.is_first_holder(part) else local_grad * 0.0)
         return None, None, *input_grads
 
 
@@ -173,8 +173,8 @@ class _SequenceShardMode(ShardedTensorMode):
         part = part_of(given[0])
         assert part is not None
         self.note(name, [part])
-        full = self.whole(given[0]).clone()
-        others, options = pytree.tree_map_only(Tensor, self.whole, (given[1:], named))
+        full = self.gather_full(given[0]).clone()
+        others, options = pytree.tree_map_only(Tensor, self.gather_full, (given[1:], named))
         made = self.alike(function, (full, *others), options)
         given[0].copy_(self.moves.take(full, part))
         return made if made is None else given[0]
@@ -282,11 +282,11 @@ class SequenceParallel:
         with_grad = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(output)
         indices = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and with_grad]
-        with self._mode.asked():
+        with self._mode.using_own_attribute():
             parts = [part_of(leaves[n]) for n in indices]
             local_outputs = [leaves[n] for n in indices]
             full_outputs: tuple[Tensor, ...] = _FROM_FIRST(self._moves, parts, *local_outputs) if local_outputs else ()
-            leaves = [self._mode.whole(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves]
+            leaves = [self._mode.gather_full(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves]
         for n, x, full in zip(indices, local_outputs, full_outputs, strict=True):
             leaves[n] = full.view_as(full)  # hooks on it are not called where the first worker's gradient is used
             self._moves.sent += x.nbytes + full.nbytes
@@ -406,8 +406,8 @@ class SequenceParallel:
         return f"outputs {most:.1g} and gradients {distance:.1g} apart"
 
     def _gather_full(self, values: Any) -> Any:
-        with self._mode.asked():
-            return pytree.tree_map_only(Tensor, self._mode.whole, values)
+        with self._mode.using_own_attribute():
+            return pytree.tree_map_only(Tensor, self._mode.gather_full, values)
 
     def narrow(self) -> None:
         """Makes the blocks of the model take sequence shards."""
@@ -417,7 +417,7 @@ class SequenceParallel:
     def _call_narrowed(self, forward: Any, *given: Any, **named: Any) -> Any:
         """Calls a block with the local shard of its first floating-point tensor (rows, tokens, width)."""
         if self._mode.on:
-            with self._mode.asked():
+            with self._mode.using_own_attribute():
                 given, named = self._narrow_inputs(given, named)
         return forward(*given, **named)
 
@@ -444,7 +444,7 @@ class SequenceParallel:
     def _run_block(self, forward: Any, *given: Any, **named: Any) -> Any:
         if self._mode.on:
             return forward(*given, **named)
-        with self._mode.asked():
+        with self._mode.using_own_attribute():
             follows = any(map(part_of, tensors_of((given, named))))  # a recomputation in the backward
         with self._mode if follows else nullcontext():
             return forward(*given, **named)
@@ -472,10 +472,10 @@ def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any
     for name in names[:3]:
         asked[name] = _by_heads(on, asked[name])
     if isinstance(asked.get("attn_mask"), Tensor):
-        asked["attn_mask"] = on.whole(asked["attn_mask"])
+        asked["attn_mask"] = on.gather_full(asked["attn_mask"])
     made = RULES[_ATTENTION](on, function, (), asked)
     if made is UNKNOWN:
-        wholes = pytree.tree_map_only(Tensor, on.whole, asked)
+        wholes = pytree.tree_map_only(Tensor, on.gather_full, asked)
         return on.alike(function, (), wholes)
     heads, back = part_of(made), ShardPlacement(made.dim() - 2, part.sections, size)
     return made if heads is None else mark(on.moves.exchange(made, heads, back), back)
@@ -486,7 +486,7 @@ def _by_heads(on: ShardedTensorMode, x: Tensor) -> Tensor:
     if part is None:
         return x
     if part.dim != x.dim() - 2 or len(part.sections) > 1 or heads % on.moves.size:
-        return on.whole(x)
+        return on.gather_full(x)
     by_heads = ShardPlacement(x.dim() - 3, (heads,), on.moves.size)
     return mark(on.moves.exchange(x, part, by_heads), by_heads)
 
@@ -499,7 +499,7 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
     x, target, reduction = arguments["input"], arguments["target"], arguments["reduction"] or "mean"
     part, dim = part_of(x), 1 if x.dim() > 1 else 0
     others = arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None
-    if part is None or part.dim == dim or others or target.is_floating_point() or not part.even:
+    if part is None or part.dim == dim or others or target.is_floating_point() or not part.is_even:
         return UNKNOWN
     target_dim = part.dim - (part.dim > dim)
     if logical(target)[target_dim] != part.length:
@@ -542,7 +542,7 @@ def _sum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Sums over the sharded dimension, or over all dimensions."""
     x, part = given[0], part_of(given[0])
     result = RULES[function.__name__](on, function, given, named)
-    if result is not UNKNOWN or part is None or not part.even or named.get("dtype") is not None:
+    if result is not UNKNOWN or part is None or not part.is_even or named.get("dtype") is not None:
         return result
     dim = named.get("dim", given[1] if len(given) > 1 else None)
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim

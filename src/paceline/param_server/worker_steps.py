@@ -124,11 +124,12 @@ class AsyncWindowRunner(SyncServerRunner):
     all workers have the same weights.
     """
 
+    lockstep = False
+
     replica: AsyncReplica
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.balance = None
         self.get_assignment = self._batch_assignment
         self._compared = -1  # the generation in which all know that they read the same rows
         self._trouble: NonFiniteLossError | None = None  # that a ticket here has come to

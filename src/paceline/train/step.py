@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -99,8 +99,11 @@ class StepRunner:
     """Computes the steps of one trainer. `done` counts them. `expected` is the count of the last global batch, which
     divides gradients before the present count is known. `waiting_since` is the time at which the last step ended.
     `balance` divides the work among workers. `housed` is the generation that gave the memory of gradient sums.
-    `weights` compares the weights with those of other workers.
+    `weights` compares the weights with those of other workers. In `lockstep`, all workers make the same step in a turn
+    of the user's loop, and their shares of it may be balanced.
     """
+
+    lockstep: ClassVar[bool] = True
 
     run: Run
     trainer: int
@@ -140,8 +143,8 @@ class StepRunner:
         self.kinds = {name: (param.dtype, param.device) for name, param in self.job.named.items()}
         self.group = self.replica.team  # the workers who make a step together
         plan, unit = self.plan, self.replica.mesh.unit
-        apart = self.run.team.world.shares is not None or plan.together > 1 or plan.local
-        if self.grid is not None and not apart:
+        balanced = self.lockstep and self.run.team.world.shares is None and plan.together == 1
+        if self.grid is not None and balanced:
             never = self.run.reverse or plan.one_by_one
             self.balance = Balance(self.grid, self.operations.members, never, unit)
         self.scaling = LossScale() if plan.precision == "fp16" else None

@@ -17,19 +17,21 @@ _FORWARD = inspect.signature(nn.MultiheadAttention.forward)
 
 
 def attention(
-    module: nn.MultiheadAttention, parts: ShardedTensorMode, *given: Any, **named: Any
+    module: nn.MultiheadAttention, mode: ShardedTensorMode, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What its forward gives, with the same arguments: rows of in_proj_weight are those of the own heads in each of its
-    three sections, columns of out_proj.weight those of the own heads.
+    """Computes nn.MultiheadAttention.forward, with the same arguments and results, on this worker's heads.
+
+    The rows of in_proj_weight are those of this worker's heads in each of the three sections; so are the columns of
+    out_proj.weight.
     """
-    asked = _FORWARD.bind(module, *given, **named)
-    asked.apply_defaults()
-    query, key, value = (asked.arguments[name] for name in ("query", "key", "value"))
-    masks = asked.arguments["key_padding_mask"], asked.arguments["attn_mask"]
-    moves, size, alone = parts.moves, module.head_dim, query.dim() == 2
-    heads = ShardPlacement(1, (module.num_heads,), moves.size)
-    shared = [moves.share(parts.whole(x)) for x in (query, key, value)]
-    if alone:
+    bound = _FORWARD.bind(module, *args, **kwargs)
+    bound.apply_defaults()
+    query, key, value = (bound.arguments[name] for name in ("query", "key", "value"))
+    masks = bound.arguments["key_padding_mask"], bound.arguments["attn_mask"]
+    redistributor, size, is_unbatched = mode.moves, module.head_dim, query.dim() == 2
+    heads = ShardPlacement(1, (module.num_heads,), redistributor.size)
+    shared = [redistributor.share(mode.gather_full(x)) for x in (query, key, value)]
+    if is_unbatched:
         shared = [x.unsqueeze(0) for x in shared]
     elif not module.batch_first:
         shared = [x.transpose(0, 1) for x in shared]
@@ -39,49 +41,51 @@ def attention(
         F.linear(x, weight, bias).unflatten(-1, (-1, size)).transpose(1, 2)
         for x, weight, bias in zip(shared, weights, biases, strict=True)
     )
-    mask = _mask(module, moves.index(heads), q, k, *masks)
+    mask = _mask(module, redistributor.index(heads), q, k, *masks)
     scores = q @ k.transpose(-2, -1) / math.sqrt(size)
-    scores, seen = scores if mask is None else scores + mask, asked.arguments["need_weights"]
-    # Of a row that is masked wholly torch's fast kernels, which give no weights, make zeros.
-    found = scores.softmax(-1) if seen else torch.ops.aten._safe_softmax.default(scores, -1)
+    scores, needs_weights = scores if mask is None else scores + mask, bound.arguments["need_weights"]
+    # Torch's fast kernels, which return no weights, give zeros for a row whose keys are all masked.
+    attention_weights = scores.softmax(-1) if needs_weights else torch.ops.aten._safe_softmax.default(scores, -1)
     if module.training and module.dropout > 0:
-        found = found * parts.masked(found, heads, lambda whole: F.dropout(whole, module.dropout, True))
-    made = (found @ v).permute(2, 0, 1, 3).flatten(2)  # as torch lays it out, by which a dropout draws
-    output = moves.sum(F.linear(made, module.out_proj.weight))
+        kept = mode.local_mask(attention_weights, heads, lambda ones: F.dropout(ones, module.dropout, True))
+        attention_weights = attention_weights * kept
+    # The memory layout of torch's own forward: a later dropout draws its mask in this order.
+    context = (attention_weights @ v).permute(2, 0, 1, 3).flatten(2)
+    output = redistributor.sum(F.linear(context, module.out_proj.weight))
     if module.out_proj.bias is not None:
         output = output + module.out_proj.bias
-    told: torch.Tensor | None = None
-    if seen:
-        told = moves.join(found, heads)
-        told = told.mean(1) if asked.arguments["average_attn_weights"] else told
-    if alone:
-        return output.squeeze(1), None if told is None else told.squeeze(0)
-    return output.transpose(0, 1) if module.batch_first else output, told
+    returned_weights: torch.Tensor | None = None
+    if needs_weights:
+        returned_weights = redistributor.join(attention_weights, heads)
+        returned_weights = returned_weights.mean(1) if bound.arguments["average_attn_weights"] else returned_weights
+    if is_unbatched:
+        return output.squeeze(1), None if returned_weights is None else returned_weights.squeeze(0)
+    return output.transpose(0, 1) if module.batch_first else output, returned_weights
 
 
 def _mask(
     module: nn.MultiheadAttention,
-    index: int,
+    shard_index: int,
     q: torch.Tensor,
     k: torch.Tensor,
     padding: torch.Tensor | None,
     mask: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """What is added to the scores of the own heads."""
-    found: torch.Tensor | None = None
+    """Returns the mask to add to the scores of this worker's heads; None if there is none."""
+    added: torch.Tensor | None = None
     if mask is not None:
-        found = _added(mask, q)
-        if found.dim() == 3:  # one for each row and head
-            found = found.view(len(q), module.num_heads, *found.shape[1:])
-            found = found[:, index * q.shape[1] : (index + 1) * q.shape[1]]
+        added = _added(mask, q)
+        if added.dim() == 3:  # one for each row and head
+            added = added.view(len(q), module.num_heads, *added.shape[1:])
+            added = added[:, shard_index * q.shape[1] : (shard_index + 1) * q.shape[1]]
     if padding is not None:
         keys = _added(padding, q).view(len(q), 1, 1, k.shape[2])
-        found = keys if found is None else found + keys
-    return found
+        added = keys if added is None else added + keys
+    return added
 
 
 def _added(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Minus infinity where a mask of truth values says so."""
+    """Turns a boolean mask into one to add: minus infinity where it is True. Other masks are returned as they are."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)

@@ -1,9 +1,10 @@
 """Tensor-parallel layers: column, row and vocabulary splits.
 
-A *column* cut divides what a layer gives (*gathered*: and puts it together again; ``column:3``: each third of it, as
-query, key and value of one weight), a *row* cut what it takes, a *vocabulary* cut the entries of an embedding; *heads*
-are those of an nn.MultiheadAttention. The user's modules stay as they are, but for smaller weights and a forward of
-ours. Their code meets parts between a column and a row: `parts` carries it out. The rest is computed by all alike.
+A *column* split divides the outputs of a layer (*gathered*: and gathers them again; ``column:3``: each third of them,
+as in a fused weight for query, key and value), a *row* split its inputs, a *vocabulary* split the entries of an
+embedding, and *heads* the heads of an nn.MultiheadAttention. The user's modules stay as they are, except for smaller
+weights and a replaced forward. Between a column and a row layer the user's code runs on shards under
+`ShardedTensorMode`; everything else is computed identically by all workers of the unit.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from paceline.parallel.tensor_parallel.placement import (
     COLUMN,
     GATHERED,
     HEADS,
+    REPLICATED,
     ROW,
     VOCABULARY,
-    WHOLE,
     Placement,
-    derive,
-    folded,
-    has_own,
+    fold_names,
+    has_parameter,
+    infer_placements,
     is_conv1d,
     is_linear,
 )
@@ -55,479 +56,518 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     ShardedTensorMode,
     logical,
     mark,
-    others_sleeping,
     part_of,
+    suspend_other_modes,
 )
 
-_SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
-_SAID = "tensor= says so"
-PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {WHOLE}"
-# What transformers calls them.
-_THEIRS = {
+_ADVICE = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
+_FROM_USER = "tensor= says so"
+PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {REPLICATED}"
+# The names that transformers uses in a model's _tp_plan.
+_TRANSFORMERS_STYLES = {
     "colwise": COLUMN,
     "colwise_gather_output": GATHERED,
     "colwise_rep": GATHERED,
     "rowwise": ROW,
     "embedding_rowwise": VOCABULARY,
-    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), WHOLE),
+    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), REPLICATED),
 }
-_OF = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries", HEADS: "heads"}
+_SPLIT_AXIS = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries", HEADS: "heads"}
 
 
 @dataclass
 class _Layer:
-    """A cut one: its name, the module, and how; `part` is what its output is, or its input with a row cut."""
+    """A split layer.
+
+    `shard` describes this worker's shard of its weight: along the outputs, or along the inputs of a row layer. It is
+    None for attention heads.
+    """
 
     name: str
     module: nn.Module
-    how: Placement
-    part: ShardPlacement | None = None
+    placement: Placement
+    shard: ShardPlacement | None = None
 
 
 def _matching(pattern: str, names: Iterable[str], source: str) -> list[str]:
-    """The names of modules that a pattern is of; UsageError if a table of the user's names none."""
-    form = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-    found = [name for name in names if form.fullmatch(name)]
-    if not found and source == _SAID:
+    """Returns the module names that a pattern matches.
+
+    Raises UsageError if a pattern of the user's table matches none.
+    """
+    expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    matches = [name for name in names if expression.fullmatch(name)]
+    if not matches and source == _FROM_USER:
         raise UsageError(f"tensor= names {pattern!r}, and the model has no such module", "write its path")
-    return found
+    return matches
 
 
 @dataclass
 class _Frame:
-    """A forward under way that is watched: whether something in it was not done as it stands."""
+    """A running module forward that is traced.
+
+    `has_adapted_calls`: whether a torch function in it needed `ShardedTensorMode` to get the right result on shards.
+    """
 
     name: str
-    noted: bool = False
+    has_adapted_calls: bool = False
 
 
 class TensorCut:
-    """Cuts the layers of a job's model among the workers of a `unit`, as the `placements` of patterns of names say, or
-    the model's own plan, or its structure.
+    """Splits layers of a job's model among the workers of a `unit`.
 
-    Raises UsageError where nothing can be cut, or a layer cannot be divided so often; and in the first forward where
-    the cut model computes something else than the whole one.
+    `placements` maps patterns of module names to placements. Without it, the model's own plan is used (`_tp_plan` of
+    transformers), or else the structure of its blocks.
+
+    Raises UsageError if nothing can be split or a layer cannot be divided by the number of workers; and, in the first
+    forward, if the split model computes something else than the full one.
     """
 
     def __init__(self, job: ParallelJob, unit: Group, placements: Mapping[str, str] | None) -> None:
         self.job, self.unit, self.moves = job, unit, Redistributor(unit)
-        self._made: dict[int, tuple[nn.Parameter, ShardingSpec]] = {}  # what is here of a parameter, and how it is cut
-        self._streams, self._name = RngState(job.device), type(job.model).__name__
-        named = dict(job.model.named_modules())
-        self.table, self._source = self._placed(named, placements)
-        self.layers = [_Layer(name, named[name], how) for name, how in self.table.items()]
+        # By the identity of a parameter, while layers are split. The parameter holds this worker's shard.
+        self._divided_params: dict[int, tuple[nn.Parameter, ShardingSpec]] = {}
+        self._rng, self._name = RngState(job.device), type(job.model).__name__
+        modules = dict(job.model.named_modules())
+        self.table, self._source = self._choose_layers(modules, placements)
+        self.layers = [_Layer(name, modules[name], placement) for name, placement in self.table.items()]
         if not self.layers:
             looked = "its own plan (_tp_plan), and blocks in which one layer takes what others give"
-            raise UsageError(f"nothing of {self._name} can be cut: looked for {looked}", _SAY)
+            raise UsageError(f"nothing of {self._name} can be cut: looked for {looked}", _ADVICE)
         for layer in self.layers:
             self._cut(layer)
-        self._bytes = sum(own.element_size() * math.prod(cut.shape) for own, cut in self._made.values())  # of the whole
-        self._made.clear()
+        # Bytes of the full weights of all split layers.
+        self._full_bytes = sum(p.element_size() * math.prod(spec.shape) for p, spec in self._divided_params.values())
+        self._divided_params.clear()
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
-        self._uncut = self._turning = False  # with whole layers, a forward is going on
+        self._is_gathered = False  # whether layers compute with gathered weights
+        self._is_running = False  # whether a forward of the model is running
         self._frames: list[_Frame] = []
-        self._parts, self._wholes = (
-            ShardedTensorMode(self.moves, RULES, self._where, self._noted),
-            GatherMode(self.moves),
-        )
-        self._outside = ShardedTensorMode(
-            self.moves, RULES, lambda: "the loss"
-        )  # follows weights where a loss uses them
-        self._parts.model = self._wholes.model = self._outside.model = job.model
-        self._outside.main = self._parts
+        self._sharded_mode = ShardedTensorMode(self.moves, RULES, self._where, self._on_adapted)
+        self._gather_mode = GatherMode(self.moves)
+        # Tracks split weights that a loss uses.
+        self._loss_mode = ShardedTensorMode(self.moves, RULES, lambda: "the loss")
+        self._sharded_mode.model = self._gather_mode.model = self._loss_mode.model = job.model
+        self._loss_mode.outranked_by = self._sharded_mode
         if job.over is None:
-            job.loss = Judge(job.loss, self._judging)
-        else:  # what then is the loss of a micro-batch is made of gradients of parts
-            job.over = Judge(job.over, self._judging)
-        # By mode, training and assembled: modules under which parts are followed.
+            job.loss = Judge(job.loss, self._in_loss)
+        else:  # then the loss of a micro-batch is computed from gradients, which can be sharded
+            job.over = Judge(job.over, self._in_loss)
+        # By (training, assembled): the names of the modules in which shards are tracked.
         self._regions: dict[tuple[bool, bool], set[str]] = {}
-        self._watched, self._joined = set[tuple[bool, bool, bool]](), set[str]()
-        self._plain, self._ours = job.forward, False
+        self._verified_modes, self._gathered_at = set[tuple[bool, bool, bool]](), set[str]()
+        self._original_forward, self._is_own_call = job.forward, False
         job.forward = self._forward
-        job.model.register_forward_pre_hook(self._called, with_kwargs=True)
-        self._surround(named)
+        job.model.register_forward_pre_hook(self._check_call, with_kwargs=True)
+        self._wrap_containers(modules)
         job.redistributors.append(self.moves)
 
     def __deepcopy__(self, memo: Any) -> TensorCut:
-        what = f"{self._name} is cut by tensor=, and a copy would be of this worker's parts"
-        raise UsageError(what, "export() writes it whole; leave tensor= out to keep a copy, as an average is")
+        problem = f"{self._name} is cut by tensor=, and a copy would be of this worker's parts"
+        raise UsageError(problem, "export() writes it whole; leave tensor= out to keep a copy, as an average is")
 
     @property
-    def told(self) -> tuple[str, str]:
-        """For people: which layers are cut how, which of their kind are not, and whence that is known."""
+    def decision(self) -> tuple[str, str]:
+        """Describes for people which layers are split how and which are not, and where that was decided."""
         by_kind: dict[str, list[str]] = {}
-        for form, how in folded(self.table).items():
-            by_kind.setdefault(how, []).append(form)
-        how = "; ".join(f"{kind} {', '.join(forms)}" for kind, forms in by_kind.items())
-        cut = f"{len(self.layers)} layers are cut among {self.unit.size} workers: {how}"
+        for pattern, placement in fold_names(self.table).items():
+            by_kind.setdefault(placement, []).append(pattern)
+        kinds = "; ".join(f"{kind} {', '.join(patterns)}" for kind, patterns in by_kind.items())
+        split = f"{len(self.layers)} layers are cut among {self.unit.size} workers: {kinds}"
         inside = {id(module) for layer in self.layers for module in layer.module.modules()}
-        rest = {
-            name: Placement(WHOLE)
+        not_split = {
+            name: Placement(REPLICATED)
             for name, module in self.job.model.named_modules()
             if (is_linear(module) or type(module) in (nn.Embedding, nn.MultiheadAttention)) and id(module) not in inside
         }
-        return cut + (f"; whole {', '.join(folded(rest))}" if rest else ""), self._source
+        return split + (f"; whole {', '.join(fold_names(not_split))}" if not_split else ""), self._source
 
     # -- which layers -------------------------------------------------------------------------------------------------
 
-    def _placed(
-        self, named: Mapping[str, nn.Module], said: Mapping[str, str] | None
+    def _choose_layers(
+        self, modules: Mapping[str, nn.Module], table: Mapping[str, str] | None
     ) -> tuple[dict[str, Placement], str]:
-        """The layers and whence they are known."""
-        source = _SAID
-        if said and all((how := Placement.parse(text)) and how.kind == WHOLE for text in said.values()):
-            # Nothing says what is cut: what would be without a table, but for these.
-            left = {name for pattern in said for name in _matching(pattern, named, source)}
-            found, source = self._placed(named, None)
-            return {name: how for name, how in found.items() if name not in left}, f"{source}, and tensor= leaves some"
-        if said is None:
-            said, source = self._theirs(), "the model's own plan says so"
-        if not said:
-            return derive(self.job.model, self.unit.size), "its blocks were run once to see"
-        found = {}
-        for pattern, text in said.items():
-            how = Placement.parse(text)
-            if how is None:
+        """Returns the layers to split with their placements, and a text that says where these come from."""
+        source = _FROM_USER
+        if table and all(
+            (placement := Placement.parse(text)) and placement.kind == REPLICATED for text in table.values()
+        ):
+            # The table only excludes layers: split those that would be split without a table, except for these.
+            unsplit = {name for pattern in table for name in _matching(pattern, modules, source)}
+            placements, source = self._choose_layers(modules, None)
+            return {
+                name: placement for name, placement in placements.items() if name not in unsplit
+            }, f"{source}, and tensor= leaves some"
+        if table is None:
+            table, source = self._transformers_plan(), "the model's own plan says so"
+        if not table:
+            return infer_placements(self.job.model, self.unit.size), "its blocks were run once to see"
+        placements = {}
+        for pattern, text in table.items():
+            placement = Placement.parse(text)
+            if placement is None:
                 raise UsageError(f"tensor= says {text!r} of {pattern!r}", PLACEMENTS)
-            names = _matching(pattern, named, source)
-            for name in names:
-                found.pop(name, None)
-                if how.kind != WHOLE:
-                    found[name] = how
-        if source != _SAID:  # entries that are scaled, say, and a head that is tied to them, stay whole
-            kinds = [m for m in named.values() if isinstance(m, nn.Embedding) and type(m) is not nn.Embedding]
-            other = {id(module.weight) for module in kinds}
-            found = {name: how for name, how in found.items() if id(getattr(named[name], "weight", None)) not in other}
-        return found, source
+            matches = _matching(pattern, modules, source)
+            for name in matches:
+                placements.pop(name, None)
+                if placement.kind != REPLICATED:
+                    placements[name] = placement
+        if (
+            source != _FROM_USER
+        ):  # subclasses of nn.Embedding (which may scale entries), and heads tied to them, stay full
+            embeddings = [m for m in modules.values() if isinstance(m, nn.Embedding) and type(m) is not nn.Embedding]
+            special_weights = {id(module.weight) for module in embeddings}
+            placements = {
+                name: placement
+                for name, placement in placements.items()
+                if id(getattr(modules[name], "weight", None)) not in special_weights
+            }
+        return placements, source
 
-    def _theirs(self) -> dict[str, str]:
-        """The plan that a model of transformers brings, if it divides its heads."""
-        found: Mapping[str, str] = getattr(self.job.model, "_tp_plan", None) or {}
-        config, known = getattr(self.job.model, "config", None), all(style in _THEIRS for style in found.values())
+    def _transformers_plan(self) -> dict[str, str]:
+        """Returns the plan of a transformers model (`_tp_plan`), if the unit's size divides its heads; else nothing."""
+        plan: Mapping[str, str] = getattr(self.job.model, "_tp_plan", None) or {}
+        config, is_known = (
+            getattr(self.job.model, "config", None),
+            all(style in _TRANSFORMERS_STYLES for style in plan.values()),
+        )
         heads = [getattr(config, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
-        if not known or any(number % self.unit.size for number in heads):
+        if not is_known or any(number % self.unit.size for number in heads):
             return {}
-        return {name: _THEIRS[style] for name, style in found.items()}
+        return {name: _TRANSFORMERS_STYLES[style] for name, style in plan.items()}
 
     # -- cutting ------------------------------------------------------------------------------------------------------
 
     def _cut(self, layer: _Layer) -> None:
-        module, kind = layer.module, layer.how.kind
-        fits = {VOCABULARY: type(module) is nn.Embedding, HEADS: type(module) is nn.MultiheadAttention}
+        """Splits the parameters of a layer and replaces its forward; UsageError if it has no such split."""
+        module, kind = layer.module, layer.placement.kind
+        has_type = {VOCABULARY: type(module) is nn.Embedding, HEADS: type(module) is nn.MultiheadAttention}
         if (
-            not fits.get(kind, type(module) is nn.Linear or is_conv1d(module))
+            not has_type.get(kind, type(module) is nn.Linear or is_conv1d(module))
             or getattr(module, "max_norm", None) is not None
         ):
             kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention"}
-            what = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
-            raise UsageError(what, self._leave(layer.name, f", or name a {kinds.get(kind, 'Linear')}"))
-        if not has_own(module, "in_proj_weight" if kind == HEADS else "weight"):
+            problem = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
+            raise UsageError(problem, self._advice_to_exclude(layer.name, f", or name a {kinds.get(kind, 'Linear')}"))
+        if not has_parameter(module, "in_proj_weight" if kind == HEADS else "weight"):
             others = ", ".join(name for name, _ in module.named_parameters())
-            what = (
+            problem = (
                 f"the weight of {layer.name} is computed from other parameters ({others}), which tensor= does not cut"
             )
-            raise UsageError(what, self._leave(layer.name))
+            raise UsageError(problem, self._advice_to_exclude(layer.name))
         if kind == HEADS:
             self._cut_heads(layer)
             return
-        across = is_conv1d(module)
-        dim = (1 if kind != ROW else 0) if across else (0 if kind != ROW else 1)
+        is_transposed = is_conv1d(module)
+        dim = (1 if kind != ROW else 0) if is_transposed else (0 if kind != ROW else 1)
         weight: Any = module.weight
-        part = self._part(layer, logical(weight)[dim])
-        layer.part = part
-        self._divide(layer, module, "weight", dim, part)
+        shard = self._divided_length(layer, logical(weight)[dim])
+        layer.shard = shard
+        self._divide(layer, module, "weight", dim, shard)
         if getattr(module, "bias", None) is not None and kind != ROW:
-            self._divide(layer, module, "bias", 0, part)
+            self._divide(layer, module, "bias", 0, shard)
         run = {COLUMN: self._column, GATHERED: self._column, ROW: self._row, VOCABULARY: self._vocabulary}[kind]
         self._replace(module, partial(run, layer))
 
     def _cut_heads(self, layer: _Layer) -> None:
         module = cast(nn.MultiheadAttention, layer.module)
         if module.num_heads % self.unit.size or not module._qkv_same_embed_dim:
-            what = f"tensor={self.unit.size} does not divide the {module.num_heads} heads of {layer.name}"
-            raise UsageError(what, self._fits(layer, module.num_heads))
+            problem = f"tensor={self.unit.size} does not divide the {module.num_heads} heads of {layer.name}"
+            raise UsageError(problem, self._advice_to_divide(layer, module.num_heads))
         width = module.embed_dim
-        three, one = (ShardPlacement(0, (width,) * count, self.unit.size) for count in (3, 1))
-        self._divide(layer, module, "in_proj_weight", 0, three)
+        qkv, output = (ShardPlacement(0, (width,) * count, self.unit.size) for count in (3, 1))
+        self._divide(layer, module, "in_proj_weight", 0, qkv)
         if module.in_proj_bias is not None:
-            self._divide(layer, module, "in_proj_bias", 0, three)
-        self._divide(layer, module.out_proj, "weight", 1, one, "out_proj.weight")
+            self._divide(layer, module, "in_proj_bias", 0, qkv)
+        self._divide(layer, module.out_proj, "weight", 1, output, "out_proj.weight")
         self._replace(module, partial(self._heads, layer))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Replaces a module's forward on this object alone."""
         call = partial(call_by_pieces, forward)
         vars(module)["forward"] = call if self.job.stages is None else one_call(module, call)
-        module.register_forward_pre_hook(_nothing)  # or TransformerEncoderLayer takes the weights past a forward
+        # Without a hook, nn.TransformerEncoderLayer passes the weights to a fused kernel and skips the forward.
+        module.register_forward_pre_hook(_nothing)
         refuse_state(module, f"{self._name}, which is cut by tensor=")
 
-    def _part(self, layer: _Layer, length: int) -> ShardPlacement:
-        size, how = self.unit.size, layer.how
-        count = how.count or size
-        sections = how.lengths(length)
-        part = ShardPlacement(0, sections or (), count)
-        if sections is None or size % count or not (part.even or how.kind in (VOCABULARY, GATHERED)):
-            of = f"{length} {_OF[how.kind]}"
-            if how.sections != (1,):
-                of = f"{length} {_OF[how.kind]} in sections {how}"
-            raise UsageError(f"tensor={size} does not divide the {of} of {layer.name}", self._fits(layer, length))
-        return part
+    def _divided_length(self, layer: _Layer, length: int) -> ShardPlacement:
+        """Returns how a length is divided, along dimension 0; UsageError if it is not divisible."""
+        size, placement = self.unit.size, layer.placement
+        count = placement.count or size
+        sections = placement.lengths(length)
+        shard = ShardPlacement(0, sections or (), count)
+        if sections is None or size % count or not (shard.is_even or placement.kind in (VOCABULARY, GATHERED)):
+            split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]}"
+            if placement.sections != (1,):
+                split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]} in sections {placement}"
+            raise UsageError(
+                f"tensor={size} does not divide the {split_lengths} of {layer.name}",
+                self._advice_to_divide(layer, length),
+            )
+        return shard
 
-    def _fits(self, layer: _Layer, length: int) -> str:
-        """What to say where a length is not divided: another number of parts, of which these workers can be made."""
+    def _advice_to_divide(self, layer: _Layer, length: int) -> str:
+        """Returns the advice for an indivisible length: a smaller `tensor=` that divides it and the workers."""
         size = self.unit.size
         workers = size * (self.job.units.size if self.job.units else 1)
         fits = [n for n in range(2, size) if length % n == 0 and workers % n == 0]
-        return f"say tensor={fits[-1]}" if fits else self._leave(layer.name)
+        return f"say tensor={fits[-1]}" if fits else self._advice_to_exclude(layer.name)
 
-    def _leave(self, name: str, more: str = "") -> str:
-        """What to say so that a layer stays whole."""
-        if self._source == _SAID:
-            return f'say "{WHOLE}" of it in tensor={more}'
-        return f'say Trainer(..., tensor={{"{name}": "{WHOLE}"}}): all else is cut as before'
+    def _advice_to_exclude(self, name: str, more: str = "") -> str:
+        """Returns the advice that tells how to leave a layer out of the split."""
+        if self._source == _FROM_USER:
+            return f'say "{REPLICATED}" of it in tensor={more}'
+        return f'say Trainer(..., tensor={{"{name}": "{REPLICATED}"}}): all else is cut as before'
 
     def _divide(
-        self, layer: _Layer, module: nn.Module, key: str, dim: int, part: ShardPlacement, path: str = ""
+        self, layer: _Layer, module: nn.Module, key: str, dim: int, shard: ShardPlacement, path: str = ""
     ) -> None:
-        """Leaves of a parameter the own piece, under all of its names in the model. It has no values yet."""
-        whole, path = cast(nn.Parameter, getattr(module, key)), path or key
-        if id(whole) in self._made:  # tied to one that is cut already
-            _, cut = self._made[id(whole)]
-            if cut != replace(part, dim=dim).cut(cut.shape, self.unit.size):
-                what = f"{layer.name}.{path} is tied to a weight that is cut in another way"
-                raise UsageError(what, self._leave(layer.name))
+        """Shrinks a parameter to this worker's shard, under all of its names in the model. It has no values yet."""
+        param, path = cast(nn.Parameter, getattr(module, key)), path or key
+        if id(param) in self._divided_params:  # tied to one that is cut already
+            _, spec = self._divided_params[id(param)]
+            if spec != replace(shard, dim=dim).sharding_spec(spec.shape, self.unit.size):
+                problem = f"{layer.name}.{path} is tied to a weight that is cut in another way"
+                raise UsageError(problem, self._advice_to_exclude(layer.name))
             return
-        part = replace(part, dim=dim)
-        cut = part.cut(tuple(whole.shape), self.unit.size)
-        # The parameter stays the same object: whoever else holds it, as a list in a module or a closure, has the piece.
-        whole.data = whole.detach()[(0,) * whole.dim()].expand(cut.at(self.unit.rank).shape)
-        mark(whole, part)
-        self._made[id(whole)] = whole, cut
-        # Of neighbours that have the same, each has a part of the gradient.
-        if part.count < self.unit.size and whole.requires_grad:
-            whole.register_hook(partial(self._among_holders, part))
-        named = self.job.model.named_parameters(remove_duplicate=False)
-        self.job.cuts |= {name: cut for name, param in named if param is whole}
+        shard = replace(shard, dim=dim)
+        spec = shard.sharding_spec(tuple(param.shape), self.unit.size)
+        # The parameter stays the same object, so other references to it (a list in a module, a closure) see the shard.
+        param.data = param.detach()[(0,) * param.dim()].expand(spec.at(self.unit.rank).shape)
+        mark(param, shard)
+        self._divided_params[id(param)] = param, spec
+        # Neighbours with the same shard each compute only a part of its gradient.
+        if shard.count < self.unit.size and param.requires_grad:
+            param.register_hook(partial(self._sum_over_holders, shard))
+        parameters = self.job.model.named_parameters(remove_duplicate=False)
+        self.job.cuts |= {name: spec for name, other in parameters if other is param}
 
-    def _among_holders(self, part: ShardPlacement, gradient: torch.Tensor) -> torch.Tensor:
-        """The sum over those that have the same piece."""
-        everyone = gradient.new_zeros(part.count, *gradient.shape)
-        everyone[self.moves.index(part)] = gradient
-        return summed(everyone, self.unit)[self.moves.index(part)]
+    def _sum_over_holders(self, shard: ShardPlacement, gradient: torch.Tensor) -> torch.Tensor:
+        """Sums a gradient over the workers that hold the same shard."""
+        by_shard = gradient.new_zeros(shard.count, *gradient.shape)
+        by_shard[self.moves.index(shard)] = gradient
+        return summed(by_shard, self.unit)[self.moves.index(shard)]
 
     # -- forwards of the layers ---------------------------------------------------------------------------------------
 
     def _column(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        module, part = cast(Any, layer.module), cast(ShardPlacement, layer.part)
-        if self._uncut:
-            return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
-        with self._parts.sleeping():
-            x = self.moves.share(self._parts.whole(x))
+        module, shard = cast(Any, layer.module), cast(ShardPlacement, layer.shard)
+        if self._is_gathered:
+            return cast(torch.Tensor, self._run_gathered(type(module).forward, module, x))
+        with self._sharded_mode.suspended():
+            x = self.moves.share(self._sharded_mode.gather_full(x))
             if is_conv1d(module):
-                made = torch.matmul(x, module.weight) + module.bias
+                output = torch.matmul(x, module.weight) + module.bias
             else:
-                made = F.linear(x, module.weight, module.bias)
-            made = mark(made, ShardPlacement(made.dim() - 1, part.sections, part.count))
-            return self._parts.whole(made) if layer.how.kind == GATHERED else made
+                output = F.linear(x, module.weight, module.bias)
+            output = mark(output, ShardPlacement(output.dim() - 1, shard.sections, shard.count))
+            return self._sharded_mode.gather_full(output) if layer.placement.kind == GATHERED else output
 
     def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
-        module, part = cast(Any, layer.module), cast(ShardPlacement, layer.part)
-        if self._uncut:
-            return cast(torch.Tensor, self._with_wholes(type(module).forward, module, x))
-        with self._parts.sleeping():
-            x = self._taken_in(x, part)
-            found = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
-            found = self.moves.sum(found)
-            return found if module.bias is None else found + module.bias
+        module, shard = cast(Any, layer.module), cast(ShardPlacement, layer.shard)
+        if self._is_gathered:
+            return cast(torch.Tensor, self._run_gathered(type(module).forward, module, x))
+        with self._sharded_mode.suspended():
+            x = self._row_input(x, shard)
+            output = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
+            output = self.moves.sum(output)
+            return output if module.bias is None else output + module.bias
 
-    def _taken_in(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
-        """The own piece of what a row layer takes. Where parts are not followed it comes as a piece, or as a whole."""
-        has, wanted = part_of(x), ShardPlacement(x.dim() - 1, part.sections, part.count)
-        if has == wanted or (has is None and x.shape[-1] == part.own != part.length):
+    def _row_input(self, x: torch.Tensor, shard: ShardPlacement) -> torch.Tensor:
+        """Returns this worker's shard of the input of a row layer.
+
+        Outside of a traced region the input is an unmarked tensor: the shard itself, or the full input.
+        """
+        placement, wanted = part_of(x), ShardPlacement(x.dim() - 1, shard.sections, shard.count)
+        if placement == wanted or (placement is None and x.shape[-1] == shard.shard_length != shard.length):
             return x
-        return self.moves.take(self._parts.whole(x), wanted)
+        return self.moves.take(self._sharded_mode.gather_full(x), wanted)
 
     def _vocabulary(self, layer: _Layer, ids: torch.Tensor) -> torch.Tensor:
-        module, part = cast(nn.Embedding, layer.module), cast(ShardPlacement, layer.part)
-        if self._uncut:
-            return cast(torch.Tensor, self._with_wholes(nn.Embedding.forward, module, ids))
-        with self._parts.sleeping():
-            (rows,) = part.rows(self.moves.index(part))
-            here = ids - rows.start
-            others = (here < 0) | (here >= len(rows))
+        module, shard = cast(nn.Embedding, layer.module), cast(ShardPlacement, layer.shard)
+        if self._is_gathered:
+            return cast(torch.Tensor, self._run_gathered(nn.Embedding.forward, module, ids))
+        with self._sharded_mode.suspended():
+            (rows,) = shard.rows(self.moves.index(shard))
+            local_ids = ids - rows.start
+            is_elsewhere = (local_ids < 0) | (local_ids >= len(rows))
             padding = None if module.padding_idx is None else module.padding_idx - rows.start
             padding = padding if padding is not None and 0 <= padding < len(rows) else None
             if len(rows):
-                found = F.embedding(here.masked_fill(others, 0), module.weight, padding)
-            else:  # there are fewer entries than it takes for all workers to have some
-                found = module.weight.new_zeros(*ids.shape, module.embedding_dim) + module.weight.sum()
-            return self.moves.sum(found.masked_fill(others.unsqueeze(-1), 0.0))
+                output = F.embedding(local_ids.masked_fill(is_elsewhere, 0), module.weight, padding)
+            else:  # there are fewer entries than workers need, and this one has none
+                output = module.weight.new_zeros(*ids.shape, module.embedding_dim) + module.weight.sum()
+            return self.moves.sum(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
 
-    def _heads(self, layer: _Layer, *given: Any, **named: Any) -> Any:
+    def _heads(self, layer: _Layer, *args: Any, **kwargs: Any) -> Any:
         module = cast(nn.MultiheadAttention, layer.module)
-        if self._uncut:
-            return self._with_wholes(nn.MultiheadAttention.forward, module, *given, **named)
-        with self._parts.sleeping():
-            return attention(module, self._parts, *given, **named)
+        if self._is_gathered:
+            return self._run_gathered(nn.MultiheadAttention.forward, module, *args, **kwargs)
+        with self._sharded_mode.suspended():
+            return attention(module, self._sharded_mode, *args, **kwargs)
 
-    def _with_wholes(self, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """A forward on whole weights, also where a checkpoint computes it again in the backward."""
-        with nullcontext() if self._wholes.on else self._wholes:
-            return forward(*given, **named)
+    def _run_gathered(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a forward with gathered weights, also when activation checkpointing repeats it in the backward."""
+        with nullcontext() if self._gather_mode.on else self._gather_mode:
+            return forward(*args, **kwargs)
 
-    # -- forwards of what holds them ----------------------------------------------------------------------------------
+    # -- forwards of the modules around them --------------------------------------------------------------------------
 
-    def _surround(self, named: Mapping[str, nn.Module]) -> None:
-        """The modules around cut layers let parts be followed inside of them where that is needed."""
-        around = {""}
+    def _wrap_containers(self, modules: Mapping[str, nn.Module]) -> None:
+        """Wraps the modules that contain split layers, so that shards are tracked inside of them where needed."""
+        containers = {""}
         for layer in self.layers:
             steps = layer.name.split(".")
-            around |= {".".join(steps[:number]) for number in range(1, len(steps))}
-        for name in around - {layer.name for layer in self.layers}:
-            module = named[name]
-            forward = partial(self._inside if name else self._turn, name, module, module.forward)
+            containers |= {".".join(steps[:number]) for number in range(1, len(steps))}
+        for name in containers - {layer.name for layer in self.layers}:
+            module = modules[name]
+            forward = partial(self._run_module if name else self._run_forward, name, module, module.forward)
             vars(module)["forward"] = partial(call_by_pieces, forward)
 
     def _where(self) -> str:
+        """Returns the name of the module that runs, for messages."""
         return (self._frames[-1].name if self._frames else "") or self._name
 
-    def _noted(self, name: str, parts: Any, *_: Any) -> None:
+    def _on_adapted(self, name: str, shards: Any, *_: Any) -> None:
         if self._frames:
-            self._frames[-1].noted = True
-        if parts:
-            self._joined.add(f"{self._where()} ({name.strip('_')})")
+            self._frames[-1].has_adapted_calls = True
+        if shards:
+            self._gathered_at.add(f"{self._where()} ({name.strip('_')})")
 
-    def _inside(self, name: str, module: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    def _run_module(self, name: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         regions = self._regions.get((self.job.model.training, self.job.assembled))
-        if self._uncut:
-            return self._with_wholes(forward, *given, **named)
-        if regions is None and self._turning:
-            return self._watch(name, forward, given, named)
-        follows = (regions is None or name in regions) and not self._parts.on
-        with self._parts if follows else nullcontext():
-            return forward(*given, **named)
+        if self._is_gathered:
+            return self._run_gathered(forward, *args, **kwargs)
+        if regions is None and self._is_running:
+            return self._trace_region(name, forward, args, kwargs)
+        tracks_shards = (regions is None or name in regions) and not self._sharded_mode.on
+        with self._sharded_mode if tracks_shards else nullcontext():
+            return forward(*args, **kwargs)
 
-    def _watch(self, name: str, forward: Callable[..., Any], given: Any, named: Any) -> Any:
-        """One in which parts are followed to see where it is needed: in the innermost module that begins and ends
-        without any.
+    def _trace_region(self, name: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a module's forward and records whether shards must be tracked in it.
+
+        That is the innermost module whose inputs and outputs are all full, and that needs `ShardedTensorMode` inside.
         """
         frame = _Frame(name)
         self._frames.append(frame)
         try:
-            output = forward(*given, **named)
+            output = forward(*args, **kwargs)
         finally:
             self._frames.pop()
-        if frame.noted and any(map(part_of, tensors_of((given, named, output)))):
-            self._frames[-1].noted = True
-        elif frame.noted:
-            self._seen.add(name)
+        if frame.has_adapted_calls and any(map(part_of, tensors_of((args, kwargs, output)))):
+            self._frames[-1].has_adapted_calls = True
+        elif frame.has_adapted_calls:
+            self._traced_regions.add(name)
         return output
 
-    def _turn(self, name: str, model: nn.Module, forward: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """A whole forward of the model. No part leaves it."""
-        if self._uncut or self._turning:
-            return forward(*given, **named)
-        with others_sleeping(model):
-            return self._turned(model.training, partial(forward, *given, **named))
+    def _run_forward(self, name: str, model: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a forward of the model. All of its outputs are full tensors."""
+        if self._is_gathered or self._is_running:
+            return forward(*args, **kwargs)
+        with suspend_other_modes(model):
+            return self._run_in_modes(model.training, partial(forward, *args, **kwargs))
 
-    def _turned(self, training: bool, call: Callable[[], Any]) -> Any:
+    def _run_in_modes(self, training: bool, call: Callable[[], Any]) -> Any:
         mode = training, self.job.assembled
-        regions, self._turning = self._regions.get(mode), True
-        frame, self._seen = _Frame(""), set[str]()
-        sent, self._frames = self.moves.sent, [frame]
+        regions, self._is_running = self._regions.get(mode), True
+        frame, self._traced_regions = _Frame(""), set[str]()
+        sent_before, self._frames = self.moves.sent, [frame]
         try:
-            with self._parts if regions is None or "" in regions else nullcontext():
+            with self._sharded_mode if regions is None or "" in regions else nullcontext():
                 output = call()
             if any(map(part_of, tensors_of(output))):
-                frame.noted = True
-                output = pytree.tree_map_only(torch.Tensor, self._parts.whole, output)
+                frame.has_adapted_calls = True
+                output = pytree.tree_map_only(torch.Tensor, self._sharded_mode.gather_full, output)
         finally:
-            self._turning, self._frames = False, []
+            self._is_running, self._frames = False, []
             self.moves.rest()
         if regions is None and (torch.is_grad_enabled() or not training):
-            self._regions[mode] = self._seen | ({""} if frame.noted else set())
+            self._regions[mode] = self._traced_regions | ({""} if frame.has_adapted_calls else set())
             if training and not self.job.assembled:
-                self.job.inside["tensor"] = self.moves.sent - sent
+                self.job.inside["tensor"] = self.moves.sent - sent_before
         return output
 
     # -- what a script may do with a cut model ------------------------------------------------------------------------
 
     def _forward(self, model: nn.Module, batch: Any) -> Any:
-        before, self._ours = self._ours, True
+        was_own_call, self._is_own_call = self._is_own_call, True
         try:
             if model is not self.job.model:
-                self._enter()
-                return self._plain(model, batch)
-            if (mode := (model.training, torch.is_grad_enabled(), self.job.assembled)) not in self._watched:
+                self._declare()
+                return self._original_forward(model, batch)
+            if (mode := (model.training, torch.is_grad_enabled(), self.job.assembled)) not in self._verified_modes:
                 self._verify(model, batch)
-                self._watched.add(mode)
-            self._enter()
-            return self._turned(model.training, partial(self._plain, model, batch))
+                self._verified_modes.add(mode)
+            self._declare()
+            return self._run_in_modes(model.training, partial(self._original_forward, model, batch))
         finally:
-            self._ours = before
+            self._is_own_call = was_own_call
 
     @contextmanager
-    def _judging(self) -> Iterator[None]:
-        """All of a unit compute the loss alike. What it makes of weights is made of whole ones."""
-        with self._outside:
+    def _in_loss(self) -> Iterator[None]:
+        """Computes the loss, identically on all workers of the unit. Weights that the loss uses are gathered."""
+        with self._loss_mode:
             yield
         self.moves.rest()
 
-    def _enter(self) -> None:
+    def _declare(self) -> None:
         self.unit.enter("the layers cut by tensor=", check=False, kind="tensor")
 
-    def _called(self, model: nn.Module, given: Any, named: Any) -> None:
-        """By the script itself: all of the unit compute it together, each with the same input."""
-        if self._ours:
+    def _check_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Checks a call of the model by the script: all workers of the unit must make it, with the same input."""
+        if self._is_own_call:
             return
-        if self.job.passing:  # a survey of stages, which counts the calls of the user's code
+        if self.job.passing:  # a pipeline's trial run, which counts the torch functions of the user's code
             with torch._C.DisableTorchFunction():
-                self._enter()
+                self._declare()
             return
         self.unit.enter(f"a call of {self._name}, whose layers are cut", kind="tensor")
-        refuse_other_input(self.unit, (given, named), self._name, "tensor= cuts its layers")
+        refuse_other_input(self.unit, (args, kwargs), self._name, "tensor= cuts its layers")
 
     # -- the cut model beside the whole one ---------------------------------------------------------------------------
 
     def _verify(self, model: nn.Module, batch: Any) -> None:
-        """The first forward of a mode, and its backward in training, beside that of the whole model."""
+        """Compares the first forward of a mode, and its backward in training, with that of the full model."""
         self.unit.enter("the whole layers, to compare with", check=False, kind="comparison")
-        backward = model.training and torch.is_grad_enabled() and self._fits_whole()
-        whole, expected = self._computed(model, batch, True, backward)
+        backward = model.training and torch.is_grad_enabled() and self._has_room_for_full()
+        expected, full_gradients = self._compute(model, batch, True, backward)
         try:
-            output, gradients = self._computed(model, batch, False, backward)
+            output, gradients = self._compute(model, batch, False, backward)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            cure = f'say "{WHOLE}" in tensor= of the layers whose outputs a torch.autograd.Function takes, or that a '
-            cure += "function given to checkpoint() calls (plan recompute=blocks computes blocks again without one)"
-            raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", cure) from error
-        most, others = outputs_apart(output, whole)
-        if others:
-            where = self._first_apart(model, batch)
-            what = f"{where} gives something else when {self._name} is cut by tensor="
-            cure = f'say "{WHOLE}" of its layers in tensor=, or "{COLUMN}:3" of a weight of three'
-            raise UsageError(what, cure)
-        name, distance = farthest(gradients, expected, whole)
+            advice = (
+                f'say "{REPLICATED}" in tensor= of the layers whose outputs a torch.autograd.Function takes, or that a '
+            )
+            advice += "function given to checkpoint() calls (plan recompute=blocks computes blocks again without one)"
+            raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", advice) from error
+        farthest_output, differs = outputs_apart(output, expected)
+        if differs:
+            where = self._first_difference(model, batch)
+            problem = f"{where} gives something else when {self._name} is cut by tensor="
+            advice = f'say "{REPLICATED}" of its layers in tensor=, or "{COLUMN}:3" of a weight of three'
+            raise UsageError(problem, advice)
+        name, distance = farthest(gradients, full_gradients, expected)
         if name:
-            what = f"the gradient of {name} is another when {self._name} is cut by tensor="
-            raise UsageError(what, f'say "{WHOLE}" of its layer in tensor=')
+            problem = f"the gradient of {name} is another when {self._name} is cut by tensor="
+            raise UsageError(problem, f'say "{REPLICATED}" of its layer in tensor=')
         if model.training and torch.is_grad_enabled():
             gradients_too = f"and gradients {distance:.1g} apart" if backward else "apart (a backward would not fit)"
-            figures = f"outputs {most:.1g} {gradients_too}"
-            what = f"one micro-batch was computed with whole layers, too: {figures}"
-            if self._joined:
-                some = sorted(self._joined)
-                what += f"; parts are gathered in {', '.join(some[:3])}{', ...' if len(some) > 3 else ''}"
-            self.job.news["tensor"] = what, ""
+            figures = f"outputs {farthest_output:.1g} {gradients_too}"
+            report = f"one micro-batch was computed with whole layers, too: {figures}"
+            if self._gathered_at:
+                locations = sorted(self._gathered_at)
+                report += f"; parts are gathered in {', '.join(locations[:3])}{', ...' if len(locations) > 3 else ''}"
+            self.job.news["tensor"] = report, ""
 
-    def _fits_whole(self) -> bool:
-        """Whether all whole weights and their gradients have room on each worker of the unit."""
-        return all(self.unit.gather_json(2 * self._bytes <= room(self.job.device)))
+    def _has_room_for_full(self) -> bool:
+        """Whether the full weights and their gradients fit into the memory of each worker of the unit."""
+        return all(self.unit.gather_json(2 * self._full_bytes <= room(self.job.device)))
 
-    def _computed(
+    def _compute(
         self, model: nn.Module, batch: Any, uncut: bool, backward: bool
     ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-        """Outputs, and the gradients of numbers made of them."""
+        """Returns the outputs of the model and, with `backward`, the gradients of a scalar made of them."""
         with self._without_a_trace(model, uncut), nullcontext() if backward else torch.no_grad():
             outputs = self._outputs(model, batch)
             if not backward:
@@ -535,47 +575,45 @@ class TensorCut:
             return [x.detach() for x in outputs], gradients_of(outputs, self.job.named)
 
     def _outputs(self, model: nn.Module, batch: Any) -> list[torch.Tensor]:
-        call = partial(self._plain, model, batch)
-        if not self._uncut:
-            return tensors_of(self._turned(model.training, call))
-        with self._wholes:
+        call = partial(self._original_forward, model, batch)
+        if not self._is_gathered:
+            return tensors_of(self._run_in_modes(model.training, call))
+        with self._gather_mode:
             return tensors_of(call())
 
-    def _first_apart(self, model: nn.Module, batch: Any) -> str:
-        """The module that is the first to differ."""
-        given: dict[str, list[torch.Tensor]] = {}
+    def _first_difference(self, model: nn.Module, batch: Any) -> str:
+        """Returns the name of the first module whose output differs between the split and the full model."""
+        expected: dict[str, list[torch.Tensor]] = {}
         names = {id(module): name for name, module in model.named_modules()}
 
         def keep(module: nn.Module, _: Any, output: Any) -> None:
-            given.setdefault(names[id(module)], tensors_of(output))
+            expected.setdefault(names[id(module)], tensors_of(output))
 
         def compare(module: nn.Module, _: Any, output: Any) -> None:
-            name, mine = names[id(module)], tensors_of(output)
-            pairs = [(a, b) for a, b in zip(mine, given.get(name, ()), strict=False) if not part_of(a)]
+            name, outputs = names[id(module)], tensors_of(output)
+            pairs = [(a, b) for a, b in zip(outputs, expected.get(name, ()), strict=False) if not part_of(a)]
             if any(apart(a, b) > allowed(b) for a, b in pairs):
-                found.append(name)
+                different.append(name)
 
-        found: list[str] = []
+        different: list[str] = []
         for uncut, hook in ((True, keep), (False, compare)):
             handles = [module.register_forward_hook(hook) for module in model.modules()]
             with self._without_a_trace(model, uncut), torch.no_grad():
                 self._outputs(model, batch)
             for handle in handles:
                 handle.remove()
-        return (found or [""])[0] or "the model"
+        return (different or [""])[0] or "the model"
 
     @contextmanager
     def _without_a_trace(self, model: nn.Module, uncut: bool = True) -> Iterator[None]:
-        """Forwards in here leave buffers and streams as they were. Where `uncut`, layers compute as if they were
-        whole.
-        """
-        self._uncut = uncut
+        """Restores buffers and random states after the forwards in it. With `uncut`, layers use gathered weights."""
+        self._is_gathered = uncut
         try:
-            with without_a_trace(model, self._streams):
+            with without_a_trace(model, self._rng):
                 yield
         finally:
-            self._uncut = False
+            self._is_gathered = False
 
 
-def _nothing(module: nn.Module, given: Any) -> None:
-    """A hook that does nothing."""
+def _nothing(module: nn.Module, args: Any) -> None:
+    """Does nothing (a forward hook)."""

@@ -1,7 +1,6 @@
 """Rules for torch operations on sharded tensors.
 
-A rule returns UNKNOWN in a case that it
-does not know, and then the whole is gathered.
+A rule returns UNKNOWN for a case that it does not cover; then `ShardedTensorMode` gathers the full tensors.
 """
 
 from __future__ import annotations
@@ -35,19 +34,19 @@ RULES: dict[str, Rule] = {}
 
 
 def rule_of(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
-    """Puts a rule into a table, under the names of its functions."""
+    """Returns a decorator that puts a rule into a table, under the names of the torch functions that it covers."""
 
-    def known(rule: Rule) -> Rule:
+    def register(rule: Rule) -> Rule:
         table.update(dict.fromkeys(" ".join(names).split(), rule))
         return rule
 
-    return known
+    return register
 
 
 _rule = partial(rule_of, RULES)
 
 
-ELEMENTWISE = set[str]()  # functions of each element by itself
+ELEMENTWISE = set[str]()  # names of functions that compute each element by itself
 
 
 def _each(*names: str) -> Callable[[Rule], Rule]:
@@ -65,177 +64,190 @@ def _each(*names: str) -> Callable[[Rule], Rule]:
     "to type clone contiguous detach bool int long zeros_like ones_like empty_like full_like softshrink threshold",
     "round floor ceil trunc atan2 positive type_as zero fill copy",
 )
-def _elementwise(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
+def _elementwise(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     name = function.__name__
-    leaves, spec = pytree.tree_flatten((given, named))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     if changes(name):
-        finest = max(part.count for part in map(part_of, tensors_in(leaves)) if part is not None)
-        part = part_of(leaves[places[0]])
-        if part is None or part.count < finest:
+        finest = max(placement.count for placement in map(part_of, tensors_in(leaves)) if placement is not None)
+        placement = part_of(leaves[positions[0]])
+        if placement is None or placement.count < finest:
             return UNKNOWN
-    if name in ("to", "type_as"):  # the second one only says of what kind
-        places = places[:1]
+    if name in ("to", "type_as"):  # the second tensor only gives the dtype and device
+        positions = positions[:1]
 
-    def call(*ours: Tensor) -> Any:
-        filled = [*leaves]
-        for place, tensor in zip(places, ours, strict=True):
-            filled[place] = tensor
-        given, named = pytree.tree_unflatten(filled, spec)
-        return function(*given, **named)
+    def call_with(*tensors: Tensor) -> Any:
+        rebuilt = [*leaves]
+        for position, tensor in zip(positions, tensors, strict=True):
+            rebuilt[position] = tensor
+        args, kwargs = pytree.tree_unflatten(rebuilt, spec)
+        return function(*args, **kwargs)
 
-    return on.elementwise(call, [leaves[place] for place in places])
+    return mode.elementwise(call_with, [leaves[position] for position in positions])
 
 
 @_rule("applied")
-def _moved(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """What others move along another dimension."""
-    return mark(function(*given), part_of(given[1]))
+def _applied(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    """One of our own autograd functions, called on a tensor that is also sharded along another dimension."""
+    return mark(function(*args), part_of(args[1]))
 
 
 @_rule("shape size len")
-def _size(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    shape = torch.Size(logical(given[0]))
+def _size(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    shape = torch.Size(logical(args[0]))
     if function.__name__ == "__len__":
         return shape[0]
-    dim = named.get("dim", given[1] if len(given) > 1 else None)
-    on.note("shape", ())
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    mode.note("shape", ())
     return shape if dim is None else shape[dim]
 
 
 @_rule("new_zeros new_ones new_full new_empty new_tensor")
-def _new(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Of the shape that is said, which is none of a part."""
-    return function(*given, **named)
+def _new(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    """Makes a tensor of the given shape, which is never a shard."""
+    return function(*args, **kwargs)
 
 
 @_rule("numel nelement")
-def _numel(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    return math.prod(logical(given[0]))
+def _numel(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    return math.prod(logical(args[0]))
 
 
 @_rule(
     "transpose permute movedim moveaxis swapdims swapaxes t unsqueeze squeeze select narrow unbind T mT H mH adjoint",
     "diagonal",
 )
-def _view(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    return on.viewed(function, given, named)
+def _view(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    return mode.view(function, args, kwargs)
 
 
-def _sizes(given: Any, named: Any) -> Any:
-    """What a tensor is to become: sizes one by one, in a list, or those of another tensor; or a dtype."""
-    sizes = named.get("shape", named.get("size", given[1:]))
+def _sizes(args: Any, kwargs: Any) -> Any:
+    """Returns the target of a view: sizes, given one by one, in a list, or as those of another tensor; or a dtype."""
+    sizes = kwargs.get("shape", kwargs.get("size", args[1:]))
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         (sizes,) = sizes
     return logical(sizes) if isinstance(sizes, Tensor) else sizes
 
 
 @_rule("view reshape view_as reshape_as")
-def _reshape(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, part = given[0], part_of(given[0])
-    sizes = _sizes(given, named)
-    if part is None or isinstance(sizes, torch.dtype):
+def _reshape(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], part_of(args[0])
+    sizes = _sizes(args, kwargs)
+    if placement is None or isinstance(sizes, torch.dtype):
         return UNKNOWN
     call = Tensor.view if function.__name__.startswith("view") else Tensor.reshape
-    return on.reshaped(x, part, sizes, call)
+    return mode.reshape(x, placement, sizes, call)
 
 
 @_rule("flatten unflatten")
-def _flatten(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, part = given[0], part_of(given[0])
-    if part is None:
+def _flatten(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], part_of(args[0])
+    if placement is None:
         return UNKNOWN
-    sizes = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *given[1:], **named).shape
-    return on.reshaped(x, part, sizes, Tensor.reshape)
+    sizes = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *args[1:], **kwargs).shape
+    return mode.reshape(x, placement, sizes, Tensor.reshape)
 
 
 @_rule("expand expand_as")
-def _expand(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, part = given[0], part_of(given[0])
-    if part is None:
+def _expand(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], part_of(args[0])
+    if placement is None:
         return UNKNOWN
-    sizes = list(_sizes(given, named))
-    place = part.dim - x.dim() + len(sizes)
-    if sizes[place] not in (-1, part.length):
+    sizes = list(_sizes(args, kwargs))
+    dim = placement.dim - x.dim() + len(sizes)
+    if sizes[dim] not in (-1, placement.length):
         return UNKNOWN
-    if sizes[place] != -1:
-        on.note("expand", ())
-    sizes[place] = -1
-    return mark(x.expand(sizes), replace(part, dim=place))
+    if sizes[dim] != -1:
+        mode.note("expand", ())
+    sizes[dim] = -1
+    return mark(x.expand(sizes), replace(placement, dim=dim))
 
 
 @_rule("getitem")
-def _index(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Slices, numbers and None; along what is divided, a slice that begins and ends with sections."""
-    x, index = given
-    part = part_of(x)
-    steps = index if isinstance(index, tuple) else (index,)
-    if part is None or not all(step is None or step is ... or type(step) in (int, slice) for step in steps):
+def _index(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    """Handles slices, numbers and None; along the divided dimension, a slice that begins and ends with sections."""
+    x, index = args
+    placement = part_of(x)
+    entries = index if isinstance(index, tuple) else (index,)
+    if placement is None or not all(step is None or step is ... or type(step) in (int, slice) for step in entries):
         return UNKNOWN
-    made = on.viewed(function, given, named)
-    if made is not UNKNOWN:
-        return made
-    taken = sum(step is not None and step is not ... for step in steps)
-    filled = next((at for at, step in enumerate(steps) if step is ...), len(steps))
-    spread = [*steps[:filled], *[slice(None)] * (x.dim() - taken), *steps[filled + 1 :]]
-    place = [at for at, step in enumerate(spread) if step is not None][part.dim]
-    if not isinstance(spread[place], slice) or spread[place].step not in (None, 1):
+    output = mode.view(function, args, kwargs)
+    if output is not UNKNOWN:
+        return output
+    given_dims = sum(step is not None and step is not ... for step in entries)
+    ellipsis = next((position for position, step in enumerate(entries) if step is ...), len(entries))
+    steps = [*entries[:ellipsis], *[slice(None)] * (x.dim() - given_dims), *entries[ellipsis + 1 :]]
+    position = [position for position, step in enumerate(steps) if step is not None][placement.dim]
+    if not isinstance(steps[position], slice) or steps[position].step not in (None, 1):
         return UNKNOWN
-    start, stop, _ = spread[place].indices(part.length)
-    pieces = on.divided(x, part, [start, max(stop - start, 0), part.length - max(stop, start)])
-    if pieces is None:
+    start, stop, _ = steps[position].indices(placement.length)
+    slices = mode.split(x, placement, [start, max(stop - start, 0), placement.length - max(stop, start)])
+    if slices is None:
         return UNKNOWN
-    spread[place] = slice(None)
-    middle = pieces[1]
-    return function(middle, tuple(spread)) if not part_of(middle) else on.viewed(function, (middle, tuple(spread)), {})
+    steps[position] = slice(None)
+    middle = slices[1]
+    return function(middle, tuple(steps)) if not part_of(middle) else mode.view(function, (middle, tuple(steps)), {})
 
 
 @_rule("split chunk tensor_split split_with_sizes unsafe_split unsafe_chunk")
-def _split(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, part = given[0], part_of(given[0])
-    if part is None:
+def _split(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], part_of(args[0])
+    if placement is None:
         return UNKNOWN
-    made = on.viewed(function, given, named)
-    if made is not UNKNOWN:
-        return made
-    probe = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *given[1:], **named)
-    pieces = on.divided(x, part, [piece.shape[part.dim] for piece in probe])
-    return UNKNOWN if pieces is None else tuple(pieces)
+    output = mode.view(function, args, kwargs)
+    if output is not UNKNOWN:
+        return output
+    probe = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *args[1:], **kwargs)
+    slices = mode.split(x, placement, [piece.shape[placement.dim] for piece in probe])
+    return UNKNOWN if slices is None else tuple(slices)
 
 
 @_rule("cat concat concatenate stack")
-def _cat(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    # Torch takes an empty one for any shape, as caches begin with.
-    tensors, stacks = [t for t in given[0] if logical(t) != (0,)], function.__name__ == "stack"
-    dim = named.get("dim", given[1] if len(given) > 1 else 0)
-    first = next(t for t in tensors if part_of(t))
-    dims = Tensor.dim(first) + stacks
-    dim, part = dim % dims, part_of(first)
-    assert part is not None
-    parts = [part_of(t) for t in tensors]
-    if not stacks and dim == part.dim and all(p is not None and (p.dim, p.count) == (dim, part.count) for p in parts):
-        made = function(tensors, dim)
-        return mark(made, replace(part, sections=tuple(s for p in parts if p is not None for s in p.sections)))
-    if (not stacks and dim == part.dim) or any(p is not None and p.dim != part.dim for p in parts):
+def _cat(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    # Torch ignores a tensor of shape (0,), which caches start with.
+    tensors, is_stack = [t for t in args[0] if logical(t) != (0,)], function.__name__ == "stack"
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    first_shard = next(t for t in tensors if part_of(t))
+    dims = Tensor.dim(first_shard) + is_stack
+    dim, placement = dim % dims, part_of(first_shard)
+    assert placement is not None
+    placements = [part_of(t) for t in tensors]
+    if (
+        not is_stack
+        and dim == placement.dim
+        and all(other is not None and (other.dim, other.count) == (dim, placement.count) for other in placements)
+    ):
+        output = function(tensors, dim)
+        return mark(
+            output,
+            replace(placement, sections=tuple(s for other in placements if other is not None for s in other.sections)),
+        )
+    if (not is_stack and dim == placement.dim) or any(
+        other is not None and other.dim != placement.dim for other in placements
+    ):
         return UNKNOWN
-    letters = ascii_lowercase[: Tensor.dim(first)]
-    out = letters[:dim] + "A" + letters[dim:] if stacks else letters
-    return on.product(lambda *ours: function(ours, dim), tensors, [letters] * len(tensors), out)
+    letters = ascii_lowercase[: Tensor.dim(first_shard)]
+    out = letters[:dim] + "A" + letters[dim:] if is_stack else letters
+    return mode.product(lambda *operands: function(operands, dim), tensors, [letters] * len(tensors), out)
 
 
 @_rule("repeat_interleave")
-def _repeat(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, part = given[0], part_of(given[0])
-    times = named.get("repeats", given[1] if len(given) > 1 else None)
-    dim = named.get("dim", given[2] if len(given) > 2 else None)
-    if part is None or dim is None or not isinstance(times, int):
+def _repeat(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], part_of(args[0])
+    times = kwargs.get("repeats", args[1] if len(args) > 1 else None)
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+    if placement is None or dim is None or not isinstance(times, int):
         return UNKNOWN
-    made = function(*given, **named)
-    longer = tuple(section * times for section in part.sections) if dim % x.dim() == part.dim else part.sections
-    return mark(made, replace(part, sections=longer))
+    output = function(*args, **kwargs)
+    sections = (
+        tuple(section * times for section in placement.sections)
+        if dim % x.dim() == placement.dim
+        else placement.sections
+    )
+    return mark(output, replace(placement, sections=sections))
 
 
-# Where in their arguments the dimension stands that they go along.
+# Functions that work along a dimension, and the position of that dimension among their arguments.
 _ALONG = {
     **dict.fromkeys(("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "logcumsumexp", "logsumexp"), 1),
     **dict.fromkeys(("sum", "nansum", "mean", "var", "std", "prod", "amax", "amin", "max", "min"), 1),
@@ -245,163 +257,165 @@ _ALONG = {
 
 
 @_rule(*_ALONG)
-def _along(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Along other dimensions than the one that is divided."""
-    x, part = given[0], part_of(given[0])
-    at = _ALONG[function.__name__.strip("_")]
-    dim = named.get("dim", given[at] if len(given) > at else None)
-    if function.__name__ == "flip":  # which takes them one by one, too
-        dim = named.get("dims", given[1] if len(given) == 2 else given[1:])
+def _along(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    """Handles functions along dimensions other than the divided one."""
+    x, placement = args[0], part_of(args[0])
+    position = _ALONG[function.__name__.strip("_")]
+    dim = kwargs.get("dim", args[position] if len(args) > position else None)
+    if function.__name__ == "flip":  # which also accepts dimensions one by one
+        dim = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
     dims = [dim] if isinstance(dim, int) else dim
-    if part is None or isinstance(dims, (bool, Tensor)) or not isinstance(dims, (list, tuple)) or not dims:
+    if placement is None or isinstance(dims, (bool, Tensor)) or not isinstance(dims, (list, tuple)) or not dims:
         return UNKNOWN
     dims = {one % x.dim() for one in dims}
-    if part.dim in dims or len([*tensors_in(given)]) > 1 or function.__name__.endswith("_"):
+    if placement.dim in dims or len([*tensors_in(args)]) > 1 or function.__name__.endswith("_"):
         return UNKNOWN
-    made = function(*given, **named)
-    fewer = sum(one < part.dim for one in dims)
-    for one in pytree.tree_leaves(made):
-        mark(one, replace(part, dim=part.dim - (fewer if one.dim() < x.dim() else 0)))
-    return made
+    output = function(*args, **kwargs)
+    removed = sum(one < placement.dim for one in dims)
+    for one in pytree.tree_leaves(output):
+        mark(one, replace(placement, dim=placement.dim - (removed if one.dim() < x.dim() else 0)))
+    return output
 
 
 @_rule("layer_norm rms_norm")
-def _norm(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Along other dimensions than the one that is divided; weight and bias meet a part only."""
-    x, part, names = given[0], part_of(given[0]), ("weight", "bias")
-    shape = given[1] if len(given) > 1 else named["normalized_shape"]
-    if part is None or part.dim >= x.dim() - len(shape):
+def _norm(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    """Handles norms over dimensions other than the divided one; the gradients of weight and bias are summed."""
+    x, placement, names = args[0], part_of(args[0]), ("weight", "bias")
+    shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
+    if placement is None or placement.dim >= x.dim() - len(shape):
         return UNKNOWN
-    given = (*given[:2], *(on.shared(one) if isinstance(one, Tensor) else one for one in given[2:]))
-    named = {key: on.shared(one) if key in names and one is not None else one for key, one in named.items()}
-    return mark(function(*given, **named), part)
+    args = (*args[:2], *(mode.shared(one) if isinstance(one, Tensor) else one for one in args[2:]))
+    kwargs = {key: mode.shared(one) if key in names and one is not None else one for key, one in kwargs.items()}
+    return mark(function(*args, **kwargs), placement)
 
 
 @_rule("matmul bmm mm rmatmul imatmul")
-def _matmul(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    a, b = given[:2] if function.__name__ != "__rmatmul__" else given[1::-1]
+def _matmul(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    a, b = args[:2] if function.__name__ != "__rmatmul__" else args[1::-1]
     if min(a.dim(), b.dim()) < 2:
         return UNKNOWN
     batch = ascii_lowercase[: max(a.dim(), b.dim()) - 2]
     letters = [batch[len(batch) - a.dim() + 2 :] + "RK", batch[len(batch) - b.dim() + 2 :] + "KC"]
-    return on.product(torch.matmul, (a, b), letters, batch + "RC")
+    return mode.product(torch.matmul, (a, b), letters, batch + "RC")
 
 
-def asked_of(given: Sequence[Any], named: Mapping[str, Any], *names: str) -> list[Any]:
-    """Arguments by their order or names; None where there is none."""
-    known = {**dict(zip(names, given, strict=False)), **named}
-    return [known.get(name) for name in names]
+def asked_of(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> list[Any]:
+    """Returns the arguments with these names, given by position or keyword; None for those that are not given."""
+    by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [by_name.get(name) for name in names]
 
 
 @_rule("linear")
-def _linear(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, weight, bias = asked_of(given, named, "input", "weight", "bias")
+def _linear(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    x, weight, bias = asked_of(args, kwargs, "input", "weight", "bias")
     rows = ascii_lowercase[: x.dim() - 1]
-    made = on.product(F.linear, (x, weight), [rows + "K", "OK"], rows + "O")
-    return made if made is UNKNOWN or bias is None else _sum_of(on, made, bias)
+    output = mode.product(F.linear, (x, weight), [rows + "K", "OK"], rows + "O")
+    return output if output is UNKNOWN or bias is None else _sum_of(mode, output, bias)
 
 
-def _sum_of(on: ShardedTensorMode, a: Tensor, b: Tensor) -> Any:
+def _sum_of(mode: ShardedTensorMode, a: Tensor, b: Tensor) -> Any:
     if part_of(a) or part_of(b):
-        return on.elementwise(torch.add, (a, b))
-    return on.alike(torch.add, (a, b), {})
+        return mode.elementwise(torch.add, (a, b))
+    return mode.alike(torch.add, (a, b), {})
 
 
 @_rule("addmm")
-def _addmm(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    bias, a, b = asked_of(given, named, "input", "mat1", "mat2")
-    if named.keys() & {"beta", "alpha", "out"}:
+def _addmm(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    bias, a, b = asked_of(args, kwargs, "input", "mat1", "mat2")
+    if kwargs.keys() & {"beta", "alpha", "out"}:
         return UNKNOWN
-    made = on.product(torch.mm, (a, b), ["RK", "KC"], "RC")
-    return made if made is UNKNOWN else _sum_of(on, made, bias)
+    output = mode.product(torch.mm, (a, b), ["RK", "KC"], "RC")
+    return output if output is UNKNOWN else _sum_of(mode, output, bias)
 
 
 @_rule("einsum")
-def _einsum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    equation, *tensors = given
+def _einsum(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    equation, *tensors = args
     if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
         (tensors,) = tensors
     if not isinstance(equation, str) or "->" not in equation or "." in equation:
         return UNKNOWN
     letters, out = equation.replace(" ", "").split("->")
-    return on.product(lambda *ours: function(equation, *ours), tensors, letters.split(","), out)
+    return mode.product(lambda *operands: function(equation, *operands), tensors, letters.split(","), out)
 
 
 @_rule("dropout alpha_dropout dropout1d dropout2d dropout3d feature_dropout")
-def _drop(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, part = given[0], part_of(given[0])
-    p = named.get("p", given[1] if len(given) > 1 else 0.5)
-    train = named.get("training", named.get("train", given[2] if len(given) > 2 else True))
-    if part is None or "alpha" in function.__name__:
+def _drop(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], part_of(args[0])
+    p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    train = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    if placement is None or "alpha" in function.__name__:
         return UNKNOWN
     if not train or not p:
-        return mark(function(*given, **named), part)
-    return mark(x * on.masked(x, part, lambda whole: function(whole, p, True)), part)
+        return mark(function(*args, **kwargs), placement)
+    return mark(x * mode.local_mask(x, placement, lambda ones: function(ones, p, True)), placement)
 
 
 @_rule("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ geometric_ cauchy_")
-def _draw(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, part = given[0], part_of(given[0])
-    if part is None or any(True for _ in tensors_in((*given[1:], *named.values()))):
+def _draw(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    x, placement = args[0], part_of(args[0])
+    if placement is None or any(True for _ in tensors_in((*args[1:], *kwargs.values()))):
         return UNKNOWN
     with torch.no_grad():
-        x.copy_(on.masked(x, part, lambda whole: function(whole, *given[1:], **named)))
+        x.copy_(mode.local_mask(x, placement, lambda full: function(full, *args[1:], **kwargs)))
     return x
 
 
 @_rule("scaled_dot_product_attention")
-def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
+def _attend(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    asked: Mapping[str, Any] = {**dict(zip(names, given, strict=False)), **named}
-    tensors = [asked["query"], asked["key"], asked["value"]]
-    mask, p, more = asked.get("attn_mask"), asked.get("dropout_p", 0.0), dict(asked)
+    arguments: Mapping[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    tensors = [arguments["query"], arguments["key"], arguments["value"]]
+    mask, p, options = arguments.get("attn_mask"), arguments.get("dropout_p", 0.0), dict(arguments)
     for name in (*names[:4], "dropout_p"):
-        more.pop(name, None)
+        options.pop(name, None)
     heads = ascii_lowercase[: tensors[0].dim() - 2]
-    own, letters = [t.dim() - 2 for t in tensors], ["LE", "SE", "SV"]
-    letters = [heads[len(heads) - n :] + ending for n, ending in zip(own, letters, strict=True)]
+    dims, letters = [t.dim() - 2 for t in tensors], ["LE", "SE", "SV"]
+    letters = [heads[len(heads) - n :] + ending for n, ending in zip(dims, letters, strict=True)]
     if isinstance(mask, Tensor):
         tensors.append(mask)
         letters.append((heads + "LS")[len(heads) + 2 - mask.dim() :])
-    if more.get("enable_gqa") and len({logical(t)[-3] for t in tensors[:3]}) > 1:
+    if options.get("enable_gqa") and len({logical(t)[-3] for t in tensors[:3]}) > 1:
         repeats = logical(tensors[0])[-3] // logical(tensors[1])[-3]
-        tensors[1:3] = [_repeated(on, t, repeats) for t in tensors[1:3]]
-        more["enable_gqa"] = False
-    found = [(part, part.dim - Tensor.dim(t)) for t in tensors if (part := part_of(t)) is not None]
+        tensors[1:3] = [_repeated(mode, t, repeats) for t in tensors[1:3]]
+        options["enable_gqa"] = False
+    divided = [(placement, placement.dim - Tensor.dim(t)) for t in tensors if (placement := part_of(t)) is not None]
     if not p:
-        call = partial(function, **more)
+        attend = partial(function, **options)
     elif tensors[0].is_cuda:
-        what = f"{on.where()} draws in a kernel for a part of its heads (scaled_dot_product_attention with dropout)"
-        raise UsageError(what, 'say attn_implementation="eager", or set its dropout to 0')
+        problem = (
+            f"{mode.where()} draws in a kernel for a part of its heads (scaled_dot_product_attention with dropout)"
+        )
+        raise UsageError(problem, 'say attn_implementation="eager", or set its dropout to 0')
     else:
-        call = partial(_attention, on, max(found, key=lambda pair: pair[0].count), p, more)
-    return on.product(call, tensors, letters, heads + "LV", known=heads)
+        attend = partial(_attention, mode, max(divided, key=lambda pair: pair[0].count), p, options)
+    return mode.product(attend, tensors, letters, heads + "LV", allowed=heads)
 
 
-def _repeated(on: ShardedTensorMode, heads: Tensor, times: int) -> Tensor:
+def _repeated(mode: ShardedTensorMode, heads: Tensor, times: int) -> Tensor:
     if part_of(heads) is None:
         return heads.repeat_interleave(times, -3)
-    return _repeat(on, Tensor.repeat_interleave, (heads, times, -3), {})  # type: ignore[no-any-return]
+    return _repeat(mode, Tensor.repeat_interleave, (heads, times, -3), {})  # type: ignore[no-any-return]
 
 
 def _attention(
-    on: ShardedTensorMode,
+    mode: ShardedTensorMode,
     divided: tuple[ShardPlacement, int],
     p: float,
-    more: Mapping[str, Any],
+    options: Mapping[str, Any],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """As torch computes it on a CPU where it drops, but for the mask of what is dropped."""
-    scores = q @ k.transpose(-2, -1) * (more.get("scale") or q.shape[-1] ** -0.5)
-    if more.get("is_causal"):
+    """Computes attention with dropout as torch does on a CPU, except that the dropout mask is this worker's shard."""
+    scores = q @ k.transpose(-2, -1) * (options.get("scale") or q.shape[-1] ** -0.5)
+    if options.get("is_causal"):
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)  # zeros where all is masked
-    part, dim = divided
-    part = replace(part, dim=weights.dim() + dim)
-    mark(weights, part)
-    return (weights * on.masked(weights, part, lambda whole: F.dropout(whole, p, True))) @ v
+    weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)  # zeros in rows whose keys are all masked
+    placement, dim = divided
+    placement = replace(placement, dim=weights.dim() + dim)
+    mark(weights, placement)
+    return (weights * mode.local_mask(weights, placement, lambda ones: F.dropout(ones, p, True))) @ v

@@ -17,106 +17,117 @@ import torch
 from paceline.base.sharding import RowShards, ShardingSpec
 from paceline.comm.communicator import Group
 
-_SHARED = 4  # tensors that several layers or functions take in, as query, key and value do, one after another
+# How many recently shared tensors are remembered: query, key and value take the same input, one after another.
+_SHARED = 4
 
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """What a worker has of a tensor: along `dim`, of each section (as the three of a fused attention weight) one of
-    `count` pieces. If there are fewer pieces than workers, neighbours have the same one. `of`: the layers that it
-    comes from, where that is followed.
+    """Describes which shard of a tensor each worker has.
+
+    The tensor is divided along `dim`: each of its `sections` (such as the three of a fused attention weight) into
+    `count` shards. If there are fewer shards than workers, neighbours have the same one. `layers`: the names of the
+    layers that the tensor comes from, where placements are inferred.
     """
 
     dim: int
     sections: tuple[int, ...]
     count: int
-    of: frozenset[str] = field(default=frozenset(), compare=False)
+    layers: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
     def length(self) -> int:
-        """Of the whole, along the dimension."""
+        """The length of the full tensor along the dimension."""
         return sum(self.sections)
 
     @property
-    def own(self) -> int:
-        """Of a piece, if all are equal."""
+    def shard_length(self) -> int:
+        """The length of a shard along the dimension, if all shards are equal."""
         return self.length // self.count
 
     @property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         return all(section % self.count == 0 for section in self.sections)
 
     def __reduce__(self) -> Any:
-        """A parameter that a script pickles, whose values are whole then, is no part."""
-        return OrderedDict, ()  # which torch.load takes from a file, and `part_of` for none
+        """Pickles as an empty value: a parameter that a script pickles has full values, so it is not sharded."""
+        return OrderedDict, ()  # torch.load accepts it from a file, and `part_of` treats it as None
 
     def rows(self, index: int) -> list[range]:
-        """Those of a piece, in each section, as counted in it."""
+        """Returns the ranges of the shard `index` in each section, counted from the section's start."""
         return [RowShards(self.count).rows(section, index) for section in self.sections]
 
-    def cut(self, shape: tuple[int, ...], size: int) -> ShardingSpec:
-        """Of a parameter of this shape, for so many workers."""
+    def sharding_spec(self, shape: tuple[int, ...], size: int) -> ShardingSpec:
+        """Returns the sharding spec of a parameter of this full shape, for `size` workers."""
         return ShardingSpec.split(shape, self.dim, self.count, self.sections, size // self.count)
 
 
 class _Split(torch.autograd.Function):
-    """What all have, each uses for its own part: the gradients of the parts are added up."""
+    """Passes a tensor that all workers have to their sharded computations; the backward sums their gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, unit: Group) -> torch.Tensor:
+        """Returns the tensor as it is."""
         ctx.unit = unit
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Sums the gradient over the unit."""
         return applied(_Sum, grad, ctx.unit), None
 
 
 class _Sum(torch.autograd.Function):
-    """What each has a part of is added up: all have it, and all have its gradient."""
+    """Sums the tensors of all workers; all have the sum, and each passes its gradient back as it is."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, unit: Group) -> torch.Tensor:
+        """Sums the tensor over the unit."""
         ctx.unit = unit
         return summed(x, unit)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """Returns the gradient as it is."""
         return applied(_Split, grad, ctx.unit), None
 
 
 class _Join(torch.autograd.Function):
-    """Parts become whole everywhere; of the gradient, which all have, the first holder of each piece takes it."""
+    """Gathers the shards of all workers; in the backward the first holder of each shard takes its gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, moves: Redistributor, part: ShardPlacement) -> torch.Tensor:
-        ctx.moves, ctx.part = moves, part
-        return moves.joined(x, part)
+    def forward(ctx: Any, x: torch.Tensor, redistributor: Redistributor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns the full tensor."""
+        ctx.redistributor, ctx.placement = redistributor, placement
+        return redistributor.gather_shards(x, placement)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        moves, part = cast(Redistributor, ctx.moves), cast(ShardPlacement, ctx.part)
-        own = moves.narrow(applied(_Split, grad, moves.unit), part)
-        return own if moves.first(part) else own * 0.0, None, None
+        """Returns this worker's shard of the gradient, or zeros if an earlier worker has the same shard."""
+        redistributor, placement = cast(Redistributor, ctx.redistributor), cast(ShardPlacement, ctx.placement)
+        shard = redistributor.narrow(applied(_Split, grad, redistributor.unit), placement)
+        return shard if redistributor.is_first_holder(placement) else shard * 0.0, None, None
 
 
 class _Exchange(torch.autograd.Function):
-    """Pieces along one dimension become pieces along another one; gradients go the other way."""
+    """Turns shards along one dimension into shards along another one; the backward does the reverse."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, moves: Redistributor, have: ShardPlacement, want: ShardPlacement
+        ctx: Any, x: torch.Tensor, redistributor: Redistributor, source: ShardPlacement, target: ShardPlacement
     ) -> torch.Tensor:
-        ctx.moves, ctx.have, ctx.want = moves, have, want
-        return moves.exchanged(x, have, want)
+        """Returns this worker's shard along the target's dimension."""
+        ctx.redistributor, ctx.source, ctx.target = redistributor, source, target
+        return redistributor.exchange_shards(x, source, target)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return applied(_Exchange, grad, ctx.moves, ctx.want, ctx.have), None, None, None
+        """Returns this worker's shard of the gradient along the source's dimension."""
+        return applied(_Exchange, grad, ctx.redistributor, ctx.target, ctx.source), None, None, None
 
 
 def applied(function: Any, x: torch.Tensor, *more: Any) -> torch.Tensor:
-    """What one of these makes of a tensor; who follows functions sees a function of this name."""
+    """Applies one of these autograd functions. Torch function modes see it as one function with this name."""
     if torch.overrides.has_torch_function((x,)):
         return torch.overrides.handle_torch_function(applied, (x,), function, x, *more)
     with torch._C.DisableTorchFunction():
@@ -124,142 +135,153 @@ def applied(function: Any, x: torch.Tensor, *more: Any) -> torch.Tensor:
 
 
 def memory_order(x: torch.Tensor) -> tuple[list[int], list[int]]:
-    """The dimensions as they follow in the memory, and the way back: what is drawn for a tensor goes by it."""
+    """Returns the dimensions in memory order, and the inverse permutation. Random numbers are drawn in this order."""
     strides = x.stride()
     order = sorted(range(x.dim()), key=lambda dim: -strides[dim])
     return order, [order.index(dim) for dim in range(x.dim())]
 
 
 def summed(x: torch.Tensor, unit: Group) -> torch.Tensor:
-    """Over a unit, in a tensor of its own that lies in the memory as this one does."""
+    """Returns the sum over a unit in a new tensor with the same memory order."""
     order, back = memory_order(x)
-    made = x.permute(order).clone(memory_format=torch.contiguous_format)
-    unit.sum(made.view(-1))
-    return made.permute(back)
+    in_memory_order = x.permute(order).clone(memory_format=torch.contiguous_format)
+    unit.sum(in_memory_order.view(-1))
+    return in_memory_order.permute(back)
 
 
 class Redistributor:
-    """What is done with parts by one worker of a `unit`. `sent`: the bytes of sums and gathers, of the forward when
-    they are done and of the backward that will follow it.
+    """Moves shards between the workers of a `unit`.
+
+    `sent` counts the bytes of sums and gathers: those of the forward, and those that its backward will move.
     """
 
     def __init__(self, unit: Group) -> None:
         self.unit, self.size, self.sent = unit, unit.size, 0
         self._shared: OrderedDict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = OrderedDict()
 
-    def index(self, part: ShardPlacement) -> int:
-        """The number of the piece that this worker has."""
-        return self.unit.rank * part.count // self.unit.size
+    def index(self, placement: ShardPlacement) -> int:
+        """Returns the index of this worker's shard."""
+        return self.unit.rank * placement.count // self.unit.size
 
-    def first(self, part: ShardPlacement) -> bool:
-        """Whether nobody before this worker has the same piece."""
-        return self.unit.rank * part.count % self.unit.size == 0
+    def is_first_holder(self, placement: ShardPlacement) -> bool:
+        """Whether no earlier worker of the unit has the same shard."""
+        return self.unit.rank * placement.count % self.unit.size == 0
 
-    def shape(self, whole: Sequence[int], part: ShardPlacement) -> tuple[int, ...]:
-        """Of a part."""
-        return (*whole[: part.dim], part.own, *whole[part.dim + 1 :])
+    def shape(self, full_shape: Sequence[int], placement: ShardPlacement) -> tuple[int, ...]:
+        """Returns the shape of a shard of a tensor with this full shape."""
+        return (*full_shape[: placement.dim], placement.shard_length, *full_shape[placement.dim + 1 :])
 
-    def narrow(self, whole: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
-        """The own piece of what all have."""
-        return _sections(whole, part, self.index(part))
+    def narrow(self, full: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns this worker's shard of a full tensor."""
+        return _sections(full, placement, self.index(placement))
 
-    def refine(self, x: torch.Tensor, part: ShardPlacement, count: int) -> torch.Tensor:
-        """Of the own piece that of a division into `count`, several for each piece of `part`."""
-        times = count // part.count
-        within = self.unit.rank * count // self.unit.size - self.index(part) * times
+    def refine(self, shard: torch.Tensor, placement: ShardPlacement, count: int) -> torch.Tensor:
+        """Returns this worker's shard of a finer division into `count` shards, taken from its present shard.
+
+        `count` is a multiple of the present number of shards.
+        """
+        ratio = count // placement.count
+        within = self.unit.rank * count // self.unit.size - self.index(placement) * ratio
         return _sections(
-            x, ShardPlacement(part.dim, tuple(section // part.count for section in part.sections), times), within
+            shard,
+            ShardPlacement(placement.dim, tuple(section // placement.count for section in placement.sections), ratio),
+            within,
         )
 
-    def share(self, whole: torch.Tensor) -> torch.Tensor:
-        """What all have, to be used with parts. What several take in is added up once in the backward."""
-        if not (whole.requires_grad and torch.is_grad_enabled()):
-            return whole
-        known = self._shared.pop(id(whole), None)
-        if known is None or known[0]() is not whole:
-            known = weakref.ref(whole), applied(_Split, whole, self.unit)
-            self.sent += whole.nbytes
-        self._shared[id(whole)] = known
+    def share(self, full: torch.Tensor) -> torch.Tensor:
+        """Returns a full tensor for use with shards: the backward sums its gradient over the unit.
+
+        If several functions share the same tensor, its gradient is summed only once.
+        """
+        if not (full.requires_grad and torch.is_grad_enabled()):
+            return full
+        entry = self._shared.pop(id(full), None)
+        if entry is None or entry[0]() is not full:
+            entry = weakref.ref(full), applied(_Split, full, self.unit)
+            self.sent += full.nbytes
+        self._shared[id(full)] = entry
         if len(self._shared) > _SHARED:
             self._shared.popitem(last=False)
-        return known[1]
+        return entry[1]
 
-    def take(self, whole: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
-        """The own piece of what all have and compute alike."""
-        return self.narrow(self.share(whole), part)
+    def take(self, full: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns this worker's shard of a tensor that all workers compute alike; differentiable."""
+        return self.narrow(self.share(full), placement)
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """What each has a summand of."""
+        """Returns the sum of all workers' tensors; differentiable."""
         self.sent += x.nbytes
         return applied(_Sum, x, self.unit)
 
-    def join(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
-        """The whole of what each has a piece of."""
-        self.sent += x.nbytes
-        return applied(_Join, x, self, part)
+    def join(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns the full tensor of all workers' shards; differentiable."""
+        self.sent += shard.nbytes
+        return applied(_Join, shard, self, placement)
 
-    def exchange(self, x: torch.Tensor, have: ShardPlacement, want: ShardPlacement) -> torch.Tensor:
-        """Of what each has a piece of along one dimension, a piece along another one that all have whole."""
-        self.sent += x.nbytes * (2 if x.requires_grad and torch.is_grad_enabled() else 1)
-        return applied(_Exchange, x, self, have, want)
+    def exchange(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
+        """Turns this worker's shard along one dimension into its shard along another one; differentiable."""
+        self.sent += shard.nbytes * (2 if shard.requires_grad and torch.is_grad_enabled() else 1)
+        return applied(_Exchange, shard, self, source, target)
 
-    def exchanged(self, x: torch.Tensor, have: ShardPlacement, want: ShardPlacement) -> torch.Tensor:
-        given = [_sections(x, want, index) for index in range(self.size)]
-        shape, mine = list(given[self.unit.rank].shape), []
+    def exchange_shards(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
+        """Turns shards along one dimension into shards along another one, without a gradient."""
+        outgoing = [_sections(shard, target, index) for index in range(self.size)]
+        shape, incoming = list(outgoing[self.unit.rank].shape), []
         for index in range(self.size):
-            shape[have.dim] = sum(map(len, have.rows(index)))
-            mine.append(x.new_empty(shape))
-        self.unit.exchange([one.reshape(-1) for one in given], [one.view(-1) for one in mine])
-        return torch.cat(mine, have.dim)
+            shape[source.dim] = sum(map(len, source.rows(index)))
+            incoming.append(shard.new_empty(shape))
+        self.unit.exchange([tensor.reshape(-1) for tensor in outgoing], [tensor.view(-1) for tensor in incoming])
+        return torch.cat(incoming, source.dim)
 
-    def joined(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
-        order, back = memory_order(x)
-        x, dim, pieces = x.permute(order).contiguous(), back[part.dim], []
-        everyone, shape = self.unit.gather(x.view(-1)), list(x.shape)
-        for index in range(part.count):
-            lengths = [len(rows) for rows in part.rows(index)]
+    def gather_shards(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns the full tensor of all workers' shards, without a gradient."""
+        order, back = memory_order(shard)
+        shard, dim, shards = shard.permute(order).contiguous(), back[placement.dim], []
+        gathered, shape = self.unit.gather(shard.view(-1)), list(shard.shape)
+        for index in range(placement.count):
+            lengths = [len(rows) for rows in placement.rows(index)]
             shape[dim] = sum(lengths)
-            pieces.append(everyone[index * self.size // part.count].view(shape).split(lengths, dim))
-        whole = torch.cat([piece[n] for n in range(len(part.sections)) for piece in pieces], dim)
-        return whole.permute(back)
+            shards.append(gathered[index * self.size // placement.count].view(shape).split(lengths, dim))
+        full = torch.cat([piece[n] for n in range(len(placement.sections)) for piece in shards], dim)
+        return full.permute(back)
 
     def rest(self) -> None:
-        """A forward has ended: nothing of it is kept."""
+        """Forgets the shared tensors of a forward that has ended."""
         self._shared.clear()
 
 
 class DryRunRedistributor(Redistributor):
-    """The same in one process that has all: parts stay whole tensors, only that they are parts is followed."""
+    """Tracks placements in one process without moving data: tensors marked as sharded stay full."""
 
     def __init__(self, size: int) -> None:
         self.size, self.sent = size, 0
 
-    def shape(self, whole: Sequence[int], part: ShardPlacement) -> tuple[int, ...]:
-        return tuple(whole)
+    def shape(self, full_shape: Sequence[int], placement: ShardPlacement) -> tuple[int, ...]:
+        return tuple(full_shape)
 
-    def narrow(self, whole: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
-        return whole
+    def narrow(self, full: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        return full
 
-    def refine(self, x: torch.Tensor, part: ShardPlacement, count: int) -> torch.Tensor:
-        return x
+    def refine(self, shard: torch.Tensor, placement: ShardPlacement, count: int) -> torch.Tensor:
+        return shard
 
-    def share(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole
+    def share(self, full: torch.Tensor) -> torch.Tensor:
+        return full
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def join(self, x: torch.Tensor, part: ShardPlacement) -> torch.Tensor:
-        return x.view_as(x)
+    def join(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        return shard.view_as(shard)
 
-    def exchange(self, x: torch.Tensor, have: ShardPlacement, want: ShardPlacement) -> torch.Tensor:
-        return x
+    def exchange(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
+        return shard
 
 
-def _sections(x: torch.Tensor, part: ShardPlacement, index: int) -> torch.Tensor:
-    """A piece of each section."""
-    found, start = [], 0
-    for length, rows in zip(part.sections, part.rows(index), strict=True):
-        found.append(x.narrow(part.dim, start + rows.start, len(rows)))
+def _sections(tensor: torch.Tensor, placement: ShardPlacement, index: int) -> torch.Tensor:
+    """Returns the shard `index` of a tensor: its part of each section, joined."""
+    slices, start = [], 0
+    for length, rows in zip(placement.sections, placement.rows(index), strict=True):
+        slices.append(tensor.narrow(placement.dim, start + rows.start, len(rows)))
         start += length
-    return found[0] if len(found) == 1 else torch.cat(found, part.dim)
+    return slices[0] if len(slices) == 1 else torch.cat(slices, placement.dim)

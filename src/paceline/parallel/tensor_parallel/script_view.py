@@ -1,12 +1,13 @@
 """Shows the script whole weights while workers hold shards.
 
-In the script's own code, from the first Trainer on, a mode of torch's is on: in the body of a loop that of this turn,
-elsewhere one for all. Code of ours takes it off (`by_pieces`), and puts it back for metrics (`in_metric`).
+A torch function mode is on in the script's own code, from the first Trainer on: one mode for each iteration of a loop,
+and one for the code outside of loops. The library's code takes it off (`by_pieces`), and puts it back for metrics
+(`metric_view`).
 
-What reads a part gets the value of the whole, gathered where it has to be; what writes into a part, or into a view of
-what was gathered, writes into the pieces; a change of each element by itself stays on the piece, and costs nothing
-more. Of a weight that is on another stage of a pipeline nothing is here: such changes do nothing, and whatever needs a
-value raises UsageError.
+Code that reads a shard gets the full value, gathered where necessary. Code that writes into a shard, or into a view of
+a gathered tensor, writes into the shards of all workers. Elementwise changes run on the shard alone and cost nothing
+more. A weight of another pipeline stage has no values on this worker: elementwise changes do nothing, and whatever
+needs a value raises UsageError.
 """
 
 from __future__ import annotations
@@ -49,451 +50,487 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-ABSENT = "_paceline_absent"  # of a parameter that another stage has: its name and whole shape
-_MIRROR = "_paceline_mirror"  # of a view of a gathered whole: which
-_WHOLE = "_paceline_whole"  # of what was made of parts and is none
-_turns = count()
-_FIRST = ("tensor", "input", "self")  # what functions call their first argument
-_READS = ("__iter__", "__int__", "__index__")  # their names are those of changes in place
+# Attributes of tensors.
+ABSENT = "_paceline_absent"  # on a parameter of another pipeline stage: its name and full shape
+_MIRROR = "_paceline_mirror"  # on a view of a gathered tensor: its _Mirror
+_NOT_SHARDED = "_paceline_whole"  # on a full tensor that was computed from shards
+_view_numbers = count()
+_FIRST = ("tensor", "input", "self")  # the names of functions' first arguments
+_READS = ("__iter__", "__int__", "__index__")  # look like names of in-place functions
 
 
 class _Thread(threading.local):
-    """What a thread has, as it has modes: the script's body and those of loops that it is in, of which the last one is
-    on; how deep it is in code of ours, and how often it was.
-    """
+    """The state of one thread, as modes belong to threads."""
 
     def __init__(self) -> None:
-        self.bodies: list[ScriptView] = []
-        self.script: ScriptView | None = None
-        self.metric = False  # of code that not all workers of a unit run
-        self.quiet = self.calls = 0
+        self.views: list[ScriptView] = []  # those of the script and of the loops it is in; the last one is on
+        self.script_view: ScriptView | None = None  # the one for code outside of loops
+        self.in_metric = False  # whether code runs that not all workers of a unit run
+        self.off_depth = 0  # how many calls of the library's code are nested now
+        self.off_count = 0  # how often the library's code was called
 
 
 @dataclass(eq=False)
 class _Mirror:
-    """A whole that was gathered, of which there are views; what is here of it, and what that was gathered after."""
+    """A gathered tensor that has views, this worker's shard of it, and the shard's version when it was gathered."""
 
-    piece: torch.Tensor
-    part: ShardPlacement
-    whole: torch.Tensor
-    stamp: Any
+    shard: torch.Tensor
+    placement: ShardPlacement
+    full: torch.Tensor
+    version: Any
 
 
 class HasParts(Protocol):
-    """A trainer, as far as this matters here: see `ParallelJob.redistributors` and `mark_copies`."""
+    """A trainer with sharded weights: see `ParallelJob.redistributors` and `mark_copies`."""
 
     @property
     def parts(self) -> list[Redistributor | None]: ...
-    def mark_copies(self) -> None: ...
+    def mark_copies(self) -> None:
+        """Marks copies of parameters that the script made before the loop, as `mark_copies` below does."""
 
 
 def mark_copies(tree: Any, job: TrainingJob) -> None:
-    """Marks what a script keeps as what it was made of: copies of parameters that are cut, made before the loop."""
+    """Marks tensors that the script copied from split parameters before the loop as shards, like their parameters."""
     params = dict(job.model.named_parameters(remove_duplicate=False))
 
     def change(copy: Tensor, name: str, path: Any) -> Tensor:
-        like = params.get(name)
-        if like is not None and copy.shape == like.shape and tuple(copy.shape) != job.cuts[name].shape:
-            copy.__dict__.update({key: value for key, value in vars(like).items() if key in (PART, ABSENT)})
+        param = params.get(name)
+        if param is not None and copy.shape == param.shape and tuple(copy.shape) != job.cuts[name].shape:
+            copy.__dict__.update({key: value for key, value in vars(param).items() if key in (PART, ABSENT)})
         return copy
 
     change_copies(tree, job, change)
 
 
-def restored_copies(saved: Any, given: Callable[[], Any], job: TrainingJob) -> Any:
-    """A script's value as it was saved, whose copies of weights are what those of the `given` one are."""
-    mark_copies(found := copies_like(saved, given, job), job)
-    return found
+def restore_copies(saved_value: Any, original: Callable[[], Any], job: TrainingJob) -> Any:
+    """Restores a script's saved value; its copies of weights become shards like those of the `original` value."""
+    mark_copies(copies := copies_like(saved_value, original, job), job)
+    return copies
 
 
-_here = _Thread()
+_state = _Thread()
 
 
 def _arrange() -> None:
-    """Puts the mode of the last body on, or takes it off in code of ours.
+    """Puts the innermost view of this thread on, or takes it off in the library's code.
 
-    It lies under modes of the script's, which may end first and then take the innermost one off. Torch's own one of the
-    default device has to be the outermost.
+    The view lies under the script's own modes: these may end first, and torch then takes off the innermost mode.
+    Torch's mode for the default device has to be the outermost.
     """
-    here = _here
-    here.bodies = [body for body in here.bodies if not body.is_over]
-    others = [mode for mode in function_modes_taken() if not isinstance(mode, ScriptView)]
-    under = [others.pop()] if others and others[-1] is default_device_mode() else []
-    for mode in (*under, *(here.bodies[-1:] if not here.quiet else ()), *reversed(others)):
+    state = _state
+    state.views = [view for view in state.views if not view.is_over]
+    other_modes = [mode for mode in function_modes_taken() if not isinstance(mode, ScriptView)]
+    lowest = [other_modes.pop()] if other_modes and other_modes[-1] is default_device_mode() else []
+    for mode in (*lowest, *(state.views[-1:] if not state.off_depth else ()), *reversed(other_modes)):
         push_function_mode(mode)
 
 
 @contextmanager
-def unfollowed() -> Iterator[None]:
-    """Code of ours that the script calls: it sees pieces."""
-    here = _here
-    here.quiet, here.calls = here.quiet + 1, here.calls + 1
-    if here.quiet == 1:
+def script_view_off() -> Iterator[None]:
+    """Takes the script's view off: the library's code in its body sees shards."""
+    state = _state
+    state.off_depth, state.off_count = state.off_depth + 1, state.off_count + 1
+    if state.off_depth == 1:
         _arrange()
     try:
         yield
     finally:
-        here.quiet -= 1
-        if not here.quiet:
+        state.off_depth -= 1
+        if not state.off_depth:
             _arrange()
 
 
 @contextmanager
-def in_metric() -> Iterator[None]:
-    """A metric of the script's, which one worker of a unit computes: it sees wholes, and cannot gather any."""
-    here = _here
-    before = here.quiet, here.metric
-    here.quiet, here.metric = 0, True
+def metric_view() -> Iterator[None]:
+    """Puts the script's view on for a metric, which one worker of a unit computes and which cannot gather weights."""
+    state = _state
+    previous = state.off_depth, state.in_metric
+    state.off_depth, state.in_metric = 0, True
     _arrange()
     try:
         yield
     finally:
-        here.quiet, here.metric = before
+        state.off_depth, state.in_metric = previous
         _arrange()
 
 
-def refuse_in_metric(why: str) -> None:
-    """Where values of a weight would be gathered. UsageError: in a metric, which not all workers of a unit compute."""
-    if _here.metric:
-        what = f"a metric needs values of a weight, of which {why}"
-        raise UsageError(what, "compute it before evaluate(), where the script sees whole weights")
+def refuse_in_metric(reason: str) -> None:
+    """Raises UsageError in a metric, where weights cannot be gathered as not all workers of the unit compute it."""
+    if _state.in_metric:
+        problem = f"a metric needs values of a weight, of which {reason}"
+        raise UsageError(problem, "compute it before evaluate(), where the script sees whole weights")
 
 
 def _where() -> str:
-    return "a metric" if _here.metric else "the script"
+    """Says whose code runs, for messages."""
+    return "a metric" if _state.in_metric else "the script"
 
 
 def by_pieces(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of ours that a body may call, which sees pieces."""
+    """Decorates a function of the library that the script may call, so that it sees shards."""
 
     @wraps(function)
-    def called(*given: P.args, **named: P.kwargs) -> T:
-        return call_by_pieces(function, *given, **named)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        return call_by_pieces(function, *args, **kwargs)
 
-    return called
-
-
-def call_by_pieces(function: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """Calls it as such a function. In a `partial`, a copy of that is one of what the function belongs to, too."""
-    if not _here.bodies:
-        return function(*given, **named)
-    with unfollowed():
-        return function(*given, **named)
+    return wrapper
 
 
-def each_by_pieces(made: Iterator[T]) -> Iterator[T]:
-    """The same for an iterator of ours."""
-    turn = by_pieces(lambda: next(made, _END))
+def call_by_pieces(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls a function so that it sees shards.
+
+    Use `partial(call_by_pieces, bound_method)` where the result is deep-copied: then the copy is bound to the copied
+    object.
+    """
+    if not _state.views:
+        return function(*args, **kwargs)
+    with script_view_off():
+        return function(*args, **kwargs)
+
+
+def each_by_pieces(iterator: Iterator[T]) -> Iterator[T]:
+    """Iterates an iterator of the library, which sees shards while it makes the next item."""
+    next_item = by_pieces(lambda: next(iterator, _END))
     try:
-        while (one := turn()) is not _END:
-            yield one
+        while (item := next_item()) is not _END:
+            yield item
     finally:
-        if isinstance(made, Generator):
-            made.close()
+        if isinstance(iterator, Generator):
+            iterator.close()
 
 
 _END: Any = object()
 
 
-def with_bodies(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -> Iterator[T]:
-    """A loop of ours whose body sees whole weights of the trainers that there are in it."""
-    inner, marked = each_by_pieces(loop), False
+def with_script_views(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -> Iterator[T]:
+    """Iterates a loop of the library; the loop's body sees full weights of all `trainers`."""
+    items, has_marked = each_by_pieces(loop), False
     try:
-        for one in inner:
-            parts = [moves for trainer in trainers() for moves in trainer.parts]
-            if not parts:
-                yield one
+        for item in items:
+            redistributors = [redistributor for trainer in trainers() for redistributor in trainer.parts]
+            if not redistributors:
+                yield item
                 continue
-            if not marked:
-                with unfollowed():
+            if not has_marked:
+                with script_view_off():
                     for trainer in trainers():
                         trainer.mark_copies()
-            marked = True
-            body = ScriptView(parts)
-            body.begin()
+            has_marked = True
+            view = ScriptView(redistributors)
+            view.begin()
             try:
-                yield one
+                yield item
             finally:
-                body.end()
+                view.end()
     finally:
-        cast(Generator[T], inner).close()
+        cast(Generator[T], items).close()
 
 
-def see_whole_weights(trainers: Iterable[HasParts]) -> None:
-    """The script, outside of loops as well, sees whole weights of these trainers from here on.
+def start_script_view(trainers: Iterable[HasParts]) -> None:
+    """Lets the script see full weights of these trainers from here on, also outside of loops.
 
-    A unit that comes to its team in the middle of the training goes through the script together, up to where the others
-    are: its workers gather among themselves.
+    A unit that joins its team in the middle of training runs the script up to the others' position; its workers do this
+    together, so they gather among themselves.
     """
-    here = _here
-    if here.script is not None:
-        here.script.end()
-    parts = [moves for trainer in trainers for moves in trainer.parts]
-    here.script = ScriptView(parts) if parts else None
-    if here.script is not None:
-        here.script.begin()
+    state = _state
+    if state.script_view is not None:
+        state.script_view.end()
+    redistributors = [redistributor for trainer in trainers for redistributor in trainer.parts]
+    state.script_view = ScriptView(redistributors) if redistributors else None
+    if state.script_view is not None:
+        state.script_view.begin()
 
 
 class _Checked(Redistributor):
-    """All workers of the unit do it at the same line of the script."""
+    """Checks before each exchange that all workers of the unit make it at the same line of the script."""
 
-    def _enter(self) -> None:
+    def _declare(self) -> None:
         refuse_in_metric("each worker has a part under tensor=")
         self.unit.enter("a weight that the script uses, of which each worker has a part", kind="tensor")
 
     def sum(self, x: Tensor) -> Tensor:
-        self._enter()
+        """Checks the call, then sums the tensors of all workers."""
+        self._declare()
         return super().sum(x)
 
-    def join(self, x: Tensor, part: ShardPlacement) -> Tensor:
-        self._enter()
-        return super().join(x, part)
+    def join(self, shard: Tensor, placement: ShardPlacement) -> Tensor:
+        """Checks the call, then gathers the full tensor."""
+        self._declare()
+        return super().join(shard, placement)
 
-    def exchange(self, x: Tensor, have: ShardPlacement, want: ShardPlacement) -> Tensor:
-        self._enter()
-        return super().exchange(x, have, want)
+    def exchange(self, shard: Tensor, source: ShardPlacement, target: ShardPlacement) -> Tensor:
+        """Checks the call, then turns the shard into one along another dimension."""
+        self._declare()
+        return super().exchange(shard, source, target)
 
 
 class ScriptView(ShardedTensorMode):
-    """The mode of one turn of a loop, or of the script outside of loops."""
+    """The mode that shows full weights in one iteration of a loop, or in the script outside of loops."""
 
     moves: Redistributor
 
-    def __init__(self, cuts: Iterable[Redistributor | None]) -> None:
-        found = [moves for moves in cuts if moves is not None]
-        # With stages alone there are no parts to move.
-        super().__init__(_Checked(found[0].unit) if found else None, RULES, _where)  # type: ignore[arg-type]
-        self._turn = next(_turns)
-        self.is_over, self._written = False, Counter[int]()  # by the memory of a piece
-        self._several = len({moves.unit.size for moves in found}) > 1
+    def __init__(self, redistributors: Iterable[Redistributor | None]) -> None:
+        active = [redistributor for redistributor in redistributors if redistributor is not None]
+        # With pipeline stages alone there are no shards to move.
+        super().__init__(_Checked(active[0].unit) if active else None, RULES, _where)  # type: ignore[arg-type]
+        self._number = next(_view_numbers)
+        self.is_over, self._write_counts = False, Counter[int]()  # by the address of a shard
+        self._has_several_sizes = len({redistributor.unit.size for redistributor in active}) > 1
 
     def begin(self) -> None:
-        _here.bodies.append(self)
+        """Puts the view on in this thread."""
+        _state.views.append(self)
         _arrange()
 
     def end(self) -> None:
-        """Also by the garbage collector, wherever that runs: the mode may stay on in the thread of the loop."""
+        """Takes the view off.
+
+        The garbage collector may call this in another thread; then the mode stays on in its own thread until the next
+        change there, but does nothing.
+        """
         self.is_over = True
         _arrange()
 
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        here, named = _here, named or {}
-        body = next((body for body in reversed(here.bodies) if not body.is_over), None)
-        if here.quiet or body is None:
-            return function(*given, **named)
-        key = next((key for key in _FIRST if key in named), "") if not given else ""
-        if key and "condition" not in named:
-            given, named = (named[key],), {other: value for other, value in named.items() if other != key}
-        return body.follow(function, given, named)
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        state, kwargs = _state, kwargs or {}
+        view = next((view for view in reversed(state.views) if not view.is_over), None)
+        if state.off_depth or view is None:
+            return function(*args, **kwargs)
+        key = next((key for key in _FIRST if key in kwargs), "") if not args else ""
+        if key and "condition" not in kwargs:
+            args, kwargs = (kwargs[key],), {other: value for other, value in kwargs.items() if other != key}
+        return view.run_function(function, args, kwargs)
 
     # -- which way a function goes --------------------------------------------------------------------------------
 
-    def follow(self, function: Any, given: Any, named: Any) -> Any:
-        tensors = [*tensors_in((*given, *named.values()))]
+    def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function of the script on shards, gathered tensors, views of these, or absent weights."""
+        tensors = [*tensors_in((*args, *kwargs.values()))]
         if not any(ABSENT in t.__dict__ or _MIRROR in t.__dict__ or part_of(t) for t in tensors):
-            return function(*given, **named)
+            return function(*args, **kwargs)
         name = function.__name__
         if name.startswith("_foreach_"):
-            return self._one_by_one(name, given, named)
+            return self._run_foreach(name, args, kwargs)
         if name == "__iter__":
-            return iter(self.follow(Tensor.unbind, given, named))
+            return iter(self.run_function(Tensor.unbind, args, kwargs))
         absent = next((t for t in tensors if ABSENT in t.__dict__), None)
         if absent is not None:
-            return self._without(absent, function, given, named)
+            return self._run_absent(absent, function, args, kwargs)
         mirrors = [t for t in tensors if _MIRROR in t.__dict__]
         if mirrors and not any(map(part_of, tensors)):
-            return self._mirrored(mirrors, function, given, named)
+            return self._run_on_views(mirrors, function, args, kwargs)
         for t in mirrors:
             self._refresh(t)
-        if self._several and not (name in AS_IT_IS or name == "__get__"):
-            what = f"{_where()} uses weights under tensor= of different sizes ({name.strip('_')})"
-            raise UsageError(what, "give all trainers of the script the same tensor=, or compute it in the loss")
-        return self._with_parts(function, name, given, named, tensors)
+        if self._has_several_sizes and not (name in AS_IT_IS or name == "__get__"):
+            problem = f"{_where()} uses weights under tensor= of different sizes ({name.strip('_')})"
+            raise UsageError(problem, "give all trainers of the script the same tensor=, or compute it in the loss")
+        return self._run_on_shards(function, name, args, kwargs, tensors)
 
-    def _with_parts(self, function: Any, name: str, given: Any, named: Any, tensors: list[Tensor]) -> Any:
-        x: Any = given[0] if given else None
-        part = part_of(x)
-        if part is not None and _writes(name):
-            self._written[x.untyped_storage().data_ptr()] += 1
-        if name in ("__get__", "__set__") and part is not None:
-            found = self._property(function, function.__self__.__name__, x, part, given[1:])
-            if found is not NotImplemented:
-                return found
+    def _run_on_shards(self, function: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Runs a function of which some arguments are shards."""
+        x: Any = args[0] if args else None
+        placement = part_of(x)
+        if placement is not None and _writes(name):
+            self._write_counts[x.untyped_storage().data_ptr()] += 1
+        if name in ("__get__", "__set__") and placement is not None:
+            result = self._property(function, function.__self__.__name__, x, placement, args[1:])
+            if result is not NotImplemented:
+                return result
         elif name not in AS_IT_IS and len(tensors) > 1:
-            self._adopt(name, tensors)
+            self._mark_copies_of_shards(name, tensors)
         if name in ("__repr__", "__format__"):
-            return function(self._gathered(x).requires_grad_(x.requires_grad), *given[1:], **named)
-        if named.get("out") is not None:
-            return self._with_wholes(function, name, given, named)
-        made = self._each(function, name, given, named, tensors)
-        if made is NotImplemented:
-            made = super().follow(function, given, named)
+            return function(self._gather_detached(x).requires_grad_(x.requires_grad), *args[1:], **kwargs)
+        if kwargs.get("out") is not None:
+            return self._with_wholes(function, name, args, kwargs)
+        result = self._run_elementwise(function, name, args, kwargs, tensors)
+        if result is NotImplemented:
+            result = super().run_function(function, args, kwargs)
         if name in ("numpy", "__array__"):
-            made.setflags(write=False)  # it is a copy
-        for one in tensors_in([made]):
-            if part_of(one) is None:
-                one.__dict__[_WHOLE] = True
-        return made
+            result.setflags(write=False)  # it is a copy
+        for tensor in tensors_in([result]):
+            if part_of(tensor) is None:
+                tensor.__dict__[_NOT_SHARDED] = True
+        return result
 
-    def _property(self, function: Any, key: str, x: Tensor, part: ShardPlacement, given: Any) -> Any:
+    def _property(self, function: Any, key: str, x: Tensor, placement: ShardPlacement, args: Any) -> Any:
         if key == "nbytes":
             return math.prod(logical(x)) * x.element_size()
         if function.__name__ == "__get__":
-            if key == "grad" and (found := function(x)) is not None:
-                return mark(found, part) if Tensor.size(found) == Tensor.size(x) else found
+            if key == "grad" and (gradient := function(x)) is not None:
+                return mark(gradient, placement) if Tensor.size(gradient) == Tensor.size(x) else gradient
             return NotImplemented
-        value = given[0]
-        whole = isinstance(value, Tensor) and part_of(value) is None and tuple(value.shape) == logical(x)
-        if whole and key in ("data", "grad"):
-            return function(x, mark(self.moves.narrow(value.detach(), part).clone(), part))
+        value = args[0]
+        is_full = isinstance(value, Tensor) and part_of(value) is None and tuple(value.shape) == logical(x)
+        if is_full and key in ("data", "grad"):
+            return function(x, mark(self.moves.narrow(value.detach(), placement).clone(), placement))
         return NotImplemented
 
-    def _adopt(self, name: str, tensors: list[Tensor]) -> None:
-        """What was made of a piece before the loop, as an average, is a piece as well."""
-        like = next(t for t in tensors if part_of(t) is not None)
-        part, shape, whole = part_of(like), Tensor.size(like), logical(like)
-        assert part is not None
-        if tuple(shape) == whole or name.strip("_") not in ELEMENTWISE:
+    def _mark_copies_of_shards(self, name: str, tensors: list[Tensor]) -> None:
+        """Marks tensors that were copied from a shard before the loop, such as an average, as shards."""
+        shard = next(tensor for tensor in tensors if part_of(tensor) is not None)
+        placement, shard_shape, full_shape = part_of(shard), Tensor.size(shard), logical(shard)
+        assert placement is not None
+        if tuple(shard_shape) == full_shape or name.strip("_") not in ELEMENTWISE:
             return
-        for number, t in enumerate(tensors):
-            if part_of(t) is not None or Tensor.size(t) != shape or _WHOLE in t.__dict__ or _MIRROR in t.__dict__:
+        for position, tensor in enumerate(tensors):
+            if (
+                part_of(tensor) is not None
+                or Tensor.size(tensor) != shard_shape
+                or _NOT_SHARDED in tensor.__dict__
+                or _MIRROR in tensor.__dict__
+            ):
                 continue
-            if shape[part.dim] == 1 and not (number == 0 and _writes(name)):  # it may be meant for each row of all
-                what = f"nobody knows whether a tensor of shape {tuple(shape)} that {_where()} uses with a weight of"
-                what = f"{what} shape {whole} is this worker's part of it"
-                raise UsageError(what, "make it of the weight after its Trainer was made")
-            mark(t, part)
+            if shard_shape[placement.dim] == 1 and not (
+                position == 0 and _writes(name)
+            ):  # it may be meant for each row of all
+                problem = (
+                    f"nobody knows whether a tensor of shape {tuple(shard_shape)} that {_where()} uses with a weight of"
+                )
+                problem = f"{problem} shape {full_shape} is this worker's part of it"
+                raise UsageError(problem, "make it of the weight after its Trainer was made")
+            mark(tensor, placement)
 
-    def _each(self, function: Any, name: str, given: Any, named: Any, tensors: list[Tensor]) -> Any:
-        """A function of each element by itself, on pieces of one kind and what meets them."""
-        if name.strip("_") not in ELEMENTWISE or name == "__bool__" or (_writes(name) and part_of(given[0]) is None):
+    def _run_elementwise(self, function: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Runs an elementwise function on shards with the same placement and full tensors that are narrowed to it."""
+        if name.strip("_") not in ELEMENTWISE or name == "__bool__" or (_writes(name) and part_of(args[0]) is None):
             return NotImplemented
-        kinds = {(part, Tensor.dim(t)) for t in tensors if (part := part_of(t)) is not None}
+        kinds = {(placement, Tensor.dim(t)) for t in tensors if (placement := part_of(t)) is not None}
         if len(kinds) > 1 or any(Tensor.dim(t) > dims for t in tensors for _, dims in kinds):
             return NotImplemented
-        ((part, dims),) = kinds
+        ((placement, dims),) = kinds
 
-        def ours(t: Tensor) -> Tensor:
-            dim = part.dim - dims + Tensor.dim(t)
+        def as_shard(t: Tensor) -> Tensor:
+            dim = placement.dim - dims + Tensor.dim(t)
             if part_of(t) is not None:
                 return t
-            return self.moves.share(t) if dim < 0 or t.size(dim) == 1 else self.moves.take(t, replace(part, dim=dim))
+            return (
+                self.moves.share(t) if dim < 0 or t.size(dim) == 1 else self.moves.take(t, replace(placement, dim=dim))
+            )
 
         if any(part_of(t) is None for t in tensors):
-            given, named = pytree.tree_map_only(Tensor, ours, (given, named))
-        made = function(*given, **named)
-        return mark(made, part) if isinstance(made, Tensor) else made
+            args, kwargs = pytree.tree_map_only(Tensor, as_shard, (args, kwargs))
+        result = function(*args, **kwargs)
+        return mark(result, placement) if isinstance(result, Tensor) else result
 
-    # -- wholes, and writing into them ------------------------------------------------------------------------------
+    # -- gathered tensors, and writing into them --------------------------------------------------------------------
 
-    def _gathered(self, x: Tensor) -> Tensor:
-        part = part_of(x)
-        if part is None:
+    def _gather_detached(self, x: Tensor) -> Tensor:
+        placement = part_of(x)
+        if placement is None:
             return x
         with torch.no_grad():
-            return self.moves.join(x.detach(), part)
+            return self.moves.join(x.detach(), placement)
 
-    def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
-        pairs: list[tuple[Tensor, ShardPlacement, Tensor, int]] = []
-        first = given[0] if given and _writes(name) and part_of(given[0]) is not None else None
+    def _with_wholes(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        gathered: list[tuple[Tensor, ShardPlacement, Tensor, int]] = []
+        first = args[0] if args and _writes(name) and part_of(args[0]) is not None else None
 
-        def whole(x: Tensor) -> Tensor:
-            part = part_of(x)
-            if part is None:
+        def gather(x: Tensor) -> Tensor:
+            placement = part_of(x)
+            if placement is None:
                 return x
-            made = self._gathered(x) if x is first else self.moves.join(x, part)
-            pairs.append((x, part, made, made._version))
-            return made
+            result = self._gather_detached(x) if x is first else self.moves.join(x, placement)
+            gathered.append((x, placement, result, result._version))
+            return result
 
-        ours, more = pytree.tree_map_only(Tensor, whole, (given, named))
-        made = function(*ours, **more)
-        for x, part, full, version in pairs:
+        full_args, full_kwargs = pytree.tree_map_only(Tensor, gather, (args, kwargs))
+        result = function(*full_args, **full_kwargs)
+        for x, placement, full, version in gathered:
             if full._version != version:  # by a change in place, an `out` or an `inplace`
                 if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
-                    x.add_(0)  # raises what torch says of it
+                    x.add_(0)  # raises torch's own error for an in-place change of a leaf
                 with torch.no_grad():
-                    x.copy_(self.moves.narrow(full.detach(), part))
-                self._written[x.untyped_storage().data_ptr()] += 1
-                if made is full:
+                    x.copy_(self.moves.narrow(full.detach(), placement))
+                self._write_counts[x.untyped_storage().data_ptr()] += 1
+                if result is full:
                     return x
-        for x, part, full, _ in pairs:
-            self._see_views(made, _Mirror(x.detach(), part, full, self._stamp(x)))
-        return made
+        for x, placement, full, _ in gathered:
+            self._mark_views(result, _Mirror(x.detach(), placement, full, self._write_version(x)))
+        return result
 
     def _refresh(self, view: Tensor) -> None:
-        """The piece may have changed since."""
+        """Gathers the tensor of a view again if its shard may have changed."""
         mirror: _Mirror = view.__dict__[_MIRROR]
-        if mirror.stamp != (stamp := self._stamp(mirror.piece)):
+        if mirror.version != (version := self._write_version(mirror.shard)):
             with torch.no_grad():
-                mirror.whole.detach().copy_(self.moves.join(mirror.piece, mirror.part))
-            mirror.stamp = stamp
+                mirror.full.detach().copy_(self.moves.join(mirror.shard, mirror.placement))
+            mirror.version = version
 
-    def _stamp(self, piece: Tensor) -> Any:
-        """Differs where a piece was written."""
-        return self._turn, _here.calls, self._written[piece.untyped_storage().data_ptr()]
+    def _write_version(self, shard: Tensor) -> Any:
+        """Returns a value that changes whenever the shard may have been written."""
+        return self._number, _state.off_count, self._write_counts[shard.untyped_storage().data_ptr()]
 
-    def _mirrored(self, views: list[Tensor], function: Any, given: Any, named: Any) -> Any:
-        """What uses or changes a view of a whole that was gathered."""
+    def _run_on_views(self, views: list[Tensor], function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on views of gathered tensors; a change of a view is written into the shard."""
         if function.__name__ in AS_IT_IS or function.__name__ in ("__get__", "size", "dim"):
-            made = function(*given, **named)
+            result = function(*args, **kwargs)
         else:
             for view in views:
                 self._refresh(view)
-            made = function(*given, **named)
-            if _writes(function.__name__) and given and isinstance(given[0], Tensor) and _MIRROR in given[0].__dict__:
-                mirror: _Mirror = given[0].__dict__[_MIRROR]
+            result = function(*args, **kwargs)
+            if _writes(function.__name__) and args and isinstance(args[0], Tensor) and _MIRROR in args[0].__dict__:
+                mirror: _Mirror = args[0].__dict__[_MIRROR]
                 with torch.no_grad():
-                    mirror.piece.copy_(self.moves.narrow(mirror.whole.detach(), mirror.part))
-                self._written[mirror.piece.untyped_storage().data_ptr()] += 1
-                mirror.stamp = self._stamp(mirror.piece)
+                    mirror.shard.copy_(self.moves.narrow(mirror.full.detach(), mirror.placement))
+                self._write_counts[mirror.shard.untyped_storage().data_ptr()] += 1
+                mirror.version = self._write_version(mirror.shard)
         for view in views:
-            self._see_views(made, view.__dict__[_MIRROR])
-        return made
+            self._mark_views(result, view.__dict__[_MIRROR])
+        return result
 
-    def _see_views(self, made: Any, mirror: _Mirror) -> None:
-        """Marks what lies in the memory of a whole that was gathered."""
-        memory = mirror.whole.untyped_storage().data_ptr()
-        for one in tensors_in(made if isinstance(made, (list, tuple)) else [made]):
-            if one.untyped_storage().data_ptr() == memory:
-                one.__dict__[_MIRROR] = mirror
+    def _mark_views(self, result: Any, mirror: _Mirror) -> None:
+        """Marks tensors that share the memory of a gathered tensor as its views."""
+        storage = mirror.full.untyped_storage().data_ptr()
+        for tensor in tensors_in(result if isinstance(result, (list, tuple)) else [result]):
+            if tensor.untyped_storage().data_ptr() == storage:
+                tensor.__dict__[_MIRROR] = mirror
 
-    # -- lists of tensors, and what is not here ---------------------------------------------------------------------
+    # -- lists of tensors, and weights of other stages --------------------------------------------------------------
 
-    def _one_by_one(self, name: str, given: Any, named: Any) -> Any:
-        """A function of lists of tensors, for each place in them."""
-        call, length = getattr(Tensor, name.removeprefix("_foreach_")), len(given[0])
-        made = []
-        for place in range(length):
-            own = [one[place] if isinstance(one, (list, tuple)) and len(one) == length else one for one in given]
-            more = {key: one[place] if isinstance(one, (list, tuple)) else one for key, one in named.items()}
-            if "addc" in name and len(own) > 3:
-                more["value"] = own.pop()
-            made.append(self.follow(call, tuple(own), more))
-        return None if name.endswith("_") else tuple(made)
+    def _run_foreach(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Runs a `_foreach_` function of lists of tensors, one position after another."""
+        call, length = getattr(Tensor, name.removeprefix("_foreach_")), len(args[0])
+        results = []
+        for position in range(length):
+            item_args = [
+                value[position] if isinstance(value, (list, tuple)) and len(value) == length else value
+                for value in args
+            ]
+            item_kwargs = {
+                key: value[position] if isinstance(value, (list, tuple)) else value for key, value in kwargs.items()
+            }
+            if "addc" in name and len(item_args) > 3:
+                item_kwargs["value"] = item_args.pop()
+            results.append(self.run_function(call, tuple(item_args), item_kwargs))
+        return None if name.endswith("_") else tuple(results)
 
-    def _without(self, absent: Tensor, function: Any, given: Any, named: Any) -> Any:
-        """A function of a weight that another stage has."""
-        name, (whose, shape) = function.__name__, absent.__dict__[ABSENT]
+    def _run_absent(self, absent: Tensor, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function of a weight of another pipeline stage; UsageError if it needs the weight's values."""
+        name, (param_name, shape) = function.__name__, absent.__dict__[ABSENT]
         key = function.__self__.__name__ if name in ("__get__", "__set__") else name
         if key in ("shape", "size"):
-            dim = named.get("dim", given[1] if len(given) > 1 and name != "__get__" else None)
+            dim = kwargs.get("dim", args[1] if len(args) > 1 and name != "__get__" else None)
             return torch.Size(shape) if dim is None else shape[dim]
         if key in ("numel", "nelement"):
             return math.prod(shape)
         if key == "__len__":
             return shape[0]
-        others = [t for t in tensors_in((*given, *named.values())) if t is not absent]
-        fits = all(ABSENT in t.__dict__ or t.dim() == 0 or t.shape == Tensor.size(absent) for t in others)
-        if key == "data" or (key.strip("_") in ELEMENTWISE and fits):
-            made = function(*given, **named)
-            for one in tensors_in([made]):
-                one.__dict__[ABSENT] = whose, shape
-            return made
+        other_tensors = [t for t in tensors_in((*args, *kwargs.values())) if t is not absent]
+        has_matching_shapes = all(
+            ABSENT in t.__dict__ or t.dim() == 0 or t.shape == Tensor.size(absent) for t in other_tensors
+        )
+        if key == "data" or (key.strip("_") in ELEMENTWISE and has_matching_shapes):
+            result = function(*args, **kwargs)
+            for tensor in tensors_in([result]):
+                tensor.__dict__[ABSENT] = param_name, shape
+            return result
         if key in AS_IT_IS - {"__repr__"} or (name == "__get__" and key not in ("T", "mT", "H", "mH", "nbytes")):
-            return function(*given, **named)
-        what = f"{_where()} uses {whose} ({key.strip('_')}), and pipeline= leaves it to another worker"
-        cure = "change each element by itself (clamp_, an average), write weights with export() and compute with those"
-        raise UsageError(what, f"{cure}, or leave pipeline= out")
+            return function(*args, **kwargs)
+        problem = f"{_where()} uses {param_name} ({key.strip('_')}), and pipeline= leaves it to another worker"
+        advice = (
+            "change each element by itself (clamp_, an average), write weights with export() and compute with those"
+        )
+        raise UsageError(problem, f"{advice}, or leave pipeline= out")
 
 
 def _writes(name: str) -> bool:

@@ -1,10 +1,10 @@
 """A torch function mode that runs the user's code on sharded tensors.
 
-While `ShardedTensorMode` is on, a tensor that is a part says the shape of the whole, and torch's functions are carried
-out on parts where that gives the part of the result: shapes are translated, what all have is narrowed to the same part,
-sums over what is divided are added up among the workers. Whatever is not known to be of that kind gets the whole,
-gathered from all: so the result is right for any code, and what is known here only makes it cheap. A dropout draws for
-the whole and keeps its part of the mask: what is dropped does not depend on the workers.
+While `ShardedTensorMode` is on, a sharded tensor shows the shape of the full tensor, and torch's functions run on the
+shards wherever that gives the shard of the result: shapes are translated, full operands are narrowed to the same shard,
+and sums over the divided dimension are added up among the workers. Every other function gets the full tensors, gathered
+from all workers. So the result is right for any code, and the rules only make it cheap. A dropout draws the mask of the
+full tensor and keeps its shard of it, so the mask does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -27,39 +27,44 @@ from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardP
 Tensor = torch.Tensor
 Rule = Callable[["ShardedTensorMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 PART = "_paceline_part"
-_attribute = PART  # under which the part is kept that is asked for: a tensor may be one in two ways
-UNKNOWN = object()  # what a rule returns that does not know a case
-_MOST = 16  # sections of a fused weight that are looked for
-_active: list[_Mode] = []  # modes that are entered, the innermost last
+# The attribute of tensors that `part_of` and `mark` use: a tensor may be sharded in two ways, by tensor= and context=.
+_attribute = PART
+UNKNOWN = object()  # returned by a rule that does not cover a case
+_MOST = 16  # most sections of a fused weight that are tried
+_active: list[_Mode] = []  # the modes that are entered, the innermost last
 
-# Asked of a part as of any tensor, or done to it as it is.
+# Functions that run on a shard as on any tensor.
 AS_IT_IS = {
     *("dim", "ndimension", "stride", "is_contiguous", "is_floating_point", "is_complex", "get_device", "element_size"),
     *("data_ptr", "register_hook", "retain_grad", "requires_grad_", "storage_offset", "untyped_storage", "backward"),
     *("__repr__", "__hash__", "__set__", "__delete__", "is_inference", "is_neg", "is_conj"),
 }
 MADE = {"T", "mT", "H", "mH", "data", "real", "imag"}  # properties that are tensors
-_OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")  # not to be taken for those without dashes
+# Conversions of one element, which must not use the rules of `bool`, `int`, `float`, ... without underscores.
+_OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")
 
 
 def part_of(tensor: Any) -> ShardPlacement | None:
-    """Which part a tensor is, if it is one."""
+    """Returns the placement of a sharded tensor; None for full tensors and other values."""
     return (tensor.__dict__.get(_attribute) or None) if isinstance(tensor, Tensor) else None
 
 
-def mark(tensor: Tensor, part: ShardPlacement | None) -> Tensor:
-    tensor.__dict__[_attribute] = part
+def mark(tensor: Tensor, placement: ShardPlacement | None) -> Tensor:
+    """Sets the placement of a tensor, or marks it as full with None, and returns the tensor."""
+    tensor.__dict__[_attribute] = placement
     return tensor
 
 
 def logical(tensor: Tensor) -> tuple[int, ...]:
-    """The shape of the whole."""
-    shape, part = Tensor.size(tensor), part_of(tensor)
-    return tuple(shape) if part is None else (*shape[: part.dim], part.length, *shape[part.dim + 1 :])
+    """Returns the shape of the full tensor."""
+    shape, placement = Tensor.size(tensor), part_of(tensor)
+    return (
+        tuple(shape) if placement is None else (*shape[: placement.dim], placement.length, *shape[placement.dim + 1 :])
+    )
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """The tensors among arguments, and in nestings of them."""
+    """Yields the tensors among values and in nested tuples, lists and dicts."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -70,89 +75,95 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 class _Mode(TorchFunctionMode):
-    """Sees every function of torch's while it is `on` (so often it has been entered) and not asleep. What is a part is
-    kept as an `attribute` of tensors.
+    """Base of the modes that intercept torch functions while they are entered and not suspended.
+
+    `on` counts how often the mode is entered. The placement of a tensor is kept in its `attribute`.
     """
 
     def __init__(self, moves: Redistributor, attribute: str = PART) -> None:
         super().__init__()
         self.moves, self.on, self.attribute = moves, 0, attribute
-        self._asleep = 0
-        self._above: list[Any] = []  # for each time it has been entered: a mode that stays the innermost one, or None
-        self.model: Any = None  # that it was made for
-        self.main: _Mode | None = None  # where this one is on or asleep, it is no business of ours
+        self._suspensions = 0
+        # For each time this mode was entered: a mode that has to stay the innermost one, or None.
+        self._kept_innermost: list[Any] = []
+        self.model: Any = None  # the model that this mode is for
+        self.outranked_by: _Mode | None = None  # while that mode is on or suspended, this one does nothing
 
     @contextmanager
-    def sleeping(self) -> Iterator[None]:
-        """Functions in here are carried out as they stand."""
-        self._asleep += 1
+    def suspended(self) -> Iterator[None]:
+        """Runs functions unchanged in its body."""
+        self._suspensions += 1
         try:
             yield
         finally:
-            self._asleep -= 1
+            self._suspensions -= 1
 
     @contextmanager
-    def asked(self) -> Iterator[None]:
-        """Parts in here are those of this one."""
+    def using_own_attribute(self) -> Iterator[None]:
+        """Lets `part_of` and `mark` use this mode's attribute in its body."""
         global _attribute
-        before, _attribute = _attribute, self.attribute
+        previous, _attribute = _attribute, self.attribute
         try:
             yield
         finally:
-            _attribute = before
+            _attribute = previous
 
-    def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        main = self.main
-        if self._asleep or (main is not None and (main.on or main._asleep)):
-            return function(*given, **(named or {}))
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        main = self.outranked_by
+        if self._suspensions or (main is not None and (main.on or main._suspensions)):
+            return function(*args, **(kwargs or {}))
         global _attribute
-        before, _attribute = _attribute, self.attribute
+        previous, _attribute = _attribute, self.attribute
         try:
-            return self.follow(function, given, named or {})
+            return self.run_function(function, args, kwargs or {})
         finally:
-            _attribute = before
+            _attribute = previous
 
-    def follow(self, function: Any, given: Any, named: Any) -> Any:
+    def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a torch function that this mode intercepted."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:
         self.on += 1
         _active.append(self)
-        outer = innermost_function_mode()
-        made = super().__enter__()  # type: ignore[no-untyped-call]
-        # One that counts the calls of the user's code must see these, and not what rules make of them.
-        above = outer if getattr(outer, "stays_innermost", False) else None
-        self._above.append(above)
-        if above is not None:
-            above.__enter__()
-        return made
+        innermost = innermost_function_mode()
+        entered = super().__enter__()  # type: ignore[no-untyped-call]
+        # A mode that counts the torch functions of the user's code must see these, not the ones that rules call.
+        kept_innermost = innermost if getattr(innermost, "stays_innermost", False) else None
+        self._kept_innermost.append(kept_innermost)
+        if kept_innermost is not None:
+            kept_innermost.__enter__()
+        return entered
 
     def __exit__(self, *error: Any) -> None:
         self.on -= 1
         _active.pop()
-        if (above := self._above.pop()) is not None:
-            above.__exit__(*error)
+        if (kept_innermost := self._kept_innermost.pop()) is not None:
+            kept_innermost.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def whole(self, tensor: Tensor) -> Tensor:
-        part = part_of(tensor)
-        return tensor if part is None else self.moves.join(tensor, part)
+    def gather_full(self, tensor: Tensor) -> Tensor:
+        """Returns the full tensor of a shard, gathered from all workers; full tensors are returned as they are."""
+        placement = part_of(tensor)
+        return tensor if placement is None else self.moves.join(tensor, placement)
 
 
 @contextmanager
-def others_sleeping(model: Any) -> Iterator[None]:
-    """The modes of other models do not see what this one does, which a forward or a loss of theirs calls."""
+def suspend_other_modes(model: Any) -> Iterator[None]:
+    """Suspends the modes of other models, whose forward or loss may call this model."""
     with ExitStack() as stack:
         for mode in _active:
             if mode.model is not None and mode.model is not model:
-                stack.enter_context(mode.sleeping())
+                stack.enter_context(mode.suspended())
         yield
 
 
 class ShardedTensorMode(_Mode):
-    """Follows parts through what is run under it, by `rules` of functions' names. `where` says in which module that is,
-    `noted` is told of each function that was not carried out as it stands: its name, the parts that were gathered for
-    it if any were, and where sections of them would have to end for it to do without.
+    """Runs torch functions on shards, by `rules` for the functions' names.
+
+    `where` returns the name of the running module for messages. `on_adapted` is called for each function that did not
+    run unchanged, with its name, the placements that were gathered for it, and the section ends and the number of
+    shards with which no gathering would have been needed, if these are known.
     """
 
     def __init__(
@@ -160,89 +171,114 @@ class ShardedTensorMode(_Mode):
         moves: Redistributor,
         rules: Mapping[str, Rule],
         where: Callable[[], str],
-        noted: Callable[..., None] | None = None,
+        on_adapted: Callable[..., None] | None = None,
         attribute: str = PART,
     ) -> None:
         super().__init__(moves, attribute)
-        self._rules, self.where, self._noted = rules, where, noted
+        self._rules, self.where, self._on_adapted = rules, where, on_adapted
 
-    def follow(self, function: Any, given: Any, named: Any) -> Any:
-        if not any(map(part_of, tensors_in((*given, *named.values())))):
-            return self.otherwise(function, given, named)
+    def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on shards by its rule, or on gathered tensors if no rule covers the case."""
+        if not any(map(part_of, tensors_in((*args, *kwargs.values())))):
+            return self.run_unsharded(function, args, kwargs)
         name = function.__name__
         if name == "__get__":
             name = function.__self__.__name__
             if name not in self._rules:
-                return mark(function(*given), part_of(given[0])) if name == "data" else function(*given)
+                return mark(function(*args), part_of(args[0])) if name == "data" else function(*args)
         elif name in AS_IT_IS:
-            return function(*given, **named)
-        self._cuts: list[int] | None = None
-        self._count: int | None = None
+            return function(*args, **kwargs)
+        self._wished_ends: list[int] | None = None
+        self._wished_count: int | None = None
         rule = None if name in _OF_ONE else self._rules.get(name) or self._rules.get(name.strip("_"))
-        found = UNKNOWN if rule is None else rule(self, function, given, named)
-        return found if found is not UNKNOWN else self._with_wholes(function, name, given, named)
+        output = UNKNOWN if rule is None else rule(self, function, args, kwargs)
+        return output if output is not UNKNOWN else self._with_wholes(function, name, args, kwargs)
 
-    def otherwise(self, function: Any, given: Any, named: Any) -> Any:
-        """A function without parts among its arguments."""
-        return self.alike(function, given, named)
+    def run_unsharded(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function that has no sharded arguments."""
+        return self.alike(function, args, kwargs)
 
-    def alike(self, function: Any, given: Any, named: Any) -> Any:
-        """What all workers compute alike."""
-        return function(*given, **named)
+    def alike(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on full tensors, which all workers compute alike."""
+        return function(*args, **kwargs)
 
-    def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
-        if (changes(name) and part_of(given[0])) or any(map(part_of, tensors_in([named.get("out")]))):
-            what = f"{self.where()} writes into a part of a layer ({name})"
-            raise UsageError(what, 'let it make another tensor, or say "whole" of that layer in tensor=')
-        parts = [part for part in map(part_of, tensors_in((*given, *named.values()))) if part is not None]
-        self.note(name, parts, self._cuts, self._count)
-        given, named = pytree.tree_map_only(Tensor, self.whole, (given, named))
-        return self.alike(function, given, named)
+    def _with_wholes(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if (changes(name) and part_of(args[0])) or any(map(part_of, tensors_in([kwargs.get("out")]))):
+            problem = f"{self.where()} writes into a part of a layer ({name})"
+            raise UsageError(problem, 'let it make another tensor, or say "whole" of that layer in tensor=')
+        placements = [
+            placement for placement in map(part_of, tensors_in((*args, *kwargs.values()))) if placement is not None
+        ]
+        self.note(name, placements, self._wished_ends, self._wished_count)
+        args, kwargs = pytree.tree_map_only(Tensor, self.gather_full, (args, kwargs))
+        return self.alike(function, args, kwargs)
 
     def note(
-        self, name: str, parts: Sequence[ShardPlacement], cuts: list[int] | None = None, count: int | None = None
+        self,
+        name: str,
+        placements: Sequence[ShardPlacement],
+        wished_ends: list[int] | None = None,
+        wished_count: int | None = None,
     ) -> None:
-        if self._noted is not None:
-            self._noted(name, parts, cuts, count)
+        """Reports a function that did not run unchanged (see `on_adapted`)."""
+        if self._on_adapted is not None:
+            self._on_adapted(name, placements, wished_ends, wished_count)
 
-    # -- what rules are made of ---------------------------------------------------------------------------------------
+    # -- building blocks of the rules ---------------------------------------------------------------------------------
 
     def product(
-        self, call: Callable[..., Tensor], tensors: Sequence[Tensor], letters: Sequence[str], out: str, known: str = ""
+        self,
+        call: Callable[..., Tensor],
+        tensors: Sequence[Tensor],
+        letters: Sequence[str],
+        out: str,
+        allowed: str = "",
     ) -> Any:
-        """What `call` makes of tensors whose dimensions have these letters, as in einsum: a letter that is not in `out`
-        is summed over. All parts must be along one letter, one of the `known` ones if there are some.
-        """
-        found = {own[part.dim] for t, own in zip(tensors, letters, strict=True) if (part := part_of(t)) is not None}
-        if len(found) != 1 or (known and not found <= {*known}):
-            return UNKNOWN
-        (letter,) = found
-        parts = [part for part in map(part_of, tensors) if part is not None]
-        finest = max(parts, key=lambda part: part.count)
-        count = finest.count if letter in out else self.moves.size
-        if any(part.sections != finest.sections or count % part.count for part in parts) or finest.length % count:
-            return UNKNOWN
-        target = replace(finest, count=count, of=frozenset[str]().union(*(part.of for part in parts)))
-        if not target.even:
-            return UNKNOWN
-        ours = [self._as(t, target, own.find(letter)) for t, own in zip(tensors, letters, strict=True)]
-        if any(t is None for t in ours):
-            return UNKNOWN
-        made = call(*ours)
-        if letter in out:
-            return mark(made, replace(target, dim=out.index(letter)))
-        self.note("sum", ())
-        return self.moves.sum(made)
+        """Returns the result of `call` on tensors whose dimensions have these letters, as in einsum.
 
-    def _as(self, tensor: Tensor, target: ShardPlacement, dim: int) -> Tensor | None:
-        """What a tensor contributes to a result that is a part: its own piece along a dimension, or all of it where it
-        has none (-1) or one that is repeated. None: that can't be.
+        A letter that is not in `out` is summed over. All tensors must be sharded along the same letter, which must be
+        among the `allowed` ones if there are some. UNKNOWN: the tensors cannot be combined without gathering.
         """
-        part = part_of(tensor)
-        if part is not None:
-            if part.count != target.count:
+        divided = {
+            dims[placement.dim]
+            for t, dims in zip(tensors, letters, strict=True)
+            if (placement := part_of(t)) is not None
+        }
+        if len(divided) != 1 or (allowed and not divided <= {*allowed}):
+            return UNKNOWN
+        (letter,) = divided
+        placements = [placement for placement in map(part_of, tensors) if placement is not None]
+        finest = max(placements, key=lambda placement: placement.count)
+        count = finest.count if letter in out else self.moves.size
+        if (
+            any(placement.sections != finest.sections or count % placement.count for placement in placements)
+            or finest.length % count
+        ):
+            return UNKNOWN
+        target = replace(
+            finest, count=count, layers=frozenset[str]().union(*(placement.layers for placement in placements))
+        )
+        if not target.is_even:
+            return UNKNOWN
+        operands = [self._local_operand(t, target, dims.find(letter)) for t, dims in zip(tensors, letters, strict=True)]
+        if any(t is None for t in operands):
+            return UNKNOWN
+        output = call(*operands)
+        if letter in out:
+            return mark(output, replace(target, dim=out.index(letter)))
+        self.note("sum", ())
+        return self.moves.sum(output)
+
+    def _local_operand(self, tensor: Tensor, target: ShardPlacement, dim: int) -> Tensor | None:
+        """Returns the operand of a sharded result: the tensor's shard along `dim`.
+
+        That is the full tensor if it has no such dimension (-1) or is broadcast along it. None: the lengths differ.
+        """
+        placement = part_of(tensor)
+        if placement is not None:
+            if placement.count != target.count:
                 self.note("refine", ())
-                return self.moves.refine(tensor, part, target.count)
+                return self.moves.refine(tensor, placement, target.count)
             return tensor
         if dim < 0 or Tensor.size(tensor, dim) == 1:
             return self.shared(tensor)
@@ -252,115 +288,134 @@ class ShardedTensorMode(_Mode):
         return self.moves.take(tensor, replace(target, dim=dim))
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """What all have, met with a part."""
+        """Returns a full tensor for use with shards; its gradient is summed over the workers."""
         if tensor.requires_grad:
             self.note("share", ())
         return self.moves.share(tensor)
 
     def elementwise(self, call: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
-        """Tensors whose shapes are broadcast to a common one."""
+        """Returns the result of an elementwise function of tensors whose shapes are broadcast."""
         most = max(Tensor.dim(t) for t in tensors)
         letters = ascii_lowercase[:most]
         return self.product(call, tensors, [letters[most - Tensor.dim(t) :] for t in tensors], letters)
 
-    def viewed(self, function: Any, given: Any, named: Any) -> Any:
-        """A view that leaves the divided dimension as it is: where to, a tensor without memory tells."""
-        x, part = given[0], part_of(given[0])
-        if part is None or any(isinstance(value, Tensor) for value in pytree.tree_leaves((given[1:], named))):
+    def view(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Returns a view that keeps the divided dimension complete; UNKNOWN if it does not.
+
+        A meta tensor of the full shape shows which dimension of the view that is.
+        """
+        x, placement = args[0], part_of(args[0])
+        if placement is None or any(isinstance(value, Tensor) for value in pytree.tree_leaves((args[1:], kwargs))):
             return UNKNOWN
         probe = torch.empty(logical(x), dtype=x.dtype, device="meta")
-        seen = pytree.tree_leaves(function(probe, *given[1:], **named))
-        places = [_place(one, part.length, probe.stride(part.dim)) for one in seen]
-        if None in places:
+        views = pytree.tree_leaves(function(probe, *args[1:], **kwargs))
+        dims = [_dim_with(view, placement.length, probe.stride(placement.dim)) for view in views]
+        if None in dims:
             return UNKNOWN
-        made = function(x, *given[1:], **named)
-        for one, place in zip(pytree.tree_leaves(made), places, strict=True):
-            mark(one, replace(part, dim=place or 0))
-        return made
+        output = function(x, *args[1:], **kwargs)
+        for view, dim in zip(pytree.tree_leaves(output), dims, strict=True):
+            mark(view, replace(placement, dim=dim or 0))
+        return output
 
-    def reshaped(self, x: Tensor, part: ShardPlacement, shape: Sequence[int], call: Callable[..., Tensor]) -> Any:
-        before, missing, given = logical(x), math.prod(logical(x)), shape
-        rest = math.prod(size for size in shape if size != -1)
-        shape = tuple(missing // max(rest, 1) if size == -1 else size for size in shape)
-        if math.prod(shape) != missing or not missing:
+    def reshape(self, x: Tensor, placement: ShardPlacement, target: Sequence[int], call: Callable[..., Tensor]) -> Any:
+        """Returns a shard in another full shape; UNKNOWN if the reshaped tensor cannot stay sharded."""
+        full_shape, elements, requested_shape = logical(x), math.prod(logical(x)), target
+        known = math.prod(size for size in target if size != -1)
+        target = tuple(elements // max(known, 1) if size == -1 else size for size in target)
+        if math.prod(target) != elements or not elements:
             return UNKNOWN
-        found = regrouped(before, part, shape)
-        if found is None:
-            self._wish_for(before, part, shape)
+        reshaped = reshape_placement(full_shape, placement, target)
+        if reshaped is None:
+            self._wish_for(full_shape, placement, target)
             return UNKNOWN
-        local = self.moves.shape(shape, found)
-        if any(asked not in (-1, own) for asked, own in zip(given, local, strict=True)):
+        local_shape = self.moves.shape(target, reshaped)
+        if any(requested not in (-1, local) for requested, local in zip(requested_shape, local_shape, strict=True)):
             self.note("reshape", ())
-        return mark(call(x, local), found)
+        return mark(call(x, local_shape), reshaped)
 
-    def _wish_for(self, before: Sequence[int], part: ShardPlacement, shape: Sequence[int]) -> None:
-        """Looks for a division of what was cut with which it could be reshaped."""
-        counts = [count for count in range(part.count, 1, -1) if part.count % count == 0]
+    def _wish_for(self, full_shape: Sequence[int], placement: ShardPlacement, target: Sequence[int]) -> None:
+        """Looks for sections and a number of shards with which the tensor could be reshaped, for `on_adapted`."""
+        counts = [count for count in range(placement.count, 1, -1) if placement.count % count == 0]
         for sections, count in [*product(range(1, _MOST), counts), (1, 1)]:
-            cut = replace(part, sections=(part.length // sections,) * sections, count=count)
-            if part.length % sections == 0 and cut.even and regrouped(before, cut, shape) is not None:
-                self._cuts, self._count = [*accumulate(cut.sections)], count
+            candidate = replace(placement, sections=(placement.length // sections,) * sections, count=count)
+            if (
+                placement.length % sections == 0
+                and candidate.is_even
+                and reshape_placement(full_shape, candidate, target) is not None
+            ):
+                self._wished_ends, self._wished_count = [*accumulate(candidate.sections)], count
                 return
 
-    def divided(self, x: Tensor, part: ShardPlacement, lengths: Sequence[int]) -> list[Tensor] | None:
-        """Pieces of these lengths along the dimension that is divided; None: some would not end where a section
-        does.
+    def split(self, x: Tensor, placement: ShardPlacement, lengths: Sequence[int]) -> list[Tensor] | None:
+        """Splits a shard into tensors of these full lengths along the divided dimension.
+
+        None: some of them would not end where a section ends.
         """
-        ends, own = {0, *accumulate(part.sections)}, [*accumulate(lengths, initial=0)]
-        if not ends >= {*own}:
-            self._cuts = sorted({*ends, *own} - {0, part.length}) + [part.length]
+        section_ends, bounds = {0, *accumulate(placement.sections)}, [*accumulate(lengths, initial=0)]
+        if not section_ends >= {*bounds}:
+            self._wished_ends = sorted({*section_ends, *bounds} - {0, placement.length}) + [placement.length]
             return None
-        made = x.split(self._local(part, lengths), part.dim)
-        starts = [*accumulate(part.sections, initial=0)]
-        for number, (piece, first) in enumerate(zip(made, own, strict=False)):
-            inside = tuple(s for s, at in zip(part.sections, starts, strict=False) if first <= at < own[number + 1])
-            mark(piece, replace(part, sections=inside))
+        shards = x.split(self._local_lengths(placement, lengths), placement.dim)
+        section_starts = [*accumulate(placement.sections, initial=0)]
+        for number, (shard, start) in enumerate(zip(shards, bounds, strict=False)):
+            sections = tuple(
+                s
+                for s, section_start in zip(placement.sections, section_starts, strict=False)
+                if start <= section_start < bounds[number + 1]
+            )
+            mark(shard, replace(placement, sections=sections))
         self.note("split", ())
-        return list(made)
+        return list(shards)
 
-    def _local(self, part: ShardPlacement, lengths: Sequence[int]) -> list[int]:
-        return [self.moves.shape((length,), ShardPlacement(0, (length,), part.count))[0] for length in lengths]
+    def _local_lengths(self, placement: ShardPlacement, lengths: Sequence[int]) -> list[int]:
+        return [self.moves.shape((length,), ShardPlacement(0, (length,), placement.count))[0] for length in lengths]
 
-    def masked(self, x: Tensor, part: ShardPlacement, draw: Callable[[Tensor], Tensor]) -> Tensor:
-        """A mask that is drawn for the whole, of which we have our piece. As everywhere, in the order of the memory."""
+    def local_mask(self, x: Tensor, placement: ShardPlacement, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns this worker's shard of a mask that is drawn for the full tensor, in its memory order."""
         self.note("dropout", ())
-        shape = (*x.shape[: part.dim], part.length, *x.shape[part.dim + 1 :])
+        shape = (*x.shape[: placement.dim], placement.length, *x.shape[placement.dim + 1 :])
         order, back = memory_order(x)
-        whole = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
-        return self.moves.narrow(draw(whole.permute(back)), part)
+        ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
+        return self.moves.narrow(draw(ones.permute(back)), placement)
 
 
 class GatherMode(_Mode):
-    """Whatever meets a part gets the whole: with weights that are parts, code computes what it does with whole ones."""
+    """Gathers all sharded arguments of torch functions, so that code with sharded weights computes with full ones."""
 
-    def follow(self, function: Any, given: Any, named: Any) -> Any:
-        asks = function.__name__ in AS_IT_IS or (
+    def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function on gathered tensors, unless it only reads properties of a shard."""
+        is_query = function.__name__ in AS_IT_IS or (
             function.__name__ == "__get__" and function.__self__.__name__ != "shape"
         )
-        if not asks and any(map(part_of, tensors_in((*given, *named.values())))):
-            given, named = pytree.tree_map_only(Tensor, self.whole, (given, named))
-        return function(*given, **named)
+        if not is_query and any(map(part_of, tensors_in((*args, *kwargs.values())))):
+            args, kwargs = pytree.tree_map_only(Tensor, self.gather_full, (args, kwargs))
+        return function(*args, **kwargs)
 
 
-def regrouped(before: Sequence[int], part: ShardPlacement, shape: Sequence[int]) -> ShardPlacement | None:
-    """The part that a reshaped one is, if it is one: each worker's elements stay, in the same order, the same runs."""
-    after = math.prod(before[part.dim + 1 :])
-    runs, unit = [section * after for section in part.sections], part.length * after
-    for dim, length in enumerate(shape):
-        inner = math.prod(shape[dim + 1 :])
-        block = length * inner
-        if not inner or length == 1:
+def reshape_placement(
+    full_shape: Sequence[int], placement: ShardPlacement, target: Sequence[int]
+) -> ShardPlacement | None:
+    """Returns the placement of a reshaped tensor; None if it cannot stay sharded.
+
+    Each worker's elements must be the same contiguous runs as before, in the same order.
+    """
+    inner_size = math.prod(full_shape[placement.dim + 1 :])
+    runs, unit = [section * inner_size for section in placement.sections], placement.length * inner_size
+    for dim, length in enumerate(target):
+        target_inner = math.prod(target[dim + 1 :])
+        block = length * target_inner
+        if not target_inner or length == 1:
             continue
         if block % unit == 0:
-            sections = runs * (block // unit) if block // unit <= max(before) * len(runs) else []
+            sections = runs * (block // unit) if block // unit <= max(full_shape) * len(runs) else []
         elif unit % block == 0:
             ends = [*accumulate(runs)]
             sections = runs[: ends.index(block) + 1] if block in ends else []
             sections = sections if sections * (unit // block) == runs else []
         else:
             continue
-        if sections and all(run % inner == 0 and run // inner % part.count == 0 for run in sections):
-            return replace(part, dim=dim, sections=tuple(run // inner for run in sections))
+        if sections and all(run % target_inner == 0 and run // target_inner % placement.count == 0 for run in sections):
+            return replace(placement, dim=dim, sections=tuple(run // target_inner for run in sections))
     return None
 
 
@@ -369,6 +424,7 @@ def changes(name: str) -> bool:
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i") or name == "__setitem__")
 
 
-def _place(view: Tensor, length: int, stride: int) -> int | None:
+def _dim_with(view: Tensor, length: int, stride: int) -> int | None:
+    """Returns the dimension of a view that has this length and stride; None if there is none."""
     pairs = [*zip(view.shape, view.stride(), strict=True)]
     return pairs.index((length, stride)) if (length, stride) in pairs else None
