@@ -61,7 +61,7 @@ def test_values_and_draws_are_those_of_the_plain_construction() -> None:
     for name, param in model.named_parameters():
         assert torch.equal(blueprint.value(param), plain.get_parameter(name)), name
         assert torch.equal(torch.get_rng_state(), drawn), "asking for a value draws nothing"
-    rest = {name: value for _, name, value in blueprint.rest(model)}
+    rest = {name: value for _, name, value in blueprint.other_tensors(model)}
     kept = rest.pop("kept")
     assert torch.equal(kept["pair"][0], torch.eye(300))
     assert (kept["pair"][1], kept["small"][0].tolist()) == (7, [1.0, 1.0])
@@ -117,7 +117,7 @@ def test_what_is_kept_outside_of_modules_needs_the_whole_model(kept: bool) -> No
             build(make)
     else:
         model, blueprint = build(make)
-        assert [name for _, name, _ in blueprint.rest(model)] == ["lists"]
+        assert [name for _, name, _ in blueprint.other_tensors(model)] == ["lists"]
 
 
 def test_what_has_no_value_yet_cannot_be_asked_for_its_shape() -> None:

@@ -215,8 +215,8 @@ def test_a_large_head_counts_as_blocks_and_an_embedding_does_not() -> None:
 def test_a_stage_has_the_blocks_from_its_start_to_the_next_one() -> None:
     stages = divide(Model(), 3, 3, "blocks:1,5")
     assert stages.count == 3
-    assert [stages.own(stage) for stage in range(3)] == [range(1), range(1, 5), range(5, 8)]
-    assert [stages.of_block(number) for number in range(8)] == [0, 1, 1, 1, 1, 2, 2, 2]
+    assert [stages.blocks_of(stage) for stage in range(3)] == [range(1), range(1, 5), range(5, 8)]
+    assert [stages.stage_of_block(number) for number in range(8)] == [0, 1, 1, 1, 1, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_path_says_which_of_several_lists() -> None:
 def test_another_cut_where_workers_are_unequal(
     workers: int, seconds: list[float], better: tuple[str, float, float] | None
 ) -> None:
-    found = divide(Model(), len(seconds), workers, None).better(seconds, workers)
+    found = divide(Model(), len(seconds), workers, None).suggest(seconds, workers)
     assert found == (better if better is None else (better[0], *map(pytest.approx, better[1:])))
 
 

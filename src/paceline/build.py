@@ -60,7 +60,7 @@ def build_replica(
         job.stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
         line = group.along("pipeline", mesh=mesh)
         pipeline = Pipeline(job, line, job.stages, plan.schedule or KINDS[0], mesh.context * mesh.tensor)
-        job.decisions.append(pipeline.told)
+        job.decisions.append(pipeline.decision)
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
@@ -70,7 +70,7 @@ def build_replica(
         from paceline.parallel.sequence_parallel import SequenceParallel
 
         sequences = SequenceParallel(job, group.along("context", mesh=mesh), pipeline is not None)
-        job.decisions.append(sequences.told)
+        job.decisions.append(sequences.decision)
     if plan.exact:
         set_apart(job.model)
     if plan.recompute:
@@ -82,9 +82,9 @@ def build_replica(
         # Those along the outer axis hold the same pieces.
         job.cuts = {name: replace(cut, pieces=cut.pieces * mesh.context) for name, cut in job.cuts.items()}
     if pipeline is not None:
-        pipeline.leave()
+        pipeline.drop_absent_parameters()
     if values is not None:
-        values.put(group, mesh, known)
+        values.materialize(group, mesh, known)
     # Who makes a step together: all, or the team that an island is dealt to.
     team = group.team(plan.local, mesh) if plan.local else group
     outer = team.along("data", "context", mesh=mesh)

@@ -1,6 +1,6 @@
 """Types of a plan's cost: bytes held and sent per worker.
 
-Each algorithm says its own, in its own file; `build_replica.cost` asks those that a plan names.
+Each algorithm computes its cost in its own module; `plan_cost.cost` combines those that a plan names.
 """
 
 from __future__ import annotations
@@ -15,54 +15,48 @@ CODED = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}  # bytes of 256 ele
 
 @dataclass(frozen=True)
 class Facts:
-    """What costs depend on: the `shapes` of the trainable parameters and the bytes `each` of their elements takes; the
-    bytes of what else a model has `beside` them; which of them, by number, are gathered together, as `blocks` and the
-    `rest`; the bytes of the optimizer's state for one of theirs; and those that this worker sends `inside` a unit in a
-    micro-batch, by axis, which is known once one was seen, and where a step `ends`. Of `sparse` parameters, the last,
-    gradients are rows, of which nobody knows how many before. Where a model is cut, the shapes
-    are those of a worker's parts.
-    """
+    """The facts of a model that its cost depends on. In a sharded model, shapes are those of a worker's shards."""
 
-    shapes: Sequence[Sequence[int]]
-    each: Sequence[int]
-    beside: int = 0
+    shapes: Sequence[Sequence[int]]  # of the trainable parameters
+    element_sizes: Sequence[int]  # bytes of an element of each
+    other_bytes: int = 0  # of buffers and frozen parameters
+    # The parameters, by number, that are gathered together: those of each block, and the rest.
     blocks: Sequence[Sequence[int]] = ()
     rest: Sequence[int] = ()
-    state: float = 2.0
-    inside: Mapping[str, int] = field(default_factory=dict)
-    ends: Mapping[str, int] = field(default_factory=dict)
-    sparse: int = 0
+    state: float = 2.0  # bytes of optimizer state for each byte of parameters
+    inside: Mapping[str, int] = field(default_factory=dict)  # bytes sent in a micro-batch by axis, once one was run
+    ends: Mapping[str, int] = field(default_factory=dict)  # bytes sent at the end of a step, by axis
+    sparse: int = 0  # how many of the last parameters have sparse gradients, whose number of rows is unknown
 
     def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
-        """Of these parameters, or all, on the place that has most of their rows."""
-        some, at = range(len(self.shapes)) if numbers is None else numbers, RowShards(places)
-        return sum(at.width(self.shapes[number]) * self.each[number] for number in some)
+        """Returns the bytes of these parameters, or of all, on the worker with the most rows of `places` shards."""
+        selected, shards = range(len(self.shapes)) if numbers is None else numbers, RowShards(places)
+        return sum(shards.width(self.shapes[number]) * self.element_sizes[number] for number in selected)
 
 
 @dataclass(frozen=True)
-class Isles:
-    """Of `every` so many steps: the islands that are `mine`, and whether there are `copies` of others'; the `fragments`
-    in which they are merged, 0 where they all are at once; the `code` of merges; whether these have `momentum`, and
-    whether an island may be `late` for them.
-    """
+class IslandFacts:
+    """The facts of local SGD that its cost depends on."""
 
-    every: int
-    mine: int
-    copies: bool
-    fragments: int
-    code: str | None
-    momentum: bool
-    late: bool
+    every: int  # steps between two merges
+    local_islands: int  # islands of this worker's team
+    has_copies: bool  # whether it keeps copies of another team's islands
+    fragments: int  # in which islands are merged, 0 where all parameters are merged at once
+    codec: str | None  # of merges
+    momentum: bool  # whether the outer optimizer has momentum
+    may_be_late: bool  # whether an island may miss a merge
 
-    def sent(self, rows: int, elements: int) -> int:
-        """Bytes of merges in a step, of so many bytes of rows."""
-        return (rows if self.code is None else elements * CODED[self.code] // 256) // self.every
+    def sent(self, local_bytes: int, elements: int) -> int:
+        """Returns the bytes that merges send per step, for a worker's rows of this many bytes and elements."""
+        return (local_bytes if self.codec is None else elements * CODED[self.codec] // 256) // self.every
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of a worker: held at most, by category; and sent in a step, by line of the ledger. And how many
-    micro-batches are `in_flight` at most, once for each stage: what their activations take is not in it.
+    """The cost of a plan for one worker, in bytes: held at most, by category, and sent in a step, by ledger line.
+
+    Activations are not included; `in_flight` is the largest number of micro-batches, counted once for each stage, whose
+    activations are kept.
     """
 
     parameters: int
@@ -71,23 +65,27 @@ class Cost:
     sent: dict[str, int] = field(default_factory=dict)
     in_flight: int = 1
 
-    def in_islands(self, isles: Isles, here: int, rows: int) -> Cost:
-        """Of a worker with islands, when a round is merged. Beside what is in use there are the round's start and what
-        each island has come to, which are what of the model is `here`, and how far, of the `rows` that are its own, or
-        what of them merges have made; what each optimizer keeps now and kept before, maybe with copies of another
-        team's; and the outer optimizer's momentum. One that may be late also keeps the weights that it began at.
+    def with_islands(self, islands: IslandFacts, model_bytes: int, local_bytes: int) -> Cost:
+        """Returns the cost for a worker with islands while a round is merged.
+
+        `model_bytes` is what the worker holds of the model, `local_bytes` are its rows of the parameters. Beside the
+        model in use it keeps the round's start and each island's weights (both of `model_bytes`), and the islands'
+        progress or the merged result (`local_bytes`); each island's optimizer state, current and previous, maybe with
+        copies of another team's; and the outer optimizer's momentum. An island that may be late also keeps the weights
+        that it began with.
         """
-        momentum, streams = rows * isles.momentum, isles.fragments > 0
-        ends = isles.mine * (1 + isles.late) * here
-        parameters = self.parameters + here + ends + rows + streams * (momentum + rows * (here > rows))
-        kept = self.optimizer + rows * ((isles.fragments > 1) + bool(isles.code))
-        optimizer = (4 if isles.copies else 2) * isles.mine * kept + momentum
-        times = 1 + isles.mine * (isles.fragments + (isles.fragments > 1))
-        more = {kind: times * rows // isles.every for kind in self.sent if kind == "weights"}
-        return replace(
-            self, parameters=parameters, optimizer=optimizer, sent={k: n + more.get(k, 0) for k, n in self.sent.items()}
-        )
+        momentum, streams = local_bytes * islands.momentum, islands.fragments > 0
+        ends = islands.local_islands * (1 + islands.may_be_late) * model_bytes
+        fragment_bytes = streams * (momentum + local_bytes * (model_bytes > local_bytes))
+        parameters = self.parameters + model_bytes + ends + local_bytes + fragment_bytes
+        kept_bytes = self.optimizer + local_bytes * ((islands.fragments > 1) + bool(islands.codec))
+        optimizer = (4 if islands.has_copies else 2) * islands.local_islands * kept_bytes + momentum
+        times = 1 + islands.local_islands * (islands.fragments + (islands.fragments > 1))
+        rewritten = {kind: times * local_bytes // islands.every for kind in self.sent if kind == "weights"}
+        sent = {kind: size + rewritten.get(kind, 0) for kind, size in self.sent.items()}
+        return replace(self, parameters=parameters, optimizer=optimizer, sent=sent)
 
     @property
     def held(self) -> tuple[int, int, int]:
+        """Bytes held of parameters, gradients and optimizer state."""
         return self.parameters, self.gradients, self.optimizer

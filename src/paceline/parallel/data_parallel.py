@@ -14,15 +14,15 @@ from paceline.parallel.cost_model import Cost, Facts
 
 
 def cost(facts: Facts, replicas: int) -> Cost:
-    """Every worker holds all, and sends its gradients once in a step."""
-    whole = facts.bytes()
-    dense = facts.bytes(numbers=range(len(facts.shapes) - facts.sparse))
-    sent = {"gradients": dense} if replicas > 1 else {}
-    return Cost(whole + facts.beside, dense, int(facts.state * whole), sent)
+    """Returns the cost of data parallelism: each worker holds the full model and sends its gradients once a step."""
+    all_bytes = facts.bytes()
+    dense_bytes = facts.bytes(numbers=range(len(facts.shapes) - facts.sparse))
+    sent = {"gradients": dense_bytes} if replicas > 1 else {}
+    return Cost(all_bytes + facts.other_bytes, dense_bytes, int(facts.state * all_bytes), sent)
 
 
 def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
-    """Makes worker 0's weights everybody's. Collective."""
+    """Broadcasts worker 0's tensors to the group, in place. Collective."""
     if group.size == 1:
         return
     group.enter("the broadcast of worker 0's weights")
@@ -30,8 +30,8 @@ def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
 
 
 def in_flats(tensors: Iterable[torch.Tensor], collective: Callable[[torch.Tensor], Any]) -> None:
-    """Many tensors by few collectives, which work in place."""
-    for alike in kinds(tensors, BYTES):  # so much is there twice for a moment
+    """Runs an in-place collective on many tensors, joined into few flat tensors."""
+    for alike in kinds(tensors, BYTES):  # BYTES of memory are needed twice for a moment
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         collective(flat)
         for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
@@ -39,7 +39,7 @@ def in_flats(tensors: Iterable[torch.Tensor], collective: Callable[[torch.Tensor
 
 
 def kinds(tensors: Iterable[torch.Tensor], enough: int) -> Iterator[list[torch.Tensor]]:
-    """Tensors of one dtype and device together, until they have `enough` bytes, or there are no more."""
+    """Yields groups of tensors of one dtype and device. A group ends when it has `enough` bytes."""
     open_: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     sizes: Counter[tuple[torch.dtype, torch.device]] = Counter()
     for tensor in tensors:

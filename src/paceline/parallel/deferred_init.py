@@ -1,8 +1,8 @@
 """Builds a model without memory for large tensors and materialises them one by one.
 
-What is done to large tensors while the function builds the model is recorded, with the state of the random generator
-where it draws; for one tensor, what led to it is done again for real. The idea is that of deferred initialisation in
-torchdistx (https://pytorch.org/torchdistx).
+While a function builds the model, operations on large tensors are recorded instead of run, with the state of the random
+generator where they draw. To materialise one tensor, the operations that led to it are replayed. The idea comes from
+deferred initialisation in torchdistx (https://pytorch.org/torchdistx).
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.comm.torch_private import pytree
 from paceline.compute.state_dict import DEFERRED
 
-SMALL = 1 << 14  # elements of a tensor that is made at once: scripts look into small ones
-# What a model's function may meet where a large tensor has no values, besides errors of its own.
+SMALL = 1 << 14  # tensors of up to so many elements are made at once: scripts read the values of small ones
+# Errors that a model's function may raise because a large tensor has no values, besides errors of its own.
 CANNOT = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
 
-Slot = tuple[dict[str, Any], str, Any]  # tensors of a module, maybe in lists: where they belong
+# A value of a module that has tensors, maybe in lists: the dict that holds it, its key, and the materialised value.
+Slot = tuple[dict[str, Any], str, Any]
 
 
 @dataclass(frozen=True)
-class _Place:
-    """A tensor without memory: which storage, and how it lies in it."""
+class _StorageView:
+    """Describes a tensor without memory: its storage, and the view of that storage."""
 
     storage: int
     dtype: torch.dtype
@@ -43,13 +44,13 @@ class _Place:
 
 
 @dataclass
-class _Deed:
-    """An operation that made or changed storages, under which default dtype, and if it drew, a generator's state."""
+class _RecordedOperation:
+    """An operation that made or changed storages, with the default dtype, and the generator's state if it drew."""
 
     call: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    makes: list[int | None]  # the storage of each tensor that it returned, None where that was there before
+    makes: list[int | None]  # the storage of each returned tensor, None if it existed before
     writes: set[int]
     reads: set[int]
     dtype: torch.dtype
@@ -58,148 +59,148 @@ class _Deed:
 
 
 class _Token:
-    """Lives as long as a tensor, which has no weak reference of its own: as double() of a module wants it."""
+    """Lives as long as a tensor. It gets the weak references: those to a tensor itself break a module's double()."""
 
 
 class DeferredInit(TorchDispatchMode):
-    """Records, while it is entered, what is done to large tensors; `value` is one of those for real."""
+    """Records the operations on large tensors while it is active; `value` materialises one of the tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         fake: Any = FakeTensorMode
         self._fake = fake(allow_non_fake_inputs=True)
-        self._deeds: list[_Deed] = []
-        self._alive: list[torch.UntypedStorage] = []  # whose identity may not be another's later
-        self._known: set[int] = set()
-        self._made: list[weakref.ref[_Token]] = []
+        self._operations: list[_RecordedOperation] = []
+        self._kept_storages: list[torch.UntypedStorage] = []  # so that no later storage gets the same identity
+        self._known_storages: set[int] = set()
+        self._tokens: list[weakref.ref[_Token]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         options = dict(kwargs or {})
-        given = [leaf for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, torch.Tensor)]
-        large = any(isinstance(tensor, FakeTensor) for tensor in given)
-        if not large and (given or not self._makes_large(func, args, options)):
+        inputs = [leaf for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, torch.Tensor)]
+        large = any(isinstance(tensor, FakeTensor) for tensor in inputs)
+        if not large and (inputs or not self._makes_large(func, args, options)):
             return func(*args, **options)
-        if func is torch.ops.aten._local_scalar_dense.default:  # somebody looks: item(), or a condition
+        if func is torch.ops.aten._local_scalar_dense.default:  # item() or a condition reads a value
             return self.value(args[0]).item()
         with self._fake:
-            found = func(*args, **options)
-        self._fake.fake_tensor_converter.tensor_memo.clear()  # which has weak references
-        for leaf in pytree.tree_iter(found):
+            result = func(*args, **options)
+        self._fake.fake_tensor_converter.tensor_memo.clear()  # it holds weak references
+        for leaf in pytree.tree_iter(result):
             if isinstance(leaf, torch.Tensor):
                 vars(leaf)[DEFERRED] = token = _Token()
-                self._made.append(weakref.ref(token))
-        self._record(func, args, options, found)
-        return found
+                self._tokens.append(weakref.ref(token))
+        self._record(func, args, options, result)
+        return result
 
     def _makes_large(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-        """Whether an operation without tensors makes a large one on the CPU."""
+        """Returns whether an operation without input tensors makes a large one on the CPU."""
         if not any(arg.name == "device" for arg in func._schema.arguments):
             return False
         with self._fake:
-            found = func(*args, **options)
-        return isinstance(found, torch.Tensor) and found.numel() > SMALL and found.device.type == "cpu"
+            result = func(*args, **options)
+        return isinstance(result, torch.Tensor) and result.numel() > SMALL and result.device.type == "cpu"
 
-    def _record(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], found: Any) -> None:
-        written = _written(func, args, options)
+    def _record(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
+        written = _written_tensors(func, args, options)
         if any(not isinstance(tensor, FakeTensor) for tensor in written):
             raise NotImplementedError(f"{func} would read a tensor that has no values yet")
-        outs = [leaf for leaf in pytree.tree_iter(found) if isinstance(leaf, torch.Tensor)]
-        fresh = {self._key(tensor) for tensor in outs} - self._known
+        outs = [leaf for leaf in pytree.tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        fresh = {self._key(tensor) for tensor in outs} - self._known_storages
         if not (written or fresh):  # a view, or something about its shape
             return
         makes = [key if (key := self._key(tensor)) in fresh else None for tensor in outs]
-        self._known |= fresh
-        self._alive += [tensor.untyped_storage() for tensor in outs]
-        args, options = pytree.tree_map_only(torch.Tensor, self._told, (args, options))
-        reads = {leaf.storage for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, _Place)}
-        given = [leaf for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, torch.Generator)]
-        generator, stream = (given or [torch.default_generator])[0], None
+        self._known_storages |= fresh
+        self._kept_storages += [tensor.untyped_storage() for tensor in outs]
+        args, options = pytree.tree_map_only(torch.Tensor, self._describe, (args, options))
+        reads = {leaf.storage for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, _StorageView)}
+        generators = [leaf for leaf in pytree.tree_iter((args, options)) if isinstance(leaf, torch.Generator)]
+        generator, stream = (generators or [torch.default_generator])[0], None
         if torch.Tag.nondeterministic_seeded in func.tags:
             stream = generator.get_state()
-            func(
-                *pytree.tree_map_only(_Place, _blank, args), **pytree.tree_map_only(_Place, _blank, options)
-            )  # it moves on
+            empty_args, empty_options = pytree.tree_map_only(_StorageView, _empty_view, (args, options))
+            func(*empty_args, **empty_options)  # advances the generator
         writes = {self._key(tensor) for tensor in written} | fresh
         dtype = torch.get_default_dtype()
-        self._deeds.append(_Deed(func, args, options, makes, writes, reads, dtype, generator, stream))
+        self._operations.append(_RecordedOperation(func, args, options, makes, writes, reads, dtype, generator, stream))
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
 
-    def _told(self, tensor: torch.Tensor) -> Any:
+    def _describe(self, tensor: torch.Tensor) -> Any:
         if not isinstance(tensor, FakeTensor):
             return tensor.clone() if tensor.numel() <= SMALL else tensor
         offset = int(tensor.storage_offset())
-        return _Place(self._key(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
+        return _StorageView(self._key(tensor), tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), offset)
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor for real, on the CPU; one that has values is itself."""
+        """Materialises a tensor on the CPU by replaying what led to it. One that has values is returned detached."""
         if not isinstance(tensor, FakeTensor):
             return tensor.detach()
-        place: _Place = self._told(tensor)
-        wanted, todo = {place.storage}, []
-        for deed in reversed(self._deeds):
-            if deed.writes & wanted:
-                todo.append(deed)
-                wanted |= deed.reads
-        there: dict[int, torch.UntypedStorage] = {}
+        view: _StorageView = self._describe(tensor)
+        needed, operations = {view.storage}, []
+        for operation in reversed(self._operations):
+            if operation.writes & needed:
+                operations.append(operation)
+                needed |= operation.reads
+        storages: dict[int, torch.UntypedStorage] = {}
 
-        def real(at: _Place) -> torch.Tensor:
-            return torch.empty(0, dtype=at.dtype).set_(there[at.storage], at.offset, at.size, at.stride)
+        def real(one: _StorageView) -> torch.Tensor:
+            return torch.empty(0, dtype=one.dtype).set_(storages[one.storage], one.offset, one.size, one.stride)
 
-        with torch.no_grad(), _aside(deed.generator for deed in todo):
-            for deed in reversed(todo):
-                torch.set_default_dtype(deed.dtype)
-                if deed.stream is not None:
-                    deed.generator.set_state(deed.stream)
-                args, kwargs = pytree.tree_map_only(_Place, real, (deed.args, deed.kwargs))
-                outs = [leaf for leaf in pytree.tree_iter(deed.call(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-                there |= {
-                    key: out.untyped_storage() for key, out in zip(deed.makes, outs, strict=True) if key is not None
-                }
-        return real(place)
+        with torch.no_grad(), _restored(operation.generator for operation in operations):
+            for operation in reversed(operations):
+                torch.set_default_dtype(operation.dtype)
+                if operation.stream is not None:
+                    operation.generator.set_state(operation.stream)
+                args, kwargs = pytree.tree_map_only(_StorageView, real, (operation.args, operation.kwargs))
+                output = operation.call(*args, **kwargs)
+                tensors = [leaf for leaf in pytree.tree_iter(output) if isinstance(leaf, torch.Tensor)]
+                made = zip(operation.makes, tensors, strict=True)
+                storages |= {key: tensor.untyped_storage() for key, tensor in made if key is not None}
+        return real(view)
 
-    def outside(self, model: nn.Module) -> bool:
-        """Whether tensors without values are kept where `rest` does not find them."""
-        held = [*map(vars, model.modules()), *(module._buffers for module in model.modules())]
-        inside = {id(getattr(leaf, DEFERRED, None)) for leaf in pytree.tree_iter(held)}
-        return any(token is not None and id(token) not in inside for token in (made() for made in self._made))
+    def keeps_tensors_outside(self, model: nn.Module) -> bool:
+        """Returns whether tensors without values are kept where `other_tensors` does not find them."""
+        containers = [*map(vars, model.modules()), *(module._buffers for module in model.modules())]
+        inside = {id(getattr(leaf, DEFERRED, None)) for leaf in pytree.tree_iter(containers)}
+        tokens = [token for token in (reference() for reference in self._tokens) if token is not None]
+        return any(id(token) not in inside for token in tokens)
 
-    def rest(self, model: nn.Module) -> list[Slot]:
-        """Buffers, and large tensors that modules hold besides, for real: where they belong, and which."""
-        found: list[Slot] = []
+    def other_tensors(self, model: nn.Module) -> list[Slot]:
+        """Materialises buffers, and large tensors that modules hold besides parameters."""
+        slots: list[Slot] = []
         for module in model.modules():
             buffers = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
-            found += [(module._buffers, name, self.value(buffer)) for name, buffer in buffers]
+            slots += [(module._buffers, name, self.value(buffer)) for name, buffer in buffers]
             for name, value in vars(module).items():
                 if name not in ("_parameters", "_buffers") and any(map(_is_large, pytree.tree_iter(value))):
-                    whole = pytree.tree_map(lambda leaf: self.value(leaf) if _is_large(leaf) else leaf, value)
-                    found.append((vars(module), name, whole))
-        return found
+                    materialized = pytree.tree_map(lambda leaf: self.value(leaf) if _is_large(leaf) else leaf, value)
+                    slots.append((vars(module), name, materialized))
+        return slots
 
 
 def strip(model: nn.Module) -> None:
-    """Parameters without values become those of the meta device, tied ones the same one."""
-    bare: dict[int, nn.Parameter] = {}
+    """Replaces all parameters by parameters on the meta device. Tied parameters stay tied."""
+    replacements: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
             if param is not None:
                 like = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="meta")
-                module._parameters[name] = bare.setdefault(id(param), nn.Parameter(like, param.requires_grad))
+                module._parameters[name] = replacements.setdefault(id(param), nn.Parameter(like, param.requires_grad))
 
 
-def put(slots: Iterable[Slot], device: torch.device) -> None:
-    """Puts what `rest` gives where it belongs."""
-    for holder, name, build_replica in slots:
-        holder[name] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), build_replica)
+def assign(slots: Iterable[Slot], device: torch.device) -> None:
+    """Copies the tensors that `other_tensors` returned to a device and puts them into their modules."""
+    for container, name, value in slots:
+        container[name] = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), value)
 
 
 @contextmanager
-def _aside(generators: Iterable[torch.Generator]) -> Iterator[None]:
-    """Leaves these and the default dtype as they are found."""
+def _restored(generators: Iterable[torch.Generator]) -> Iterator[None]:
+    """Restores the states of these generators and the default dtype afterwards."""
     dtype, states = torch.get_default_dtype(), {generator: generator.get_state() for generator in generators}
     try:
         yield
@@ -214,27 +215,29 @@ def _is_large(leaf: Any) -> bool:
 
 
 def build(function: Callable[[], Any]) -> tuple[Any, DeferredInit]:
-    """What the function returns, without memory for large tensors. Raises whatever it raises, and one of `CANNOT` where
-    it looks into one of those, or keeps one outside of the model's modules.
+    """Calls the function without memory for large tensors. Returns its result and the recording.
+
+    Raises whatever the function raises, and an error of `CANNOT` where it reads a large tensor's values or keeps such a
+    tensor outside of the model's modules.
     """
     with warnings.catch_warnings(), DeferredInit() as blueprint:
-        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by deepcopy, which then clones
-        made = function()
-    if isinstance(made, nn.Module) and blueprint.outside(made):
-        gc.collect()  # what it has left in circles
-        if blueprint.outside(made):
-            raise NotImplementedError(
-                "large tensors are kept outside of its modules: in an object, a cache or a closure"
-            )
-    return made, blueprint
+        # deepcopy() warns of this, and then clones.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        result = function()
+    if isinstance(result, nn.Module) and blueprint.keeps_tensors_outside(result):
+        gc.collect()  # frees tensors in reference cycles
+        if blueprint.keeps_tensors_outside(result):
+            what = "large tensors are kept outside of its modules: in an object, a cache or a closure"
+            raise NotImplementedError(what)
+    return result, blueprint
 
 
-def _written(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[torch.Tensor]:
+def _written_tensors(func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> list[torch.Tensor]:
     schema = func._schema
     named = {arg.name: value for arg, value in zip(schema.arguments, args, strict=False)} | options
     changed = [arg.name for arg in schema.arguments if arg.alias_info is not None and arg.alias_info.is_write]
     return [leaf for name in changed for leaf in pytree.tree_iter(named.get(name)) if isinstance(leaf, torch.Tensor)]
 
 
-def _blank(at: _Place) -> torch.Tensor:
-    return torch.empty_strided(at.size, at.stride, dtype=at.dtype)
+def _empty_view(view: _StorageView) -> torch.Tensor:
+    return torch.empty_strided(view.size, view.stride, dtype=view.dtype)

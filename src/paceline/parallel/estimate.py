@@ -24,16 +24,20 @@ from paceline.plan import Plan
 
 
 def describe_blocks(job: ParallelJob) -> list[str]:
-    """The blocks of each stage, or of a model that is whole."""
+    """Describes the blocks of each stage, or of the full model without stages."""
     stages = job.stages
-    return [summarize_blocks(blocks_of(job.model))] if stages is None else [stages.told(n) for n in range(stages.count)]
+    if stages is None:
+        return [summarize_blocks(blocks_of(job.model))]
+    return [stages.describe(stage) for stage in range(stages.count)]
 
 
 def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, workers: int) -> dict[str, Any]:
-    """From the first of `count` micro-batches of a global batch, for a plan: the `blocks` of each stage, its seconds of
-    `forward` and `backward`, the bytes that it `passes` on; and the figures of each worker of a replica. Where several
-    compute a micro-batch together, each is said to have an equal part of its seconds and activations. The model may be
-    cut for that, and is of no use afterwards. Raises UsageError where it cannot be cut so.
+    """Predicts the figures of a plan, given as `text`, from the first of `count` micro-batches of a global batch.
+
+    Returns the `blocks` of each stage, its seconds of `forward` and `backward` and the bytes that it `passes` on, and
+    the figures of each worker of a replica. Workers that compute a micro-batch together are assumed to have equal parts
+    of its seconds and activations. The model may be sharded for that and cannot be used afterwards. Raises UsageError
+    where the plan does not fit the model.
     """
     plan = Plan.parse(text).validate(workers)
     mesh, stages = plan.mesh(workers), StagePartition(tuple(blocks_of(job.model)), (0,))
@@ -42,75 +46,81 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
         job.stages = stages = divide(job.model, count_of, mesh.pipeline, job.requested_split[1])
     blocks, homes = describe_blocks(job), stages.homes(job.model)
     homes_of = {name: {*homes[id(param)]} for name, param in job.named.items()}
-    runs = [_tried(job, micro_batch, stages) for _ in range(3)]  # the first one is slow, another one may be disturbed
-    tried = [{kind: min(one[kind] for one in some) for kind in some[0]} for some in zip(*runs, strict=True)]
+    # The first trial is slow, and another one may be disturbed.
+    trials = [_measure(job, micro_batch, stages) for _ in range(3)]
+    by_stage = zip(*trials, strict=True)
+    fastest = [{kind: min(trial[kind] for trial in of_stage) for kind in of_stage[0]} for of_stage in by_stage]
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
         TensorCut(job, cast(Any, SimpleNamespace(rank=0, size=mesh.tensor)), job.requested_split[0])
     forwards, inner, predicted = -(-count // mesh.units), mesh.context * mesh.tensor, []
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
-    for place in range(mesh.pipeline):
-        own = {*range(place, stages.count, mesh.pipeline)}
-        here = {name: param for name, param in job.named.items() if homes_of[name] & own}
-        figures = asdict(cost(plan, facts_of(replace(job, named=here)), workers, forwards))
-        figures["activations"] = sum(tried[stage]["saved"] for stage in own) * kept(rows[place]) // (len(own) * inner)
-        figures["seconds"] = sum(tried[stage]["forward"] + tried[stage]["backward"] for stage in own) * forwards / inner
+    for stage_rank in range(mesh.pipeline):
+        local_stages = {*range(stage_rank, stages.count, mesh.pipeline)}
+        local_params = {name: param for name, param in job.named.items() if homes_of[name] & local_stages}
+        figures = asdict(cost(plan, facts_of(replace(job, named=local_params)), workers, forwards))
+        saved = sum(fastest[stage]["saved"] for stage in local_stages)
+        seconds = sum(fastest[stage]["forward"] + fastest[stage]["backward"] for stage in local_stages)
+        figures["activations"] = saved * kept(rows[stage_rank]) // (len(local_stages) * inner)
+        figures["seconds"] = seconds * forwards / inner
         predicted.append(figures)
     by_worker = [predicted[mesh.coordinate(rank, "pipeline")] for rank in range(mesh.replica)]
-    named = [{"blocks": own} | one for own, one in zip(blocks, tried, strict=True)]
-    about = {"model": type(job.model).__name__, "micro": micro_batch.rows, "micro_batches": count}
-    return {"plan": str(plan), "workers": workers, **about, "stages": named, "predicted": by_worker}
+    stage_figures = [{"blocks": names} | trial for names, trial in zip(blocks, fastest, strict=True)]
+    setting = {"model": type(job.model).__name__, "micro": micro_batch.rows, "micro_batches": count}
+    return {"plan": str(plan), "workers": workers, **setting, "stages": stage_figures, "predicted": by_worker}
 
 
-def _tried(job: ParallelJob, micro_batch: MicroBatch, stages: StagePartition) -> list[dict[str, Any]]:
-    """By stage, seconds of one forward and backward, bytes `saved` for the latter, and those passed on. A stage goes on
-    until the first block of the next one is called; back, until the gradient of what went into it is there.
+def _measure(job: ParallelJob, micro_batch: MicroBatch, stages: StagePartition) -> list[dict[str, Any]]:
+    """Measures each stage: seconds of one forward and backward, bytes `saved` for the latter, and bytes passed on.
+
+    A stage's forward ends when the first block of the next stage is called; its backward when the gradient of its input
+    is computed.
     """
-    found: list[dict[str, Any]] = [
+    figures: list[dict[str, Any]] = [
         {"forward": 0.0, "backward": 0.0, "saved": 0, "passes": 0} for _ in range(stages.count)
     ]
     seen = {param.untyped_storage().data_ptr() for param in job.model.parameters()}
-    at, since = 0, _time(job.device)
+    current, since = 0, _time(job.device)
 
-    def book(kind: str, then: int) -> None:
-        nonlocal at, since
+    def add_time(kind: str, next_stage: int) -> None:
+        nonlocal current, since
         now = _time(job.device)
-        found[at][kind] += now - since
-        at, since = then, now
+        figures[current][kind] += now - since
+        current, since = next_stage, now
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         memory = tensor.untyped_storage()
         if memory.data_ptr() not in seen:
             seen.add(memory.data_ptr())
-            found[at]["saved"] += memory.nbytes()
+            figures[current]["saved"] += memory.nbytes()
         return tensor.detach()
 
     def enters(stage: int, module: nn.Module, given: Any, named: Any) -> None:
-        came = [tensor for tensor in tensors_in([given, named]) if tensor.requires_grad]
-        if stage > at:
-            found[at]["passes"] = sum(tensor.nbytes for tensor in came)
-            book("forward", stage)
-            for tensor in came[:1]:
-                tensor.register_hook(lambda _: book("backward", stage - 1))
-        for tensor in came:  # also where the block's own are made again
+        inputs = [tensor for tensor in tensors_in([given, named]) if tensor.requires_grad]
+        if stage > current:
+            figures[current]["passes"] = sum(tensor.nbytes for tensor in inputs)
+            add_time("forward", stage)
+            for tensor in inputs[:1]:
+                tensor.register_hook(lambda _: add_time("backward", stage - 1))
+        for tensor in inputs:  # inputs count as saved even if the block recomputes its activations
             save(tensor)
 
     modules, chunk = dict(job.model.named_modules()), Chunk([micro_batch], micro_batch.batch)
     hooks = [
-        modules[name].register_forward_pre_hook(partial(enters, stages.of_block(number)), with_kwargs=True)
+        modules[name].register_forward_pre_hook(partial(enters, stages.stage_of_block(number)), with_kwargs=True)
         for number, name in enumerate(stages.blocks)
     ]
     with saved_tensors_hooks(save, lambda tensor: tensor):
         with job.arithmetic():
             result = job.loss(job.forward(job.model, chunk.batch), chunk.batch)
         loss = Loss.of(result, chunk, trainable=True).total
-        book("forward", stages.count - 1)
+        add_time("forward", stages.count - 1)
         loss.backward()
-    book("backward", 0)
+    add_time("backward", 0)
     for hook in hooks:
         hook.remove()
-    return found
+    return figures
 
 
 def _time(device: torch.device) -> float:

@@ -27,17 +27,17 @@ from paceline.comm.torch_private import pytree
 from paceline.compute.blocks import blocks_of, by_block, explain_gathering
 from paceline.compute.state_dict import cut_in_rows, held, local, marked, marks_of
 from paceline.errors import CollectiveMismatchError, UsageError
-from paceline.parallel.deferred_init import DeferredInit, Slot, put, strip
+from paceline.parallel.deferred_init import DeferredInit, Slot, assign, strip
 from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.tensor_parallel.script_view import refuse_in_metric
 
-Share = Callable[[list[torch.Tensor]], None]  # makes them everybody's
-_Param = tuple[int, nn.Module, str]  # its number, and where it is
+Share = Callable[[list[torch.Tensor]], None]  # broadcasts the first worker's tensors, in place
+_Param = tuple[int, nn.Module, str]  # a parameter's number, the module that has it, and its name there
 _OUTSIDE = "the forward or the loss uses parameters of the model that are in pieces"
 _SAY_2 = "say zero=2, which gathers all before a forward, if not every micro-batch runs every layer"
 _WITHIN = "use them within model(...), where they are gathered, or say zero=2"
-_TORCHS = {  # what torch says, what it means, and what to do
+_TORCH_ERRORS = {  # by pattern of torch's message: what the error means, and what to do
     "mixed torch.Tensor and DTensor": (_OUTSIDE, _WITHIN),
     "setStorage.*storage of size 0": (
         "a backward needs parameters that were freed: a loss uses what is inside of a layer besides its output, or a "
@@ -51,18 +51,19 @@ _TORCHS = {  # what torch says, what it means, and what to do
 }
 
 
-_UNIT = "_paceline_unit"  # of a mesh of ours: the workers on it
+_UNIT = "_paceline_unit"  # attribute of a DeviceMesh: the group of the workers on it
 
 
-def read_whole_numbers(mesh: DeviceMesh, unit: Group) -> None:
-    """A number that a script reads of a DTensor on this mesh (`float(p.norm())`) is that of the whole. Torch's
-    `item()` gives, without a word, the part of a sum that this worker has. Collective where it is read.
+def read_full_numbers(mesh: DeviceMesh, unit: Group) -> None:
+    """Makes numbers that a script reads of DTensors on this mesh (`float(p.norm())`) those of the full tensors.
+
+    Torch's own `item()` silently returns this worker's part of a sum. Reading a number becomes collective.
     """
     vars(mesh)[_UNIT] = unit
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _number
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
 
 
-def _number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
+def _read_number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     tensor = args[0]
     assert isinstance(tensor, DTensor)
     unit = vars(tensor.device_mesh).get(_UNIT)
@@ -74,14 +75,14 @@ def _number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -
 
 
 class FullyShard(Layout):
-    """Between two steps each place holds its rows of the parameters alone, and of gradients never more than its rows
-    and a few blocks.
+    """ZeRO levels 2 and 3: between steps a worker of the replica holds only its rows of parameters and gradients.
 
-    torch's fully_shard gathers the parameters of a block before it is used and frees them after backward, with
-    `reshard` also after forward. Gradients do not go its way, which divides them and knows no exact sums: they leave by
-    `FsdpReduceScatter`, which hears of them from autograd.
+    Torch's fully_shard gathers the parameters of a block before it is used and frees them after the backward, with
+    `reshard` also after the forward. Its own reduction averages gradients and has no exact sums; hence gradients are
+    taken by hooks on the full parameters and reduced by `FsdpReduceScatter`, which holds a few blocks' at a time.
 
-    Parameters without dimensions, which it does not take, stay whole everywhere. The first place updates them.
+    Fully_shard does not take parameters without dimensions. All workers hold these in full, and the first one updates
+    them.
     """
 
     gathers = True
@@ -105,75 +106,81 @@ class FullyShard(Layout):
         self._gather_alike(reshard)
         job.keeping = self._keeping
         self._forward = job.forward
-        job.forward, job.loss = _explaining(self._gathered_first, reshard), _explaining(job.loss, reshard)
+        job.forward = _with_explained_errors(self._run_forward, reshard)
+        job.loss = _with_explained_errors(job.loss, reshard)
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         job.local_params = {name: marked(self._rows(param), marks[name]) for name, param in job.named.items()}
         for name, param in job.model.named_parameters():
             vars(param).update(marks[name])
         self._scalars = [param for param in job.named.values() if param.dim() == 0]
         numbers = {name: number for number, name in enumerate(job.named)}
-        self._leaving = [[numbers[n] for n in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names]
+        self._leaving_order = [
+            [numbers[param_name] for param_name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names
+        ]
         self._hooked: dict[int, nn.Parameter] = {}
         self._owners = [_owner(job.model, name) for name, _ in job.model.named_parameters()]
-        self._gathered = self._weighed = 0  # bytes of whole parameters, at most, and how often that was looked for
-        self._places = [[(numbers[n], *_owner(job.model, n)) for n in names] for names in groups]
-        for module, places in zip([*self.blocks.values(), job.model], self._places, strict=True):
-            module.register_forward_pre_hook(partial(self._look, places), with_kwargs=True)
-            module.register_forward_hook(self._leave)
+        self._peak_gathered_bytes = self._measurements = 0
+        self._params_of_modules = [
+            [(numbers[param_name], *_owner(job.model, param_name)) for param_name in names] for names in groups
+        ]
+        for module, params in zip([*self.blocks.values(), job.model], self._params_of_modules, strict=True):
+            module.register_forward_pre_hook(partial(self._before_call, params), with_kwargs=True)
+            module.register_forward_hook(self._after_call)
         assert isinstance(job.model, FSDPModule)
-        self._torchs = job.model._get_fsdp_state()
+        self._fsdp_state = job.model._get_fsdp_state()
         with self.replica.exposed():
-            self._torchs._lazy_init()  # else it would take what is called first for the whole model
+            self._fsdp_state._lazy_init()  # else the first module that is called would become the root
 
     def _shard(self, reshard: bool, share: Share | None) -> DeviceMesh:
-        """Leaves each place its rows of every parameter."""
+        """Replaces every parameter by this worker's rows. Returns the mesh."""
         job = self.job
         mesh = init_device_mesh(job.device.type, (self.replica.size,))
-        read_whole_numbers(mesh, self.replica)
+        read_full_numbers(mesh, self.replica)
         named = dict(job.model.named_parameters())
-        besides: list[Slot] = []
+        other_tensors: list[Slot] = []
         if job.blueprint is not None:
-            besides = job.blueprint.rest(job.model)
-            put(besides, job.device)
+            other_tensors = job.blueprint.other_tensors(job.model)
+            assign(other_tensors, job.device)
             strip(job.model)
-        # Torch warns of views that are changed in place, which only matters where parameters are freed after forward.
-        own = f"{type(job.model).__name__}) returned a view" if reshard else ""
-        warnings.filterwarnings("ignore", re.escape(f"FSDP2-wrapped module (FSDP{own}"))
+        # Torch warns of views changed in place. That matters only where parameters are freed after the forward.
+        view_warning = f"{type(job.model).__name__}) returned a view" if reshard else ""
+        warnings.filterwarnings("ignore", re.escape(f"FSDP2-wrapped module (FSDP{view_warning}"))
         ties: dict[nn.Parameter, nn.Parameter | None] = {}
         scalars = {param for param in job.model.parameters() if param.dim() == 0}
         for block in self.blocks.values():
             fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=scalars)
         fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False, ignored_params=scalars)
         if job.blueprint is not None:
-            bare = [(m, name, param) for m in job.model.modules() for name, param in m._parameters.items()]
+            parameters = [(m, name, param) for m in job.model.modules() for name, param in m._parameters.items()]
             job.model.to_empty(device=job.device)
-            for module, name, param in bare:
-                if param in scalars:  # each place of a tied one has got memory of its own
+            for module, name, param in parameters:
+                if param in scalars:  # to_empty() has untied it
                     module._parameters[name] = ties.setdefault(param, module._parameters[name])
-            put(besides, job.device)
+            assign(other_tensors, job.device)
             self._fill(job.blueprint, named, share)
         return mesh
 
     def _gather_alike(self, reshard: bool) -> None:
-        """Workers whose micro-batches run different blocks gather all of them before a forward, or are told.
+        """Keeps workers whose micro-batches run different blocks from gathering different parameters.
 
-        What is freed after forward is gathered as it is run: each block's name is compared, and at the end of a forward
-        and of a backward whether all have come as far.
+        Without `reshard` all blocks are gathered before a forward. With it each block is gathered as it is run; workers
+        compare the block's name, and at the end of a forward and of a backward whether all have come as far, so that a
+        difference raises an error.
         """
         model = self.job.model
         for name, module in [*self.blocks.items(), ("the rest of the model", model)]:
             assert isinstance(module, FSDPModule)
             module.set_custom_all_gather(_Gather(self.replica, f"the gathering of {name}"))
             type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
-        self._reshard, self._compares = reshard, reshard and bool(self.blocks)
+        self._reshard, self._compares_order = reshard, reshard and bool(self.blocks)
         self._keeps = False
-        if self._compares:
-            model.register_forward_hook(lambda *_: self.replica.finish(self._meet("the end of a forward")))
+        if self._compares_order:
+            model.register_forward_hook(lambda *_: self.replica.finish(self._start_barrier("the end of a forward")))
         if not reshard:
             model.register_forward_pre_hook(lambda *_: self._gather_all())
 
-    def _gathered_first(self, model: nn.Module, batch: Any) -> Any:
-        if not self._reshard:  # also where it calls parts of the model and not the model itself
+    def _run_forward(self, model: nn.Module, batch: Any) -> Any:
+        if not self._reshard:  # also if the forward calls only submodules
             self._gather_all()
         return self._forward(model, batch)
 
@@ -181,25 +188,25 @@ class FullyShard(Layout):
         for module in [*self.blocks.values(), self.job.model]:
             assert isinstance(module, FSDPModule)
             module.unshard()
-        for places in self._places:
-            self._hear(places)
+        for params in self._params_of_modules:
+            self._hook_gradients(params)
 
-    def _meet(self, where: str) -> dist.Work:
+    def _start_barrier(self, where: str) -> dist.Work:
         options = dist.BarrierOptions()
         options.asyncOp = True
         with self.replica.lending(where, "all_gather") as group:
             return group.barrier(options)
 
-    def _ended(self) -> dist.Work | None:
-        return self._meet("the end of a backward") if self._compares else None
+    def _finish_backward(self) -> dist.Work | None:
+        return self._start_barrier("the end of a backward") if self._compares_order else None
 
     def _fill(self, blueprint: DeferredInit, named: Mapping[str, nn.Parameter], share: Share | None) -> None:
-        """One parameter after another is made, and its own rows are kept."""
+        """Materialises one parameter after another and keeps this worker's rows."""
         for name, param in self.job.model.named_parameters():
-            whole = blueprint.value(named[name])
+            full = blueprint.value(named[name])
             if share is not None:
-                share([whole])
-            local(param).copy_(self.shards.of(whole, self.shards.me) if param.dim() else whole)
+                share([full])
+            local(param).copy_(self.shards.of(full, self.shards.me) if param.dim() else full)
         if share is not None:
             share(list(self.job.model.buffers()))
 
@@ -207,64 +214,66 @@ class FullyShard(Layout):
         return local(param) if isinstance(param, DTensor) else self.shards.of(param.detach(), self.shards.me)
 
     def select_local_params(self) -> None:
-        pass  # known since the model is in pieces
+        """Does nothing: the local parameters are known since the model was sharded."""
 
     def land(self) -> FsdpReduceScatter:
-        home = (ExactBuckets if self.job.exact else Buckets)(list(self.job.local_params.values()), hooks=False)
+        """Returns the reduce-scatter that collects the gradients of the full parameters."""
+        buckets = (ExactBuckets if self.job.exact else Buckets)(list(self.job.local_params.values()), hooks=False)
         self.staging = FsdpReduceScatter(
-            home, self._shapes, self._leaving, self.replica, self._ended, not self._compares
+            buckets, self._shapes, self._leaving_order, self.replica, self._finish_backward, not self._compares_order
         )
         return self.staging
 
-    def _look(self, places: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
-        """The whole parameters of a module are there, and a backward will go through it."""
-        self._weigh()
-        self._hear(places)
-        if self._compares and places and torch.is_grad_enabled():
-            number = places[0][0]
+    def _before_call(self, params: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
+        """Runs before a module's forward, when its parameters are gathered: hooks their gradients."""
+        self._measure_gathered()
+        self._hook_gradients(params)
+        if self._compares_order and params and torch.is_grad_enabled():
+            number = params[0][0]
             self.staging.call(number)
-            inner = [
+            inputs = [
                 t for t in pytree.tree_iter((given, named)) if isinstance(t, torch.Tensor) and t.grad_fn is not None
             ]
-            if inner:  # else the backward cannot be seen to go through it
-                register_multi_grad_hook(inner, lambda _: self.staging.leave(number), mode="any")
+            if inputs:  # else no hook can tell when the backward leaves the module
+                register_multi_grad_hook(inputs, lambda _: self.staging.leave(number), mode="any")
 
-    def _leave(self, *_: Any) -> None:
-        """Weights may change after a call of the script's own, which has no backward."""
-        inside = self._keeps or self._torchs._state_ctx.iter_forward_root is not None
+    def _after_call(self, *_: Any) -> None:
+        """Frees gathered parameters after a call by the script, without a backward: their values may change later."""
+        inside = self._keeps or self._fsdp_state._state_ctx.iter_forward_root is not None
         if not inside and not torch.is_grad_enabled():
             self.rest()
 
-    def _hear(self, places: Sequence[_Param]) -> None:
-        """Makes sure that gradients of whole parameters are heard of."""
-        for number, owner, name in places:
+    def _hook_gradients(self, params: Sequence[_Param]) -> None:
+        """Puts hooks on gathered parameters that take their gradients, once on each."""
+        for number, owner, name in params:
             param = owner._parameters[name]
             if param is not None and param.requires_grad and self._hooked.get(number) is not param:
                 if param.is_inference():
                     raise UsageError("the model is first called under inference_mode()", "begin with torch.no_grad()")
                 self._hooked[number] = param
-                param.register_post_accumulate_grad_hook(partial(self._land, number))
+                param.register_post_accumulate_grad_hook(partial(self._take_gradient, number))
 
-    def _land(self, number: int, param: torch.Tensor) -> None:
-        self._weigh()
+    def _take_gradient(self, number: int, param: torch.Tensor) -> None:
+        self._measure_gathered()
         self.staging.land(number, param)
 
-    def _weigh(self) -> None:
-        """Parameters are gathered in every forward and backward alike: the first tell how much at most."""
-        if self._weighed < 2 * len(self._owners):
-            self._weighed += 1
-            whole = (owner._parameters[name] for owner, name in self._owners)
-            now = held(param for param in whole if not isinstance(param, DTensor))
-            self._gathered = max(self._gathered, now)
+    def _measure_gathered(self) -> None:
+        """Measures the bytes of gathered parameters in the first step; later ones gather the same."""
+        if self._measurements < 2 * len(self._owners):
+            self._measurements += 1
+            params = (owner._parameters[name] for owner, name in self._owners)
+            gathered_bytes = held(param for param in params if not isinstance(param, DTensor))
+            self._peak_gathered_bytes = max(self._peak_gathered_bytes, gathered_bytes)
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
+        """Keeps parameters gathered as the plan says during a step, and explains torch's errors."""
         model = self.job.model
         self.replica.enter(name, check=False, kind="gradients")
         assert isinstance(model, FSDPModule)
-        model.set_reshard_after_backward(self._reshard)  # or a second backward would gather again, here and not there
+        model.set_reshard_after_backward(self._reshard)  # else a second backward would gather again on some workers
         try:
-            with self._keeping(), _explained(self._compares):
+            with self._keeping(), _explained_errors(self._compares_order):
                 yield
         finally:
             model.set_reshard_after_backward(True)
@@ -280,23 +289,25 @@ class FullyShard(Layout):
             self.rest()
 
     def rest(self) -> None:
-        """Only the own rows are there."""
+        """Frees all gathered parameters."""
         assert isinstance(self.job.model, FSDPModule)
         self.job.model.reset_iter_state()
 
     def complete(self) -> None:
+        """Broadcasts the parameters without dimensions, which the first worker updates. Collective."""
         if self._scalars:
             self.replica.enter("the weights after an update", check=False, kind="weights")
         for scalar in self._scalars:
             self.replica.broadcast(scalar.detach().view(1))
 
     def gathered(self) -> int:
-        return self._gathered
+        """Returns the most bytes of gathered parameters held at a time."""
+        return self._peak_gathered_bytes
 
 
 @contextmanager
-def _explained(compares: bool) -> Iterator[None]:
-    """Says what errors about parameters in pieces mean."""
+def _explained_errors(compares: bool) -> Iterator[None]:
+    """Replaces torch's errors about sharded parameters by errors that say what to do."""
     try:
         yield
     except CollectiveMismatchError as error:
@@ -304,26 +315,26 @@ def _explained(compares: bool) -> Iterator[None]:
             raise
         raise CollectiveMismatchError(error.what, _SAY_2) from error
     except RuntimeError as error:
-        for said, (what, cure) in _TORCHS.items():
-            if re.search(said, str(error)):
+        for pattern, (what, cure) in _TORCH_ERRORS.items():
+            if re.search(pattern, str(error)):
                 raise UsageError(what, cure) from error
         raise
 
 
-def _explaining(call: Callable[[Any, Any], Any], compares: bool) -> Callable[[Any, Any], Any]:
-    def explaining(one: Any, other: Any) -> Any:
-        with _explained(compares):
-            found = call(one, other)
-        first = found[0] if isinstance(found, tuple) and found else found
-        if isinstance(first, DTensor):
+def _with_explained_errors(call: Callable[[Any, Any], Any], compares: bool) -> Callable[[Any, Any], Any]:
+    def explaining(first: Any, second: Any) -> Any:
+        with _explained_errors(compares):
+            result = call(first, second)
+        head = result[0] if isinstance(result, tuple) and result else result
+        if isinstance(head, DTensor):
             raise UsageError(_OUTSIDE, _WITHIN)
-        return found
+        return result
 
     return explaining
 
 
 def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Raises UsageError where gathering a block would lose something of a parameter."""
+    """Raises UsageError where gathering a block would lose hooks, strides, dtypes or references of a parameter."""
     named = dict(model.named_parameters())
     for name, param in named.items():
         what = None
@@ -339,21 +350,22 @@ def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> No
             (one, first), (other, second) = list(kinds.items())[:2]
             what = f"{first} is of {one} and {second}, which is gathered with it, of {other}"
             raise UsageError(what, "say zero=1, or give them one dtype")
-    own = {id(param) for param in named.values()}
+    identities = {id(param) for param in named.values()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if not name.startswith("_") and any(id(leaf) in own for leaf in pytree.tree_iter(value)):
+            if not name.startswith("_") and any(id(leaf) in identities for leaf in pytree.tree_iter(value)):
                 what = f"{name} of {path or 'the model'} holds parameters besides, which would stay as they are now"
                 raise UsageError(what, "say zero=1, or hold them in an nn.ParameterList")
 
 
 class _Gather(AllGather):
-    """Torch's own way, with a name."""
+    """Torch's own all-gather, declared to the replica under a name that workers compare."""
 
     def __init__(self, replica: Group, name: str) -> None:
         self.replica, self.name = replica, name
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocates the output of an all-gather."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

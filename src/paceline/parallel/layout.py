@@ -1,6 +1,6 @@
 """Base class of layouts: which part of a model a worker holds (here all of it).
 
-The plain layout: all of it, and each worker runs it by itself.
+In the plain layout each worker holds the full model and runs it by itself.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from paceline.parallel.parallel_job import ParallelJob
 
 
 class Layout:
-    """Gradients land in buckets of memory from `allocate`, to be summed, or stay where they are.
+    """The base layout: each worker holds the full model.
 
-    `shards` share the rows that optimizers hold. A bucket's way to them is `route`, before it is summed over replicas.
+    With `allocate`, gradients are collected in buckets of memory that it allocates, to be summed; without it they stay
+    in the parameters. `shards` says which rows of the parameters each worker's optimizer updates. `route` are the
+    reduce steps of a bucket within the replica, before it is summed over the replicas.
     """
 
     shards: RowShards = ALONE
@@ -29,29 +31,30 @@ class Layout:
         self.job, self.allocate = job, allocate
 
     def select_local_params(self) -> None:
-        """The job's `own` parameters: those that optimizers are to hold here."""
+        """Sets the job's `local_params`: the rows of the parameters that this worker's optimizers get."""
         self.job.local_params, self.job.local_cuts = own_of(self.job.named, self.job.cuts, self.shards, self.job.unit)
 
     def land(self) -> GradSink:
-        """Where gradients of the parameters land."""
+        """Returns the object that collects the gradients of the parameters."""
         return GradSink(self.job.dense) if self.allocate is None else self.buckets()
 
     def buckets(self) -> Buckets:
+        """Builds buckets for the gradients of the dense parameters."""
         kind = ExactBuckets if self.job.exact else Buckets
         return kind(
             self.job.dense, shards=self.shards, local_params=[*self.job.local_params.values()][: len(self.job.dense)]
         )
 
     def running(self, name: str) -> AbstractContextManager[None]:
-        """Around the forwards and backwards of a step of this name."""
+        """Returns a context for the forwards and backwards of a step; `name` describes the step."""
         return nullcontext()
 
     def complete(self) -> None:
-        """After an update, and in a new generation: brings what of the weights others have updated. Collective."""
+        """Fetches the weights that other workers have updated, after an update or in a new generation. Collective."""
 
     def rest(self) -> None:
-        """What a forward or backward has left, or where it was cut off, is gone."""
+        """Frees what a forward or backward has left, also one that was cut off."""
 
     def gathered(self) -> int:
-        """Bytes of parameters that are here for a while, at most, beside those that always are."""
+        """Returns the most bytes of gathered parameters held at a time, beyond those that are always held."""
         return 0

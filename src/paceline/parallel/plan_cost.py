@@ -9,65 +9,65 @@ from paceline.compute.blocks import blocks_of, by_block
 from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import held, kept_for_each
 from paceline.parallel import data_parallel, zero1
-from paceline.parallel.cost_model import CODED, Cost, Facts, Isles
+from paceline.parallel.cost_model import CODED, Cost, Facts, IslandFacts
 from paceline.parallel.pipeline.schedule import KINDS, kept, table
 from paceline.plan import Plan
 
 
 def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
-    """What a plan costs each of so many workers, if they make so many forwards in a step. The memory of activations,
-    of exact sums and of what they need is not in it.
+    """Returns what a plan costs each of so many workers, if each runs so many forwards in a step.
 
-    Along `pipeline`, `context` and `tensor` it is what a worker with these `facts` sends: what a micro-batch has sent,
-    so many times. The shapes of activations are those of the user's code, and no formula knows them before.
+    The memory of activations, of exact sums and of their buffers is not included. The bytes sent along `pipeline`,
+    `context` and `tensor` are those that a worker with these `facts` has sent in a measured micro-batch, times the
+    forwards: the shapes of activations depend on the user's code, and no formula predicts them.
     """
     mesh = plan.mesh(workers)
     replicas, teams = mesh.data, min(plan.local or 1, mesh.data)
     mesh = replace(mesh, data=-(-replicas // teams))
     if mesh.shard == 1:
-        found = data_parallel.cost(facts, mesh.data * mesh.context)
+        estimate = data_parallel.cost(facts, mesh.data * mesh.context)
     else:
-        found = zero1.cost(
-            facts, plan.zero or 3, mesh.shard, mesh.data * mesh.context, forwards, plan.offload is not None
-        )
+        replicas_of_shard, offload = mesh.data * mesh.context, plan.offload is not None
+        estimate = zero1.cost(facts, plan.zero or 3, mesh.shard, replicas_of_shard, forwards, offload)
     for axis in facts.inside.keys() | facts.ends.keys():
-        found.sent[axis] = forwards * facts.inside.get(axis, 0) + facts.ends.get(axis, 0)
+        estimate.sent[axis] = forwards * facts.inside.get(axis, 0) + facts.ends.get(axis, 0)
     if plan.local:
-        own = facts.bytes(mesh.shard)
-        here = facts.beside + (own if mesh.shard > 1 and plan.zero != 1 else facts.bytes())
+        local_bytes = facts.bytes(mesh.shard)
+        model_bytes = facts.other_bytes + (local_bytes if mesh.shard > 1 and plan.zero != 1 else facts.bytes())
         fragments = plan.fragments or int(plan.outer_codec is not None)
         momentum = not (plan.outer or "").startswith("sgd")
-        copies, mine = 1 < replicas < 2 * teams, -(-plan.local // teams)
-        if plan.zero == 1:  # each island's step by itself
-            found = replace(found, sent={kind: mine * size for kind, size in found.sent.items()})
-        isles = Isles(plan.every or 1, mine, copies, fragments, plan.outer_codec, momentum, bool(plan.quorum))
-        found = found.in_islands(isles, here, own)
+        has_copies, local_islands = 1 < replicas < 2 * teams, -(-plan.local // teams)
+        if plan.zero == 1:  # each island runs its step by itself
+            estimate = replace(estimate, sent={kind: local_islands * size for kind, size in estimate.sent.items()})
+        every, codec, late = plan.every or 1, plan.outer_codec, bool(plan.quorum)
+        islands = IslandFacts(every, local_islands, has_copies, fragments, codec, momentum, late)
+        estimate = estimate.with_islands(islands, model_bytes, local_bytes)
         if replicas > 1:
-            found.sent["merges"] = isles.sent(own, sum(map(RowShards(mesh.shard).width, facts.shapes)))
+            estimate.sent["merges"] = islands.sent(local_bytes, sum(map(RowShards(mesh.shard).width, facts.shapes)))
     if plan.server:
-        size, dense = found.gradients, facts.shapes[: len(facts.shapes) - facts.sparse]
+        sent_bytes, dense_shapes = estimate.gradients, facts.shapes[: len(facts.shapes) - facts.sparse]
         if plan.codec:
-            size = sum(map(RowShards(1).width, dense)) * CODED[plan.codec] // 256
-        found = replace(found, optimizer=0, sent={"servers": size * (1 + (plan.copies or 0))})
+            sent_bytes = sum(map(RowShards(1).width, dense_shapes)) * CODED[plan.codec] // 256
+        estimate = replace(estimate, optimizer=0, sent={"servers": sent_bytes * (1 + (plan.copies or 0))})
     rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
-    return replace(found, in_flight=max(map(kept, rows)))
+    return replace(estimate, in_flight=max(map(kept, rows)))
 
 
 def share_of_sums(plan: Plan, job: TrainingJob, workers: int) -> float:
-    """Of the bytes that a worker sends in a step of one forward, those of gradients that replicas sum."""
+    """Returns the fraction of a worker's sent bytes, in a step of one forward, that replicas send to sum gradients."""
     facts = facts_of(job)
     return facts.bytes(plan.shard or 1) / sum(cost(plan, facts, workers).sent.values())
 
 
 def facts_of(job: TrainingJob) -> Facts:
-    """Of a model that is ready to be trained."""
+    """Returns the facts of a job's model, which must be ready to be trained."""
     *blocks, rest = by_block(job.named, list(blocks_of(job.model)))
     numbers = {name: number for number, name in enumerate(job.named)}
-    others = [t for t in (*job.model.parameters(), *job.model.buffers()) if not t.requires_grad]
+    frozen = [t for t in (*job.model.parameters(), *job.model.buffers()) if not t.requires_grad]
     return Facts(
         [tuple(param.shape) for param in job.named.values()],
         [param.element_size() for param in job.named.values()],
-        held(others),
+        held(frozen),
         [[numbers[name] for name in block] for block in blocks],
         [numbers[name] for name in rest],
         kept_for_each(job.optimizers),

@@ -1,12 +1,14 @@
 """Sequence parallelism (context=): sequences divided among workers, with Ulysses attention.
 
-Attention needs all of a sequence: there heads are exchanged for stretches, and back (Jacobs et al., "DeepSpeed Ulysses:
-System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models", 2023). All else is what `parts`
-makes of any code: positions, masks and labels are narrowed where they meet a stretch, and what is not known to work on
-stretches gets the whole. So does a loss: what it adds up over rows and tokens is added up among the workers.
+Each worker computes on a sequence shard: a contiguous range of the tokens. Attention needs the full sequence, so an
+all-to-all turns sequence shards of all heads into full sequences of some heads, and back (Jacobs et al., "DeepSpeed
+Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models", 2023). A
+`ShardedTensorMode` runs all other code: it narrows full tensors (positions, masks, labels) that are combined with a
+sequence shard, and gathers the full sequence for functions that have no rule. The loss runs the same way: its sums over
+rows and tokens are summed over the workers.
 
-A weight that meets a stretch gets a part of its gradient; where all compute the same with it, the first one keeps it.
-Summed over the workers, on the way that gradients go, that is the gradient.
+A weight that is used with a sequence shard gets a partial gradient. Where all workers compute the same value with a
+weight, only the first worker keeps the gradient. The sum over the workers, in the gradient reduction, is the gradient.
 """
 
 from __future__ import annotations
@@ -61,25 +63,28 @@ _ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_c
 
 
 class _Once(torch.autograd.Function):
-    """A weight that all use alike: only the first one's gradient counts."""
+    """Passes on a weight that all workers use identically. Only the first worker keeps its gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, counts: bool) -> Tensor:
+        """Returns a view of the weight; `counts` says whether this worker keeps the gradient."""
         ctx.counts = counts
         return weight.view_as(weight)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Returns the gradient on the first worker, zeros on the others."""
         return grad if ctx.counts else torch.zeros_like(grad), None
 
 
 class _FromFirst(torch.autograd.Function):
-    """Whole outputs of a model whose sequences are divided. The first worker's gradients of them are everybody's."""
+    """Gathers the full outputs of a model whose sequences are sharded. All workers use the first worker's gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, moves: Redistributor, parts: Sequence[ShardPlacement | None], *outputs: Tensor
     ) -> tuple[Tensor, ...]:
+        """Returns each output in full; `parts` are the placements of the outputs, None for those that are full."""
         ctx.moves, ctx.parts, ctx.like = moves, parts, [(logical(x), x.dtype, x.device) for x in outputs]
         ctx.set_materialize_grads(False)
         pairs = zip(outputs, parts, strict=True)
@@ -88,55 +93,64 @@ class _FromFirst(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        moves, found = cast(Redistributor, ctx.moves), list[Tensor | None]()
-        has = moves.unit.broadcast(torch.tensor([grad is not None for grad in grads], dtype=torch.uint8)).tolist()
-        for one, grad, part, (shape, dtype, device) in zip(has, grads, ctx.parts, ctx.like, strict=True):
-            if not one:
-                found.append(None)
+        """Broadcasts the first worker's gradients and returns the local shard of each."""
+        moves, input_grads = cast(Redistributor, ctx.moves), list[Tensor | None]()
+        has_grads = moves.unit.broadcast(torch.tensor([grad is not None for grad in grads], dtype=torch.uint8)).tolist()
+        for has_grad, grad, part, (shape, dtype, device) in zip(has_grads, grads, ctx.parts, ctx.like, strict=True):
+            if not has_grad:
+                input_grads.append(None)
                 continue
-            first = moves.unit.rank == 0 and grad is not None
-            whole = grad.contiguous() if first and grad is not None else torch.empty(shape, dtype=dtype, device=device)
-            moves.unit.broadcast(whole)
-            own = whole if part is None else moves.narrow(whole, part)
-            found.append(own if part is None or moves.is_first_holder(part) else own * 0.0)
-        return None, None, *found
+            if moves.unit.rank == 0 and grad is not None:
+                full_grad = grad.contiguous()
+            else:
+                full_grad = torch.empty(shape, dtype=dtype, device=device)
+            moves.unit.broadcast(full_grad)
+            local_grad = full_grad if part is None else moves.narrow(full_grad, part)
+            input_grads.append(local_grad if part is None or moves.is_first_holder(part) else local_grad * 0.0)
+        return None, None, *input_grads
 
 
-class _Led(torch.autograd.Function):
-    """A loss that all compute of the same whole outputs: in the backward it is the first one's that counts, and all go
-    through these outputs, whether the loss uses them or not.
+class _LossOfFirst(torch.autograd.Function):
+    """Ties a loss that all workers compute from the same full outputs to these outputs.
+
+    The first worker's loss counts in the backward. All workers run the backward of all outputs, used by the loss or
+    not, because it is collective.
     """
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, *outputs: Tensor) -> Tensor:
+        """Returns a copy of the loss `total`."""
         ctx.count = len(outputs)
         return total.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradient of the loss, and none of the outputs."""
         return grad, *[None] * ctx.count
 
 
 _FROM_FIRST: Any = _FromFirst.apply
-_LED: Any = _Led.apply
+_LOSS_OF_FIRST: Any = _LossOfFirst.apply
 
 
-class _Moves(Redistributor):
-    """Of stretches: what a weight's gradient lacks is added where gradients are."""
+class _ShardRedistributor(Redistributor):
+    """Moves sequence shards. Partial gradients of weights are summed later, with all other gradients."""
 
-    def share(self, whole: Tensor) -> Tensor:
-        return whole if isinstance(whole, nn.Parameter) else super().share(whole)
+    def share(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor that all workers have for use with shards; a weight's gradient is not summed here."""
+        return tensor if isinstance(tensor, nn.Parameter) else super().share(tensor)
 
 
-class _Stretches(ShardedTensorMode):
-    """Follows stretches."""
+class _SequenceShardMode(ShardedTensorMode):
+    """Runs a model and its loss on sequence shards."""
 
     def alike(self, function: Any, given: Any, named: Any) -> Any:
+        """Runs a function whose tensors are full and the same on all workers."""
         origin = given[0].__dict__.get(_ORIGIN) if given and isinstance(given[0], Tensor) else None
         if origin is not None and changes(function.__name__):
             made = function(*given, **named)
             x, view, *how = origin
-            self._written(lambda whole, value: view(whole, *how[0], **how[1]).copy_(value), "copy", (x, given[0]), {})
+            self._write_full(lambda full, value: view(full, *how[0], **how[1]).copy_(value), "copy", (x, given[0]), {})
             return made
         asks = function.__name__ == "__get__" and function.__self__.__name__ not in MADE
         if asks or not torch.is_grad_enabled():
@@ -147,33 +161,32 @@ class _Stretches(ShardedTensorMode):
 
     def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
         if changes(name) and part_of(given[0]):
-            return self._written(function, name, given, named)
+            return self._write_full(function, name, given, named)
         made = super()._with_wholes(function, name, given, named)
         if isinstance(made, Tensor) and made._is_view() and part_of(given[0]):
-            made = made.clone()  # what is written into it is written into what it is a view of
+            made = made.clone()  # a write into this view is repeated on the tensor that it is a view of (`alike`)
             made.__dict__[_ORIGIN] = given[0], function, given[1:], named
         return made
 
-    def _written(self, function: Any, name: str, given: Any, named: Any) -> Any:
-        """Writes into the own stretch what is written into the whole."""
+    def _write_full(self, function: Any, name: str, given: Any, named: Any) -> Any:
+        """Runs a write on the full tensor and copies the result into the local shard."""
         part = part_of(given[0])
         assert part is not None
         self.note(name, [part])
-        whole, rest = (
-            self.gather_full(given[0]).clone(),
-            pytree.tree_map_only(Tensor, self.gather_full, (given[1:], named)),
-        )
-        made = self.alike(function, (whole, *rest[0]), rest[1])
-        given[0].copy_(self.moves.take(whole, part))
+        full = self.gather_full(given[0]).clone()
+        others, options = pytree.tree_map_only(Tensor, self.gather_full, (given[1:], named))
+        made = self.alike(function, (full, *others), options)
+        given[0].copy_(self.moves.take(full, part))
         return made if made is None else given[0]
 
     def once(self, weight: nn.Parameter) -> Any:
+        """Returns a weight whose gradient only the first worker keeps."""
         return applied(_Once, weight, self.moves.unit.rank == 0) if weight.requires_grad else weight
 
 
 @dataclass
 class _Result:
-    """What came of one micro-batch."""
+    """Outputs, loss and gradients of one micro-batch."""
 
     outputs: list[Tensor]
     loss: Loss | None
@@ -181,157 +194,164 @@ class _Result:
 
 
 class SequenceParallel:
-    """Divides what the blocks of a job's model take among the workers of a `unit`, where its length allows.
+    """Shards the sequences that the blocks of a job's model take over the workers of a `unit`.
 
-    It is made in two steps, between which others may wrap what blocks compute; `narrow` is the second one.
+    A sequence whose length the number of workers does not divide is computed in full by all. Construction has two
+    steps: the constructor, and `narrow`. Other features may wrap the blocks' forwards between them.
     """
 
     def __init__(self, job: TrainingJob, unit: Group, staged: bool) -> None:
         self.job, self.unit, self._model = job, unit, type(job.model).__name__
-        self._beside, self._compared, self._staged = "", False, staged
-        self._gathers = job.over is None  # the loss is computed on whole outputs, unless it is seen to need none
-        self._moves = _Moves(unit)
-        self._parts = _Stretches(self._moves, RULES | _RULES, lambda: self._model, self._noted, "_paceline_stretch")
-        self._gathered, self._odd = set[str](), set[int]()
-        self._divides, self._met = False, ""  # whether a block was given a stretch, and what the last one without takes
-        self._known = False  # what is exchanged in a micro-batch
+        self._comparison, self._has_compared, self._in_stages = "", False, staged
+        self._gathers_outputs = job.over is None  # whether the loss gets full outputs; the comparison may decide
+        self._moves = _ShardRedistributor(unit)
+        rules, name = RULES | _RULES, lambda: self._model
+        self._mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, "_paceline_stretch")
+        self._gathered_functions, self._indivisible = set[str](), set[int]()
+        self._has_divided = False  # whether a block was given a sequence shard
+        self._unfit_input = ""  # describes the last input of a block that cannot be sharded
+        self._knows_traffic = False  # whether the bytes that a micro-batch sends are known
         blocks = blocks_of(job.model)
         if not blocks:
             what = f"no part of {self._model} repeats, and context= divides what such parts take"
             raise UsageError(what, "leave context= out")
         self._blocks = list(blocks.values())
         for block in self._blocks:
-            block.forward = partial(self._block, block.forward)
-        self._plain, job.forward = job.forward, self._forward
-        self._judge, job.loss = job.loss, self._judged
-        job.gather_output, job.once, job.add_up = self._whole, self._parts.once, self._add_up
+            block.forward = partial(self._run_block, block.forward)
+        self._plain_forward, job.forward = job.forward, self._forward
+        self._plain_loss, job.loss = job.loss, self._loss
+        job.gather_output, job.once, job.add_up = self._gather_full, self._mode.once, self._add_up
 
     def __deepcopy__(self, memo: Any) -> SequenceParallel:
-        return self  # a copy of the model, as an average is, is computed whole
+        return self  # a copy of the model, such as an average, is computed on full sequences
 
     @property
-    def told(self) -> tuple[str, str]:
+    def decision(self) -> tuple[str, str]:
         return f"sequences are divided among {self.unit.size} workers, weights are whole on each", "context= says so"
 
-    def _noted(self, name: str, parts: Any, *_: Any) -> None:
+    def _note_gathered(self, name: str, parts: Any, *_: Any) -> None:
         if parts:
-            self._gathered.add(name.strip("_"))
+            self._gathered_functions.add(name.strip("_"))
 
     def _forward(self, model: nn.Module, batch: Any) -> Any:
         if model is not self.job.model:
-            return self._plain(model, batch)
-        if not self._compared and model.training and torch.is_grad_enabled():
-            # Of a model in stages the whole is there when it is assembled; later it is too late.
-            self._compared = not self._staged or self.job.assembled
-            if self._compared:
+            return self._plain_forward(model, batch)
+        if not self._has_compared and model.training and torch.is_grad_enabled():
+            # A model in pipeline stages can be compared only while it is assembled.
+            self._has_compared = not self._in_stages or self.job.assembled
+            if self._has_compared:
                 self._compare(model, batch)
         self.unit.enter("the stretches of sequences", check=False, kind="context")
         self._sent = self._moves.sent
-        with self._parts:
-            output = self._plain(model, batch)
+        with self._mode:
+            output = self._plain_forward(model, batch)
         self._moves.rest()
-        if not self._divides and not self._odd:
+        if not self._has_divided and not self._indivisible:
             what = f"no block of {self._model} takes a sequence (rows, tokens, width) that context= can divide"
             size, units = self.unit.size, self.job.units.size if self.job.units else 1
-            raise UsageError(what + self._met, f"say data={units * size} and leave context={size} out")
+            raise UsageError(what + self._unfit_input, f"say data={units * size} and leave context={size} out")
         return output
 
-    def _judged(self, output: Any, batch: Any) -> Any:
-        result = self._on_whole(output, batch) if self._gathers else self._on_stretches(output, batch)
-        if not self._known and torch.is_grad_enabled() and not self.job.assembled:
-            self._known, self.job.inside["context"] = True, self._moves.sent - self._sent
-            some = sorted(self._gathered)
-            where = (
-                f"; all of them compute {', '.join(some[:3])}{', ...' if len(some) > 3 else ''} whole" if some else ""
-            )
-            odd = ", ".join(map(str, sorted(self._odd)[:3]))
-            whole = f"; {self.unit.size} does not divide {odd}, which is computed whole by all" if odd else ""
-            if told := where + whole + self._beside:
-                self.job.news["context"] = f"sequences are divided among {self.unit.size} workers{told}", ""
+    def _loss(self, output: Any, batch: Any) -> Any:
+        loss = self._loss_of_full_outputs if self._gathers_outputs else self._loss_of_shards
+        result = loss(output, batch)
+        if not self._knows_traffic and torch.is_grad_enabled() and not self.job.assembled:
+            self._knows_traffic, self.job.inside["context"] = True, self._moves.sent - self._sent
+            functions, gathered, indivisible = sorted(self._gathered_functions), "", ""
+            if functions:
+                more = ", ..." if len(functions) > 3 else ""
+                gathered = f"; all of them compute {', '.join(functions[:3])}{more} whole"
+            if self._indivisible:
+                lengths = ", ".join(map(str, sorted(self._indivisible)[:3]))
+                indivisible = f"; {self.unit.size} does not divide {lengths}, which is computed whole by all"
+            if details := gathered + indivisible + self._comparison:
+                self.job.news["context"] = f"sequences are divided among {self.unit.size} workers{details}", ""
         return result
 
-    def _on_stretches(self, output: Any, batch: Any) -> Any:
-        """The loss of outputs of which each worker has a stretch: what it adds up is added up among the workers."""
-        with self._parts:
-            result = self._judge(output, batch)
-        result = self._whole(result)
+    def _loss_of_shards(self, output: Any, batch: Any) -> Any:
+        """Computes the loss from sharded outputs: its sums over tokens are summed over the workers."""
+        with self._mode:
+            result = self._plain_loss(output, batch)
+        result = self._gather_full(result)
         self._moves.rest()
         return result
 
-    def _on_whole(self, output: Any, batch: Any) -> Any:
-        """The loss as plain code computes it, of outputs that are gathered. All compute it alike."""
+    def _loss_of_full_outputs(self, output: Any, batch: Any) -> Any:
+        """Computes the loss as plain code does, from gathered outputs. All workers compute the same loss."""
         self.unit.enter("whole outputs for the loss", check=False, kind="context")
-        grad = torch.is_grad_enabled()
+        with_grad = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(output)
-        places = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and grad]
-        with self._parts.using_own_attribute():
-            parts = [part_of(leaves[n]) for n in places]
-            given = [leaves[n] for n in places]
-            joined: tuple[Tensor, ...] = _FROM_FIRST(self._moves, parts, *given) if given else ()
-            leaves = [
-                self._parts.gather_full(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves
-            ]
-        for n, x, whole in zip(places, given, joined, strict=True):
-            leaves[n] = whole.view_as(whole)  # whose hooks are not called where the first one's gradient is taken
-            self._moves.sent += x.nbytes + whole.nbytes
-        result = self._judge(pytree.tree_unflatten(leaves, spec), batch)
-        if not joined:
+        indices = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and with_grad]
+        with self._mode.using_own_attribute():
+            parts = [part_of(leaves[n]) for n in indices]
+            local_outputs = [leaves[n] for n in indices]
+            full_outputs: tuple[Tensor, ...] = _FROM_FIRST(self._moves, parts, *local_outputs) if local_outputs else ()
+            leaves = [self._mode.gather_full(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves]
+        for n, x, full in zip(indices, local_outputs, full_outputs, strict=True):
+            leaves[n] = full.view_as(full)  # hooks on it are not called where the first worker's gradient is used
+            self._moves.sent += x.nbytes + full.nbytes
+        result = self._plain_loss(pytree.tree_unflatten(leaves, spec), batch)
+        if not full_outputs:
             return result
         total, *rest = result if isinstance(result, tuple) else (result,)
         if isinstance(total, Tensor):
-            own = total if self.unit.rank == 0 else total.detach()
-            total = _LED(own, *joined)
+            counted = total if self.unit.rank == 0 else total.detach()
+            total = _LOSS_OF_FIRST(counted, *full_outputs)
         return (total, *rest) if isinstance(result, tuple) else total
 
-    # -- divided sequences beside whole ones --------------------------------------------------------------------------
+    # -- comparison with full sequences -------------------------------------------------------------------------------
 
     def _compare(self, model: nn.Module, batch: Any) -> None:
-        """The first micro-batch beside that of whole sequences: outputs, the loss, and its gradients. The loss of
-        stretches is taken if it gives the same, else that of whole outputs. Raises UsageError on all workers of the
-        unit where neither does.
+        """Computes the first micro-batch with sharded and with full sequences and compares outputs, loss and gradients.
+
+        Chooses the loss of sharded outputs if its results agree, else the loss of full outputs. Raises UsageError on
+        all workers of the unit if neither agrees.
         """
         self.unit.enter("whole sequences, to compare with", check=False, kind="comparison")
-        sizes, unit, divided = list[int](), self.unit, f"when the sequences of {self._model} are divided by context="
-        judge = self._on_stretches if self.job.over is None else None
+        sizes, unit, when = list[int](), self.unit, f"when the sequences of {self._model} are divided by context="
+        shard_loss = self._loss_of_shards if self.job.over is None else None
         with weighing(model, sizes):
-            mine = self._tried(model, batch, self._parts, judge)
-        fits = all(unit.gather_json(3 * unit.size**2 * sum(sizes) <= room(self.job.device)))  # also all on this host
-        if fits:
-            theirs = self._computed(model, batch, nullcontext(), self._judge if judge else None)
+            sharded = self._try(model, batch, self._mode, shard_loss)
+        # Memory for full sequences, even if all workers of the unit are on this host.
+        reference_fits = all(unit.gather_json(3 * unit.size**2 * sum(sizes) <= room(self.job.device)))
+        if reference_fits:
+            reference = self._compute(model, batch, nullcontext(), self._plain_loss if shard_loss else None)
         else:
-            theirs = self._computed(model, batch, self._parts, self._on_whole if judge else None)
-            self._add_up(theirs.gradients, self.job.named)
-        self._gathers, why = False, self._unlike(mine, theirs)
-        if why and judge and not (isinstance(mine, _Result) and outputs_apart(mine.outputs, theirs.outputs)[1]):
-            # Hooks, autograd functions and what is computed again in the backward meet stretches unseen.
-            self._gathers, mine = True, self._tried(model, batch, self._parts, self._on_whole)
-            why = self._unlike(mine, theirs)
+            reference = self._compute(model, batch, self._mode, self._loss_of_full_outputs if shard_loss else None)
+            self._add_up(reference.gradients, self.job.named)
+        self._gathers_outputs, why = False, self._describe_difference(sharded, reference)
+        retry = why and shard_loss
+        if retry and not (isinstance(sharded, _Result) and outputs_apart(sharded.outputs, reference.outputs)[1]):
+            # Hooks, autograd functions and recomputation in the backward use shards where no mode can see it.
+            self._gathers_outputs, sharded = True, self._try(model, batch, self._mode, self._loss_of_full_outputs)
+            why = self._describe_difference(sharded, reference)
         if why:
-            raise UsageError(f"{why} {divided}", "leave context= out")
-        assert isinstance(mine, _Result)
-        if not fits:
-            self._beside = "; whole ones to compare with would not fit"
+            raise UsageError(f"{why} {when}", "leave context= out")
+        assert isinstance(sharded, _Result)
+        if not reference_fits:
+            self._comparison = "; whole ones to compare with would not fit"
         else:
-            self._beside = f"; one micro-batch was computed with whole ones, too: {self._distances(mine, theirs)}"
-        if self._gathers:
-            self._beside = (
-                f"; the loss is computed by all of whole outputs, as it is no sum over stretches{self._beside}"
+            distances = self._describe_distances(sharded, reference)
+            self._comparison = f"; one micro-batch was computed with whole ones, too: {distances}"
+        if self._gathers_outputs:
+            self._comparison = (
+                f"; the loss is computed by all of whole outputs, as it is no sum over stretches{self._comparison}"
             )
 
-    def _tried(self, model: nn.Module, batch: Any, how: Any, judge: Any) -> _Result | Exception:
-        """What a way to compute it gives, or how it fails, the same on all workers."""
+    def _try(self, model: nn.Module, batch: Any, mode: Any, loss: Any) -> _Result | Exception:
+        """Computes a micro-batch under a mode. Returns the result with summed gradients, or the user code's error."""
         try:
-            found = self._computed(model, batch, how, judge)
+            result = self._compute(model, batch, mode, loss)
         except USERS_OWN as error:
             if isinstance(error, torch.OutOfMemoryError | PacelineError):
                 raise
             self._moves.rest()
             return error
-        self._add_up(found.gradients, self.job.named)
-        return found
+        self._add_up(result.gradients, self.job.named)
+        return result
 
     def _add_up(self, gradients: dict[str, Tensor], named: Mapping[str, nn.Parameter]) -> None:
-        """Each worker has a part of a gradient, or none."""
+        """Sums `gradients` over the workers in place. A worker may have none for a parameter. Collective."""
         self.unit.enter("gradients of stretches, to compare with", check=False, kind="comparison")
         has = [set(names) for names in self.unit.gather_json([*gradients])]
         for name, param in named.items():
@@ -339,93 +359,98 @@ class SequenceParallel:
                 grad = gradients[name] if name in gradients else torch.zeros_like(param)
                 gradients[name] = self.unit.sum(grad.contiguous().clone())
 
-    def _computed(self, model: nn.Module, batch: Any, how: Any, judge: Any) -> _Result:
-        """Outputs, the loss, and its gradients; without one, those of numbers made of the outputs."""
+    def _compute(self, model: nn.Module, batch: Any, mode: Any, loss_function: Any) -> _Result:
+        """Computes outputs, loss and gradients under a mode. Without a loss function, the gradients are those of
+        numbers derived from the outputs.
+        """
         with without_a_trace(model, RngState(self.job.device)):
-            with how:
-                output = self._plain(model, batch)
-            outputs = tensors_of(self._whole(output))
-            if judge is None:
+            with mode:
+                output = self._plain_forward(model, batch)
+            outputs = tensors_of(self._gather_full(output))
+            if loss_function is None:
                 return _Result([x.detach() for x in outputs], None, gradients_of(outputs, self.job.named))
-            loss = Loss.of(judge(output, batch), Chunk([MicroBatch(0, 1, None)], None), trainable=False)
+            loss = Loss.of(loss_function(output, batch), Chunk([MicroBatch(0, 1, None)], None), trainable=False)
             params = {name: param for name, param in self.job.named.items() if param.requires_grad}
-            wanted = [*params.values()] if loss.total.requires_grad else []
-            grads = differentiate([loss.total], wanted) if wanted else ()
-            found = {name: grad for name, grad in zip(params, grads, strict=False) if grad is not None}
-            return _Result([x.detach() for x in outputs], loss.detached(), found)
+            loss_params = [*params.values()] if loss.total.requires_grad else []
+            grads = differentiate([loss.total], loss_params) if loss_params else ()
+            gradients = {name: grad for name, grad in zip(params, grads, strict=False) if grad is not None}
+            return _Result([x.detach() for x in outputs], loss.detached(), gradients)
 
-    def _unlike(self, mine: _Result | Exception, theirs: _Result) -> str:
-        """What is not the same as with whole sequences, for people; the same on all workers."""
-        if isinstance(mine, Exception):
-            return f"the loss cannot be computed ({type(mine).__name__}: {mine})"
-        if outputs_apart(mine.outputs, theirs.outputs)[1]:
+    def _describe_difference(self, sharded: _Result | Exception, reference: _Result) -> str:
+        """Describes the first difference to the computation with full sequences, or returns an empty text.
+
+        Collective: all workers return the same text.
+        """
+        if isinstance(sharded, Exception):
+            return f"the loss cannot be computed ({type(sharded).__name__}: {sharded})"
+        if outputs_apart(sharded.outputs, reference.outputs)[1]:
             why = "outputs are another"
-        elif (apart := self._loss_apart(mine, theirs))[0]:
+        elif (apart := self._loss_apart(sharded, reference))[0]:
             why = f"the loss of a micro-batch is {apart[0]}, and not {apart[1]},"
-        elif unlike := next((n for n in self.job.named if (n in mine.gradients) != (n in theirs.gradients)), ""):
-            why = f"{unlike} has {'a' if unlike in mine.gradients else 'no'} gradient, unlike with whole ones,"
+        elif unlike := next((n for n in self.job.named if (n in sharded.gradients) != (n in reference.gradients)), ""):
+            why = f"{unlike} has {'a' if unlike in sharded.gradients else 'no'} gradient, unlike with whole ones,"
         else:
-            name, _ = farthest(mine.gradients, theirs.gradients, theirs.outputs)
+            name, _ = farthest(sharded.gradients, reference.gradients, reference.outputs)
             why = f"the gradient of {name} is another" if name else ""
-        return next((one for one in self.unit.gather_json(why) if one), "")
+        return next((text for text in self.unit.gather_json(why) if text), "")
 
-    def _loss_apart(self, mine: _Result, theirs: _Result) -> tuple[str, str, float]:
-        if mine.loss is None or theirs.loss is None:
+    def _loss_apart(self, sharded: _Result, reference: _Result) -> tuple[str, str, float]:
+        if sharded.loss is None or reference.loss is None:
             return "", "", 0.0
-        rounding = max(map(allowed, [theirs.loss.total, *theirs.outputs]))
-        return loss_apart(mine.loss, theirs.loss, rounding, 1.0)  # which may be near 0, a sum of what is not
+        rounding = max(map(allowed, [reference.loss.total, *reference.outputs]))
+        return loss_apart(sharded.loss, reference.loss, rounding, 1.0)  # a loss may be near 0 as a sum of larger terms
 
-    def _distances(self, mine: _Result, theirs: _Result) -> str:
-        most, _ = outputs_apart(mine.outputs, theirs.outputs)
-        _, distance = farthest(mine.gradients, theirs.gradients, theirs.outputs)
+    def _describe_distances(self, sharded: _Result, reference: _Result) -> str:
+        most, _ = outputs_apart(sharded.outputs, reference.outputs)
+        _, distance = farthest(sharded.gradients, reference.gradients, reference.outputs)
         return f"outputs {most:.1g} and gradients {distance:.1g} apart"
 
-    def _whole(self, values: Any) -> Any:
-        with self._parts.using_own_attribute():
-            return pytree.tree_map_only(Tensor, self._parts.gather_full, values)
+    def _gather_full(self, values: Any) -> Any:
+        with self._mode.using_own_attribute():
+            return pytree.tree_map_only(Tensor, self._mode.gather_full, values)
 
     def narrow(self) -> None:
-        """Lets blocks take stretches."""
+        """Makes the blocks of the model take sequence shards."""
         for block in self._blocks:
-            block.forward = partial(self._narrowed, block.forward)
+            block.forward = partial(self._call_narrowed, block.forward)
 
-    def _narrowed(self, forward: Any, *given: Any, **named: Any) -> Any:
-        """With the own stretch of the first tensor that a block takes: rows, tokens, width."""
-        if self._parts.on:
-            with self._parts.using_own_attribute():
-                given, named = self._stretch_of(given, named)
+    def _call_narrowed(self, forward: Any, *given: Any, **named: Any) -> Any:
+        """Calls a block with the local shard of its first floating-point tensor (rows, tokens, width)."""
+        if self._mode.on:
+            with self._mode.using_own_attribute():
+                given, named = self._narrow_inputs(given, named)
         return forward(*given, **named)
 
-    def _stretch_of(self, given: Any, named: Any) -> Any:
+    def _narrow_inputs(self, given: Any, named: Any) -> Any:
         leaves, spec = pytree.tree_flatten((given, named))
-        place = next(
+        index = next(
             (n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
         )
-        if place is None or leaves[place].dim() != 3 or part_of(leaves[place]):
-            if place is not None and part_of(leaves[place]):
-                self._divides = True
-            elif place is not None:
-                self._met = f": one takes a tensor of shape {tuple(leaves[place].shape)}"
+        if index is None or leaves[index].dim() != 3 or part_of(leaves[index]):
+            if index is not None and part_of(leaves[index]):
+                self._has_divided = True
+            elif index is not None:
+                self._unfit_input = f": one takes a tensor of shape {tuple(leaves[index].shape)}"
             return given, named
-        whole = leaves[place]
-        length = Tensor.size(whole, 1)
+        full = leaves[index]
+        length = Tensor.size(full, 1)
         if length % self.unit.size:
-            self._odd.add(length)
+            self._indivisible.add(length)
             return given, named
-        self._divides, part = True, ShardPlacement(1, (length,), self.unit.size)
-        leaves[place] = mark(self._moves.take(whole, part), part)
+        self._has_divided, part = True, ShardPlacement(1, (length,), self.unit.size)
+        leaves[index] = mark(self._moves.take(full, part), part)
         return pytree.tree_unflatten(leaves, spec)
 
-    def _block(self, forward: Any, *given: Any, **named: Any) -> Any:
-        if self._parts.on:
+    def _run_block(self, forward: Any, *given: Any, **named: Any) -> Any:
+        if self._mode.on:
             return forward(*given, **named)
-        with self._parts.using_own_attribute():
-            follows = any(map(part_of, tensors_of((given, named))))  # it is computed again in a backward
-        with self._parts if follows else nullcontext():
+        with self._mode.using_own_attribute():
+            follows = any(map(part_of, tensors_of((given, named))))  # a recomputation in the backward
+        with self._mode if follows else nullcontext():
             return forward(*given, **named)
 
 
-# ---- what functions make of stretches, besides what they make of other parts
+# ---- rules for functions of sequence shards, beside those for other shards
 
 _RULES: dict[str, Rule] = {}
 
@@ -435,7 +460,7 @@ _rule = partial(rule_of, _RULES)
 
 @_rule(_ATTENTION)
 def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Stretches of all heads become all of some heads."""
+    """Computes attention on full sequences of some of the heads, exchanged for sequence shards of all heads."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     asked: dict[str, Any] = {**dict(zip(names, given, strict=False)), **named}
     query, size = asked["query"], on.moves.size
@@ -462,35 +487,35 @@ def _by_heads(on: ShardedTensorMode, x: Tensor) -> Tensor:
         return x
     if part.dim != x.dim() - 2 or len(part.sections) > 1 or heads % on.moves.size:
         return on.gather_full(x)
-    ours = ShardPlacement(x.dim() - 3, (heads,), on.moves.size)
-    return mark(on.moves.exchange(x, part, ours), ours)
+    by_heads = ShardPlacement(x.dim() - 3, (heads,), on.moves.size)
+    return mark(on.moves.exchange(x, part, by_heads), by_heads)
 
 
 @_rule("cross_entropy", "nll_loss")
 def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """The classes are whole."""
+    """Sums the cross entropy of sharded positions over the workers. The class dimension must be full."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    said = dict(zip(names, asked_of(given, named, *names), strict=True))
-    x, target, reduction = said["input"], said["target"], said["reduction"] or "mean"
+    arguments = dict(zip(names, asked_of(given, named, *names), strict=True))
+    x, target, reduction = arguments["input"], arguments["target"], arguments["reduction"] or "mean"
     part, dim = part_of(x), 1 if x.dim() > 1 else 0
-    others = said["weight"] is not None or said["size_average"] is not None or said["reduce"] is not None
+    others = arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None
     if part is None or part.dim == dim or others or target.is_floating_point() or not part.is_even:
         return UNKNOWN
-    along = part.dim - (part.dim > dim)
-    if logical(target)[along] != part.length:
+    target_dim = part.dim - (part.dim > dim)
+    if logical(target)[target_dim] != part.length:
         return UNKNOWN
-    theirs = part_of(target)
-    if theirs is None:
-        target = on.moves.narrow(target, ShardPlacement(along, part.sections, part.count))
-    elif (theirs.dim, theirs.sections, theirs.count) != (along, part.sections, part.count):
+    target_part = part_of(target)
+    if target_part is None:
+        target = on.moves.narrow(target, ShardPlacement(target_dim, part.sections, part.count))
+    elif (target_part.dim, target_part.sections, target_part.count) != (target_dim, part.sections, part.count):
         return UNKNOWN
-    ignored = -100 if said["ignore_index"] is None else said["ignore_index"]
-    more = {} if said["label_smoothing"] is None else {"label_smoothing": said["label_smoothing"]}
-    kept = {"ignore_index": ignored, **more}
+    ignored = -100 if arguments["ignore_index"] is None else arguments["ignore_index"]
+    smoothing = {} if arguments["label_smoothing"] is None else {"label_smoothing": arguments["label_smoothing"]}
+    options = {"ignore_index": ignored, **smoothing}
     if reduction == "none":
-        made = function(x, target, reduction="none", **kept)
-        return mark(made, ShardPlacement(along, part.sections, part.count))
-    total = on.moves.sum(function(x, target, reduction="sum", **kept))
+        made = function(x, target, reduction="none", **options)
+        return mark(made, ShardPlacement(target_dim, part.sections, part.count))
+    total = on.moves.sum(function(x, target, reduction="sum", **options))
     if reduction == "sum":
         return total
     return total / on.moves.sum((target != ignored).sum().to(total.dtype))
@@ -500,8 +525,8 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
 def _of_elements(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     x, target = given[:2] if len(given) > 1 else (given[0], named.get("target"))
     rest = {key: value for key, value in named.items() if key not in ("target", "reduction")}
-    plain = len(given) <= 2 and not rest.keys() & {"weight", "pos_weight", "size_average", "reduce"}
-    if not plain or not isinstance(target, Tensor) or logical(x) != logical(target):
+    supported = len(given) <= 2 and not rest.keys() & {"weight", "pos_weight", "size_average", "reduce"}
+    if not supported or not isinstance(target, Tensor) or logical(x) != logical(target):
         return UNKNOWN
     call = partial(function, reduction="none", **rest)
     made = on.elementwise(call, [x, target])
@@ -514,11 +539,11 @@ def _of_elements(on: ShardedTensorMode, function: Any, given: Any, named: Any) -
 
 @_rule("sum", "mean")
 def _sum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Over all, or along what is divided."""
+    """Sums over the sharded dimension, or over all dimensions."""
     x, part = given[0], part_of(given[0])
-    found = RULES[function.__name__](on, function, given, named)
-    if found is not UNKNOWN or part is None or not part.is_even or named.get("dtype") is not None:
-        return found
+    result = RULES[function.__name__](on, function, given, named)
+    if result is not UNKNOWN or part is None or not part.is_even or named.get("dtype") is not None:
+        return result
     dim = named.get("dim", given[1] if len(given) > 1 else None)
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     if not isinstance(dims, (list, tuple, range)) or not all(isinstance(one, int) for one in dims):

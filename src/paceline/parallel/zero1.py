@@ -13,32 +13,34 @@ from paceline.parallel.parallel_job import ParallelJob
 
 
 def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, offload: bool = False) -> Cost:
-    """Of a replica of so many places, whose workers make so many forwards in a step each. With `offload` the copies in
-    the host's memory count as well.
+    """Returns the cost of ZeRO level `zero` for a worker, in a replica of `places` workers.
+
+    Each worker runs `forwards` micro-batches in a step. With `offload` the copies in the host's memory count as well.
     """
-    whole, own = facts.bytes(), facts.bytes(places)
-    beside = facts.beside + (own if offload else 0)
-    outer = own if replicas > 1 else 0
-    optimizer = int(facts.state * own)
+    all_bytes, shard_bytes = facts.bytes(), facts.bytes(places)
+    other_bytes = facts.other_bytes + (shard_bytes if offload else 0)
+    outer_bytes = shard_bytes if replicas > 1 else 0
+    optimizer = int(facts.state * shard_bytes)
     if zero == 1:
-        return Cost(whole + beside, whole, optimizer, {"gradients": own + outer, "weights": own})
-    staged = FsdpReduceScatter.bytes(facts.shapes, facts.each, [*facts.blocks, facts.rest], places)
+        traffic = {"gradients": shard_bytes + outer_bytes, "weights": shard_bytes}
+        return Cost(all_bytes + other_bytes, all_bytes, optimizer, traffic)
+    staged_bytes = FsdpReduceScatter.bytes(facts.shapes, facts.element_sizes, [*facts.blocks, facts.rest], places)
     rest, blocks = facts.bytes(places, facts.rest), facts.bytes(places) - facts.bytes(places, facts.rest)
     if zero == 2:
-        gathered, sent = whole, own
+        gathered, sent = all_bytes, shard_bytes
     else:
         largest = max((facts.bytes(numbers=block) for block in facts.blocks), default=0)
         gathered, sent = facts.bytes(numbers=facts.rest) + largest, 2 * blocks + rest
     gathers = sent if zero == 2 else forwards * sent
-    sums = {"gradients": forwards * own + outer, "all_gather": gathers}
-    return Cost(own + gathered + beside, own + staged, optimizer, sums)
+    traffic = {"gradients": forwards * shard_bytes + outer_bytes, "all_gather": gathers}
+    return Cost(shard_bytes + gathered + other_bytes, shard_bytes + staged_bytes, optimizer, traffic)
 
 
 class Zero1(Layout):
-    """Level 1: each place holds the optimizer's state of its rows of every parameter, and updates these.
+    """ZeRO level 1: each worker of a replica has the optimizer state for its rows of every parameter and updates these.
 
-    A bucket's sums are scattered over the replica, then each place's part is summed over the replicas; after the update
-    everybody gathers the rows of the others.
+    The gradients of a bucket are reduce-scattered over the replica, then each worker's shard is summed over the
+    replicas. After the update all workers gather each other's rows.
     """
 
     def __init__(self, job: ParallelJob, replica: Group) -> None:
@@ -47,13 +49,15 @@ class Zero1(Layout):
         self.route = (ReduceStep("scatter", replica),)
 
     def land(self) -> Buckets:
+        """Builds the buckets that gradients are collected in."""
         self._buckets = self.buckets()
         return self._buckets
 
     def complete(self) -> None:
+        """Gathers the updated rows of the other workers of the replica. Collective."""
         replica, buckets = self.replica, self._buckets
         replica.enter("the weights after an update", check=False, kind="weights")
-        for bucket in buckets.buckets:  # by way of the memory of the gradients, which have been used
+        for bucket in buckets.buckets:  # through the memory of the gradients, which are not needed any more
             buckets.offer(bucket)
         gathered = replica.gather_stretches([bucket.flat for bucket in buckets.buckets])
         for bucket, stretches in zip(buckets.buckets, gathered, strict=True):

@@ -13,16 +13,18 @@ from torch import nn
 from paceline.compute.blocks import blocks_of, called_again
 from paceline.errors import UsageError
 
-GAIN = 0.9  # of the slowest worker's seconds, that another cut must come below to be told of
+GAIN = 0.9  # another partition is suggested if its slowest worker takes less than this part of the time
 NAMED = 'say which: Trainer(..., pipeline_blocks="model.layers")'
 
 
 @dataclass(frozen=True)
 class StagePartition:
-    """Of `blocks`, by name and in the order in which they are called, each stage has those from its entry of `starts`
-    to the next one. What was registered before the first block is the first stage's, what after the last one the last
-    one's; what stands between two blocks belongs to the first of these. A single number outside of blocks may be a
-    temperature, which the loss takes from the model: the last one has it, too. `weights` are about what blocks compute.
+    """The partition of a model's `blocks` into stages. `blocks` are names, in the order of calls.
+
+    Each stage has the blocks from its entry of `starts` to the next entry. Parameters registered before the first block
+    belong to the first stage, those after the last block to the last stage, and those between two blocks to the stage
+    of the first of these. The last stage also has each parameter outside of blocks that is a single number: it may be a
+    temperature, which the loss reads from the model. `weights` estimate the arithmetic of each block.
     """
 
     blocks: tuple[str, ...]
@@ -37,57 +39,61 @@ class StagePartition:
     def _ends(self) -> tuple[int, ...]:
         return (*self.starts[1:], len(self.blocks))
 
-    def own(self, stage: int) -> range:
-        """The numbers of a stage's blocks."""
+    def blocks_of(self, stage: int) -> range:
+        """Returns the numbers of a stage's blocks."""
         return range(self.starts[stage], self._ends[stage])
 
-    def told(self, stage: int) -> str:
-        """A stage's blocks, for people: ``layers.0 to 5``."""
-        first, *rest = [self.blocks[number] for number in self.own(stage)] or [""]
+    def describe(self, stage: int) -> str:
+        """Describes a stage's blocks: ``layers.0 to 5``."""
+        first, *rest = [self.blocks[number] for number in self.blocks_of(stage)] or [""]
         return f"{first} to {rest[-1].rpartition('.')[2]}" if rest else first
 
-    def of_block(self, number: int) -> int:
+    def stage_of_block(self, number: int) -> int:
+        """Returns the stage that has the block of this number."""
         return next(stage for stage, end in enumerate(self._ends) if number < end)
 
-    def better(self, seconds: Sequence[float], workers: int) -> tuple[str, float, float] | None:
-        """Where each stage took its worker so long: a cut as `pipeline_blocks` says it, the seconds of the slowest
-        worker now, and with that cut; where it would gain.
+    def suggest(self, seconds: Sequence[float], workers: int) -> tuple[str, float, float] | None:
+        """Suggests a partition that balances the measured seconds of each stage better, or None if none gains enough.
+
+        Returns the value for `pipeline_blocks=`, the seconds of the slowest worker now, and those with the suggestion.
         """
-        own = [sum(self.weights[number] for number in self.own(stage)) for stage in range(self.count)]
-        rates = [sum(seconds[at::workers]) / max(1, sum(own[at::workers])) for at in range(workers)]
+        now = [sum(self.weights[number] for number in self.blocks_of(stage)) for stage in range(self.count)]
+        rates = [sum(seconds[at::workers]) / max(1, sum(now[at::workers])) for at in range(workers)]
         starts = even(self.weights, self.count, [rates[stage % workers] for stage in range(self.count)])
-        cut = replace(self, starts=starts)
-        then = [sum(self.weights[number] for number in cut.own(stage)) for stage in range(self.count)]
-        slowest = max(rate * sum(then[at::workers]) for at, rate in enumerate(rates))
-        now = max(sum(seconds[at::workers]) for at in range(workers))
-        said = f"{self.blocks[0].rpartition('.')[0]}:{','.join(map(str, starts[1:]))}"
-        return (said, now, slowest) if slowest < GAIN * now else None
+        partition = replace(self, starts=starts)
+        then = [sum(self.weights[number] for number in partition.blocks_of(stage)) for stage in range(self.count)]
+        slowest_then = max(rate * sum(then[worker::workers]) for worker, rate in enumerate(rates))
+        slowest_now = max(sum(seconds[worker::workers]) for worker in range(workers))
+        text = f"{self.blocks[0].rpartition('.')[0]}:{','.join(map(str, starts[1:]))}"
+        return (text, slowest_now, slowest_then) if slowest_then < GAIN * slowest_now else None
 
     def homes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
-        """The stages that have a parameter, by its identity: several, where it has several names."""
-        found: dict[int, set[int]] = {}
-        passed = 0  # blocks
+        """Returns the stages that have each parameter, by its identity. One with several names may have several."""
+        stages_of: dict[int, set[int]] = {}
+        blocks_passed = 0
         for name, param in model.named_parameters(remove_duplicate=False):
             number = next((n for n, block in enumerate(self.blocks) if name.startswith(f"{block}.")), None)
             if number is not None:
-                passed = max(passed, number + 1)
-                stage = self.of_block(number)
-            elif 0 < passed < len(self.blocks):
-                stage = self.of_block(passed - 1)
+                blocks_passed = max(blocks_passed, number + 1)
+                stage = self.stage_of_block(number)
+            elif 0 < blocks_passed < len(self.blocks):
+                stage = self.stage_of_block(blocks_passed - 1)
             else:
-                stage = 0 if passed == 0 else self.count - 1
-            loss_may = number is None and param.numel() == 1
-            found.setdefault(id(param), set()).update({stage, self.count - 1} if loss_may else {stage})
-        return {known: tuple(sorted(stages)) for known, stages in found.items()}
+                stage = 0 if blocks_passed == 0 else self.count - 1
+            loss_may_use = number is None and param.numel() == 1
+            stages_of.setdefault(id(param), set()).update({stage, self.count - 1} if loss_may_use else {stage})
+        return {identity: tuple(sorted(stages)) for identity, stages in stages_of.items()}
 
 
-def divide(model: nn.Module, count: int, workers: int, said: str | None) -> StagePartition:
-    """The blocks of a model in so many stages, which are `said` by the path of their list, and maybe the first blocks
-    of the later stages: ``model.layers:5,9``. Else so that each stage has about the same arithmetic, that of a matrix
-    counted by its elements. Raises UsageError.
+def divide(model: nn.Module, count: int, workers: int, requested: str | None) -> StagePartition:
+    """Divides the blocks of a model into `count` stages.
+
+    `requested` is the path of the list of blocks, and optionally the first blocks of the later stages:
+    ``model.layers:5,9``. Without the latter, each stage gets about the same arithmetic, estimated by the number of
+    elements of the weights. Raises UsageError where the model cannot be divided so.
     """
-    path, _, cuts = (said or "").partition(":")
-    blocks = _listed(model, path) if path else _found(model)
+    path, _, cuts = (requested or "").partition(":")
+    blocks = _blocks_at(model, path) if path else _detect_blocks(model)
     if len(blocks) < count:
         where = path or next(iter(blocks)).rpartition(".")[0] or type(model).__name__
         most = len(blocks) * workers // count
@@ -100,13 +106,13 @@ def divide(model: nn.Module, count: int, workers: int, said: str | None) -> Stag
         return StagePartition(names, even(weights, count), weights)
     starts = tuple(int(text) if text.strip().isdecimal() else -1 for text in cuts.split(","))
     if len(starts) != count - 1 or any(not a < b for a, b in pairwise((0, *starts, len(names)))):
-        what = f"pipeline_blocks={said!r} does not say the first blocks of {count - 1} later stages"
+        what = f"pipeline_blocks={requested!r} does not say the first blocks of {count - 1} later stages"
         example = ",".join(map(str, even([1] * len(names), count)[1:]))
         raise UsageError(what, f"write numbers that grow and are less than {len(names)}, as {path}:{example}")
     return StagePartition(names, (0, *starts), weights)
 
 
-def _listed(model: nn.Module, path: str) -> dict[str, nn.Module]:
+def _blocks_at(model: nn.Module, path: str) -> dict[str, nn.Module]:
     named = dict(model.named_modules(remove_duplicate=False))
     if path not in named:
         raise UsageError(f"pipeline_blocks= names {path!r}, and the model has no such module", "write its path")
@@ -116,8 +122,8 @@ def _listed(model: nn.Module, path: str) -> dict[str, nn.Module]:
     return {name: child for name, child in children.items() if next(child.parameters(), None) is not None}
 
 
-def _found(model: nn.Module) -> dict[str, nn.Module]:
-    """The one list of blocks that a model has."""
+def _detect_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the blocks of a model's only list of blocks. Raises UsageError where it has none or several."""
     blocks = blocks_of(model, sharing=True)
     lists: dict[str, dict[str, nn.Module]] = {}
     for name, block in blocks.items():
@@ -135,36 +141,37 @@ def _found(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _weights(model: nn.Module, names: Sequence[str]) -> list[int]:
-    """About the arithmetic of each block; what is between it and the next one, or after the last one, belongs to it."""
-    found, last, inside = [0] * len(names), -1, set[int]()
+    """Estimates the arithmetic of each block, with that of the code between it and the next block or the end."""
+    weights, last_block, in_blocks = [0] * len(names), -1, set[int]()
     for name, param in model.named_parameters(remove_duplicate=False):
         number = next((n for n, block in enumerate(names) if name.startswith(f"{block}.")), None)
         if number is not None:
-            last = max(last, number)
-            inside.add(id(param))
-            found[number] += param.numel()
-        elif last >= 0 and param.dim() > 1 and id(param) not in inside:
-            found[last] += param.numel()
-    return found
+            last_block = max(last_block, number)
+            in_blocks.add(id(param))
+            weights[number] += param.numel()
+        elif last_block >= 0 and param.dim() > 1 and id(param) not in in_blocks:
+            weights[last_block] += param.numel()
+    return weights
 
 
 def even(weights: Sequence[int], count: int, rates: Sequence[float] | None = None) -> tuple[int, ...]:
-    """Where stages begin, so that the heaviest one is as light as can be, and those before it have as many blocks.
-    With `rates`, what a stage's weight is to be multiplied by.
+    """Returns the first block of each of `count` stages, such that the heaviest stage is as light as possible.
+
+    `weights` are those of the blocks. `rates` are factors for the weight of each stage.
     """
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    nowhere: tuple[float, tuple[int, ...]] = (math.inf, ())
-    best = [[(0.0, nowhere[1]), *[nowhere] * len(weights)]]
+    impossible: tuple[float, tuple[int, ...]] = (math.inf, ())
+    best = [[(0.0, impossible[1]), *[impossible] * len(weights)]]
     for stage in range(count):
         row: list[tuple[float, tuple[int, ...]]] = []
         for end in range(len(weights) + 1):
-            found = nowhere
+            cheapest = impossible
             for start in range(stage, end):
                 heaviest, starts = best[-1][start]
                 seconds = (sums[end] - sums[start]) * (1.0 if rates is None else rates[stage])
-                found = min(found, (max(heaviest, seconds), (*starts, start)))
-            row.append(found)
+                cheapest = min(cheapest, (max(heaviest, seconds), (*starts, start)))
+            row.append(cheapest)
         best.append(row)
     return best[count][len(weights)][1]

@@ -26,7 +26,7 @@ class Action(NamedTuple):
     micro_batch: int
 
     def needs(self, stages: int) -> list[Action]:
-        """What has to be done before, by whomever."""
+        """Returns the actions, of any worker, that must be done before this one."""
         kind, stage, number = self
         if kind == FORWARD:
             return [Action(FORWARD, stage - 1, number)] if stage else []
@@ -36,20 +36,22 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=64)
 def table(kind: str, workers: int, virtual: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each of `workers`, which have `virtual` stages each: stage s is on worker s % workers."""
+    """Returns the actions of each of `workers`, which have `virtual` stages each. Stage s is on worker s % workers."""
     return tuple(tuple(_row(kind, workers, virtual, micro_batches, worker)) for worker in range(workers))
 
 
 def _row(kind: str, workers: int, virtual: int, micro_batches: int, worker: int) -> list[Action]:
-    """So many forwards ahead, then one backward after each forward, then the rest. Of a worker's stages each is gone
-    through by at least as many micro-batches as there are workers, then the next one.
+    """Returns the actions of one worker: some forwards ahead, then one backward after each forward, then the rest.
+
+    With several stages on a worker, a group of at least as many micro-batches as there are workers passes one stage,
+    then the next one.
     """
     rounds = max(1, micro_batches // workers)
     ends = [-(-micro_batches * number // rounds) for number in range(rounds + 1)]
     groups = [range(first, end) for first, end in pairwise(ends)]
     stages = range(worker, workers * virtual, workers)
-    forwards = [Action(FORWARD, stage, number) for some in groups for stage in stages for number in some]
-    backwards = [Action(BACKWARD, stage, number) for some in groups for stage in reversed(stages) for number in some]
+    forwards = [Action(FORWARD, stage, number) for group in groups for stage in stages for number in group]
+    backwards = [Action(BACKWARD, stage, number) for group in groups for stage in reversed(stages) for number in group]
     ahead = workers - worker - 1 if virtual == 1 else 2 * (workers - worker - 1) + (virtual - 1) * len(groups[0])
     ahead = len(forwards) if kind == "gpipe" else min(ahead, len(forwards))
     pairs = zip(forwards[ahead:], backwards, strict=False)
@@ -58,8 +60,8 @@ def _row(kind: str, workers: int, virtual: int, micro_batches: int, worker: int)
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a table comes to: when each action begins and ends, by worker; until when; how many micro-batches a worker
-    keeps at most.
+    """The timing of a table: when each action begins and ends, by worker; when all end; and the largest number of
+    micro-batches whose activations each worker keeps.
     """
 
     spans: Sequence[Mapping[Action, tuple[float, float]]]
@@ -68,35 +70,36 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The part of all workers' time in which they wait."""
+        """The fraction of all workers' time in which they wait."""
         busy = sum(end - begin for row in self.spans for begin, end in row.values())
         return 1.0 - busy / (self.end * len(self.spans)) if self.end else 0.0
 
 
 def simulate(rows: Sequence[Sequence[Action]], forward: Sequence[float], backward: Sequence[float]) -> Simulated:
-    """Runs a table, where each stage takes so long. Raises ValueError where all wait for each other."""
-    stages, places = len(forward), [0] * len(rows)
+    """Simulates a table. `forward` and `backward` are the seconds of each stage. Raises ValueError at a deadlock."""
+    stages, positions = len(forward), [0] * len(rows)
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in rows]
     ends, free = dict[Action, float](), [0.0] * len(rows)
-    moved = True
-    while moved:
-        moved = False
+    progressed = True
+    while progressed:
+        progressed = False
         for worker, row in enumerate(rows):
-            while places[worker] < len(row) and all(a in ends for a in row[places[worker]].needs(stages)):
-                action = row[places[worker]]
+            while positions[worker] < len(row) and all(a in ends for a in row[positions[worker]].needs(stages)):
+                action = row[positions[worker]]
                 begin = max([free[worker], *(ends[a] for a in action.needs(stages))])
                 ends[action] = free[worker] = begin + (forward if action.kind == FORWARD else backward)[action.stage]
                 spans[worker][action] = begin, ends[action]
-                places[worker], moved = places[worker] + 1, True
-    stuck = [(worker, row[place]) for worker, (row, place) in enumerate(zip(rows, places, strict=True)) if row[place:]]
+                positions[worker], progressed = positions[worker] + 1, True
+    pairs = enumerate(zip(rows, positions, strict=True))
+    stuck = [(worker, row[position]) for worker, (row, position) in pairs if row[position:]]
     if stuck:
-        told = ", ".join(f"worker {worker} before {a.kind}{a.micro_batch} of stage {a.stage}" for worker, a in stuck)
-        raise ValueError(f"all wait for each other: {told}")
+        waits = ", ".join(f"worker {worker} before {a.kind}{a.micro_batch} of stage {a.stage}" for worker, a in stuck)
+        raise ValueError(f"all wait for each other: {waits}")
     return Simulated(spans, max([0.0, *ends.values()]), [kept(row) for row in rows])
 
 
 def kept(row: Sequence[Action]) -> int:
-    """How many forwards of micro-batches through its stages a worker has made at most whose backwards are to come."""
+    """Returns the largest number of forwards of a worker whose backwards are still to come."""
     open_ = most = 0
     for action in row:
         open_ += 1 if action.kind == FORWARD else -1
@@ -105,7 +108,7 @@ def kept(row: Sequence[Action]) -> int:
 
 
 def drawn(simulated: Simulated, width: int = 100) -> list[str]:
-    """For people: a line a worker. A forward is the number of its micro-batch, a backward the same in brackets."""
+    """Draws a timeline, one line per worker: a forward is its micro-batch's number, a backward the same in brackets."""
     scale = width / simulated.end if simulated.end else 0.0
     lines = []
     for row in simulated.spans:

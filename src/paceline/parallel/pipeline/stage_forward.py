@@ -1,10 +1,10 @@
 """Runs the user's forward on a stage, with placeholders for missing activations.
 
-What comes before the stage's first block runs on stand-ins: tensors of the right shape, dtype and device that are NaN
-everywhere and take no memory. They are followed, with the number of the call that each comes from, counted anew from
-each block: all stages run the same code, hence count the same calls. Where one of them, or what was made of it, meets
-the stage's own blocks or what comes after, the value is taken that the stage which computed it has sent. What comes
-after the stage's last block is left by an exception.
+Code before the stage's first block runs on stand-ins: tensors of the right shape, dtype and device that are NaN
+everywhere and take no memory. Each stand-in is known by the number of the call that made it, counted from 0 after each
+block: all stages run the same code, hence count the same calls. Where the stage's blocks or later code take a stand-in,
+they get the value that the stage which computed it has sent. An exception ends the forward after the stage's last
+block.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from paceline.comm.torch_private import innermost_function_mode, pytree, without
 from paceline.errors import UsageError, a
 from paceline.parallel.tensor_parallel.sharded_mode import MADE, Tensor, mark, part_of, tensors_in
 
-# Of a value: how many blocks had been called, which call since then made it, and which of its results it is. For
-# parameters PARAM, and which.
+# Identifies a value on all stages: how many blocks had been called, which call since then made it, and which of the
+# call's results it is. For a parameter: PARAM, its number, and 0.
 Key = tuple[int, int, int]
 PARAM = -1
 
-# Asked of any tensor; what they say a stand-in says as well.
+# Functions that read only metadata of a tensor, which a stand-in has as well.
 _ASKS = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex"),
     *("get_device", "element_size", "__len__", "__hash__", "__repr__", "is_inference", "is_neg", "is_conj"),
@@ -47,13 +47,15 @@ ANOTHER_WAY = (
 
 
 class StageBoundaryError(BaseException):
-    """The stage's last block is behind: what follows is another stage's. Nothing of the user's should catch it."""
+    """Ends the user's forward after the stage's last block. A BaseException, so that user code does not catch it."""
 
 
 @dataclass
 class StageInputs:
-    """What a stage is told of those before it: the results of their blocks in `forms`, what they drew as `drawn`, and
-    the values that are needed from here on.
+    """What a stage receives from the stages before it.
+
+    `forms` is the structure of the results of their blocks, `drawn` the changes of the random generators, and `values`
+    the tensors that this stage or later ones need.
     """
 
     forms: list[Any] = field(default_factory=list)
@@ -62,39 +64,44 @@ class StageInputs:
 
 
 class StageForwardMode(TorchFunctionMode):
-    """One forward through a stage that has the blocks `own`. `stand_ins` are parameters that earlier stages have. Of
-    what is made here, what others `want` is in `kept` afterwards. Where it `surveys`, what would be needed of others is
-    noted in `needs`.
+    """Runs one forward through the stage that has the blocks `local_blocks`.
+
+    `stand_ins` replace the parameters of earlier stages. `on_first_block` is called before the stage's first block.
+    Afterwards, `kept` has those of the stage's results that are in `wanted`. With `surveys`, missing values are noted
+    in `needs` instead of raising an error.
     """
 
-    stays_innermost = True  # also when modes are entered that carry out calls in other ways: all stages count alike
+    stays_innermost = True  # also under modes that run calls in other ways: all stages must count the same calls
 
     def __init__(
         self,
-        own: range,
-        heard: StageInputs,
+        local_blocks: range,
+        inputs: StageInputs,
         stand_ins: Mapping[int, Key],
-        want: frozenset[Key],
-        arrive: Callable[[], None],
+        wanted: frozenset[Key],
+        on_first_block: Callable[[], None],
         device: torch.device,
         surveys: bool = False,
     ) -> None:
         super().__init__()
-        self.own, self.heard, self.want, self.surveys, self._device = own, heard, want, surveys, device
-        self._arrive = arrive
-        self._void: dict[int, tuple[Tensor | None, Key]] = {known: (None, key) for known, key in stand_ins.items()}
-        self._next, self._calls, self._quiet = 0, 0, False  # the next block, calls since the one before
-        self.here = own.start == 0
-        self.forms: list[Any] = list(heard.forms)  # of the blocks until the end of the stage
+        self.local_blocks, self.inputs, self.wanted = local_blocks, inputs, wanted
+        self.surveys, self._device, self._on_first_block = surveys, device, on_first_block
+        # Stand-ins by identity. The tensor is kept so that no other one gets its identity.
+        self._without_values = dict[int, tuple[Tensor | None, Key]]()
+        self._without_values.update({identity: (None, key) for identity, key in stand_ins.items()})
+        self._next, self._calls = 0, 0  # the next block's number, and the calls since the last block
+        self._is_paused = False  # whether calls are neither counted nor followed
+        self.in_stage = local_blocks.start == 0  # whether the stage's first block was reached
+        self.forms: list[Any] = list(inputs.forms)  # structure of the results of all blocks up to the stage's end
         self.kept: dict[Key, Tensor] = {}
         self.needs: set[Key] = set()
-        self.later: Mapping[int, str] = {}  # parameters that later stages have, by identity: their names
+        self.later: Mapping[int, str] = {}  # names of parameters that later stages have, by identity
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def block(self, number: int, name: str, forward: Callable[..., Any], given: Any, named: Any) -> Any:
-        """A call of a block by the user's code."""
-        if number == self.own.stop:
+        """Runs a call of a block by the user's code, or returns stand-ins for the results of an earlier stage's."""
+        if number == self.local_blocks.stop:
             raise StageBoundaryError
         if number < self._next:
             what = f"{name} is called a second time in one forward, and pipeline= passes each block once"
@@ -105,26 +112,26 @@ class StageForwardMode(TorchFunctionMode):
             cure = 'name a list whose blocks are called one after another: pipeline_blocks="path"'
             raise UsageError(what, f"{cure}, or leave pipeline= out")
         self._next, self._calls = self._next + 1, 0
-        if number < self.own.start:
-            with self._aside():
-                made = made_like(self.heard.forms[number], self._device, stands_in=True)
-            self._note(made)
+        if number < self.local_blocks.start:
+            with self._uncounted():
+                made = made_like(self.inputs.forms[number], self._device, stands_in=True)
+            self._mark_without_values(made)
             return made
-        if not self.here:
-            self.here = True
-            with self._aside():
-                self._arrive()
+        if not self.in_stage:
+            self.in_stage = True
+            with self._uncounted():
+                self._on_first_block()
         given, named = self.real((given, named))
-        with self._aside():
+        with self._uncounted():
             made = forward(*given, **named)
         self.forms.append(form_of(made, name))
-        self._keep(made)
+        self._keep_wanted(made)
         return made
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
-        """A block's own calls are its own."""
-        self._quiet = True
+    def _uncounted(self) -> Iterator[None]:
+        """Neither counts nor follows the calls made while the context is active, such as those inside of a block."""
+        self._is_paused = True
         try:
             if innermost_function_mode() is self:
                 with without_innermost_mode():
@@ -132,50 +139,50 @@ class StageForwardMode(TorchFunctionMode):
             else:
                 yield
         finally:
-            self._quiet = False
+            self._is_paused = False
 
-    # -- calls around them --------------------------------------------------------------------------------------------
+    # -- calls outside of blocks --------------------------------------------------------------------------------------
 
     def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
-        if self._quiet:
+        if self._is_paused:
             return function(*given, **(named or {}))
-        self._quiet = True  # below a mode that was entered later, this one would see what that mode calls as well
+        self._is_paused = True  # else it would also count what a mode that was entered later calls
         try:
             return self._follow(function, given, named or {})
         finally:
-            self._quiet = False
+            self._is_paused = False
 
     def _follow(self, function: Any, given: Any, named: Any) -> Any:
         name = function.__name__
         if name == "__get__":
             name = function.__self__.__name__
-            asks = name not in MADE
+            reads_metadata = name not in MADE
         else:
-            asks = name in _ASKS or name == "__set__"
-        if asks:
+            reads_metadata = name in _ASKS or name == "__set__"
+        if reads_metadata:
             return function(*given, **named)
         self._calls += 1
         if self.surveys and self.later:
             self._refuse_later(tensors_in((*given, *named.values())))
-        if self.here:
-            if self._void:
+        if self.in_stage:
+            if self._without_values:
                 given, named = self.real((given, named))
-            made = function(*given, **named)
-            self._keep(given[0] if made is None and given else made)
-            return made
-        void = any(id(tensor) in self._void for tensor in tensors_in((*given, *named.values())))
-        if void and name in _READS:
+            output = function(*given, **named)
+            self._keep_wanted(given[0] if output is None and given else output)
+            return output
+        takes_stand_in = any(id(tensor) in self._without_values for tensor in tensors_in((*given, *named.values())))
+        if takes_stand_in and name in _READS:
             what = f"the forward reads a value ({name.strip('_')}) that another stage of the pipeline computes"
             cure = "let no value that a block gave decide what the forward does, or leave pipeline= out"
             raise UsageError(what, cure)
-        drawn = self._next > 0 and any(word in name for word in _DRAWS)
-        made = function(*given, **named)
-        if void or drawn:
-            self._note(given[0] if made is None and given else made)
-        return made
+        draws = self._next > 0 and any(word in name for word in _DRAWS)
+        output = function(*given, **named)
+        if takes_stand_in or draws:
+            self._mark_without_values(given[0] if output is None and given else output)
+        return output
 
     def _refuse_later(self, tensors: Iterator[Tensor]) -> None:
-        """A parameter outside of blocks that is used on an earlier stage than the one that has it."""
+        """Raises UsageError if a parameter outside of blocks is used on an earlier stage than the one that has it."""
         name = next((self.later[id(tensor)] for tensor in tensors if id(tensor) in self.later), None)
         if name is not None and self._next:
             what = f"the forward uses {name} between two blocks or without calling all of them"
@@ -186,38 +193,41 @@ class StageForwardMode(TorchFunctionMode):
             what = f"{name} is made after the blocks and used before them, and pipeline= puts it behind them"
             raise UsageError(what, "make it before the blocks in __init__, or leave pipeline= out")
 
-    def _note(self, made: Any) -> None:
-        """What the last call made has no values."""
+    def _mark_without_values(self, made: Any) -> None:
+        """Notes that the results of the last call are stand-ins."""
         for number, tensor in enumerate(tensors_in([made])):
-            self._void[id(tensor)] = tensor, (self._next, self._calls, number)
+            self._without_values[id(tensor)] = tensor, (self._next, self._calls, number)
 
-    def _keep(self, made: Any) -> None:
-        for number, tensor in enumerate(tensors_in([made])) if self.want else ():
+    def _keep_wanted(self, made: Any) -> None:
+        for number, tensor in enumerate(tensors_in([made])) if self.wanted else ():
             key = self._next, self._calls, number
-            if key in self.want:
+            if key in self.wanted:
                 self.kept[key] = tensor
 
     def real(self, values: Any) -> Any:
-        """The same with what has been sent in the place of stand-ins."""
-        if not any(id(tensor) in self._void for tensor in tensors_in([values])):
+        """Replaces the stand-ins in `values` by the tensors that earlier stages have sent."""
+        if not any(id(tensor) in self._without_values for tensor in tensors_in([values])):
             return values
         return pytree.tree_map_only(Tensor, self._value, values)
 
     def _value(self, tensor: Tensor) -> Tensor:
-        known = self._void.get(id(tensor))
-        if known is None:
+        entry = self._without_values.get(id(tensor))
+        if entry is None:
             return tensor
-        found = self.heard.values.get(known[1])
-        if found is not None:
-            return found
+        value = self.inputs.values.get(entry[1])
+        if value is not None:
+            return value
         if not self.surveys:
             raise UsageError(*ANOTHER_WAY)
-        self.needs.add(known[1])
+        self.needs.add(entry[1])
         return tensor
 
 
 def form_of(made: Any, name: str) -> Any:
-    """What a block gave, but for values, as JSON has it."""
+    """Returns the structure of a block's result as JSON: shapes and dtypes instead of tensors. `name` is the block's.
+
+    Raises UsageError for objects other than tensors, plain values, and tuples, lists and dicts of them.
+    """
     if isinstance(made, Tensor):
         return {"tensor": [str(made.dtype).removeprefix("torch."), list(made.shape)]}
     if made is None or isinstance(made, (bool, int, float, str)):
@@ -231,7 +241,7 @@ def form_of(made: Any, name: str) -> Any:
 
 
 def made_like(form: Any, device: torch.device, stands_in: bool = False) -> Any:
-    """What has such a form: of tensors without values, or that stand in for others."""
+    """Returns a result of this structure, with uninitialised tensors, or with placeholders if it `stands_in`."""
     ((kind, value),) = form.items()
     if kind == "tensor":
         dtype, shape = getattr(torch, value[0]), value[1]
@@ -244,20 +254,21 @@ def made_like(form: Any, device: torch.device, stands_in: bool = False) -> Any:
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor that takes no memory, and shows every wrong use."""
+    """Returns a tensor that takes no memory and is NaN everywhere, so that a use of its values is noticed."""
     value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def one_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module that counts as one call of the user's code, however many calls it makes inside."""
-    slots = [(one, key) for one in module.modules() for key, param in one._parameters.items() if param is not None]
+    """Wraps a module's forward so that it counts as one call, however many calls it makes inside."""
+    params = ((owner, key, param) for owner in module.modules() for key, param in owner._parameters.items())
+    slots = [(owner, key) for owner, key, param in params if param is not None]
 
     def call(weights: Sequence[Tensor], *given: Any, **named: Any) -> Any:
-        own = [one._parameters[key] for one, key in slots]
-        if all(weight is param for weight, param in zip(weights, own, strict=True)):
+        current = [owner._parameters[key] for owner, key in slots]
+        if all(weight is param for weight, param in zip(weights, current, strict=True)):
             return forward(*given, **named)
-        for weight, param in zip(weights, own, strict=True):  # those that have been sent are the same parts
+        for weight, param in zip(weights, current, strict=True):  # received weights are the same shards
             mark(weight, part_of(param))
         with placed([(*slot, cast(nn.Parameter, weight)) for slot, weight in zip(slots, weights, strict=True)]):
             return forward(*given, **named)
@@ -265,7 +276,7 @@ def one_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
     def counted(*given: Any, **named: Any) -> Any:
         if not isinstance(innermost_function_mode(), StageForwardMode):
             return forward(*given, **named)
-        weights = [cast(nn.Parameter, one._parameters[key]) for one, key in slots]
+        weights = [cast(nn.Parameter, owner._parameters[key]) for owner, key in slots]
         return handle_torch_function(call, (), weights, *given, **named)
 
     return counted
@@ -273,7 +284,7 @@ def one_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
 
 @contextlib.contextmanager
 def placed(slots: Sequence[tuple[nn.Module, str, nn.Parameter | None]]) -> Iterator[None]:
-    """Has other parameters of modules in their places for a while."""
+    """Puts other parameters into modules while the context is active."""
     before = [(module, name, module._parameters[name]) for module, name, _ in slots]
     try:
         for module, name, param in slots:
