@@ -51,7 +51,7 @@ from paceline.team.membership import Membership
 from paceline.team.message_types import REPORT, REQUESTS, STAND
 from paceline.team.reading_key import KEY, reading_key
 from paceline.team.stack_requests import StackRequests
-from paceline.team.worker_slots import WorkerReport, read_said
+from paceline.team.worker_slots import WorkerReport, read_report
 
 SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
 GONE = 0.5  # seconds after its connection broke
@@ -218,7 +218,7 @@ class Service:
             raise RefusalError(409, f"a report of epoch {said['epoch']}, this is {self._coordinator.epoch}")
         if not said.get("same"):
             check(said, REPORT, _REQUEST.format("report"), SAME_VERSION)
-            session.said = said, {int(number): read_said(worker) for number, worker in said["workers"].items()}
+            session.said = said, {int(number): read_report(worker) for number, worker in said["workers"].items()}
         if session.said is None:
             raise RefusalError(409, "a report that is the same as none")
         said, workers = {**session.said[0], **said}, session.said[1]

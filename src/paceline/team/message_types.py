@@ -53,7 +53,7 @@ ROUND = form(
         "void": bool,
     }
 )
-STATE = form(  # of a worker, see seats.Said
+STATE = form(  # of a worker, see worker_slots.WorkerReport
     {},
     each("newcomer ready waiting current leaves ended final stopped declined holds", bool)
     | each("life formed alone", Last)
