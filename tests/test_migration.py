@@ -76,7 +76,7 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
     until(lambda: newcomer.current == 1)
     assert torch.equal(newcomer.learner.states[0]["weights"], STATE["weights"])
     sums = torch.ones(3)
-    step = first.step(0, whole=False)
+    step = first.step(0, sends_all_sums=False)
     step.sum(0, sums)
     sums.zero_()  # the next step's memory is the same
     step.end([sums], {"count": 2.0}, 1.5, 2.0, None)
@@ -93,7 +93,7 @@ def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
     begun(first, newcomer)
 
     def step() -> bool:
-        first.step(0, whole=False).sum(0, torch.ones(3))
+        first.step(0, sends_all_sums=False).sum(0, torch.ones(3))
         return newcomer.current == 1
 
     until(step, 20)
@@ -159,7 +159,7 @@ def test_who_falls_too_far_behind_is_given_up() -> None:
         for _ in range(2):
             first.turn(lambda: torch.zeros(1 << 22), lambda: 0)
         for _ in range(4):
-            first.step(0, whole=False).sum(0, torch.zeros(1 << 22))
+            first.step(0, sends_all_sums=False).sum(0, torch.zeros(1 << 22))
         assert not first.giving
     newcomer.admitted = 1
     newcomer.thread.join(20)
