@@ -61,7 +61,7 @@ class AgentCommands:
         self.servers: dict[int, At] = {}  # addresses of parameter servers
         self.profile: dict[str, Any] = {}  # which workers are to profile which steps
         self.merge: dict[str, Any] = {}  # the last decision about a merge of islands
-        self.wait_here = False  # whether to make no further step for the time being
+        self.paused_by_agent = False  # whether to make no further step for the time being
         self._on_urgent, self._on_newcomers = on_urgent, on_newcomers
         self._wrong: FormatError | None = None  # what is wrong with a message that is no order
         self._news = threading.Condition()
@@ -100,7 +100,7 @@ class AgentCommands:
         elif "profile" in message:
             self.profile = message["profile"]
         elif "wait" in message:
-            self.wait_here = message["wait"]
+            self.paused_by_agent = message["wait"]
         else:
             order = read_message(line, GENERATION, what)
             order = Generation(**{**order, "members": tuple(order["members"])})
@@ -111,7 +111,7 @@ class AgentCommands:
             if order.at_once > known:
                 self._on_urgent(order)
 
-    def newer(self, than: int, at_once: bool = False) -> bool:
+    def has_newer(self, than: int, at_once: bool = False) -> bool:
         """Whether there is a generation after number `than`; with `at_once`, one that must be entered at once, even if
         a planned one has followed it: nobody enters the generation `than` any more. FormatError: a malformed order.
         """
@@ -119,7 +119,7 @@ class AgentCommands:
             raise self._wrong
         return self.newest is not None and (self.newest.at_once if at_once else self.newest.number) > than
 
-    def hear(self, until: Callable[[], bool]) -> None:
+    def wait_until(self, until: Callable[[], bool]) -> None:
         """Waits until `until()` is true, and calls it with every order, and every 0.1 seconds."""
         with self._news, HEARTBEAT.waiting():
             while not until():
@@ -134,7 +134,7 @@ class AgentCommands:
         """
         deadline = time.monotonic() + EXPECTED
         with self._news, HEARTBEAT.waiting():
-            while not self.newer(than, at_once):
+            while not self.has_newer(than, at_once):
                 if expected is not None and time.monotonic() > deadline:
                     expected()
                     expected = None

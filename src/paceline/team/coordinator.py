@@ -117,8 +117,8 @@ class Coordinator:
         """Takes the state of an agent's workers, and acts on what has changed since its last report."""
         self.step, self._now = max(self.step, step), now
         replica_size = max([1, *(report.replica for report in workers.values())])
-        if replica_size > self.roster.places:
-            self.roster.in_replicas(replica_size)
+        if replica_size > self.roster.replica_size:
+            self.roster.set_replica_size(replica_size)
         self.gone.discard(agent)
         if agent in self.awaited:
             del self.awaited[agent]
@@ -154,11 +154,11 @@ class Coordinator:
                 self._leave_due = min(self._leave_due, now + (0.0 if self._all_leave else TOGETHER))
             self.version += self.over
 
-    def heard_of(self, number: int, members: Iterable[int]) -> None:
+    def recall_generation(self, number: int, members: Iterable[int]) -> None:
         """Takes over a generation that a returning agent knows, if it is newer than the journal's."""
         if self.recovering < math.inf and number > self.roster.number:
-            before, places = self.roster.members, self.roster.places
-            self.roster = Membership(tuple(members), number, number, before=before, places=places)
+            before, replica_size = self.roster.members, self.roster.replica_size
+            self.roster = Membership(tuple(members), number, number, before=before, replica_size=replica_size)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
         """Handles an agent that was silent for `seconds`, or has `ended`, with all its workers.
@@ -369,7 +369,7 @@ class Coordinator:
     def _decide_merge(self, now: float) -> None:
         """Decides which islands are merged; the journal has the decision before any agent does."""
         reports = (slot.report.round for slot in self.slots.values() if slot.alive)
-        if decision := self.merges.look(reports, self.roster.at_once, now):
+        if decision := self.merges.decide(reports, self.roster.at_once, now):
             self.record("merge", **decision)
             self.version += 1
 
@@ -431,7 +431,8 @@ class Coordinator:
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
         """Starts `members` in new processes that form the first generation, and `others` as newcomers."""
-        self.roster, self._form_again_due = Membership(members, self.roster.number, places=self.roster.places), math.inf
+        self.roster = Membership(members, self.roster.number, replica_size=self.roster.replica_size)
+        self._form_again_due = math.inf
         for number in {*members, *others}:
             self._placement.restart(number, self.slots[number].life + 1, newcomer=number not in members)
         self.version += 1
@@ -473,7 +474,7 @@ class Coordinator:
     @property
     def _all_leave(self) -> bool:
         """Whether all members of the present generation are leaving."""
-        return self.roster.going.issuperset(self.roster.members)
+        return self.roster.leaving_replicas.issuperset(self.roster.members)
 
     def _let_leave(self) -> None:
         self._leave_due = math.inf
@@ -541,25 +542,25 @@ class Coordinator:
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
         new = all(self.slots[number].newcomer for number in lost)
-        mates = [mate for mate in self.roster.mates(lost) if mate in self.slots]
-        for number in (*lost, *mates):
+        peers = [peer for peer in self.roster.replica_peers(lost) if peer in self.slots]
+        for number in (*lost, *peers):
             self.slots[number].out = True
-        self._leaving_members -= {*lost, *mates}
+        self._leaving_members -= {*lost, *peers}
         order = self.roster.lose(lost)
         causes = {number: report.cause for number in lost if (report := self.slots[number].report).cause}
-        more = {"mates": mates} if mates else {}
+        more = {"mates": peers} if peers else {}
         self.record("lost", workers=lost, why=why, step=self.step, **more, **({"causes": causes} if causes else {}))
         left = left_of(lost, self.slots, self.logs)
         if order is not None:
-            start = "starts" if len(mates) == 1 else "start"
-            too = f", and {ranks(mates)} of the same replica {start} anew" if mates else ""
+            start = "starts" if len(peers) == 1 else "start"
+            too = f", and {ranks(peers)} of the same replica {start} anew" if peers else ""
             self._say(f"{ranks(lost)} {why}{too}: {self._describe_remaining(order.members)}{then}{left}")
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
             self._say(f"{ranks(lost)} {why} {before}{then}{left}")
         self._announce(order, detection)
-        for mate in mates:
-            self._restart(mate)
+        for peer in peers:
+            self._restart(peer)
         self._admit_newcomers()
         self.version += 1
 
@@ -574,7 +575,7 @@ class Coordinator:
         """
         if order is None:
             return
-        self._leaving_members = (self._leaving_members | self.roster.going) - set(order.members)
+        self._leaving_members = (self._leaving_members | self.roster.leaving_replicas) - set(order.members)
         about = {"planned": order.planned, "at_once": self.roster.at_once}
         self.record("generation", number=order.number, workers=list(order.members), **about)
         self.order, self._detection = order, detection
@@ -621,7 +622,7 @@ class Coordinator:
         self._restoring_servers = unheld(reports)
         roster.renews = any(reports[number].at for number in self._restoring_servers)
         roster.before = tuple(number for number in roster.before if number in roster.established)
-        self._leaving_members = {*roster.before} & roster.going - {*roster.members}
+        self._leaving_members = {*roster.before} & roster.leaving_replicas - {*roster.members}
         for number in sorted(roster.established - {*roster.members} - self._leaving_members):
             if self.slots[number].alive:  # the team went on without it
                 roster.end(number)

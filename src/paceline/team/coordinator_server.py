@@ -114,7 +114,7 @@ class Service:
         self._published_version, self._began = 0, time.monotonic()
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
-        self._stands = StackRequests(Path(run["folder"]))
+        self._stack_requests = StackRequests(Path(run["folder"]))
         self.key = reading_key(Path(run["folder"]))
         self._profile: dict[str, Any] = {}
 
@@ -150,7 +150,7 @@ class Service:
             why = f"{agent} differs in {', '.join(different)}"
             raise RefusalError(412, why, differs=differs, script=script)
         (host, port), (number, members) = request["standby"], request["generation"]
-        self._coordinator.heard_of(number, members)
+        self._coordinator.recall_generation(number, members)
         numbers = self._coordinator.join(agent, request["logs"], (host, port), request["numbers"], request["count"])
         self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
         key = secrets.token_hex(16)
@@ -196,10 +196,10 @@ class Service:
     def stacks(self, request: Mapping[str, Any]) -> Any:
         """Answers POST /stacks: asks all agents for stacks, or returns the answers so far."""
         if not request.get("asked"):
-            self._stands.ask(session.agent for session in self._sessions.values() if not session.lost)
+            self._stack_requests.ask(session.agent for session in self._sessions.values() if not session.lost)
             self._coordinator.version += 1
             self._publish()
-        return self._stands.answer()
+        return self._stack_requests.answer()
 
     def profile(self, request: Mapping[str, Any]) -> Any:
         """Answers POST /profile: asks workers to profile their next steps."""
@@ -218,7 +218,7 @@ class Service:
         """Answers POST /stands: keeps the stacks of one worker."""
         if not stand.get("last"):
             check(stand, STAND, _REQUEST.format("stands"), SAME_VERSION)
-        self._stands.take(session.agent, stand)
+        self._stack_requests.take(session.agent, stand)
         return {}
 
     def report(self, session: Session, report: Mapping[str, Any]) -> Any:
@@ -278,7 +278,11 @@ class Service:
                 break
             finally:
                 self._waiting.discard(news)
-        return {**self._coordinator.orders(session.agent), "stacks": self._stands.asked, "profile": self._profile}
+        return {
+            **self._coordinator.orders(session.agent),
+            "stacks": self._stack_requests.asked,
+            "profile": self._profile,
+        }
 
     def verify(self, method: str, path: str, header: str, body: bytes) -> tuple[str, int, str]:
         """Returns key, number and signature of a request. RefusalError: it is not signed with the token."""

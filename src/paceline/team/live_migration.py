@@ -120,12 +120,12 @@ class StateSender:
     def _run(self) -> None:
         try:
             with suppress(OSError), socket.create_connection(way_to(*self.at[:2]), MEET) as link:
-                self._give(link)
+                self._send_frames(link)
                 link.shutdown(socket.SHUT_WR)  # a loader that was forked meanwhile has it open, too
         finally:
             self.close()
 
-    def _give(self, link: socket.socket) -> None:
+    def _send_frames(self, link: socket.socket) -> None:
         if not self._greet(link):
             return
         link.settimeout(LOOK)
@@ -184,7 +184,7 @@ class Migration:
 
     def __init__(self, worker: int, key: Callable[[str], bytes]) -> None:
         self.worker, self._key = worker, key
-        self.givers: dict[int, StateSender] = {}
+        self.senders: dict[int, StateSender] = {}
         self._meeting = threading.Lock()
         self._turned: float | None = None
 
@@ -192,29 +192,29 @@ class Migration:
         """Connects to newcomers that are not connected yet. From any thread."""
         with self._meeting:
             for number, at in coming.items():
-                before = self.givers.get(number)
+                before = self.senders.get(number)
                 if before is None or before.at != at:
-                    self.givers[number] = StateSender(self.worker, at, self._key)
+                    self.senders[number] = StateSender(self.worker, at, self._key)
                     if before is not None:
                         before.close()
 
-    def turn(self, state: Callable[[], Any], changing: Callable[[], int]) -> None:
+    def begin_sending(self, state: Callable[[], Any], changing: Callable[[], int]) -> None:
         """Between two steps: begins to send the state to newcomers without it. A step's sums: `changing()` bytes."""
         now, before = time.monotonic(), self._turned
         self._turned = now
-        for giver in [*self.givers.values()]:
-            if before is not None and not giver.begun and not giver.closed:
-                giver.begin(state(), changing() / (now - before))
+        for sender in [*self.senders.values()]:
+            if before is not None and not sender.begun and not sender.closed:
+                sender.begin(state(), changing() / (now - before))
 
     @property
-    def giving(self) -> bool:
+    def is_sending(self) -> bool:
         """Whether any newcomer receives steps; that begins between two of them."""
-        return any(giver.begun and not giver.closed for giver in [*self.givers.values()])
+        return any(sender.begun and not sender.closed for sender in [*self.senders.values()])
 
     def copied(self) -> None:
         """Waits until the state may change."""
-        for giver in [*self.givers.values()]:
-            giver.copied()
+        for sender in [*self.senders.values()]:
+            sender.copied()
 
     def step(self, trainer: int, sends_all_sums: bool) -> Migration.Stream:
         """Sends newcomers a trainer's step that begins: its sums as they arrive, or, with `sends_all_sums`, only when
@@ -242,19 +242,19 @@ class Migration:
             self._ahead.copied()
 
         def _put(self, *message: Any) -> None:
-            for giver in [*self._ahead.givers.values()]:
-                giver.put(self._trainer, *message)
+            for sender in [*self._ahead.senders.values()]:
+                sender.put(self._trainer, *message)
 
     def enter(self, members: Iterable[int]) -> None:
         """Ends the sending to newcomers that are members now."""
         for number in members:
-            if number in self.givers:
-                self.givers[number].end()
+            if number in self.senders:
+                self.senders[number].end()
 
     def drop(self) -> None:
         """Closes all senders: this worker's state is not the team's."""
-        for giver in [*self.givers.values()]:
-            giver.close()
+        for sender in [*self.senders.values()]:
+            sender.close()
 
 
 class Learner(Protocol):

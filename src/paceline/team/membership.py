@@ -28,8 +28,8 @@ class Membership:
     A member is *established* once it has the state of the training. Lost workers leave at once, with all members that
     are not established; newcomers wait until all members have entered the present generation.
 
-    A replica consists of `places` consecutive members, and joins and leaves as a unit: without one of them, the others,
-    its *mates*, have only a part of a model.
+    A replica consists of `replica_size` consecutive members, and joins and leaves as a unit: without one of them, the
+    others, its *replica peers*, have only a part of a model.
     """
 
     members: tuple[int, ...]
@@ -40,22 +40,22 @@ class Membership:
     waiting: dict[int, None] = field(default_factory=dict)  # in the order in which they came
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
-    places: int = 1
+    replica_size: int = 1
     renews: bool = False  # whether the same members are to form another generation between two steps
     replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by worker: the members of its replica
 
     def __post_init__(self) -> None:
-        self.in_replicas(self.places)
+        self.set_replica_size(self.replica_size)
 
-    def in_replicas(self, places: int) -> None:
+    def set_replica_size(self, size: int) -> None:
         """Sets the number of workers that hold a model together, which is known from their first reports."""
-        self.places = places
+        self.replica_size = size
         self._group(self.before)
         self._group(self.members)
 
     def _group(self, team: tuple[int, ...]) -> None:
-        for first in range(0, len(team), self.places):
-            replica = team[first : first + self.places]
+        for first in range(0, len(team), self.replica_size):
+            replica = team[first : first + self.replica_size]
             self.replicas |= dict.fromkeys(replica, replica)
 
     @property
@@ -92,16 +92,16 @@ class Membership:
         if worker in self.established:
             self.leaving.add(worker)
 
-    def mates(self, workers: Collection[int]) -> list[int]:
+    def replica_peers(self, workers: Collection[int]) -> list[int]:
         """The other workers of these workers' replicas."""
         others = {*self.members, *self.before}.difference(workers)
         replica_members = dict.fromkeys(mate for worker in workers for mate in self.replicas.get(worker, ()))
         return [mate for mate in replica_members if mate in others]
 
     @property
-    def going(self) -> set[int]:
-        """The members that were asked to leave, and their mates."""
-        return {*self.leaving, *self.mates(self.leaving)}
+    def leaving_replicas(self) -> set[int]:
+        """The members that were asked to leave, and their replica peers."""
+        return {*self.leaving, *self.replica_peers(self.leaving)}
 
     def survivors(self, lost: Collection[int]) -> tuple[int, ...]:
         """The members that would remain without the lost ones."""
@@ -110,10 +110,10 @@ class Membership:
         return tuple(worker for worker in everybody if remaining.issuperset(self.replicas[worker]))
 
     def lose(self, lost: Collection[int]) -> Announcement | None:
-        """Removes lost workers and their mates; returns the next generation if a member was lost and others remain."""
+        """Removes lost workers and their replica peers; returns the next generation, if there is one."""
         concerns = not {*self.members, *self.before}.isdisjoint(lost)
         left = self.survivors(lost)
-        gone = {*lost, *self.mates(lost)}
+        gone = {*lost, *self.replica_peers(lost)}
         for worker in gone:
             self.replicas.pop(worker, None)
             self.waiting.pop(worker, None)
@@ -142,7 +142,7 @@ class Membership:
             return None
         members = set(self.members)
         new = [worker for worker in self.waiting if worker not in members]
-        new = sorted(new[: len(new) - len(new) % self.places]) if self.places > 1 else new
+        new = sorted(new[: len(new) - len(new) % self.replica_size]) if self.replica_size > 1 else new
         stay = [worker for worker in self.survivors(self.leaving) if worker in members]
         if not stay or self.entered != members or (not new and stay == [*self.members] and not self.renews):
             return None

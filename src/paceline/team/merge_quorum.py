@@ -58,7 +58,7 @@ class MergeDecider:
     _delays: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # seconds from the first to the quorum
     _seconds: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # from a merge to the next quorum
 
-    def look(self, reports: Iterable[RoundReport | None], at_once: int, now: float) -> dict[str, Any] | None:
+    def decide(self, reports: Iterable[RoundReport | None], at_once: int, now: float) -> dict[str, Any] | None:
         """Takes the teams' reports; returns the decision if one is due now. `at_once`: the generation all must enter.
 
         If a loss ended the turn before a merge was applied, the same islands take part again if all still exist.

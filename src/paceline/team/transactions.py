@@ -141,12 +141,12 @@ class Operations:
     @property
     def newcomers(self) -> bool:
         """Whether a generation waits for the end of a step, such as one with newcomers."""
-        return self.orders.newer(self.number)
+        return self.orders.has_newer(self.number)
 
     @property
     def interrupted(self) -> bool:
         """Whether this worker must enter a generation at once: every collective fails until it does."""
-        return self.orders.newer(self.number, at_once=True)
+        return self.orders.has_newer(self.number, at_once=True)
 
     @property
     def merge(self) -> list[int] | None:
@@ -157,7 +157,7 @@ class Operations:
 
     def await_merge(self, ends: Callable[[], bool]) -> None:
         """Waits until the merge is decided or `ends()` is true. PeerLostError: another generation forms."""
-        self.orders.hear(lambda: self.interrupted or self.merge is not None or ends())
+        self.orders.wait_until(lambda: self.interrupted or self.merge is not None or ends())
         if self.interrupted:
             raise ReformedError("another generation forms", "wait")
 
@@ -176,15 +176,15 @@ class Operations:
         if self._group.rank == 0 and not self.waiting:
             self.migration.meet(coming)
 
-    def turn(self) -> None:
+    def between_steps(self) -> None:
         """Between two steps: sends the state ahead to newcomers on other hosts, and waits if the agent asks for it."""
         if self.orders.coming:
             self._meet_newcomers(self.orders.coming)
         if self.holder is not None:
-            self.migration.turn(self.holder.hand_over, self.holder.changing)
-        if self.orders.wait_here:
+            self.migration.begin_sending(self.holder.hand_over, self.holder.changing)
+        if self.orders.paused_by_agent:
             with self.account.of("paused"), HEARTBEAT.waiting():
-                while self.orders.wait_here and not self.orders.newer(self.number):
+                while self.orders.paused_by_agent and not self.orders.has_newer(self.number):
                     time.sleep(PAUSE)
 
     # -- one thing ----------------------------------------------------------------------------------------------
@@ -319,7 +319,7 @@ class Operations:
                 continue
             self.migration.enter(order.members)
             try:
-                self._group.form(order.world(self.world, self.worker), lambda: self.orders.newer(self.number, True))
+                self._group.form(order.world(self.world, self.worker), lambda: self.orders.has_newer(self.number, True))
                 self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
                 if self._chaos is not None:
@@ -414,10 +414,10 @@ class Operations:
         changed = {name: t for name, t in tensors.items() if name not in same or same[name] != has[name]}
         large = {name: t for name, t in changed.items() if t.nbytes >= LARGE}
         shapes = {name: [t.dtype, list(t.shape)] for name, t in large.items()}
-        number, giver = self._group.names[taker], self.migration.givers.get(self._group.names[taker])
+        number, sender = self._group.names[taker], self.migration.senders.get(self._group.names[taker])
         size, full_size = (sum(tensor.nbytes for tensor in group.values()) for group in (changed, tensors))
         if self.holder is not None:
-            self.holder.gives(number, size, full_size, size / giver.speed if giver and giver.speed else None)
+            self.holder.gives(number, size, full_size, size / sender.speed if sender and sender.speed else None)
         self._group.send_bytes(pack([skeleton, {n: t for n, t in changed.items() if n not in large}, shapes]), taker)
         for tensor in large.values():
             self._group.send(raw(tensor), taker)
