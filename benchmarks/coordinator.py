@@ -33,7 +33,7 @@ from paceline.base.journal import NAME
 from paceline.team.auth import make_token
 from paceline.team.coordinator import WorkerReport
 from paceline.team.coordinator_client import CoordinatorClient, Wire
-from paceline.team.coordinator_server import read_said
+from paceline.team.coordinator_server import read_report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from replay import STORE, Replay
@@ -56,7 +56,7 @@ class Timed(Replay):
         body = json.dumps({worker: asdict(said) for worker, said in self.said[host].items()})
 
         def hear() -> None:
-            said = {int(number): read_said(worker) for number, worker in json.loads(body).items()}
+            said = {int(number): read_report(worker) for number, worker in json.loads(body).items()}
             self.coordinator.report(f"agent {host}", said, 1, self.now)
 
         self._count(hear)

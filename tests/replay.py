@@ -78,7 +78,7 @@ class Replay:
     def come_back(self) -> None:
         """The worker that was killed has been started again, and is admitted."""
         worker = self.hosts[0][-1]
-        life = self.coordinator.seats[worker].life
+        life = self.coordinator.slots[worker].life
         self.said[0][worker] = WorkerReport(life, STORE, newcomer=True, waiting=True)
         self.tell(0)
         self.enter()

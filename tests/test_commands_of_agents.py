@@ -47,11 +47,11 @@ def agent() -> Iterator[Agent]:
 def test_a_generation_is_over_whose_end_was_not_told(agent: Agent) -> None:
     """Number 6, without worker 2, came and went before it was heard of."""
     agent.tell(5, (0, 1, 2), at_once=3)
-    assert agent.orders.newer(4)
-    assert not agent.orders.newer(4, at_once=True)
+    assert agent.orders.has_newer(4)
+    assert not agent.orders.has_newer(4, at_once=True)
     agent.tell(7, (0, 1, 2), at_once=6)
-    assert agent.orders.newer(5, at_once=True)
-    assert not agent.orders.newer(6, at_once=True)
+    assert agent.orders.has_newer(5, at_once=True)
+    assert not agent.orders.has_newer(6, at_once=True)
     assert agent.orders.wait(5, at_once=True).number == 7
     assert agent.heard == [5, 7]  # 5 since nobody knew of 3
     agent.tell(8, (0, 1, 2, 3), at_once=6)
@@ -66,7 +66,7 @@ def test_who_forms_a_generation_that_is_over_goes_on_to_the_next(agent: Agent) -
 
     def form() -> None:
         try:
-            group.form(order.world(World(rank=2), 2), lambda: agent.orders.newer(5, at_once=True))
+            group.form(order.world(World(rank=2), 2), lambda: agent.orders.has_newer(5, at_once=True))
         except PeerLostError as error:
             errors.append(error.what)
         done.set()

@@ -448,7 +448,7 @@ def test_a_host_that_was_silent_is_no_failure_of_its_workers() -> None:
     play = Play()
     for what, who in SILENT_OFTEN:
         happen(play, what, who)
-    assert [seat.failures for _, seat in sorted(play.coordinator.seats.items())] == [0] * 5
+    assert [seat.failures for _, seat in sorted(play.coordinator.slots.items())] == [0] * 5
     happen(play, "wait", None)
     happen(play, "arrive", 2)
     play.settle()

@@ -14,7 +14,7 @@ from agents import Launcher, alive, family, journal, until
 from launching import SCRIPTS, paceline, train_basics
 from warm import Process, environment
 
-from paceline.team.exit_reports import exception_told
+from paceline.team.exit_reports import describe_exception
 
 
 @pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.slow)])
@@ -249,5 +249,5 @@ def test_an_exception_whose_text_cannot_be_had() -> None:
         def __str__(self) -> str:
             return str(self.args[0]["message"])
 
-    told = exception_told(OddError({}))
+    told = describe_exception(OddError({}))
     assert (told["kind"], told["text"]) == ("OddError", "its text cannot be had (KeyError)")

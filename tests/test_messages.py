@@ -128,7 +128,7 @@ def coordinator(folder: Path, again: bool) -> Service:
     one = Coordinator(3, 1, lambda event, **about: json.dumps(about), Membership((0, 1)))
     one.recovering = time.monotonic() + 3.0 if again else one.recovering
     service = Service(one, TOKEN, {"folder": str(folder), "run": {**RUN, "same": JOIN["same"]}}, one.record)
-    service._stands.asked = 1
+    service._stack_requests.asked = 1
     service.answer("join", None, as_json(JOIN))
     (session,) = service._sessions.values()
     if not again:
@@ -502,8 +502,8 @@ def test_a_worker_ends_with_what_was_no_order() -> None:
     os.close(writes)
     orders._listen(reads)
     os.close(reads)
-    assert orders.wait_here
-    for ask in (lambda: orders.newer(0), lambda: orders.wait(0), lambda: orders.hear(lambda: False)):
+    assert orders.paused_by_agent
+    for ask in (lambda: orders.has_newer(0), lambda: orders.wait(0), lambda: orders.wait_until(lambda: False)):
         with pytest.raises(FormatError) as error:
             ask()
         assert "an order of the agent is damaged: object missing required field " in str(error.value)

@@ -64,10 +64,10 @@ class Newcomer:
 
 def begun(first: Migration, newcomer: Newcomer, changing: int = 0) -> None:
     first.meet({6: newcomer.taker.at})
-    first.turn(lambda: STATE, lambda: changing)  # how long a step takes is not known yet
-    assert not first.giving
-    first.turn(lambda: STATE, lambda: changing)
-    assert first.giving
+    first.begin_sending(lambda: STATE, lambda: changing)  # how long a step takes is not known yet
+    assert not first.is_sending
+    first.begin_sending(lambda: STATE, lambda: changing)
+    assert first.is_sending
 
 
 def test_the_state_goes_ahead_and_the_steps_follow() -> None:
@@ -76,7 +76,7 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
     until(lambda: newcomer.current == 1)
     assert torch.equal(newcomer.learner.states[0]["weights"], STATE["weights"])
     sums = torch.ones(3)
-    step = first.step(0, whole=False)
+    step = first.step(0, sends_all_sums=False)
     step.sum(0, sums)
     sums.zero_()  # the next step's memory is the same
     step.end([sums], {"count": 2.0}, 1.5, 2.0, None)
@@ -93,7 +93,7 @@ def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
     begun(first, newcomer)
 
     def step() -> bool:
-        first.step(0, whole=False).sum(0, torch.ones(3))
+        first.step(0, sends_all_sums=False).sum(0, torch.ones(3))
         return newcomer.current == 1
 
     until(step, 20)
@@ -146,8 +146,8 @@ def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch:
     newcomer.thread.join(20)
     assert newcomer.followed is False
     assert newcomer.current == 1
-    assert not first.giving
-    assert first.givers[6].speed is not None
+    assert not first.is_sending
+    assert first.senders[6].speed is not None
 
 
 def test_who_falls_too_far_behind_is_given_up() -> None:
@@ -157,10 +157,10 @@ def test_who_falls_too_far_behind_is_given_up() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         first.meet({6: ("127.0.0.1", deaf.getsockname()[1], "secret")})
         for _ in range(2):
-            first.turn(lambda: torch.zeros(1 << 22), lambda: 0)
+            first.begin_sending(lambda: torch.zeros(1 << 22), lambda: 0)
         for _ in range(4):
-            first.step(0, whole=False).sum(0, torch.zeros(1 << 22))
-        assert not first.giving
+            first.step(0, sends_all_sums=False).sum(0, torch.zeros(1 << 22))
+        assert not first.is_sending
     newcomer.admitted = 1
     newcomer.thread.join(20)
 

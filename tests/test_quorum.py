@@ -192,17 +192,17 @@ def told(
 
 def test_who_is_in_a_merge_is_decided_once() -> None:
     merges = MergeDecider()
-    assert merges.look([None, told(0, "0")], 0, 1.0) is None
+    assert merges.decide([None, told(0, "0")], 0, 1.0) is None
     assert merges.due == float("inf"), "it waits for what is said, not for a time"
-    assert merges.look([told(0, "0"), told(0, "1")], 0, 1.1) is None
+    assert merges.decide([told(0, "0"), told(0, "1")], 0, 1.1) is None
     assert merges.due == 1.1 + LEAST, "the usual spread is smaller"
-    decided = merges.look([told(0, "0"), told(0, "1")], 0, merges.due)
+    decided = merges.decide([told(0, "0"), told(0, "1")], 0, merges.due)
     assert decided == {"turn": 0, "number": 0, "trainer": 0, "step": 0, "islands": [0, 1], "late": [2], "void": False}
-    assert merges.look([told(0, "0"), told(0, "1"), told(0, "2")], 0, 9.0) is None, "it has been decided"
+    assert merges.decide([told(0, "0"), told(0, "1"), told(0, "2")], 0, 9.0) is None, "it has been decided"
     assert merges.last == decided
     # All are there: nobody waits any longer.
-    assert merges.look([told(1, "0"), told(1, "1"), told(0, "2")], 0, 10.0) is None
-    found = merges.look([told(1, "0"), told(1, "1"), told(1, "2")], 0, 10.1)
+    assert merges.decide([told(1, "0"), told(1, "1"), told(0, "2")], 0, 10.0) is None
+    found = merges.decide([told(1, "0"), told(1, "1"), told(1, "2")], 0, 10.1)
     assert found is not None
     assert found["islands"] == [0, 1, 2]
 
@@ -211,53 +211,53 @@ def test_the_window_is_what_is_usual() -> None:
     """Ten seconds from merge to merge, of which one from the first island to the one that makes two."""
     merges, now = MergeDecider(), 0.0
     for turn in range(12):
-        assert merges.look([told(turn, "0")], 0, now + 9) is None
-        assert merges.look([told(turn, "01")], 0, now + 10) is None
+        assert merges.decide([told(turn, "0")], 0, now + 9) is None
+        assert merges.decide([told(turn, "01")], 0, now + 10) is None
         window = merges.due - now - 10
-        merges.look([told(turn, "01")], 0, merges.due)
+        merges.decide([told(turn, "01")], 0, merges.due)
         now = now + 10 + window
     assert window == pytest.approx(1.0)
     assert USUAL * 10 < window < MOST * 10
     slow, now = MergeDecider(), 0.0
     for turn in range(12):  # all at once, so that the part of a round decides
-        assert slow.look([told(turn, "01")], 0, now + 100) is None
+        assert slow.decide([told(turn, "01")], 0, now + 100) is None
         window = slow.due - now - 100
-        slow.look([told(turn, "01")], 0, slow.due)
+        slow.decide([told(turn, "01")], 0, slow.due)
         now = now + 100 + window
     assert window == pytest.approx(USUAL * 100)
 
 
 def test_one_that_caught_up_is_merged_and_makes_no_quorum() -> None:
     merges = MergeDecider()
-    assert merges.look([told(0, "0"), told(0, ready="12")], 0, 1.0) is None
+    assert merges.decide([told(0, "0"), told(0, ready="12")], 0, 1.0) is None
     assert merges.due == float("inf")
-    merges.look([told(0, "0"), told(0, "1"), told(0, ready="2")], 0, 1.0)
-    assert merges.look([told(0, "0"), told(0, "1"), told(0, ready="2")], 0, 2.0)["islands"] == [0, 1, 2]  # type: ignore[index]
+    merges.decide([told(0, "0"), told(0, "1"), told(0, ready="2")], 0, 1.0)
+    assert merges.decide([told(0, "0"), told(0, "1"), told(0, ready="2")], 0, 2.0)["islands"] == [0, 1, 2]  # type: ignore[index]
 
 
 def test_after_a_loss_the_same_are_merged_if_they_are_there() -> None:
     merges = MergeDecider()
-    merges.look([told(0, "01")], 0, 1.0)
-    assert merges.look([told(0, "01")], 0, 2.0) is not None
-    assert merges.look([told(0, "01")], 1, 3.0) is None, "nobody is in that generation any more"
-    again = merges.look([told(0, "0", number=1), told(0, "12", number=1)], 1, 4.0)
+    merges.decide([told(0, "01")], 0, 1.0)
+    assert merges.decide([told(0, "01")], 0, 2.0) is not None
+    assert merges.decide([told(0, "01")], 1, 3.0) is None, "nobody is in that generation any more"
+    again = merges.decide([told(0, "0", number=1), told(0, "12", number=1)], 1, 4.0)
     assert again is not None
     assert (again["islands"], again["number"]) == ([0, 1], 1)
     # One of them is lost: then whoever is there.
-    assert merges.look([told(0, "0", number=2)], 2, 5.0) is None
-    assert merges.look([told(0, "0", number=2), told(0, "2", number=2)], 2, 5.0) is None
-    other = merges.look([told(0, "0", number=2), told(0, "2", number=2)], 2, merges.due)
+    assert merges.decide([told(0, "0", number=2)], 2, 5.0) is None
+    assert merges.decide([told(0, "0", number=2), told(0, "2", number=2)], 2, 5.0) is None
+    other = merges.decide([told(0, "0", number=2), told(0, "2", number=2)], 2, merges.due)
     assert other is not None
     assert other["islands"] == [0, 2]
     # As a coordinator that was started again finds it in the journal.
-    assert MergeDecider(last=other).look([told(0, "0", number=2), told(0, "2", number=2)], 2, 9.0) is None
+    assert MergeDecider(last=other).decide([told(0, "0", number=2), told(0, "2", number=2)], 2, 9.0) is None
 
 
 def test_the_last_merge_waits_for_all_and_a_void_one_for_nobody() -> None:
     merges = MergeDecider()
-    assert merges.look([told(0, "0", quorum=3), told(0, "1", quorum=3)], 0, 1.0) is None
+    assert merges.decide([told(0, "0", quorum=3), told(0, "1", quorum=3)], 0, 1.0) is None
     assert merges.due == float("inf")
-    void = merges.look([told(0, "0", quorum=3), told(0, void=True)], 0, 1.0)
+    void = merges.decide([told(0, "0", quorum=3), told(0, void=True)], 0, 1.0)
     assert void is not None
     assert (void["islands"], void["late"], void["void"]) == ([], [0, 1, 2], True)
 

@@ -49,13 +49,13 @@ class Served:
         self.report()
 
     def serves(self, server: int, **more: Any) -> None:
-        life = self.coordinator.seats[SERVER + server].life
+        life = self.coordinator.slots[SERVER + server].life
         self.said[SERVER + server] = WorkerReport(life=life, store=STORE, newcomer=True, at=TAKES, **more)
         self.report()
 
     @property
     def lives(self) -> list[int]:
-        return [seat.life for _, seat in sorted(self.coordinator.seats.items())]
+        return [seat.life for _, seat in sorted(self.coordinator.slots.items())]
 
 
 def test_a_server_with_a_copy_comes_back_between_two_steps() -> None:
@@ -185,7 +185,7 @@ def spread(hosts: str, servers: int, least: int = 1) -> ServerPlacement:
 
 
 def where(lives: ServerPlacement) -> str:
-    return "".join(seat.agent for number, seat in sorted(lives.seats.items()) if number >= SERVER)
+    return "".join(seat.agent for number, seat in sorted(lives.slots.items()) if number >= SERVER)
 
 
 def test_servers_are_spread_evenly_and_a_copy_is_on_another_host() -> None:
@@ -206,11 +206,11 @@ def test_servers_are_spread_evenly_and_a_copy_is_on_another_host() -> None:
 def test_a_server_of_a_lost_host_is_started_on_another_and_ends_there() -> None:
     lives = spread("aabbc", 3)
     lives.gone.add("b")
-    lives.again(SERVER + 1, 1)
+    lives.restart(SERVER + 1, 1)
     assert where(lives) == "aac"
     assert lives.wanted("b")[SERVER + 1] == {"life": 0, "out": True, "newcomer": True}
     lives.gone.add("c")
-    lives.again(SERVER + 2, 1)
+    lives.restart(SERVER + 2, 1)
     assert where(lives) == "aaa"
     lives.gone.clear()
     assert lives.wanted("a")[SERVER + 1] == {"life": 1, "out": False, "newcomer": True}

@@ -576,7 +576,7 @@ class Run:
             except LeftError:
                 self._left = self.team.left = True
                 raise SystemExit(STOPPED) from None
-        self.team.operations.turn()
+        self.team.operations.between_steps()
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 

@@ -14,17 +14,19 @@ from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.schema import read_message
 from paceline.errors import FormatError
 
-At = tuple[str, int, str]  # where a newcomer takes the state: host, port, and the salt of the key that it asks for
+At = tuple[str, int, str]  # the address where a newcomer receives the state: host, port, and the salt of its key
 Coming = dict[int, At]
-EXPECTED = 1.0  # seconds to the order after a peer was lost; then it is said that none came
+EXPECTED = 1.0  # seconds to wait for an order after a peer was lost, before the agent learns that none came
 
 
 @dataclass(frozen=True)
 class Generation:
-    """Number and members (workers by their numbers in the run, in the order of their ranks); the address of the store
-    that the first one serves. A `planned` one is entered between two steps, another one at once; `at_once` is the
-    number of the newest of those: who is not of it may never be told of it. On `hold` its workers wait for the next one
-    when they have made a step. `detection`: the seconds for which a loss was not known.
+    """A generation of the team.
+
+    `members` are numbers of workers in the run, in the order of their ranks; `store` is the address of the store that
+    the first member serves. A `planned` generation is entered between two steps, another one at once; `at_once` is the
+    number of the newest one of the second kind, of which workers that are not in it may never learn. On `hold`, its
+    workers wait for the next generation after a step. `detection`: the seconds for which a loss was not known.
     """
 
     number: int
@@ -38,26 +40,30 @@ class Generation:
     def planned(self) -> bool:
         return self.at_once < self.number
 
-    def world(self, mine: World, worker: int) -> World:
+    def world(self, world: World, worker: int) -> World:
         """The world of a member."""
         rank, size = self.members.index(worker), len(self.members)
-        return replace(mine, rank=rank, size=size, store=self.store, job=str(self.number), members=self.members)
+        return replace(world, rank=rank, size=size, store=self.store, job=str(self.number), members=self.members)
 
 
 class AgentCommands:
-    """The newest order, heard by a thread. `heard` is called there with each that ends those before it at once, `comes`
-    when newcomers are `coming` (by number, and where each takes the state). Without an agent there are none.
+    """Receives the agent's orders in a thread. Without an agent (`fd` is None) there are none.
+
+    The thread calls `on_urgent` with each generation that must be entered at once, and `on_newcomers` when newcomers
+    are `coming` (by number: the address where each receives the state).
     """
 
-    def __init__(self, fd: int | None, heard: Callable[[Generation], None], comes: Callable[[Coming], None]) -> None:
+    def __init__(
+        self, fd: int | None, on_urgent: Callable[[Generation], None], on_newcomers: Callable[[Coming], None]
+    ) -> None:
         self.newest: Generation | None = None
         self.coming: Coming = {}
-        self.servers: dict[int, At] = {}  # where parameter servers are
-        self.profile: dict[str, Any] = {}  # which steps of whom are to be profiled
-        self.merge: dict[str, Any] = {}  # which islands are in the one that was decided last
-        self.wait_here = False  # whether to make no further step for the time being
-        self._heard, self._comes = heard, comes
-        self._wrong: FormatError | None = None  # something came that is no order
+        self.servers: dict[int, At] = {}  # addresses of parameter servers
+        self.profile: dict[str, Any] = {}  # which workers are to profile which steps
+        self.merge: dict[str, Any] = {}  # the last decision about a merge of islands
+        self.paused_by_agent = False  # whether to make no further step for the time being
+        self._on_urgent, self._on_newcomers = on_urgent, on_newcomers
+        self._wrong: FormatError | None = None  # what is wrong with a message that is no order
         self._news = threading.Condition()
         if fd is not None:
             os.set_inheritable(fd, False)
@@ -70,31 +76,31 @@ class AgentCommands:
             for line in lines:
                 try:
                     self._take(line)
-                except FormatError as error:  # whatever comes after it is not heard
+                except FormatError as error:  # messages after it are not read
                     with self._news:
                         self._wrong = error
                         self._news.notify_all()
                     return
 
     def _take(self, line: bytes) -> None:
-        """An order. FormatError: it is none."""
+        """Takes an order. FormatError: the line is no order."""
         from paceline.team.message_types import COMMAND, GENERATION  # needs msgspec
 
         what = "an order of the agent"
-        said = read_message(line, COMMAND, what)
-        if "coming" in said:
-            self.coming = {int(number): at for number, at in said["coming"].items()}
-            self._comes(self.coming)
-        elif "servers" in said:
-            self.servers = {int(number): at for number, at in said["servers"].items()}
-        elif "merge" in said:
+        message = read_message(line, COMMAND, what)
+        if "coming" in message:
+            self.coming = {int(number): at for number, at in message["coming"].items()}
+            self._on_newcomers(self.coming)
+        elif "servers" in message:
+            self.servers = {int(number): at for number, at in message["servers"].items()}
+        elif "merge" in message:
             with self._news:
-                self.merge = said["merge"] or {}
+                self.merge = message["merge"] or {}
                 self._news.notify_all()
-        elif "profile" in said:
-            self.profile = said["profile"]
-        elif "wait" in said:
-            self.wait_here = said["wait"]
+        elif "profile" in message:
+            self.profile = message["profile"]
+        elif "wait" in message:
+            self.paused_by_agent = message["wait"]
         else:
             order = read_message(line, GENERATION, what)
             order = Generation(**{**order, "members": tuple(order["members"])})
@@ -103,19 +109,18 @@ class AgentCommands:
                 self.newest = order
                 self._news.notify_all()
             if order.at_once > known:
-                self._heard(order)
+                self._on_urgent(order)
 
-    def newer(self, than: int, at_once: bool = False) -> bool:
-        """Whether a generation after number `than` was ordered; with `at_once`, one that does not wait for a step, even
-        if it has been followed by one that does: nobody enters the generation `than` any more. FormatError: what came
-        was no order.
+    def has_newer(self, than: int, at_once: bool = False) -> bool:
+        """Whether there is a generation after number `than`; with `at_once`, one that must be entered at once, even if
+        a planned one has followed it: nobody enters the generation `than` any more. FormatError: a malformed order.
         """
         if self._wrong is not None:
             raise self._wrong
         return self.newest is not None and (self.newest.at_once if at_once else self.newest.number) > than
 
-    def hear(self, until: Callable[[], bool]) -> None:
-        """Waits until something is so, which is looked at with every order, and now and then."""
+    def wait_until(self, until: Callable[[], bool]) -> None:
+        """Waits until `until()` is true, and calls it with every order, and every 0.1 seconds."""
         with self._news, HEARTBEAT.waiting():
             while not until():
                 if self._wrong is not None:
@@ -123,12 +128,13 @@ class AgentCommands:
                 self._news.wait(0.1)
 
     def wait(self, than: int, at_once: bool = False, expected: Callable[[], None] | None = None) -> Generation:
-        """The newest generation after number `than`, once there is one: as long as the agent lives, which may itself
-        wait for the coordinator. `expected` is called if it is not there soon.
+        """Waits for a generation after number `than`, as long as the agent lives, and returns the newest one.
+
+        The agent may itself wait for the coordinator. `expected` is called if there is no generation soon.
         """
         deadline = time.monotonic() + EXPECTED
         with self._news, HEARTBEAT.waiting():
-            while not self.newer(than, at_once):
+            while not self.has_newer(than, at_once):
                 if expected is not None and time.monotonic() > deadline:
                     expected()
                     expected = None

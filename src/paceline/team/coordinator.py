@@ -33,19 +33,22 @@ from paceline.team.worker_slots import (
 )
 
 BEAT = 0.25  # seconds between two reports of an agent
-HELD = 20.0  # seconds that its request for orders is held open
-ALIKE = 0.1  # seconds within which an exception of all workers comes from all
-TOGETHER = 0.3  # seconds within which notices to all workers arrive, where the whole run is meant
-ALONE = 3.0  # seconds a worker may miss others that nobody knows to be lost, before the team forms anew
+HELD = 20.0  # seconds for which an agent's request for orders is held open
+ALIKE = 0.1  # seconds within which all workers report an exception that all of them raise
+TOGETHER = 0.3  # seconds within which leave notices reach all workers if the whole run is to stop
+ALONE = 3.0  # seconds for which a worker may miss others that are not known to be lost, before the team forms anew
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
-LINES = 50  # lines for the console that are kept for agents that did not hear them yet
-AWAITED = 60.0  # seconds that a silent agent is waited for, where nobody else has what its parameter servers keep
-STOPPED = 75  # EX_TEMPFAIL: exit code of who left, or stopped politely; the same command goes on
+LINES = 50  # console lines that are kept for agents that have not received them yet
+AWAITED = 60.0  # seconds to wait for a silent agent if nobody else has the state of its parameter servers
+STOPPED = 75  # EX_TEMPFAIL: exit code of a worker that left or stopped on request; the same command continues the run
 
 
 @dataclass
 class Coordinator:
-    """`record` writes into the journal. `version` grows with everything that agents are to know."""
+    """Decides from the agents' reports who is in the team, and when a new generation forms.
+
+    `record` writes into the journal. `version` grows with every change that agents have to learn.
+    """
 
     max_restarts: int
     min_workers: int
@@ -53,7 +56,7 @@ class Coordinator:
     roster: Membership
     epoch: int = 1
     version: int = 1
-    seats: dict[int, WorkerSlot] = field(default_factory=dict)
+    slots: dict[int, WorkerSlot] = field(default_factory=dict)
     logs: dict[str, str] = field(default_factory=dict)  # by agent: where its workers' logs are
     standbys: dict[str, tuple[str, int]] = field(default_factory=dict)  # by agent
     moved: tuple[str, int] | None = None  # where a coordinator of a higher epoch is
@@ -62,134 +65,137 @@ class Coordinator:
     failing: dict[int, str] = field(default_factory=dict)  # workers whose failure ends the run, and how they failed
     stop: bool = False
     ended: bool = False
-    lines: list[tuple[int, str, bool]] = field(default_factory=list)
-    order: Announcement | None = None
-    coming: Coming = field(default_factory=dict)  # newcomers that are sent the state
+    lines: list[tuple[int, str, bool]] = field(default_factory=list)  # for the console: version, text, whether always
+    order: Announcement | None = None  # the newest generation
+    coming: Coming = field(default_factory=dict)  # newcomers to which the team sends the state
     step: int = 0  # of the training
     recovering: float = math.inf  # after a restart: until when agents have to come back
     merges: MergeDecider = field(default_factory=MergeDecider)  # of islands
 
     def __post_init__(self) -> None:
-        self._asked = self._judged = self._again = math.inf  # when to act on notices, on exceptions, on who is alone
-        self._now = 0.0  # when we were last told something
-        self._starts: dict[int, tuple[float, int]] = {}  # who is started again later: when, and in which life
-        self._stops, self.first = (
-            SuspendedWorkers(),
-            self.roster.members,
-        )  # the latter: the workers of the first generation
-        self._raised_now: list[int] = []
-        self._raised: set[Any] = set()  # the exceptions, and lines that a worker hung at, that were survived
-        self._causes: Counter[str] = Counter()
-        self._detection = self._late = 0.0  # of the loss before this generation; when it is said who is waited for
-        self._left: set[int] = set()  # workers that are to leave with the generation that was announced
-        self._away: set[int] = set()  # parameter servers that are to get the state back from others
-        self._lives = ServerPlacement(self.seats, self.gone, self.leaving)
+        # When to act on leave notices, on exceptions, and on workers that miss others.
+        self._leave_due = self._judge_due = self._form_again_due = math.inf
+        self._now = 0.0  # time of the last report or tick
+        self._delayed_starts: dict[int, tuple[float, int]] = {}  # by worker: when it starts again, in which life
+        self._suspended = SuspendedWorkers()
+        self.first = self.roster.members  # the workers of the first generation
+        self._new_exceptions: list[int] = []  # workers whose exceptions are not judged yet
+        self._raised: set[Any] = set()  # exceptions, and lines at which a worker hung, that the team has survived
+        self._causes: Counter[str] = Counter()  # how often each cause has led to a loss
+        self._detection = 0.0  # seconds before the loss that led to this generation was known
+        self._late = 0.0  # when the console is told which workers are missing after a restart
+        self._leaving_members: set[int] = set()  # workers that leave with the announced generation
+        self._restoring_servers: set[int] = set()  # parameter servers that will get their state back from others
+        self._placement = ServerPlacement(self.slots, self.gone, self.leaving)
         self.awaited: dict[str, tuple[float, str]] = {}  # silent agents: until when they are waited for, and why
 
     # ---- agents
 
     def join(self, agent: str, logs: str, standby: tuple[str, int], numbers: Collection[int], count: int) -> list[int]:
-        """An agent comes, with workers that have their numbers or to be given some; also one that comes again.
+        """Registers an agent and returns the numbers of its workers, which it gives (`numbers`) or gets (`count`).
 
-        `standby` is where a coordinator can be reached that it keeps, or may keep one day.
+        An agent may join again. `standby` is the address of the coordinator that this agent runs or may run later.
         """
         self.logs[agent], self.standbys[agent] = logs, standby
         self.gone.discard(agent)
-        known = numbers or [number for number, seat in self.seats.items() if seat.agent == agent]
-        members, servers = set(self.roster.members), {n for n in self.seats if n >= SERVERS}
-        first = max({-1, *self.seats, *members} - servers) + 1
+        known = numbers or [number for number, slot in self.slots.items() if slot.agent == agent]
+        members, servers = set(self.roster.members), {n for n in self.slots if n >= SERVERS}
+        first = max({-1, *self.slots, *members} - servers) + 1
         for number in known or range(first, first + count):
-            seat = self.seats.setdefault(number, WorkerSlot(agent, newcomer=True))
-            if seat.agent not in (agent, ""):
+            slot = self.slots.setdefault(number, WorkerSlot(agent, newcomer=True))
+            if slot.agent not in (agent, ""):
                 continue
-            seat.agent = agent
+            slot.agent = agent
             if number in members and not self.roster.begun:
-                seat.newcomer = False
-                seat.life = seat.life if self.recovering == math.inf else UNKNOWN
-            elif known and seat.said == WorkerReport():
-                seat.life = UNKNOWN
-        return [number for number, seat in self.seats.items() if seat.agent == agent]
+                slot.newcomer = False
+                slot.life = slot.life if self.recovering == math.inf else UNKNOWN
+            elif known and slot.report == WorkerReport():
+                slot.life = UNKNOWN
+        return [number for number, slot in self.slots.items() if slot.agent == agent]
 
     def report(self, agent: str, workers: Mapping[int, WorkerReport], step: int, now: float) -> None:
-        """The state of an agent's workers."""
+        """Takes the state of an agent's workers, and acts on what has changed since its last report."""
         self.step, self._now = max(self.step, step), now
-        places = max([1, *(said.replica for said in workers.values())])
-        if places > self.roster.places:
-            self.roster.in_replicas(places)
+        replica_size = max([1, *(report.replica for report in workers.values())])
+        if replica_size > self.roster.replica_size:
+            self.roster.set_replica_size(replica_size)
         self.gone.discard(agent)
         if agent in self.awaited:
             del self.awaited[agent]
-            servers = [number for number, seat in self.seats.items() if number >= SERVERS and seat.agent == agent]
+            servers = [number for number, slot in self.slots.items() if number >= SERVERS and slot.agent == agent]
             self._say(f"the host of {ranks(servers)} answers again")
-        self.version += self._lives.place_servers(agent, workers, self.recovering < math.inf, self.min_workers)
+        self.version += self._placement.place_servers(agent, workers, self.recovering < math.inf, self.min_workers)
         changed = []
-        for number, said in workers.items():
-            seat = self.seats.get(number)
-            if seat is None or seat.agent != agent:
+        for number, report in workers.items():
+            slot = self.slots.get(number)
+            if slot is None or slot.agent != agent:
                 continue
-            if seat.life == UNKNOWN:
-                seat.life = said.life
-                if self.recovering == math.inf:  # it was of a team that is gone
+            if slot.life == UNKNOWN:
+                slot.life = report.life
+                if self.recovering == math.inf:  # it belonged to a team that is gone
                     self._restart(number)
                     continue
-            if said.life == seat.life and said != seat.said:
-                changed.append((number, seat, seat.said))
-                seat.said = said
+            if report.life == slot.life and report != slot.report:
+                changed.append((number, slot, slot.report))
+                slot.report = report
         if self.recovering < math.inf:
             self._recover(now)
             return
-        for number, seat, before in changed:
-            self._advanced(number, seat, before, now)
-        for number, seat, before in changed:
-            self._ended(number, seat, before, now)
+        for number, slot, before in changed:
+            self._advanced(number, slot, before, now)
+        for number, slot, before in changed:
+            self._ended(number, slot, before, now)
         if changed:
-            self._look_at_stops(now, [number for number, _, _ in changed])
-            self._let_in()
+            self._check_suspended(now, [number for number, _, _ in changed])
+            self._admit_newcomers()
             self._announce(self.roster.plan())
-            self._look_at_rounds(now)
-            if self.roster.leaving:  # now or before: who was to stay may be gone
-                self._asked = min(self._asked, now + (0.0 if self._all_go else TOGETHER))
+            self._decide_merge(now)
+            if self.roster.leaving:  # now or before: the workers that were to stay may be gone
+                self._leave_due = min(self._leave_due, now + (0.0 if self._all_leave else TOGETHER))
             self.version += self.over
 
-    def heard_of(self, number: int, members: Iterable[int]) -> None:
-        """An agent comes back, and knows of this generation."""
+    def recall_generation(self, number: int, members: Iterable[int]) -> None:
+        """Takes over a generation that a returning agent knows, if it is newer than the journal's."""
         if self.recovering < math.inf and number > self.roster.number:
-            before, places = self.roster.members, self.roster.places
-            self.roster = Membership(tuple(members), number, number, before=before, places=places)
+            before, replica_size = self.roster.members, self.roster.replica_size
+            self.roster = Membership(tuple(members), number, number, before=before, replica_size=replica_size)
 
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
-        """An agent is silent for so many seconds, or has `ended`, with all its workers.
+        """Handles an agent that was silent for `seconds`, or has `ended`, with all its workers.
 
-        A silent one is waited for where nobody could go on without these: it may only be stopped, while they train.
+        If nobody could go on without its workers, the run waits for a silent agent: it may be suspended while its
+        workers train.
         """
         self.awaited.pop(agent, None)
         self.gone.add(agent)
         self.version += 1
-        gone = [number for number, seat in self.seats.items() if seat.agent == agent]
-        if self.recovering < math.inf:  # they are as if they had not come back yet
-            self.seats |= {number: WorkerSlot(agent, UNKNOWN, newcomer=True) for number in gone}
+        gone = [number for number, slot in self.slots.items() if slot.agent == agent]
+        if self.recovering < math.inf:  # as if its workers had not come back yet
+            self.slots |= {number: WorkerSlot(agent, UNKNOWN, newcomer=True) for number in gone}
             return
-        lost = [number for number in gone if self.seats[number].alive]
-        members = [number for number in lost if not self.seats[number].newcomer]
+        lost = [number for number in gone if self.slots[number].alive]
+        members = [number for number in lost if not self.slots[number].newcomer]
         before, servers = self.roster, [number for number in lost if number >= SERVERS and not self.over]
         if members and not self._survivors(lost):
-            return  # nobody else could go on: it may come back
-        if servers and not ended and not held_elsewhere(self.seats, servers):
+            return  # nobody else could go on: the agent may come back
+        if servers and not ended and not held_elsewhere(self.slots, servers):
             self._await(agent, servers, why)
             return
         if servers:
             ends = not self.max_restarts or not before.begun
-            (self._fail if ends else self._without)(servers, f"{'is' if len(servers) == 1 else 'are'} lost ({why})")
+            (self._fail if ends else self._lose_servers)(
+                servers, f"{'is' if len(servers) == 1 else 'are'} lost ({why})"
+            )
         if servers and (self.failing or self.roster is not before):
             return
-        gone, lost = ([number for number in some if number not in servers] for some in (gone, lost))
+        gone, lost = ([number for number in numbers if number not in servers] for numbers in (gone, lost))
         if members and not self.max_restarts:
             self._fail(members)
         elif lost and not self.over:
             self._lose(lost, f"{'is' if len(lost) == 1 else 'are'} lost ({why})", detection=seconds)
         for number in gone:
             if agent in self.leaving:
-                del self.seats[number]
+                del self.slots[number]
             else:
                 self._restart(number)
 
@@ -200,69 +206,76 @@ class Coordinator:
         self._say(f"{been}, and nobody else has {what}: the run waits for {AWAITED:.0f} s")
 
     def bye(self, agent: str) -> None:
-        """An agent ends, all its workers have ended."""
+        """Handles an agent that ends because all its workers have ended."""
         self.leaving.add(agent)
         self.gone.add(agent)
         self.version += 1
 
     @property
     def undecided(self) -> bool:
-        """Whether something that was reported is still to be judged."""
-        return self.recovering < math.inf or bool(self._raised_now)
+        """Whether the coordinator has not decided yet about something that was reported."""
+        return self.recovering < math.inf or bool(self._new_exceptions)
 
     # ---- time
 
     @property
     def due(self) -> float:
-        """When `tick` is to be called next."""
-        starts = (at for at, _ in self._starts.values())
-        soon = (self._asked, self._judged, self._again, self._stops.due, self.merges.due, self.recovering)
+        """The time at which `tick` must be called next."""
+        starts = (at for at, _ in self._delayed_starts.values())
+        soon = (
+            self._leave_due,
+            self._judge_due,
+            self._form_again_due,
+            self._suspended.due,
+            self.merges.due,
+            self.recovering,
+        )
         return min(*soon, *starts, *(until for until, _ in self.awaited.values()))
 
     def tick(self, now: float) -> None:
-        """What was put off, if it is time."""
+        """Acts on everything that is due at `now`."""
         self._now = now
-        for number, (at, life) in [*self._starts.items()]:
+        for number, (at, life) in [*self._delayed_starts.items()]:
             if now >= at:
-                del self._starts[number]
+                del self._delayed_starts[number]
                 self._start(number, life)
         if self.recovering < math.inf:
             self._recover(now)
         for agent, (until, why) in [*self.awaited.items()]:
             if now >= until:
                 self.lost_agent(agent, why, AWAITED, ended=True)
-        if now >= self._stops.due:
-            self._look_at_stops(now)
-        if now >= self._judged:
+        if now >= self._suspended.due:
+            self._check_suspended(now)
+        if now >= self._judge_due:
             self._judge()
-        if now >= self._asked:
-            self._let_go()
-        if now >= self._again:
+        if now >= self._leave_due:
+            self._let_leave()
+        if now >= self._form_again_due:
             self._form_again()
         if now >= self.merges.due:
-            self._look_at_rounds(now)
+            self._decide_merge(now)
 
     # ---- what agents are to know
 
     @property
     def over(self) -> bool:
-        """Whether all whom the run depends on have ended."""
-        return self.ended or all_ended(self.seats)
+        """Whether all workers that the run depends on have ended."""
+        return self.ended or all_ended(self.slots)
 
     @property
     def finished(self) -> bool:
-        """Whether it is over because the training, or the script, has come to its end."""
-        return self.over and any_ended_well(self.seats) and not self.failing and not self.ended
+        """Whether the run is over because the training, or the script, has come to its end."""
+        return self.over and any_ended_well(self.slots) and not self.failing and not self.ended
 
     def orders(self, agent: str) -> dict[str, Any]:
-        """The state that an agent is to bring about: of each worker which life, and whether it is of the team."""
+        """The state that an agent must bring about: the life of each worker, and whether it is in the team."""
         more = {"at_once": self.roster.at_once, "detection": self._detection, "hold": self._paused}
         return {
             "epoch": self.epoch,
             "version": self.version,
-            "generation": generation_of(self.order, self.seats, more),
-            "workers": self._lives.wanted(agent),
-            "failing": [[number, self.seats[number].agent, why] for number, why in self.failing.items()],
+            "generation": generation_of(self.order, self.slots, more),
+            "workers": self._placement.wanted(agent),
+            "failing": [[number, self.slots[number].agent, why] for number, why in self.failing.items()],
             "over": self.over,
             "finished": self.finished,
             "agents": len(self.standbys.keys() - self.gone),
@@ -271,20 +284,20 @@ class Coordinator:
             "stop": self.stop,
             "coming": self.coming,
             "merge": self.merges.last,
-            "servers": serving(self.seats),
+            "servers": serving(self.slots),
             "lines": self.lines,
         }
 
     def status(self) -> dict[str, Any]:
-        """What anybody may know."""
+        """What /status shows of the run."""
         roster = self.roster
         more = {"min_workers": self.min_workers, "paused": self._paused, "stopping": self.stop}
-        told = {"epoch": self.epoch, "generation": roster.number, "members": list(roster.members), "step": self.step}
-        workers = {number: state_of(number, seat, roster) for number, seat in sorted(self.seats.items())}
-        return {**told, "workers": workers, **more}
+        team = {"epoch": self.epoch, "generation": roster.number, "members": list(roster.members), "step": self.step}
+        workers = {number: state_of(number, slot, roster) for number, slot in sorted(self.slots.items())}
+        return {**team, "workers": workers, **more}
 
     def _too_few(self, members: Collection[int]) -> bool:
-        """Whether a team of these waits for others."""
+        """Whether a team of these members must wait for more workers."""
         return len(members) < self.min_workers and not self.stop
 
     @property
@@ -297,91 +310,91 @@ class Coordinator:
 
     # ---- one worker's news
 
-    def _advanced(self, number: int, seat: WorkerSlot, before: WorkerReport, now: float) -> None:
-        """How far it has come."""
-        said, roster = seat.said, self.roster
-        if number >= SERVERS and said.at != before.at:
+    def _advanced(self, number: int, slot: WorkerSlot, previous: WorkerReport, now: float) -> None:
+        """Acts on how far a worker has come since its previous report."""
+        report, roster = slot.report, self.roster
+        if number >= SERVERS and report.at != previous.at:
             self.version += 1
-            roster.renews |= number in self._away
-            self._away.discard(number)
-        if said.ready and not before.ready and not seat.newcomer:
+            roster.renews |= number in self._restoring_servers
+            self._restoring_servers.discard(number)
+        if report.ready and not previous.ready and not slot.newcomer:
             roster.ready(number)
-        if said.formed > before.formed:
+        if report.formed > previous.formed:
             new = number not in roster.established
-            roster.formed(number, said.formed)
+            roster.formed(number, report.formed)
             if new and number in roster.established:
-                seat.newcomer = False
+                slot.newcomer = False
                 self._say(f"{ranks([number])} has joined: {plural(len(roster.members), 'worker')}")
-        if said.leaves and not before.leaves:
+        if report.leaves and not previous.leaves:
             roster.leaves(number)
-        if said.stands and said.stands != before.stands:
-            self._say(said.stands)
-        if said.alone > before.alone:
-            self._again = min(self._again, now + ALONE)
-        if said.ended and not before.ended:
+        if report.stands and report.stands != previous.stands:
+            self._say(report.stands)
+        if report.alone > previous.alone:
+            self._form_again_due = min(self._form_again_due, now + ALONE)
+        if report.ended and not previous.ended:
             roster.end(number)
 
-    def _ended(self, number: int, seat: WorkerSlot, before: WorkerReport, now: float) -> None:
-        """How it ended, or that it is about to."""
-        said = seat.said
-        if self.seats[number] is not seat:  # all have gone back
+    def _ended(self, number: int, slot: WorkerSlot, previous: WorkerReport, now: float) -> None:
+        """Acts on how a worker ended, or that it is about to end."""
+        report = slot.report
+        if self.slots[number] is not slot:  # all workers have gone back to the last checkpoint
             return
-        needed = not held_elsewhere(self.seats, [number]) if number >= SERVERS else not seat.newcomer
-        if said.declined and needed and (number >= SERVERS or not self.roster.begun):
+        needed = not held_elsewhere(self.slots, [number]) if number >= SERVERS else not slot.newcomer
+        if report.declined and needed and (number >= SERVERS or not self.roster.begun):
             self._fail([number], "cannot be started anew")
-        elif said.declined:
-            seat.out = True
-        elif said.failed is not None and before.failed is None:
-            if not seat.newcomer and not seat.out and self.roster.begun:
-                self._raised_now.append(number)
-                self._judged = min(self._judged, now + ALIKE)
-            elif not self._spared(number):
+        elif report.declined:
+            slot.out = True
+        elif report.failed is not None and previous.failed is None:
+            if not slot.newcomer and not slot.out and self.roster.begun:
+                self._new_exceptions.append(number)
+                self._judge_due = min(self._judge_due, now + ALIKE)
+            elif not self._go_on_without(number):
                 self._fail([number])
-        elif said.status is None or before.status is not None or seat.out:
+        elif report.status is None or previous.status is not None or slot.out:
             return
-        elif said.status == STOPPED and number in self._left:
-            self._left.remove(number)
-            seat.out = True
-            told = number in self.roster.leaving
+        elif report.status == STOPPED and number in self._leaving_members:
+            self._leaving_members.remove(number)
+            slot.out = True
+            was_asked_to_leave = number in self.roster.leaving
             self.roster.end(number)
-            if told:
+            if was_asked_to_leave:
                 self._say(f"{ranks([number])} left, as it was told: {go_on(self.roster.members)}")
-            else:  # its mate was
+            else:  # another worker of its replica was
                 self._restart(number)
-        elif said.status in (0, STOPPED) and (said.status or said.ended or not self.roster.begun):
-            self.roster.end(number)  # else it vanished in the midst of training
-        elif number not in self._raised_now and not self._spared(number):
+        elif report.status in (0, STOPPED) and (report.status or report.ended or not self.roster.begun):
+            self.roster.end(number)  # else the worker vanished in the midst of training
+        elif number not in self._new_exceptions and not self._go_on_without(number):
             self._fail([number])
 
-    def _look_at_rounds(self, now: float) -> None:
-        """Who is in a merge is in the journal before anybody hears of it."""
-        told = (seat.said.round for seat in self.seats.values() if seat.alive)
-        if decided := self.merges.look(told, self.roster.at_once, now):
-            self.record("merge", **decided)
+    def _decide_merge(self, now: float) -> None:
+        """Decides which islands are merged; the journal has the decision before any agent does."""
+        reports = (slot.report.round for slot in self.slots.values() if slot.alive)
+        if decision := self.merges.decide(reports, self.roster.at_once, now):
+            self.record("merge", **decision)
             self.version += 1
 
-    def _look_at_stops(self, now: float, told: Iterable[int] = ()) -> None:
-        """Whoever is stopped is lost where others can go on. Else whoever stopped it may let it go on: not for long, if
-        the first step is not made or no loss is survived. Of those in `told` there is news.
+    def _check_suspended(self, now: float, with_news: Iterable[int] = ()) -> None:
+        """Treats suspended workers (SIGSTOP) as lost if the others can go on. Otherwise the run waits for them: not for
+        long if the first step is not made yet or the run survives no loss. `with_news`: workers with a new report.
         """
-        for number in (n for n in told if self._stops.hear(n, self.seats[n].said, now)):
+        for number in (n for n in with_news if self._suspended.update(n, self.slots[n].report, now)):
             self._say(f"{ranks([number])} goes on")
-        stopped, begun = self._stops.stopped(self.seats), self.roster.begun
+        stopped, begun = self._suspended.stopped(self.slots), self.roster.begun
         if begun and not self.over and (servers := [number for number in stopped if number >= SERVERS]):
-            self._without(servers, "was stopped")
-            stopped = self._stops.stopped(self.seats)
+            self._lose_servers(servers, "was stopped")
+            stopped = self._suspended.stopped(self.slots)
         if not stopped or self.over or self.failing:
             return
         if self.max_restarts and begun and self._survivors(stopped):
             how = "was stopped" if len(stopped) == 1 else "were stopped"
-            self._lose(stopped, how, detection=max(self.seats[number].said.since for number in stopped))
+            self._lose(stopped, how, detection=max(self.slots[number].report.since for number in stopped))
             for number in stopped:
                 self._restart(number)
             return
         often = self._causes["was stopped"] >= self.max_restarts
         then = "" if begun and self.max_restarts else "the run ends" if often else "all workers start anew"
-        stopped = [number for number in stopped if not self.seats[number].newcomer]
-        text, over = self._stops.wait(stopped, now, begun, then)
+        stopped = [number for number in stopped if not self.slots[number].newcomer]
+        text, over = self._suspended.wait(stopped, now, begun, then)
         if text:
             self._say(text)
         if over and often:
@@ -391,115 +404,121 @@ class Coordinator:
             self.record("lost", workers=stopped, why="was stopped before the first step", step=self.step)
             self._start_anew(self.roster.members)
 
-    def _without(self, servers: list[int], why: str, restarts: bool = True) -> None:
-        """Others have what these kept; or all begin anew at the last checkpoint, or the run ends."""
-        held = held_elsewhere(self.seats, servers)
+    def _lose_servers(self, servers: list[int], why: str, restarts: bool = True) -> None:
+        """Goes on without parameter servers if others have their state; otherwise all workers go back to the last
+        checkpoint, or the run ends.
+        """
+        held = held_elsewhere(self.slots, servers)
         if not held:
             self._causes["servers"] += 1
             can = restarts and not self.stop and self._causes["servers"] <= self.max_restarts
-            if not can or not self._lives.can_go_back(self.first):
+            if not can or not self._placement.can_go_back(self.first):
                 self._fail(servers, why)
                 return
         then = held + "; it is not started again" * (not restarts) if held else "all go back to the last checkpoint"
-        lost, how = (servers, f"{ranks(servers)} {why}") if held else all_lost(self.seats, servers, why)
+        lost, how = (servers, f"{ranks(servers)} {why}") if held else all_lost(self.slots, servers, why)
         self.record("lost", workers=lost, why=why, step=self.step)
-        self._say(f"{how}: {then}{left_of(lost, self.seats, self.logs)}")
+        self._say(f"{how}: {then}{left_of(lost, self.slots, self.logs)}")
         for number in servers if held else ():
-            self.seats[number].out = True
+            self.slots[number].out = True
             if restarts and not self.stop:
-                self._away.add(number)
+                self._restoring_servers.add(number)
                 self._restart(number)
         if not held:
-            self.order, self._left, self._raised_now, self._judged, self._away = None, set(), [], math.inf, set()
-            self._start_anew(self.first, [n for n, seat in self.seats.items() if n >= SERVERS or seat.alive])
+            self.order, self._leaving_members, self._restoring_servers = None, set(), set()
+            self._new_exceptions, self._judge_due = [], math.inf
+            self._start_anew(self.first, [n for n, slot in self.slots.items() if n >= SERVERS or slot.alive])
 
     def _start_anew(self, members: tuple[int, ...], others: Iterable[int] = ()) -> None:
-        """The workers of the first generation in processes that meet each other, and these others as newcomers."""
-        self.roster, self._again = Membership(members, self.roster.number, places=self.roster.places), math.inf
+        """Starts `members` in new processes that form the first generation, and `others` as newcomers."""
+        self.roster = Membership(members, self.roster.number, replica_size=self.roster.replica_size)
+        self._form_again_due = math.inf
         for number in {*members, *others}:
-            self._lives.again(number, self.seats[number].life + 1, newcomer=number not in members)
+            self._placement.restart(number, self.slots[number].life + 1, newcomer=number not in members)
         self.version += 1
 
     def _judge(self) -> None:
-        """Goes on without whoever raised an exception, unless all the others did as well."""
-        raised, self._raised_now, self._judged = self._raised_now, [], math.inf
+        """Goes on without the workers that raised an exception, unless all workers did."""
+        raised, self._new_exceptions, self._judge_due = self._new_exceptions, [], math.inf
         everybody = not self.roster.survivors(raised)
-        for number, seat in [(number, self.seats[number]) for number in raised]:
-            if self.seats[number] is seat and (everybody or not self._spared(number)):  # else all have gone back
+        for number, slot in [(number, self.slots[number]) for number in raised]:
+            if self.slots[number] is slot and (everybody or not self._go_on_without(number)):  # else all went back
                 self._fail([number])
 
     def _fail(self, numbers: Iterable[int], why: str = "") -> None:
-        """These end the run."""
-        self.failing = {number: why or self.seats[number].said.loss for number in numbers} | self.failing
+        """Ends the run because of these workers."""
+        self.failing = {number: why or self.slots[number].report.loss for number in numbers} | self.failing
         self.version += 1
 
     # ---- who is of the team
 
-    def _let_in(self) -> None:
-        """Newcomers wait for the next generation; of a host where nobody has the state, the first takes it before."""
+    def _admit_newcomers(self) -> None:
+        """Lets newcomers wait for the next generation. On a host where no worker has the state, the first newcomer
+        receives it before.
+        """
         roster, coming, served = self.roster, Coming(), set[str]()
-        new = {n: seat for n, seat in self.seats.items() if seat.newcomer and seat.alive and seat.said.waiting}
-        have = {self.seats[number].agent for number in roster.established if number in self.seats}
-        have |= {seat.agent for seat in new.values() if seat.said.current or seat.said.at is None}
-        for number, seat in sorted(new.items()):
+        new = {n: slot for n, slot in self.slots.items() if slot.newcomer and slot.alive and slot.report.waiting}
+        have = {self.slots[number].agent for number in roster.established if number in self.slots}
+        have |= {slot.agent for slot in new.values() if slot.report.current or slot.report.at is None}
+        for number, slot in sorted(new.items()):
             if number in roster.waiting:
-                have.add(seat.agent)
-            elif seat.agent in have or self._paused:
+                have.add(slot.agent)
+            elif slot.agent in have or self._paused:
                 roster.waits(number)
-            elif seat.said.at is not None and seat.agent not in served:
-                coming[number] = seat.said.at
-                served.add(seat.agent)
+            elif slot.report.at is not None and slot.agent not in served:
+                coming[number] = slot.report.at
+                served.add(slot.agent)
         self.version += coming != self.coming
         self.coming = coming
 
     @property
-    def _all_go(self) -> bool:
-        """Whether nobody would stay, of those that are of the team once its present generation is entered."""
-        return self.roster.going.issuperset(self.roster.members)
+    def _all_leave(self) -> bool:
+        """Whether all members of the present generation are leaving."""
+        return self.roster.leaving_replicas.issuperset(self.roster.members)
 
-    def _let_go(self) -> None:
-        self._asked = math.inf
-        if any(seat.said.ended for seat in self.seats.values()):
-            return  # all of them are about to
-        if self._all_go:
+    def _let_leave(self) -> None:
+        self._leave_due = math.inf
+        if any(slot.report.ended for slot in self.slots.values()):
+            return  # all of them are about to end
+        if self._all_leave:
             self.stop_all()
         else:
             self._announce(self.roster.plan())
 
     def stop_all(self) -> None:
-        """The whole run is to stop, and save."""
+        """Makes the whole run save a checkpoint and stop."""
         if not self.stop:
             paused, self.stop = self._paused, True
             self.version += 1
-            if paused:  # the step at whose end it stops is still to be made
+            if paused:  # the run stops at the end of a step, which a paused team would never make
                 self._announce(self.roster.renew())
 
     def _survivors(self, lost: Collection[int]) -> list[int]:
-        dead = [number for number, seat in self.seats.items() if not seat.alive]
+        dead = [number for number, slot in self.slots.items() if not slot.alive]
         return list(self.roster.survivors([*lost, *dead]))
 
-    def _spared(self, number: int) -> bool:
-        """Whether the others can go on without a worker that failed; then they do."""
-        seat = self.seats[number]
-        if seat.out:
+    def _go_on_without(self, number: int) -> bool:
+        """Goes on without a worker that failed; returns False if the others cannot."""
+        slot = self.slots[number]
+        if slot.out:
             return True
         if self.failing or not self.max_restarts or not self.roster.begun:
             return False
-        said, why = seat.said, seat.said.loss
-        what = said.failed or said.hung
-        known = bool(what) and (said.final or what in self._raised)
-        if what:
-            self._raised.add(what)
+        report, why = slot.report, slot.report.loss
+        failure = report.failed or report.hung
+        known = bool(failure) and (report.final or failure in self._raised)
+        if failure:
+            self._raised.add(failure)
         left = self._survivors([number])
         self._causes[why] += 1
         restarts = not known and self._causes[why] <= self.max_restarts
         if number >= SERVERS:
-            self._without([number], why, restarts)
+            self._lose_servers([number], why, restarts)
             return True
         few = not left or (len(left) < self.min_workers and not restarts)
-        if not seat.newcomer and (known or few or (said.failed and not restarts)):
+        if not slot.newcomer and (known or few or (report.failed and not restarts)):
             return False
-        pause = pause_of(seat)
+        pause = pause_of(slot)
         soon = f"; it is started again in {pause:.0f} s" if pause else ""
         self._lose([number], why, soon if restarts else "; it is not started again")
         if restarts:
@@ -507,68 +526,70 @@ class Coordinator:
         return True
 
     def _restart(self, number: int) -> None:
-        """Its agent starts another process in its place, after a pause where the one before never came to the team."""
-        seat = self.seats[number]
-        if pause := pause_of(seat):
-            self._starts[number] = (self._now + pause, seat.life + 1)
+        """Has the worker's agent start a new process, after a pause if the last one ended before it joined the team."""
+        slot = self.slots[number]
+        if pause := pause_of(slot):
+            self._delayed_starts[number] = (self._now + pause, slot.life + 1)
         else:
-            self._start(number, seat.life + 1)
+            self._start(number, slot.life + 1)
 
     def _start(self, number: int, life: int) -> None:
-        seat = self.seats.get(number)
-        stays = seat is not None and (number >= SERVERS or seat.agent not in self.leaving)
-        if seat is not None and stays and seat.life < life and not seat.said.declined:
-            self._lives.again(number, life, seat.failures + seat.failed_early if seat.newcomer else 0)
+        slot = self.slots.get(number)
+        stays = slot is not None and (number >= SERVERS or slot.agent not in self.leaving)
+        if slot is not None and stays and slot.life < life and not slot.report.declined:
+            self._placement.restart(number, life, slot.failures + slot.failed_early if slot.newcomer else 0)
             self.version += 1
 
     def _lose(self, lost: list[int], why: str, then: str = "", detection: float = 0.0) -> None:
-        new = all(self.seats[number].newcomer for number in lost)
-        mates = [mate for mate in self.roster.mates(lost) if mate in self.seats]
-        for number in (*lost, *mates):
-            self.seats[number].out = True
-        self._left -= {*lost, *mates}
+        new = all(self.slots[number].newcomer for number in lost)
+        peers = [peer for peer in self.roster.replica_peers(lost) if peer in self.slots]
+        for number in (*lost, *peers):
+            self.slots[number].out = True
+        self._leaving_members -= {*lost, *peers}
         order = self.roster.lose(lost)
-        causes = {number: said.cause for number in lost if (said := self.seats[number].said).cause}
-        more = {"mates": mates} if mates else {}
+        causes = {number: report.cause for number in lost if (report := self.slots[number].report).cause}
+        more = {"mates": peers} if peers else {}
         self.record("lost", workers=lost, why=why, step=self.step, **more, **({"causes": causes} if causes else {}))
-        left = left_of(lost, self.seats, self.logs)
+        left = left_of(lost, self.slots, self.logs)
         if order is not None:
-            start = "starts" if len(mates) == 1 else "start"
-            too = f", and {ranks(mates)} of the same replica {start} anew" if mates else ""
-            self._say(f"{ranks(lost)} {why}{too}: {self._how_on(order.members)}{then}{left}")
+            start = "starts" if len(peers) == 1 else "start"
+            too = f", and {ranks(peers)} of the same replica {start} anew" if peers else ""
+            self._say(f"{ranks(lost)} {why}{too}: {self._describe_remaining(order.members)}{then}{left}")
         elif new:
             before = "before it was back" if len(lost) == 1 else "before they were back"
             self._say(f"{ranks(lost)} {why} {before}{then}{left}")
         self._announce(order, detection)
-        for mate in mates:
-            self._restart(mate)
-        self._let_in()
+        for peer in peers:
+            self._restart(peer)
+        self._admit_newcomers()
         self.version += 1
 
-    def _how_on(self, members: Collection[int]) -> str:
+    def _describe_remaining(self, members: Collection[int]) -> str:
         if self._too_few(members):
             return f"{plural(len(members), 'worker')} left, paused until there are {self.min_workers}"
         return go_on(members)
 
     def _announce(self, order: Announcement | None, detection: float = 0.0) -> None:
-        """A generation: it is in the journal before anybody hears of it. The loss it follows was not known so long."""
+        """Announces a generation; the journal has it before any agent does. `detection`: the seconds for which the loss
+        that led to it was not known.
+        """
         if order is None:
             return
-        self._left = (self._left | self.roster.going) - set(order.members)
+        self._leaving_members = (self._leaving_members | self.roster.leaving_replicas) - set(order.members)
         about = {"planned": order.planned, "at_once": self.roster.at_once}
         self.record("generation", number=order.number, workers=list(order.members), **about)
         self.order, self._detection = order, detection
-        if not order.planned:  # one that is comes after a step, which who misses others does not end
-            self._again = math.inf
+        if not order.planned:  # a planned one comes after a step, which a worker that misses others never ends
+            self._form_again_due = math.inf
         self.version += 1
 
     def _form_again(self) -> None:
-        """Somebody misses others that all live: the same team forms once more, over fresh connections."""
-        self._again = math.inf
-        alone = [n for n, seat in self.seats.items() if seat.said.alone >= max(seat.said.formed, 0) and seat.alive]
+        """Forms the same team once more, over fresh connections, if a worker misses others that are all alive."""
+        self._form_again_due = math.inf
+        alone = [n for n, slot in self.slots.items() if slot.report.alone >= max(slot.report.formed, 0) and slot.alive]
         what = "connections were lost"
         self._causes[what] += bool(alone)
-        if alone and (self._causes[what] > self.max_restarts or any(seat.said.ended for seat in self.seats.values())):
+        if alone and (self._causes[what] > self.max_restarts or any(slot.report.ended for slot in self.slots.values())):
             self._fail(alone, "lost its connections to the others")
         elif alone:
             self._say(f"{what}: {go_on(self.roster.members)} over new ones")
@@ -577,63 +598,63 @@ class Coordinator:
     # ---- after a coordinator was started again
 
     def _recover(self, now: float) -> None:
-        """Once all members' agents are back, or their time is over: who is there, from what they said.
+        """Rebuilds the team from the agents' reports, once the agents of all members are back or their time is over.
 
-        That an agent is late is no failure of its workers: its time is not over before some are back who can go on.
+        A late agent is no failure of its workers: the time is not over before enough workers are back to go on.
         """
         roster = self.roster
-        here = {number: seat.said for number, seat in self.seats.items() if seat.said != WorkerReport()}
-        first = {number for number, said in here.items() if said.ready and not said.newcomer}
-        roster.known(first, {number: said.formed for number, said in here.items()})
-        missing = [number for number in roster.members if number not in here]
-        ended = any(said.ended for said in here.values())  # then all have come to the end
+        reports = {number: slot.report for number, slot in self.slots.items() if slot.report != WorkerReport()}
+        first = {number for number, report in reports.items() if report.ready and not report.newcomer}
+        roster.known(first, {number: report.formed for number, report in reports.items()})
+        missing = [number for number in roster.members if number not in reports]
+        ended = any(report.ended for report in reports.values())  # then all have come to the end
         if missing and not ended and not {*self._survivors(missing)} & {*roster.members}:
-            self._wait_for(missing, here, now)
+            self._wait_for(missing, reports, now)
         if missing and now < self.recovering:
             return
         self.recovering = math.inf
-        for number, said in sorted(here.items()):
-            self.seats[number].newcomer = said.newcomer and said.formed < 0
-            if said.leaves:
+        for number, report in sorted(reports.items()):
+            self.slots[number].newcomer = report.newcomer and report.formed < 0
+            if report.leaves:
                 roster.leaves(number)
-            if said.ended:
+            if report.ended:
                 roster.end(number)
-        self._away = unheld(here)
-        roster.renews = any(here[number].at for number in self._away)
+        self._restoring_servers = unheld(reports)
+        roster.renews = any(reports[number].at for number in self._restoring_servers)
         roster.before = tuple(number for number in roster.before if number in roster.established)
-        self._left = {*roster.before} & roster.going - {*roster.members}
-        for number in sorted(roster.established - {*roster.members} - self._left):
-            if self.seats[number].alive:  # the team went on without it
+        self._leaving_members = {*roster.before} & roster.leaving_replicas - {*roster.members}
+        for number in sorted(roster.established - {*roster.members} - self._leaving_members):
+            if self.slots[number].alive:  # the team went on without it
                 roster.end(number)
                 self._restart(number)
         for number in missing:
             if ended:
                 roster.end(number)
             else:
-                self.seats.setdefault(number, WorkerSlot(agent="", life=UNKNOWN)).said = WorkerReport(
+                self.slots.setdefault(number, WorkerSlot(agent="", life=UNKNOWN)).report = WorkerReport(
                     why="did not come back"
                 )
         if missing and not ended:
             self._lose(missing, "did not come back")
-        for number in sorted(here):
-            seat = self.seats[number]
-            self._ended(number, seat, WorkerReport(), now)
-            if seat.said.alone >= 0:
-                self._again = min(self._again, now + ALONE)
-        self._look_at_stops(now, here)
+        for number in sorted(reports):
+            slot = self.slots[number]
+            self._ended(number, slot, WorkerReport(), now)
+            if slot.report.alone >= 0:
+                self._form_again_due = min(self._form_again_due, now + ALONE)
+        self._check_suspended(now, reports)
         if roster.leaving:
-            self._asked = now
+            self._leave_due = now
         if self.order is None and roster.begun and roster.entered != set(roster.members):
-            self._announce(roster.renew())  # the last one was journaled, and did not come to everybody
-        self._let_in()
+            self._announce(roster.renew())  # the last one is in the journal, and did not reach all workers
+        self._admit_newcomers()
         self._announce(roster.plan())
-        self._look_at_rounds(now)
+        self._decide_merge(now)
         self.version += 1
 
-    def _wait_for(self, missing: list[int], here: Collection[int], now: float) -> None:
-        """Nobody who is here could go on without these, whose agents may come back."""
+    def _wait_for(self, missing: list[int], reports: Collection[int], now: float) -> None:
+        """Waits longer for the `missing` workers, without whom those that have reported cannot go on."""
         self._late = self._late or now + RETURN
-        if here and now >= self._late:
+        if reports and now >= self._late:
             self._late = math.inf
             self._say(f"{ranks(missing)} did not come back yet, and nobody else has the state of the training: waiting")
         self.recovering = now + RETURN

@@ -24,26 +24,27 @@ from paceline.team.auth import authorization, is_signature, sign_answer
 from paceline.team.coordinator import BEAT, HELD
 from paceline.team.join_options import check_terms
 
-ANSWER = 1.0  # seconds to wait for an answer that needs no time
+ANSWER = 1.0  # seconds to wait for an answer that the coordinator gives at once
 AGAIN = 0.05  # seconds between two attempts
-MANY, RAREST = 32, 1.0  # with more agents they report more seldom, all together as often; seconds between two at most
-AWAY = 3.0  # seconds without an answer, after which people are told
+MANY, RAREST = 32, 1.0  # agents from which on each reports less often; most seconds between two reports of an agent
+AWAY = 3.0  # seconds without an answer after which the coordinator counts as away
 SLOWEST = 10.0  # seconds from the first to the last byte of an answer
 LARGEST = 1 << 26  # bytes of an answer
-NUMBERS = 10**18  # that a request without a session is one of
+NUMBERS = 10**18  # the number of a request without a session is below
 
 
 class RefusedError(Exception):
-    """The coordinator refuses what was sent."""
+    """The coordinator has refused a request. `code` is the HTTP status, `reply` the body of its answer."""
 
-    def __init__(self, code: int, said: Mapping[str, Any]) -> None:
-        super().__init__(said.get("refused", f"status {code}"))
-        self.code, self.reply = code, said
+    def __init__(self, code: int, reply: Mapping[str, Any]) -> None:
+        super().__init__(reply.get("refused", f"status {code}"))
+        self.code, self.reply = code, reply
 
 
 class UnsignedError(ConnectionError):
-    """An answer that is not signed with the run's token: another program gave it, or the run has another token. Nothing
-    of it is believed but, where somebody is to be told why, the HTTP status `code`.
+    """An answer is not signed with the run's token: it comes from another program, or from a run with another token.
+
+    Only its HTTP status `code` is used, to tell the user what is wrong.
     """
 
     def __init__(self, address: tuple[str, int], code: int = 0) -> None:
@@ -53,7 +54,7 @@ class UnsignedError(ConnectionError):
 
 @dataclass(frozen=True)
 class _Session:
-    """What the coordinator at `address` knows this agent by. `numbers` count what it was asked, by path."""
+    """A session with the coordinator at `address`, under this `key`. `numbers` count the requests by path."""
 
     address: tuple[str, int]
     key: str
@@ -61,27 +62,28 @@ class _Session:
 
 
 class CoordinatorClient:
-    """`newest` are the orders heard last; `fileno` becomes readable with each. `introduction` is what a join says.
+    """Sends an agent's reports to the coordinator and receives its orders, in two threads.
 
-    What is reported is a state: only the newest is sent, at once and then, at intervals, that it is the same.
+    `newest` are the last orders; `fileno` becomes readable whenever new ones arrive. `introduction` is the message of a
+    join. A report is a state: only the newest one is sent, at once, and after that at intervals that it is the same.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, introduction: Mapping[str, Any]) -> None:
         self.address, self._token, self._introduction = address, token, dict(introduction)
         self.newest: dict[str, Any] = {}
-        self._taken = 0  # the version of those that the agent has heard of
+        self._taken = 0  # the version of the orders that the agent has taken
         self.epoch = 0
-        self.run: dict[str, Any] = {}  # what all agents must know of it
-        self.others: list[tuple[str, int]] = []  # where a coordinator may be that has taken over
-        self.figures: dict[str, Any] = {}  # what the journal is told of now and then
+        self.run: dict[str, Any] = {}  # the coordinator's description of the run
+        self.others: list[tuple[str, int]] = []  # addresses at which another coordinator may have taken over
+        self.figures: dict[str, Any] = {}  # fields of a report that the journal gets now and then
         self._clocks = deque[tuple[float, float]](maxlen=64)  # of the last answers: error, offset
         self.answered = time.monotonic()
-        self.home = address  # where the last answer came from
-        self.trouble = ""  # what is wrong with the last one, if anything
+        self.home = address  # the address that the last answer came from
+        self.trouble = ""  # what is wrong with the last answer, if anything
         self._session: _Session | None = None
-        self._moving = threading.Lock()  # of the address, and of the session, which is one's there
+        self._moving = threading.Lock()  # held to change the address, and the session that belongs to it
         self._report: Mapping[str, Any] = {}
-        self._heard: tuple[Mapping[str, Any], dict[str, Any]] = ({}, {})  # a report and its answer
+        self._answered_report: tuple[Mapping[str, Any], dict[str, Any]] = ({}, {})  # a report and its answer
         self._fresh = threading.Condition()
         self._joined = threading.Event()
         self._closed = False
@@ -94,7 +96,7 @@ class CoordinatorClient:
     # ---- for the agent
 
     def introduce(self) -> list[int]:
-        """Joins; the numbers of this agent's workers.
+        """Joins the run; returns the numbers of this agent's workers.
 
         RefusedError: this agent's script, plan or torch differs from the run's (412). UnsignedError: its token is wrong
         (401), or what answers is no coordinator of the run. OSError: there is no coordinator.
@@ -104,13 +106,14 @@ class CoordinatorClient:
         return list(self._introduction["numbers"])
 
     def start(self) -> None:
-        """From now on reports are sent and orders heard."""
+        """Starts the threads that send reports and receive orders."""
         for what in (self._send, self._listen):
             thread = threading.Thread(target=what, name=f"paceline-{what.__name__.strip('_')}", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def fileno(self) -> int:
+        """The file descriptor that becomes readable when new orders arrive."""
         return self._news.fileno()
 
     @property
@@ -118,40 +121,40 @@ class CoordinatorClient:
         return self._token
 
     def take(self) -> dict[str, Any]:
-        """The newest orders."""
+        """Returns the newest orders."""
         with suppress(BlockingIOError):
             while self._news.recv(4096):
                 pass
-        newest = self.newest  # a thread brings others
+        newest = self.newest  # a thread replaces them
         self._taken = newest.get("version", 0)
         return newest
 
     def put(self, report: Mapping[str, Any]) -> None:
-        """The state that is to be reported."""
+        """Sets the state that is to be reported."""
         with self._fresh:
             self._report = report
             self._fresh.notify_all()
 
-    def tell(self, path: str, what: Sequence[Mapping[str, Any]]) -> None:
-        """Says this, one after another, in a thread of its own; to a coordinator that is not there, nothing."""
+    def tell(self, path: str, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Sends these messages in turn, in a thread of its own; does nothing if there is no coordinator."""
         session = self._session
 
         def send() -> None:
             assert session is not None
             with suppress(OSError, RefusedError, ValueError, FormatError), self._wire(session.address) as wire:
-                for said in what:
-                    self._ask(wire, session, "POST", path, said)
+                for message in messages:
+                    self._ask(wire, session, "POST", path, message)
 
         if session is not None:
             threading.Thread(target=send, name="paceline-tell", daemon=True).start()
 
     def settled(self, report: Mapping[str, Any]) -> bool:
-        """Whether the coordinator knows of a report, has judged it, and its orders since then were taken."""
-        heard, answer = self._heard
-        return heard is report and not answer["open"] and self._taken >= answer["version"]
+        """Whether the coordinator has a report and has decided about it, and the agent has taken its orders since."""
+        answered_report, answer = self._answered_report
+        return answered_report is report and not answer["open"] and self._taken >= answer["version"]
 
     def move(self, address: tuple[str, int]) -> None:
-        """The coordinator is elsewhere from now on."""
+        """Connects to a coordinator at another address from now on."""
         with self._moving:
             self.address = address
             self._drop()
@@ -159,8 +162,8 @@ class CoordinatorClient:
 
     @property
     def clock(self) -> tuple[float, float] | None:
-        """Seconds to be added to this host's clock for the coordinator's, and how wrong that is at most: of the last
-        answers, from the one that was the quickest.
+        """Seconds to add to this host's clock for the coordinator's, and the largest error of that: from the quickest
+        of the last answers.
         """
         best = min([*self._clocks], default=None)
         return best and (best[1], best[0])
@@ -171,7 +174,7 @@ class CoordinatorClient:
         return time.monotonic() - self.answered
 
     def close(self, report: Mapping[str, Any]) -> None:
-        """Says a last word, if the coordinator is there."""
+        """Stops the threads, and sends a last report if there is a coordinator."""
         self._closed = True
         with self._fresh:
             self._fresh.notify_all()
@@ -193,29 +196,29 @@ class CoordinatorClient:
             try:
                 with self._wire(self.address) as wire:
                     session = self._session or self._join(wire)
-                    answered: Mapping[str, Any] = {}
+                    last_answered: Mapping[str, Any] = {}
                     while not self._closed and self._session is session and wire.address == session.address:
                         with self._fresh:
                             if self._report is sent:
                                 self._fresh.wait(min(BEAT * max(1.0, self.newest.get("agents", 1) / MANY), RAREST))
                             sent = self._report
                         if sent:
-                            asked = time.time()
-                            told = {"same": True} if sent is answered else sent
-                            told = {"epoch": self.epoch, "clock": self.clock, **self.figures, **told}
-                            said = self._ask(wire, session, "POST", "/report", told)
-                            self._set_clock(asked, said.get("clock"), time.time())
-                            self._heard, answered = (sent, said), sent
+                            sent_at = time.time()
+                            message = {"same": True} if sent is last_answered else sent
+                            message = {"epoch": self.epoch, "clock": self.clock, **self.figures, **message}
+                            reply = self._ask(wire, session, "POST", "/report", message)
+                            self._set_clock(sent_at, reply.get("clock"), time.time())
+                            self._answered_report, last_answered = (sent, reply), sent
                             self._tell()
             except RefusedError as refused:
                 with self._moving:
-                    if refused.code in (409, 410) and self._session is session:  # it was started again
+                    if refused.code in (409, 410) and self._session is session:  # the coordinator was started again
                         self._drop()
             except (OSError, ValueError, FormatError) as error:
                 self.trouble = error.what if isinstance(error, FormatError) else ""
                 if self.away > AWAY:
-                    self._interrupt()  # what it waits for may never come
-                if self.away > AWAY and self.others:  # one of these may have taken over
+                    self._interrupt()  # the answer with orders may never come
+                if self.away > AWAY and self.others:  # a coordinator at one of these may have taken over
                     known = [self.address, *(other for other in self.others if other != self.address)]
                     self.move(known[1 % len(known)])
                     self.others = [*known[1:], known[0]]
@@ -223,7 +226,9 @@ class CoordinatorClient:
             sent = {}
 
     def _set_clock(self, asked: float, clock: Sequence[float] | None, answered: float) -> None:
-        """As NTP does (RFC 5905): from when a request left, came, was answered, and the answer came."""
+        """Measures the clock offset as NTP does (RFC 5905): from the times at which a request left and arrived, and its
+        answer left and arrived.
+        """
         if clock is not None:
             came, left = clock
             self._clocks.append(((answered - asked - (left - came)) / 2, (came - asked + left - answered) / 2))
@@ -239,11 +244,11 @@ class CoordinatorClient:
                 with self._wire(session.address, HELD + ANSWER) as wire:
                     self._hearing = wire
                     while self._session is session and not self._closed:
-                        said = self._ask(wire, session, "GET", f"/orders?version={known}", None)
-                        if said["epoch"] < self.epoch:  # of a coordinator that was taken over from
+                        orders = self._ask(wire, session, "GET", f"/orders?version={known}", None)
+                        if orders["epoch"] < self.epoch:  # from a coordinator that another one has taken over from
                             break
-                        known = said["version"]
-                        self.newest = said
+                        known = orders["version"]
+                        self.newest = orders
                         self._tell()
             except RefusedError:
                 known = 0
@@ -260,7 +265,7 @@ class CoordinatorClient:
             self._wake.send(b"!")
 
     def _drop(self) -> None:
-        """The session is over."""
+        """Ends the session."""
         self._session = None
         self._joined.clear()
 
@@ -268,55 +273,57 @@ class CoordinatorClient:
         return Wire(address, self._token, patience)
 
     def _join(self, wire: Wire) -> _Session:
-        """Begins a session. ConnectionError: the coordinator was moved meanwhile, by the other thread."""
+        """Begins a session. ConnectionError: the other thread has meanwhile moved to another coordinator."""
         generation = self.newest.get("generation") or {"number": 0, "members": []}
-        said = {**self._introduction, "generation": [generation["number"], generation["members"]]}
-        said = ask_once(wire, "/join", said, self.epoch)
-        check_terms(said)
-        self._introduction["numbers"] = said["numbers"]
-        session = _Session(wire.address, said["session"])
+        introduction = {**self._introduction, "generation": [generation["number"], generation["members"]]}
+        terms = ask_once(wire, "/join", introduction, self.epoch)
+        check_terms(terms)
+        self._introduction["numbers"] = terms["numbers"]
+        session = _Session(wire.address, terms["session"])
         with self._moving:
             if self.address != wire.address:
                 raise ConnectionError("it is elsewhere")
-            self._session, self.epoch, self.run = session, said["epoch"], said["run"]
+            self._session, self.epoch, self.run = session, terms["epoch"], terms["run"]
             self._clocks.clear()
             self._joined.set()
         self.answered = time.monotonic()
         return session
 
-    def _ask(self, wire: Wire, session: _Session, method: str, path: str, said: Any) -> Any:
+    def _ask(self, wire: Wire, session: _Session, method: str, path: str, message: Any) -> Any:
         kind = path.partition("?")[0]
         session.numbers[kind] += 1
-        body = b"" if said is None else json.dumps(said).encode()
+        body = b"" if message is None else json.dumps(message).encode()
         answer = wire.ask(method, path, session.key, session.numbers[kind], body)
         self.answered, self.home = time.monotonic(), wire.address
         return answer
 
 
-def ask_once(wire: Wire, path: str, said: Any, epoch: int) -> Any:
-    """A signed request without a session, to a coordinator that is not of an earlier epoch. Its number is a random one,
-    so that no answer of before is one to it.
+def ask_once(wire: Wire, path: str, message: Any, epoch: int) -> Any:
+    """Sends a signed request without a session, to a coordinator that is not of an earlier epoch.
+
+    The request has a random number, so that no earlier answer fits it.
     """
     challenge = ask_challenge(wire)
     if challenge["epoch"] < epoch:
         raise ConnectionError(f"a coordinator of epoch {challenge['epoch']}, which is over")
-    return wire.ask("POST", path, challenge["challenge"], secrets.randbelow(NUMBERS), json.dumps(said).encode())
+    return wire.ask("POST", path, challenge["challenge"], secrets.randbelow(NUMBERS), json.dumps(message).encode())
 
 
 def ask_challenge(wire: Wire) -> Any:
-    """What a request without a session must be signed with. UnsignedError: whoever answers has not the run's token."""
+    """Asks for the nonce of a request without a session. UnsignedError: the answer is not signed with the token."""
     return wire.ask("GET", "/challenge", secrets.token_hex(16), secrets.randbelow(NUMBERS), b"")
 
 
-def fence(before: tuple[str, int], token: bytes, epoch: int, own: tuple[str, int]) -> None:
-    """Tells the coordinator at `before` that one of a higher epoch listens at `own`."""
+def fence(before: tuple[str, int], token: bytes, epoch: int, address: tuple[str, int]) -> None:
+    """Tells the coordinator at `before` that one of a higher epoch listens at `address`."""
     with Wire(before, token) as wire:
-        ask_once(wire, "/fence", {"epoch": epoch, "address": own}, 0)
+        ask_once(wire, "/fence", {"epoch": epoch, "address": address}, 0)
 
 
 class Wire:
-    """One connection to whoever has the same token, over which all is signed, in both directions. It is made when first
-    used; an answer may take as long as our `patience` to begin.
+    """A connection to a process with the same token; requests and answers are signed.
+
+    It connects when first used. An answer may take `patience` seconds to begin.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes, patience: float = ANSWER) -> None:
@@ -330,27 +337,27 @@ class Wire:
         self._http.close()
 
     def interrupt(self) -> None:
-        """Ends whoever waits for an answer, or is about to. From any thread."""
+        """Makes a thread that waits for an answer, or is about to, fail. From any thread."""
         self._over = True
         with suppress(OSError, AttributeError):
             self._http.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(self, method: str, path: str, key: str, number: int, body: bytes) -> Any:
-        """The answer, of the type that belongs to the path. FormatError: it is not; RefusedError; UnsignedError and
-        OSError as for `fetch`.
+        """Sends a request; returns the answer. FormatError: it has not the path's type; RefusedError: it is a refusal;
+        UnsignedError and OSError as for `fetch`.
         """
         from paceline.team.message_types import ANSWERS, REFUSAL  # needs msgspec
 
-        status, said = self.fetch(method, path, key, number, body)
+        status, data = self.fetch(method, path, key, number, body)
         name, (host, port) = path.partition("?")[0], self.address
         kind = ANSWERS.get(name, dict[str, Any]) if status == 200 else REFUSAL
-        read = read_json(said, kind, f"the answer of {host}:{port} to {name}", SAME_VERSION)
+        read = read_json(data, kind, f"the answer of {host}:{port} to {name}", SAME_VERSION)
         if status != 200:
             raise RefusedError(status, read)
         return read
 
     def fetch(self, method: str, path: str, key: str, number: int, body: bytes) -> tuple[int, bytes]:
-        """Status and body of the answer, once it is known to be signed with the token. UnsignedError: it is not;
+        """Sends a request; returns status and body of the answer. UnsignedError: it is not signed with the token;
         OSError: there is none.
         """
         signed = authorization(self._token, method, path, key, number, body)
@@ -364,21 +371,21 @@ class Wire:
             self._http.response_class = partial(_Answer, patience=self._patience)  # type: ignore[assignment]
             self._http.request(method, path, body or None, {"Authorization": signed})
             answer = self._http.getresponse()
-            given, said = answer.getheader(SIGNATURE, ""), answer.read(LARGEST + 1)
+            signature, data = answer.getheader(SIGNATURE, ""), answer.read(LARGEST + 1)
         except OSError:
             raise
         except http.client.IncompleteRead as error:
             raise ConnectionError("the answer broke off") from error
-        except (http.client.HTTPException, ValueError) as error:  # it speaks no HTTP, or breaks off
+        except (http.client.HTTPException, ValueError) as error:  # the answer is not HTTP, or breaks off
             raise UnsignedError(self.address) from error
-        expected = sign_answer(self._token, signed.rpartition(" ")[2], answer.status, said)
-        if len(said) > LARGEST or not is_signature(given, expected):
+        expected = sign_answer(self._token, signed.rpartition(" ")[2], answer.status, data)
+        if len(data) > LARGEST or not is_signature(signature, expected):
             raise UnsignedError(self.address, answer.status)
-        return answer.status, said
+        return answer.status, data
 
 
 class _Answer(http.client.HTTPResponse):
-    """An answer that has to begin within our `patience`, and to be there soon after, however it comes."""
+    """An HTTP answer that must begin within `patience` seconds and end soon after, even if it comes byte by byte."""
 
     def __init__(self, sock: socket.socket, *given: Any, patience: float, **named: Any) -> None:
         super().__init__(sock, *given, **named)
@@ -387,16 +394,18 @@ class _Answer(http.client.HTTPResponse):
 
 
 class _Timed(io.RawIOBase):
-    """What comes from a socket."""
+    """Reads from a socket until a deadline."""
 
     def __init__(self, sock: socket.socket, patience: float) -> None:
         self._sock, self._patience, self._end = sock, patience, time.monotonic() + patience + SLOWEST
         self._raw = sock.makefile("rb", buffering=0)
 
     def readable(self) -> bool:
+        """True: `io` asks for it."""
         return True
 
     def readinto(self, room: Any) -> int | None:
+        """Reads into a buffer. TimeoutError: the deadline is over."""
         left = self._end - time.monotonic()
         if left <= 0:
             raise TimeoutError("the answer does not end")
@@ -404,5 +413,6 @@ class _Timed(io.RawIOBase):
         return self._raw.readinto(room)
 
     def close(self) -> None:
+        """Closes the file; the socket remains open."""
         self._raw.close()
         super().close()

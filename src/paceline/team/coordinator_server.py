@@ -1,18 +1,18 @@
 """The coordinator process: HTTP server, tokens, silent hosts.
 
-GET  /status      as JSON, for this host: curl http://127.0.0.1:PORT/status; for others with the reading key
-    GET  /challenge   what a join must be signed with; signed itself it tells who has the token here
-    POST /join        an agent comes, with its workers, and gets a session
-    POST /report      the state of its workers, or that it is the same; again and again, so that silence is noticed
+    GET  /status      as JSON, for this host: curl http://127.0.0.1:PORT/status; for others with the reading key
+    GET  /challenge   a nonce with which a join must be signed; if the request is signed, so is the answer
+    POST /join        an agent joins with its workers, and gets a session
+    POST /report      the state of an agent's workers, or that it has not changed; repeated, so that silence is noticed
     POST /fence       a coordinator of a higher epoch has taken over
-    POST /stop        somebody with the token wants the run to stop, with a checkpoint
-    POST /stacks      somebody with the token wants to know where all workers stand, or what was answered to that
-    POST /profile     somebody with the token wants the next steps of workers profiled
-    POST /stands      an agent answers, for one worker after another
-    GET  /orders      the state that it is to bring about, as soon as that is another version than the one it knows
+    POST /stop        a user with the token asks the run to save a checkpoint and stop
+    POST /stacks      a user with the token asks for the stacks of all workers, or for the answers so far
+    POST /profile     a user with the token asks for a profile of the workers' next steps
+    POST /stands      an agent answers a request for stacks, one worker at a time
+    GET  /orders      the state that an agent must bring about, as soon as its version differs from the one it knows
 
-Whatever is not signed with the token, was sent before, or is of another time is refused, and logged. The answer to a
-signed request is signed as well, so that nobody else can give it.
+Requests that are not signed with the token, that were sent before, or that belong to another session are refused and
+logged. The answer to a signed request is signed as well, so that nobody else can give it.
 """
 
 from __future__ import annotations
@@ -51,25 +51,25 @@ from paceline.team.membership import Membership
 from paceline.team.message_types import REPORT, REQUESTS, STAND
 from paceline.team.reading_key import KEY, reading_key
 from paceline.team.stack_requests import StackRequests
-from paceline.team.worker_slots import WorkerReport, read_said
+from paceline.team.worker_slots import WorkerReport, read_report
 
-SILENT, PATIENCE = 1.5, 10.0  # seconds after which an agent is taken for lost: at least, at most
-GONE = 0.5  # seconds after its connection broke
+SILENT, PATIENCE = 1.5, 10.0  # seconds of silence after which an agent counts as lost: at least, at most
+GONE = 0.5  # seconds after which an agent counts as lost once its connection broke
 BODY = 1 << 18  # bytes of a request
-EASY, SLOW = 20, 1.0  # refusals a second, after which each takes its sender so many seconds
+EASY, SLOW = 20, 1.0  # refusals a second above which each is delayed; seconds of the delay
 CHALLENGES = 1000
 TOKEN = 1024  # bytes of a token at most
-UNKNOWN = 410  # the status for a session of a coordinator before this one: its agent joins again
-FENCE = 1.0  # seconds between two attempts to reach the coordinator before us
-LOOK = 0.1  # seconds between two looks at who is silent
-LOADED, RARER = 10.0, 0.05  # seconds at least, and part of a run, between two records of loading
-STRANGERS = ("fence", "join", "stop", "stacks", "profile")  # who asks for these has no session
+UNKNOWN = 410  # HTTP status for a session of a previous coordinator: its agent joins again
+FENCE = 1.0  # seconds between two attempts to reach the previous coordinator
+LOOK = 0.1  # seconds between two checks for silent agents
+LOADED, RARER = 10.0, 0.05  # least seconds, and part of the run so far, between two journal records of loading
+STRANGERS = ("fence", "join", "stop", "stacks", "profile")  # requests without a session
 _REQUEST = "a request /{}"
 SIGNED = {*(("POST", what) for what in (*STRANGERS, "report", "stands")), ("GET", "orders")}
 
 
 class RefusalError(Exception):
-    """A request that has no effect."""
+    """A request is refused and has no effect. `code` is the HTTP status, `more` are further fields of the reply."""
 
     def __init__(self, code: int, why: str, **more: Any) -> None:
         super().__init__(why)
@@ -77,35 +77,33 @@ class RefusalError(Exception):
 
 
 class ReplayError(RefusalError):
-    """A signed request that was sent before: whoever sends it again gets no signed answer to it."""
+    """A signed request was sent before: the sender of the copy gets no signed answer to it."""
 
 
 @dataclass
 class Session:
-    """An agent's: the number of its last request by path, when it was heard, the gaps between its reports."""
+    """What the coordinator keeps of an agent that has joined."""
 
     agent: str
     host: str
-    numbers: dict[str, int] = field(default_factory=dict)
-    seen: float = 0.0
-    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=40))
+    numbers: dict[str, int] = field(default_factory=dict)  # number of the last request, by path
+    seen: float = 0.0  # when the agent sent its last report
+    gaps: deque[float] = field(default_factory=lambda: deque(maxlen=40))  # seconds between two reports
     broken: float = math.inf  # when its connection for orders broke
     lost: bool = False
-    clock: tuple[float, float] | None = None  # its offset and error, as the journal has them
-    told: float = -math.inf  # when the journal was told of its loading
-    said: tuple[Mapping[str, Any], dict[int, WorkerReport]] | None = (
-        None  # its last report, and what that says of workers
-    )
+    clock: tuple[float, float] | None = None  # offset and error of its clock, as the journal has them
+    loading_recorded_at: float = -math.inf  # when the journal got its last record of loading
+    last_report: tuple[Mapping[str, Any], dict[int, WorkerReport]] | None = None  # and its workers' parts of it
 
     @property
     def deadline(self) -> float:
-        """When it is taken for lost: the slower it reports in general, the later."""
+        """When the agent counts as lost: later if its reports are usually slow."""
         patience = min(PATIENCE, max(SILENT, 4 * max(self.gaps, default=0.0)))
         return min(self.seen + patience, self.broken + GONE)
 
 
 class Service:
-    """Answers requests with the coordinator's decisions, and brings it news and time."""
+    """Answers requests with the coordinator's decisions, and passes reports and the time on to it."""
 
     def __init__(self, coordinator: Coordinator, token: bytes, run: Mapping[str, Any], record: Any) -> None:
         self._coordinator, self._token, self._run, self._record = coordinator, token, run, record
@@ -113,51 +111,56 @@ class Service:
         self._challenges: deque[str] = deque(maxlen=CHALLENGES)
         self._waiting: set[asyncio.Future[None]] = set()
         self._news = asyncio.Event()
-        self._told, self._began = 0, time.monotonic()
+        self._published_version, self._began = 0, time.monotonic()
         self._refused: Counter[str] = Counter()
         self._refusals: deque[float] = deque(maxlen=EASY)
-        self._stands = StackRequests(Path(run["folder"]))
+        self._stack_requests = StackRequests(Path(run["folder"]))
         self.key = reading_key(Path(run["folder"]))
         self._profile: dict[str, Any] = {}
 
     # ---- requests
 
     def challenge(self) -> Any:
+        """Answers GET /challenge with a nonce that may be used once."""
         self._challenges.append(secrets.token_hex(16))
         return {"challenge": self._challenges[-1], "epoch": self._coordinator.epoch}
 
     def status(self) -> Any:
+        """Answers GET /status with the run's state."""
         hosts = {session.agent: session.host for session in self._sessions.values() if not session.lost}
         return {"run": self._run["folder"], "agents": hosts, **self._coordinator.status()}
 
     def answer(self, what: str, session: Session | None, body: bytes) -> Any:
-        """The answer to a request. FormatError: its body is not of the type that belongs to it; RefusalError."""
-        said = read_json(body, REQUESTS[what], _REQUEST.format(what), SAME_VERSION)
-        return getattr(self, what)(said) if session is None else getattr(self, what)(session, said)
+        """Answers a signed request. FormatError: its body has the wrong type; RefusalError."""
+        request = read_json(body, REQUESTS[what], _REQUEST.format(what), SAME_VERSION)
+        return getattr(self, what)(request) if session is None else getattr(self, what)(session, request)
 
-    def join(self, said: Mapping[str, Any]) -> Any:
-        agent = said["agent"]
+    def join(self, request: Mapping[str, Any]) -> Any:
+        """Answers POST /join. RefusalError: the agent's script, plan or torch differs from the run's (412)."""
+        agent = request["agent"]
         if self._coordinator.moved is not None:
             raise RefusalError(409, "this coordinator was taken over from")
-        here, there = self._run["run"]["same"], said["same"]
-        differs = [[name, mine, there.get(name)] for name, mine in here.items() if there.get(name) not in (mine, None)]
+        wanted, given = self._run["run"]["same"], request["same"]
+        different = [name for name, expected in wanted.items() if given.get(name) not in (expected, None)]
+        differs = [[name, wanted[name], given.get(name)] for name in different]
         if differs:
             script = ""
             with suppress(OSError):  # it may be gone
                 script = read_file(self._run["run"]["script"]).decode(errors="replace")[:BODY]
-            why = f"{agent} differs in {', '.join(name for name, *_ in differs)}"
+            why = f"{agent} differs in {', '.join(different)}"
             raise RefusalError(412, why, differs=differs, script=script)
-        (host, port), (number, members) = said["standby"], said["generation"]
-        self._coordinator.heard_of(number, members)
-        numbers = self._coordinator.join(agent, said["logs"], (host, port), said["numbers"], said["count"])
+        (host, port), (number, members) = request["standby"], request["generation"]
+        self._coordinator.recall_generation(number, members)
+        numbers = self._coordinator.join(agent, request["logs"], (host, port), request["numbers"], request["count"])
         self._sessions = {key: session for key, session in self._sessions.items() if session.agent != agent}
         key = secrets.token_hex(16)
-        self._sessions[key] = Session(agent, said["host"], seen=time.monotonic())
+        self._sessions[key] = Session(agent, request["host"], seen=time.monotonic())
         self._publish()
         return {"session": key, "numbers": numbers, "epoch": self._coordinator.epoch, "run": self._run["run"]}
 
-    def fence(self, said: Mapping[str, Any]) -> Any:
-        (host, port), epoch = said["address"], said["epoch"]
+    def fence(self, request: Mapping[str, Any]) -> Any:
+        """Answers POST /fence: this coordinator is over, and refers agents to the one at `address`."""
+        (host, port), epoch = request["address"], request["epoch"]
         if epoch <= self._coordinator.epoch:
             raise RefusalError(409, f"a fence of epoch {epoch}, this is {self._coordinator.epoch}")
         if self._coordinator.moved is None:
@@ -168,6 +171,7 @@ class Service:
         return {}
 
     def stop(self, _: Mapping[str, Any]) -> Any:
+        """Answers POST /stop: the run saves a checkpoint and stops."""
         if self._coordinator.moved is not None:
             raise RefusalError(409, "this coordinator was taken over from")
         self._record("stopping")
@@ -175,28 +179,32 @@ class Service:
         self._publish()
         return {"step": self._coordinator.step}
 
-    def _take_figures(self, session: Session, said: Mapping[str, Any], now: float, last: bool) -> None:
-        """How long workers waited for rows, and what they sent: into the journal, more seldom the longer it goes on,
-        and at the end.
+    def _take_figures(self, session: Session, report: Mapping[str, Any], now: float, last: bool) -> None:
+        """Journals how long workers waited for rows and what they sent: less often the longer the run lasts, and at
+        its end.
         """
-        told = said.get("loaded") or {}
-        if not told or (now - session.told < max(LOADED, RARER * (now - self._began)) and not last):
+        loading = report.get("loaded") or {}
+        if not loading or (now - session.loading_recorded_at < max(LOADED, RARER * (now - self._began)) and not last):
             return
-        session.told = now
-        more = {"sent": said["sent"], "here": said.get("here", []), "agent": session.agent} if said.get("sent") else {}
-        loaded = {worker: [seconds, int(steps)] for worker, (seconds, steps) in told.items()}
-        self._record("loaded", host=session.host, workers=loaded, **more)
+        session.loading_recorded_at = now
+        traffic = {}
+        if report.get("sent"):
+            traffic = {"sent": report["sent"], "here": report.get("here", []), "agent": session.agent}
+        loaded = {worker: [seconds, int(steps)] for worker, (seconds, steps) in loading.items()}
+        self._record("loaded", host=session.host, workers=loaded, **traffic)
 
-    def stacks(self, said: Mapping[str, Any]) -> Any:
-        if not said.get("asked"):
-            self._stands.ask(session.agent for session in self._sessions.values() if not session.lost)
+    def stacks(self, request: Mapping[str, Any]) -> Any:
+        """Answers POST /stacks: asks all agents for stacks, or returns the answers so far."""
+        if not request.get("asked"):
+            self._stack_requests.ask(session.agent for session in self._sessions.values() if not session.lost)
             self._coordinator.version += 1
             self._publish()
-        return self._stands.answer()
+        return self._stack_requests.answer()
 
-    def profile(self, said: Mapping[str, Any]) -> Any:
+    def profile(self, request: Mapping[str, Any]) -> Any:
+        """Answers POST /profile: asks workers to profile their next steps."""
         workers = [*self._coordinator.roster.members]
-        steps, which = said["steps"], said["workers"] or workers
+        steps, which = request["steps"], request["workers"] or workers
         if others := sorted({*which} - {*workers}):
             raise RefusalError(409, f"it has no {ranks(others)}, but {ranks(workers)}")
         asked = max(self._profile.get("asked", 0) + 1, time.time_ns() // 1_000_000)  # that of no coordinator before
@@ -206,55 +214,59 @@ class Service:
         self._publish()
         return {**self._profile, "folder": str(Path(self._run["folder"]).absolute())}
 
-    def stands(self, session: Session, said: Mapping[str, Any]) -> Any:
-        if not said.get("last"):
-            check(said, STAND, _REQUEST.format("stands"), SAME_VERSION)
-        self._stands.take(session.agent, said)
+    def stands(self, session: Session, stand: Mapping[str, Any]) -> Any:
+        """Answers POST /stands: keeps the stacks of one worker."""
+        if not stand.get("last"):
+            check(stand, STAND, _REQUEST.format("stands"), SAME_VERSION)
+        self._stack_requests.take(session.agent, stand)
         return {}
 
-    def report(self, session: Session, said: Mapping[str, Any]) -> Any:
-        came = time.time()
-        if said["epoch"] != self._coordinator.epoch:
-            raise RefusalError(409, f"a report of epoch {said['epoch']}, this is {self._coordinator.epoch}")
-        if not said.get("same"):
-            check(said, REPORT, _REQUEST.format("report"), SAME_VERSION)
-            session.said = said, {int(number): read_said(worker) for number, worker in said["workers"].items()}
-        if session.said is None:
+    def report(self, session: Session, report: Mapping[str, Any]) -> Any:
+        """Answers POST /report: passes the state of an agent's workers on to the coordinator."""
+        received = time.time()
+        if report["epoch"] != self._coordinator.epoch:
+            raise RefusalError(409, f"a report of epoch {report['epoch']}, this is {self._coordinator.epoch}")
+        if not report.get("same"):
+            check(report, REPORT, _REQUEST.format("report"), SAME_VERSION)
+            workers = {int(number): read_report(worker) for number, worker in report["workers"].items()}
+            session.last_report = report, workers
+        if session.last_report is None:
             raise RefusalError(409, "a report that is the same as none")
-        said, workers = {**session.said[0], **said}, session.said[1]
+        report, workers = {**session.last_report[0], **report}, session.last_report[1]
         now = time.monotonic()
         session.gaps.append(now - session.seen)
         session.seen, session.lost = now, False
-        if said.get("leaving"):
+        if report.get("leaving"):
             self._coordinator.leaving.add(session.agent)
-        self._coordinator.report(session.agent, workers, said["step"], now)
-        if len(self._coordinator.roster.entered) >= self._coordinator.min_workers:  # so many as it was to begin with
+        self._coordinator.report(session.agent, workers, report["step"], now)
+        if len(self._coordinator.roster.entered) >= self._coordinator.min_workers:  # as many as the run begins with
             self._coordinator.min_workers = self._run["run"]["min_workers"]
-        if said.get("over") and not self._coordinator.ended:
+        if report.get("over") and not self._coordinator.ended:
             self._coordinator.ended = True
             self._coordinator.version += 1
-        if said.get("stop"):
+        if report.get("stop"):
             self._coordinator.stop_all()
-        if said.get("bye"):
+        if report.get("bye"):
             session.lost = True
             self._coordinator.bye(session.agent)
         self._publish()
         coordinator = self._coordinator
-        self._set_clock(session, said.get("clock"), [*workers])
-        self._take_figures(session, said, now, bool(said.get("bye")))
-        return {"version": coordinator.version, "open": coordinator.undecided, "clock": [came, time.time()]}
+        self._set_clock(session, report.get("clock"), [*workers])
+        self._take_figures(session, report, now, bool(report.get("bye")))
+        return {"version": coordinator.version, "open": coordinator.undecided, "clock": [received, time.time()]}
 
-    def _set_clock(self, session: Session, told: Any, workers: list[int]) -> None:
-        """What the clock of another host says: into the journal when it is known better, or another one."""
-        if told is None or session.host == socket.gethostname() or not workers:
+    def _set_clock(self, session: Session, clock: Any, workers: list[int]) -> None:
+        """Journals the clock offset of another host when it has changed, or is known with half the error."""
+        if clock is None or session.host == socket.gethostname() or not workers:
             return
-        offset, error = told
+        offset, error = clock
         before = session.clock
         if before is None or error < before[1] / 2 or abs(offset - before[0]) > error + before[1]:
             session.clock = offset, error
             self._record("clock", host=session.host, offset=offset, error=error, workers=workers)
 
     async def orders(self, session: Session, known: int) -> Any:
+        """Answers GET /orders as soon as the version is not the `known` one, or after `HELD` seconds."""
         deadline = time.monotonic() + HELD
         session.broken = math.inf
         while known == self._coordinator.version and (left := deadline - time.monotonic()) > 0:
@@ -266,10 +278,14 @@ class Service:
                 break
             finally:
                 self._waiting.discard(news)
-        return {**self._coordinator.orders(session.agent), "stacks": self._stands.asked, "profile": self._profile}
+        return {
+            **self._coordinator.orders(session.agent),
+            "stacks": self._stack_requests.asked,
+            "profile": self._profile,
+        }
 
     def verify(self, method: str, path: str, header: str, body: bytes) -> tuple[str, int, str]:
-        """Key, number and signature of a request. RefusalError: it is not signed with the token."""
+        """Returns key, number and signature of a request. RefusalError: it is not signed with the token."""
         given = read_authorization(header)
         if given is None:
             raise RefusalError(401, "no token")
@@ -279,11 +295,11 @@ class Service:
         return given
 
     def sign(self, request: str, status: int, body: bytes) -> str:
-        """The signature of an answer to the request with this signature."""
+        """Signs an answer to the request with this signature."""
         return sign_answer(self._token, request, status, body)
 
     def session(self, path: str, key: str, number: int) -> Session | None:
-        """Whose request this is; None for one that joins. RefusalError: it was sent before."""
+        """The session of a request; None if it needs none, such as a join. RefusalError: it was sent before."""
         session = self._sessions.get(key)
         if session is None and path.lstrip("/") in STRANGERS:
             if key not in self._challenges:
@@ -299,10 +315,11 @@ class Service:
         return session
 
     def broke(self, session: Session) -> None:
+        """Takes note that the connection of an agent's request for orders broke."""
         session.broken = min(session.broken, time.monotonic())
 
     def refuse(self, address: str, what: str) -> float:
-        """Takes note of a request without effect; the seconds to let its sender wait."""
+        """Counts a refused request for the journal; returns the seconds to let its sender wait."""
         self._refused[f"{what}, from {address}" if address else what] += 1
         now = time.monotonic()
         self._refusals.append(now)
@@ -312,7 +329,7 @@ class Service:
     # ---- time
 
     async def watch(self) -> None:
-        """Brings the coordinator time, and word of silent agents, for ever."""
+        """Calls the coordinator's `tick`, and reports silent agents to it, for ever."""
         logged = time.monotonic()
         before = time.monotonic()
         while True:
@@ -321,7 +338,7 @@ class Service:
                 await asyncio.wait_for(self._news.wait(), max(due, 0.0))
             self._news.clear()
             now = time.monotonic()
-            if now - before > SILENT / 2:  # it was we who were not there
+            if now - before > SILENT / 2:  # this process was suspended, and not the agents
                 for session in self._sessions.values():
                     session.seen = max(session.seen, now)
             before = now
@@ -335,11 +352,11 @@ class Service:
                 self._refused.clear()
 
     async def take_over(self) -> None:
-        """Tells the coordinator before us that it is not any more, as soon as it can be reached."""
-        before, own = self._run.get("before"), self._run["address"]
+        """Fences the previous coordinator, as soon as it can be reached."""
+        before, own_address = self._run.get("before"), self._run["address"]
         while before is not None:
             with suppress(OSError, HTTPException, RefusedError, ValueError, FormatError):
-                await asyncio.to_thread(fence, tuple(before), self._token, self._coordinator.epoch, own)
+                await asyncio.to_thread(fence, tuple(before), self._token, self._coordinator.epoch, own_address)
                 return
             await asyncio.sleep(FENCE)
 
@@ -353,8 +370,8 @@ class Service:
                 self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}", silence, ended=gone)
 
     def _publish(self) -> None:
-        if self._coordinator.version != self._told:
-            self._told = self._coordinator.version
+        if self._coordinator.version != self._published_version:
+            self._published_version = self._coordinator.version
             self._news.set()
             for news in self._waiting:
                 if not news.done():
@@ -362,15 +379,17 @@ class Service:
 
 
 class Handler(RequestHandler):
-    """One request."""
+    """Handles one HTTP request: verifies it, has the service answer it, and signs the answer."""
 
     _session: Session | None = None
     _signature = ""  # of the request, once it is verified
 
     def initialize(self, service: Service) -> None:
+        """Takes the service that answers."""
         self._service = service
 
     def set_default_headers(self) -> None:
+        """Leaves out the header that names the server software."""
         self.clear_header("Server")
 
     async def _answer(self) -> None:
@@ -380,11 +399,11 @@ class Handler(RequestHandler):
         try:
             if (request.method, what) == ("GET", "status"):
                 self._may_read(address)
-                said = service.status()
+                reply = service.status()
             elif (request.method, what) == ("GET", "challenge"):
                 if "Authorization" in request.headers:
                     self._verify(body)
-                said = service.challenge()
+                reply = service.challenge()
             elif (request.method, what) in SIGNED:
                 key, number = self._verify(body)
                 self._session = service.session(str(request.uri), key, number)
@@ -393,9 +412,9 @@ class Handler(RequestHandler):
                     known = self.get_query_argument("version", "")
                     if not (known.isdecimal() and len(known) <= 18):
                         raise RefusalError(400, "a request /orders needs version=, a whole number")
-                    said = await service.orders(self._session, int(known))
+                    reply = await service.orders(self._session, int(known))
                 else:
-                    said = service.answer(what, self._session, body)
+                    reply = service.answer(what, self._session, body)
             else:
                 raise RefusalError(404, "there is no such thing here")
         except RefusalError as refused:
@@ -404,26 +423,26 @@ class Handler(RequestHandler):
             if refused.code != UNKNOWN:
                 await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {refused.why}"))
             self.set_status(refused.code)
-            said = {"refused": refused.why, **refused.more}
+            reply = {"refused": refused.why, **refused.more}
         except PacelineError as error:
             await asyncio.sleep(service.refuse(address, f"{request.method} /{what}: {error.what}"))
             self.set_status(400)
-            said = {"refused": str(error)}
+            reply = {"refused": str(error)}
         self.set_header("Content-Type", "application/json")
-        answer = (json.dumps(said) + "\n").encode()
+        answer = (json.dumps(reply) + "\n").encode()
         if self._signature:
             self.set_header(ANSWER, service.sign(self._signature, self.get_status(), answer))
         self.finish(answer)
 
     def _verify(self, body: bytes) -> tuple[str, int]:
-        """Key and number of a request that is signed. RefusalError: it is not."""
+        """Returns key and number of a signed request. RefusalError: it is not signed."""
         request = self.request
         header = request.headers.get("Authorization", "")
         key, number, self._signature = self._service.verify(str(request.method), str(request.uri), header, body)
         return key, number
 
     def _may_read(self, address: str) -> None:
-        """From another host with the reading key alone."""
+        """Checks that a request for /status is from this host or has the reading key. RefusalError: neither."""
         stream: Any = self.request.connection.stream  # type: ignore[union-attr]
         if ip_address(address).is_loopback or address == stream.socket.getsockname()[0]:
             return
@@ -434,25 +453,27 @@ class Handler(RequestHandler):
     get = post = _answer
 
     def on_connection_close(self) -> None:
+        """Notices that an agent's connection broke while it waited for orders."""
         if self._session is not None and self.request.path == "/orders":
             self._service.broke(self._session)
 
 
 class _Log(logging.Handler):
-    """Takes what tornado says of malformed, oversized and slow requests for refusals."""
+    """Counts tornado's log records of malformed, oversized and slow requests as refusals."""
 
     def __init__(self, service: Service) -> None:
         super().__init__(logging.INFO)
         self._service = service
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Counts one log record; prints it as well if it has an exception."""
         if record.exc_info:
             logging.lastResort.handle(record)  # type: ignore[union-attr]
         self._service.refuse("", record.getMessage()[:200])
 
 
 async def serve(listener: socket.socket, service: Service) -> None:
-    """Answers on a listening socket, for ever."""
+    """Serves requests on a listening socket, for ever."""
     for name in ("tornado.general", "tornado.application"):
         logger = logging.getLogger(name)
         logger.addHandler(_Log(service))
@@ -467,36 +488,36 @@ async def serve(listener: socket.socket, service: Service) -> None:
 
 
 def last_generation(folder: Path, since: int, first: tuple[int, list[int]]) -> Membership:
-    """Who the team was when the journal's last generation was written, after byte `since`, and before that: `first`."""
+    """The membership of the journal's last generation after byte `since`; `first` if the journal has none."""
     lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"generation"' in line)
     events = (event for event in lines if event.get("event") == "generation" and {"number", "workers"} <= event.keys())
-    found = (
+    generations = (
         (event["number"], event["workers"], event["at_once" if "at_once" in event else "number"]) for event in events
     )
-    (number, members, at_once), *before = [*islice(found, 2), (first[0], first[1], first[0])][:2]
+    (number, members, at_once), *before = [*islice(generations, 2), (first[0], first[1], first[0])][:2]
     return Membership(tuple(members), number, at_once, before=tuple(before[0][1]) if before else ())
 
 
 def last_merge(folder: Path, since: int) -> dict[str, Any] | None:
-    """What the coordinator before decided last on islands: it stands."""
+    """The last merge of islands that the previous coordinator decided on and journaled; it remains valid."""
     lines = (event_of(line) for line in lines_from_end(folder / NAME, since) if b'"merge"' in line)
-    found = next((event for event in lines if event.get("event") == "merge"), None)
-    return found and {name: value for name, value in found.items() if name not in ("at", "event")}
+    merge = next((event for event in lines if event.get("event") == "merge"), None)
+    return merge and {name: value for name, value in merge.items() if name not in ("at", "event")}
 
 
 def main(listener: int, given: Mapping[str, Any]) -> None:
-    """A coordinator on an inherited listening socket. `given` is what its agent says of the run."""
+    """Runs a coordinator on an inherited listening socket. `given` is the agent's description of the run."""
     folder = Path(given["folder"])
     journal = Journal(folder)
     run = given["run"]
     roster = last_generation(folder, given["since"], given["generation"])
     least = max(run["min_workers"], 0 if given["again"] else run["begin"])
     coordinator = Coordinator(run["max_restarts"], least, journal.write, roster, given["epoch"])
-    coordinator.version = time.time_ns() // 1_000_000  # beyond all of a coordinator before this one
+    coordinator.version = time.time_ns() // 1_000_000  # higher than all versions of a previous coordinator
     if given["again"]:
         coordinator.merges.last = last_merge(folder, given["since"])
         coordinator.recovering = time.monotonic() + RETURN
-    token = os.read(0, TOKEN) or make_token(folder)  # on standard input, from the agent that keeps us
+    token = os.read(0, TOKEN) or make_token(folder)  # on standard input, from the agent that started this process
     service = Service(coordinator, token, given, journal.write)
     asyncio.run(serve(socket.socket(fileno=listener), service))
 

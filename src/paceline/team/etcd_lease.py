@@ -20,12 +20,15 @@ from paceline.base.schema import read_message
 from paceline.errors import FormatError, LaunchError, UsageError
 
 SCHEME = "etcd://"
-LASTS, MARGIN = 5, 1.0  # seconds that a lease lasts without word, and by which we think that it is over sooner
+LASTS, MARGIN = 5, 1.0  # seconds that a lease lasts without renewal, and by which its holder gives it up sooner
 RENEW, ANSWER = 1.0, 1.0  # seconds between two renewals; to wait for an answer
 
 
 def parse_store(text: str) -> tuple[list[str], str]:
-    """The addresses and the run's name in ``etcd://HOST:PORT[,HOST:PORT...]/NAME``. UsageError: it is not that."""
+    """Reads the addresses and the run's name in ``etcd://HOST:PORT[,HOST:PORT...]/NAME``.
+
+    UsageError: the text has another form.
+    """
     where, _, name = text.removeprefix(SCHEME).partition("/")
     hosts = where.split(",")
     if not text.startswith(SCHEME) or not name or not all(re.fullmatch(r".+:[0-9]{1,5}", host) for host in hosts):
@@ -34,13 +37,15 @@ def parse_store(text: str) -> tuple[list[str], str]:
 
 
 class Lease:
-    """The lease of one agent, whose coordinator would listen at `own`. `epoch` is that of its coordinator while the
-    lease is its own, and `holder` where another one listens. Once started, it is taken when it is `wanted` and free.
+    """An agent's lease, which lets it run the coordinator, at `address`.
+
+    `epoch` is the epoch of this agent's coordinator while it holds the lease; `holder` is the address of another
+    agent's coordinator. After `start`, a thread renews the lease, or takes it when it is `wanted` and free.
     """
 
-    def __init__(self, store: str, own: tuple[str, int]) -> None:
+    def __init__(self, store: str, address: tuple[str, int]) -> None:
         self._hosts, self._name = parse_store(store)
-        self._own = own
+        self._address = address
         self._id = ""
         self._until = 0.0
         self.epoch: int | None = None
@@ -53,7 +58,7 @@ class Lease:
         return self.epoch is not None and time.monotonic() < self._until
 
     def begin(self) -> int:
-        """The first epoch of a run. LaunchError: no etcd answers, or the name is in use."""
+        """Takes the lease; returns the first epoch of a run. LaunchError: no etcd answers, or the name is in use."""
         try:
             self._take()
         except (OSError, ValueError) as error:
@@ -68,10 +73,11 @@ class Lease:
         return self.epoch
 
     def start(self) -> None:
+        """Starts the thread that renews or takes the lease."""
         threading.Thread(target=self._run, name="paceline-lease", daemon=True).start()
 
     def close(self) -> None:
-        """Gives it back."""
+        """Stops the thread, and gives the lease back."""
         self._closed.set()
         if self.epoch is not None:
             self.epoch = None
@@ -95,7 +101,7 @@ class Lease:
             self.epoch = None
 
     def _take(self) -> None:
-        """Takes it if nobody has it, else learns who does."""
+        """Takes the lease if it is free, else learns who holds it."""
         asked = time.monotonic()
         holder, (before, revision) = self._read("holder"), self._read("epoch") or ("0", "0")
         if holder is None:
@@ -103,8 +109,8 @@ class Lease:
             holds, counts = {"key": _text(f"{self._name}/holder")}, {"key": _text(f"{self._name}/epoch")}
             free = {**holds, "target": "CREATE", "createRevision": "0"}
             same = {**counts, "target": "MOD", "modRevision": revision}
-            mine = {**holds, "value": _text(json.dumps(self._own)), "lease": granted}
-            puts = [{"requestPut": mine}, {"requestPut": {**counts, "value": _text(str(epoch))}}]
+            holder_entry = {**holds, "value": _text(json.dumps(self._address)), "lease": granted}
+            puts = [{"requestPut": holder_entry}, {"requestPut": {**counts, "value": _text(str(epoch))}}]
             if self._ask("kv/txn", {"compare": [free, same], "success": puts}).get("succeeded"):
                 self._id, self._until, self.epoch = granted, asked + LASTS - MARGIN, epoch
                 return
@@ -118,29 +124,29 @@ class Lease:
                 raise OSError(error.what) from error
 
     def _read(self, what: str) -> tuple[str, str] | None:
-        """A key's value, and the revision at which it was written."""
-        found = self._ask("kv/range", {"key": _text(f"{self._name}/{what}")}).get("kvs")
-        if not found:
+        """Reads a key's value, and the revision at which it was written; None if there is no such key."""
+        entries = self._ask("kv/range", {"key": _text(f"{self._name}/{what}")}).get("kvs")
+        if not entries:
             return None
-        return base64.b64decode(found[0]["value"]).decode(), found[0]["mod_revision"]
+        return base64.b64decode(entries[0]["value"]).decode(), entries[0]["mod_revision"]
 
-    def _ask(self, what: str, said: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of the first that gives one. OSError: there is none, or it is none of etcd's."""
+    def _ask(self, what: str, request_body: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the answer of the first host that gives one. OSError: there is none, or it is not etcd's."""
         from urllib.request import Request, urlopen  # takes its time, and few runs have a store
 
         from paceline.team.message_types import ETCD  # needs msgspec
 
-        failed = OSError("no address")
+        failure = OSError("no address")
         for host in self._hosts:
-            request = Request(f"http://{host}/v3/{what}", json.dumps(said).encode())
+            request = Request(f"http://{host}/v3/{what}", json.dumps(request_body).encode())
             try:
                 with urlopen(request, timeout=ANSWER) as answer:
                     return dict(read_message(answer.read(), ETCD[what], "the answer"))
             except OSError as error:
-                failed = error
+                failure = error
             except FormatError as error:
-                failed = OSError(error.what)
-        raise failed
+                failure = OSError(error.what)
+        raise failure
 
 
 def _text(value: str) -> str:

@@ -22,11 +22,11 @@ from paceline.errors import hint_of, notes_of
 
 # What a text of the user's own may raise: fields that are not there, mostly.
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
-TOLD = 500  # characters of an exception that the agent is told
+LONGEST_TEXT = 500  # characters of each text about an exception that the agent gets
 
 
 class ExitReports:
-    """Takes note of exits from now on. `code` is that of the last one, `at` the user's line that it came from."""
+    """Records the script's exits. `code` is the code of the last one, `at` the user's line that it came from."""
 
     def __init__(self) -> None:
         self.code, self.at = 0, ""
@@ -50,7 +50,7 @@ class ExitReports:
 
     @property
     def failed(self) -> bool:
-        """At the end of the interpreter: whether the script ended by an exit that says that it failed."""
+        """At the end of the interpreter: whether the script ended by an exit with another code than 0."""
         frame = self._script
         return self.code > 0 and frame is not None and not _returned(frame)
 
@@ -64,23 +64,23 @@ def _frame_of_the_script() -> FrameType | None:
 
 
 def _returned(frame: FrameType) -> bool:
-    """Whether a frame that is over came to its end."""
+    """Whether a frame that is over ended by returning."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
 
 def _text(error: BaseException) -> str:
-    """What an exception says, where it can."""
+    """The text of an exception, or why there is none."""
     try:
         return str(error)
     except _FAILURES as failed:
         return f"its text cannot be had ({type(failed).__name__})"
 
 
-def exception_told(error: BaseException) -> dict[str, str]:
-    """What the agent is told of an exception: its class and text; its line in a traceback, the user's innermost frame,
-    what it was raised in, and a hint.
+def describe_exception(error: BaseException) -> dict[str, str]:
+    """Describes an exception for the agent: its class and text, its line in a traceback, the user's innermost frame,
+    notes on where it was raised, and a hint.
     """
     what, at = read_trace("".join(traceback.format_exception(error)).splitlines())
-    told = {"text": _text(error), "what": what, "at": at or "", "within": ", ".join(notes_of(error))}
-    told["hint"] = hint_of(error)
-    return {"kind": type(error).__name__, **{name: text[:TOLD] for name, text in told.items()}}
+    texts = {"text": _text(error), "what": what, "at": at or "", "within": ", ".join(notes_of(error))}
+    texts["hint"] = hint_of(error)
+    return {"kind": type(error).__name__, **{name: text[:LONGEST_TEXT] for name, text in texts.items()}}

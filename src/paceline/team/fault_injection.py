@@ -40,16 +40,16 @@ MOMENTS = (
     "forming",
     "hand-over",
 )
-APART = "apart:"  # in front of faults
-PAUSE = 0.05  # seconds of a step in which one waits for others
-ASLEEP = 2.0  # seconds that a stopped worker stays so
+APART = "apart:"  # prefix of faults that fire one after another
+PAUSE = 0.05  # seconds added to a step while a fault waits for earlier ones
+ASLEEP = 2.0  # seconds for which a stopped worker stays stopped
 LOG, GO = "chaos.jsonl", "chaos-go"
 _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12})\.(?P<moment>[a-z-]+)")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a worker when it reaches a moment for the first time after `step` steps are done.
+    """A fault of a worker, when it reaches a moment for the first time after `step` steps are done.
 
     The moments: before its rows are loaded, when it has the outputs of its rows for a loss over the whole global batch,
     when it has those of all, after its first forward, when its first bucket is complete, when the sums
@@ -68,24 +68,24 @@ class Fault:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """``kill:3@12.forward,stop:1@20.reduced``: kill worker 3 in the forward after step 12, and so on."""
+    """Reads a list such as ``kill:3@12.forward,stop:1@20.reduced``: kill worker 3 in the forward after step 12, ..."""
     faults = []
     for part in filter(None, (piece.strip() for piece in text.split(","))):
-        found = _FORM.fullmatch(part)
-        if not found or found["kind"] not in KINDS or found["moment"] not in MOMENTS:
+        parsed = _FORM.fullmatch(part)
+        if not parsed or parsed["kind"] not in KINDS or parsed["moment"] not in MOMENTS:
             what = f"{part!r} is no fault"
             kinds, moments = ", ".join(KINDS), ", ".join(MOMENTS)
             raise UsageError(what, f"write KIND:WORKER@STEP.MOMENT with a kind of {kinds} and a moment of {moments}")
-        faults.append(Fault(found["kind"], int(found["worker"]), int(found["step"]), found["moment"]))
+        faults.append(Fault(parsed["kind"], int(parsed["worker"]), int(parsed["step"]), parsed["moment"]))
     return faults
 
 
 class FaultInjector:
-    """The faults of one worker. What fires is written to the run folder first, and fires once per run.
+    """Injects the faults of one worker. A fault is written to the run folder before it fires, and fires once per run.
 
-    The text of the faults may begin with `APART`: then they fire one after another, each when the team has formed anew
-    without whom the one before has hit, and has others who go on. Until they have come each step takes a little longer,
-    so that steps are left for them.
+    The text of the faults may begin with `APART`: then they fire one after another, each only when the team has formed
+    anew after the one before, and still has several members. Until all have fired, each step takes a little longer, so
+    that steps are left for them.
     """
 
     def __init__(self, text: str, worker: int, folder: Path) -> None:
@@ -97,11 +97,11 @@ class FaultInjector:
         self._formed = time.time()  # when the present team was
 
     def formed(self) -> None:
-        """A team has formed anew."""
+        """Takes note that the team has formed anew."""
         self._formed = time.time()
 
     def reached(self, moment: str, step: int, members: int) -> None:
-        """This worker is at a moment, after `step` steps, in a team of so many."""
+        """Fires the fault that is due at a moment, after `step` steps, in a team of `members` workers."""
         for fault in self._due:
             if step < fault.step:
                 continue
@@ -153,7 +153,7 @@ class FaultInjector:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """What has fired in a run, in order."""
+    """The faults that have fired in a run, in order."""
     from paceline.base.file_types import Fired  # needs msgspec
 
     log = folder / LOG

@@ -23,23 +23,26 @@ Check = Callable[[Any], bool]
 
 
 class TermsError(ValueError):
-    """What a coordinator gives is not what whoever joins takes."""
+    """A coordinator's answer to a join has fields that a joining host does not accept."""
 
 
-def whole(least: int) -> Check:
+def whole_number(least: int) -> Check:
+    """Checks for a whole number from `least` on."""
     return lambda value: type(value) is int and least <= value <= MOST
 
 
 def text(value: Any) -> bool:
+    """Whether a value is a short text without control characters."""
     return isinstance(value, str) and 0 < len(value) <= LONGEST and not _CONTROL.search(value)
 
 
 def path(value: Any) -> bool:
+    """Whether a value can be a path."""
     return isinstance(value, str) and 0 < len(value) <= LONGEST and "\0" not in value
 
 
 def parsed(parse: Callable[[str], Any]) -> Check:
-    """Whether a text can be read as an option's."""
+    """Checks for a text that `parse` accepts as the value of an option."""
 
     def check(value: Any) -> bool:
         if not isinstance(value, str) or len(value) > LONGEST or _CONTROL.search(value):
@@ -54,10 +57,12 @@ def parsed(parse: Callable[[str], Any]) -> Check:
 
 
 def optional(check: Check) -> Check:
+    """Checks for None or what `check` accepts."""
     return lambda value: value is None or check(value)
 
 
 def switch(value: Any) -> bool:
+    """Whether a value is one of a switch: true, false or "1"."""
     return value is True or value is False or value == "1"
 
 
@@ -76,18 +81,18 @@ OPTIONS: dict[str, Check] = {
     "plan": parsed(Plan.parse),
     "shares": parsed(lambda value: parse_shares(value, value.count(",") + 1)),
     "save_every": parsed(parse_save_every),
-    "keep": whole(1),
+    "keep": whole_number(1),
     "checkpoints": path,
-    "max_steps": whole(1),
+    "max_steps": whole_number(1),
     "tensorboard": switch,
     "heal": switch,
 }
 FIELDS: dict[str, Check] = {
     "script": path,
-    "workers": whole(1),
-    "max_restarts": whole(0),
-    "min_workers": whole(0),
-    "begin": whole(0),
+    "workers": whole_number(1),
+    "max_restarts": whole_number(0),
+    "min_workers": whole_number(0),
+    "begin": whole_number(0),
     "store": optional(parsed(parse_store)),
     "same": _names,
     "given": _names,
@@ -95,30 +100,30 @@ FIELDS: dict[str, Check] = {
 }
 JOINED: dict[str, Check] = {
     "session": lambda value: isinstance(value, str) and bool(_KEY.fullmatch(value)),
-    "numbers": lambda value: isinstance(value, list) and all(map(whole(0), value)),
-    "epoch": whole(0),
+    "numbers": lambda value: isinstance(value, list) and all(map(whole_number(0), value)),
+    "epoch": whole_number(0),
     "run": _names,
 }
 
 
 def check_terms(joined: Any) -> None:
-    """TermsError: a coordinator's answer to a join has other fields, or one of them is not what it must be."""
+    """Checks a coordinator's answer to a join. TermsError: it has other fields, or a field has a wrong value."""
     _check(joined, JOINED)
     run = joined["run"]
     _check(run, FIELDS)
     _check(run["given"], {name: optional(check) for name, check in OPTIONS.items()})
 
 
-def _check(said: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
-    if not isinstance(said, dict):
+def _check(answer: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
+    if not isinstance(answer, dict):
         raise TermsError("its answer is no list of fields")
-    if other := sorted(said.keys() - fields.keys()):
+    if other := sorted(answer.keys() - fields.keys()):
         raise TermsError(f"it gives {_shown(other[0])}, which nobody who joins takes")
     for name, check in fields.items():
-        if name not in said:
+        if name not in answer:
             raise TermsError(f"it does not give {name}")
-        if not check(said[name]):
-            raise TermsError(f"it gives {name}={_shown(said[name])}, which cannot be used")
+        if not check(answer[name]):
+            raise TermsError(f"it gives {name}={_shown(answer[name])}, which cannot be used")
 
 
 def _shown(value: Any) -> str:

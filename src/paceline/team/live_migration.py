@@ -36,24 +36,24 @@ from paceline.base.polling import can_read, wait_for
 from paceline.checkpoint.tree import flatten, pack, packed, raw, unpack
 from paceline.team.agent_commands import At
 
-MEET, LOOK = 10.0, 0.1  # seconds for a connection to come, between two looks at the orders
-_GIVER = struct.Struct("<q")  # what one who sends says of itself: which worker it is
+MEET, LOOK = 10.0, 0.1  # seconds to wait for a connection, and between two looks at the orders
+_GIVER = struct.Struct("<q")  # a sender's introduction: its worker number
 SLICE = 1 << 20
-SEEN = 0.5  # seconds of sending after which it is known how fast that is
-SPARE = 0.85  # part of the connection's speed that a step's sums may take
+SEEN = 0.5  # seconds of sending after which the speed is known
+SPARE = 0.85  # part of the connection's speed that the sums of steps may take
 
 
 def digests(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, str]:
-    """SHA-256 of those of `tensors` that have one of the `names`."""
-    found = [name for name in names if name in tensors]
+    """Hashes (SHA-256) those of `tensors` that have one of the `names`."""
+    common_names = [name for name in names if name in tensors]
     with ThreadPoolExecutor() as pool:
-        return dict(zip(found, pool.map(lambda name: _digest(tensors[name]), found), strict=True))
+        return dict(zip(common_names, pool.map(lambda name: _digest(tensors[name]), common_names), strict=True))
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    found = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
-    found.update(_memory(raw(tensor)))
-    return found.hexdigest()
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}\n".encode())
+    digest.update(_memory(raw(tensor)))
+    return digest.hexdigest()
 
 
 def _memory(flat: torch.Tensor) -> memoryview:
@@ -62,25 +62,26 @@ def _memory(flat: torch.Tensor) -> memoryview:
 
 
 class StateSender:
-    """What one newcomer is sent, by a thread, once both have shown that they have the `key`; what is given to it is
-    copied. `speed`: bytes a second, once known.
+    """Sends the state, and then steps, to one newcomer in a thread, once both have proved that they have the `key`.
+
+    It copies everything that it gets. `speed`: bytes a second, once known.
     """
 
     def __init__(self, worker: int, at: At, key: Callable[[str], bytes]) -> None:
         self.at, self.begun, self.closed = at, False, False
         self.speed: float | None = None
         self._worker, self._key = worker, key
-        self._state: tuple[dict[str, torch.Tensor], Any] | None = None  # which is still to be copied
+        self._state: tuple[dict[str, torch.Tensor], Any] | None = None  # what is still to be copied
         self._frames: deque[torch.Tensor] = deque()
         self._news = threading.Condition()
-        self._behind, self._most = 0, 0  # bytes that wait, and that may
-        self._enough = 0.0  # bytes a second, or it never catches up
+        self._behind, self._most = 0, 0  # bytes that wait to be sent, and how many may
+        self._enough = 0.0  # bytes a second below which the newcomer never catches up
         self._ending = False
         self._sent, self._spent = 0, 0.0  # bytes, and seconds of sending
         threading.Thread(target=self._run, name="paceline-ahead", daemon=True).start()
 
     def begin(self, tree: Any, changing: float) -> None:
-        """The state, of which so many bytes a second change. It must not, until it is `copied`."""
+        """Begins to send the state, which changes by `changing` bytes a second, but not before `copied` returns."""
         tensors, skeleton = flatten(["state", tree], "")
         self._enough, self._most = changing / SPARE, 2 * sum(tensor.nbytes for tensor in tensors.values()) + SLICE
         with self._news:
@@ -88,14 +89,15 @@ class StateSender:
             self._news.notify()
 
     def copied(self) -> None:
-        """Waits until the state has been copied, which takes no time but that of another core."""
+        """Waits until the thread has copied the state."""
         with self._news:
             while self._state is not None and not self.closed:
                 self._news.wait(LOOK)
 
-    def put(self, *said: Any) -> None:
+    def put(self, *message: Any) -> None:
+        """Queues a message that follows the state; closes the sender if too many bytes wait."""
         if self.begun and not self._ending and not self.closed:
-            self._put(pack(list(said)))
+            self._put(pack(list(message)))
 
     def _put(self, frame: torch.Tensor) -> None:
         with self._news:
@@ -106,10 +108,11 @@ class StateSender:
             self.close()
 
     def end(self) -> None:
-        """Nothing follows: the newcomer is of the team."""
+        """Sends what is queued, and nothing after it: the newcomer has joined the team."""
         self._ending = True
 
     def close(self) -> None:
+        """Sends nothing any more."""
         self.closed = True
         self._frames.clear()
         self._state = None
@@ -117,12 +120,12 @@ class StateSender:
     def _run(self) -> None:
         try:
             with suppress(OSError), socket.create_connection(way_to(*self.at[:2]), MEET) as link:
-                self._give(link)
+                self._send_frames(link)
                 link.shutdown(socket.SHUT_WR)  # a loader that was forked meanwhile has it open, too
         finally:
             self.close()
 
-    def _give(self, link: socket.socket) -> None:
+    def _send_frames(self, link: socket.socket) -> None:
         if not self._greet(link):
             return
         link.settimeout(LOOK)
@@ -132,16 +135,16 @@ class StateSender:
             if frame is not None:
                 self._send(link, frame)
             if self.begun and not current and self._behind == 0 and self._state is None:
-                current = True  # all that there is has gone
+                current = True  # everything so far has been sent
                 self._send(link, pack(["current"]))
 
     def _greet(self, link: socket.socket) -> bool:
-        """Whether both ends know each other."""
+        """Introduces this end; returns whether the other one has the key."""
         nonce = link.recv(NONCE, socket.MSG_WAITALL)
         return introduce(link, self._key(self.at[2]), nonce, _GIVER.pack(self._worker))
 
     def _next(self) -> torch.Tensor | None:
-        """What is to be sent next, if there is anything soon."""
+        """The next frame to send; None if there is none soon."""
         with self._news:
             if self._state is None and not self._frames:
                 self._news.wait(LOOK)
@@ -177,97 +180,100 @@ class StateSender:
 
 
 class Migration:
-    """The newcomers that this worker sends to, as the first of the team. `key` is what both ends have, by a salt."""
+    """Sends the state to newcomers, as the first worker of the team. `key` makes a connection's key from a salt."""
 
     def __init__(self, worker: int, key: Callable[[str], bytes]) -> None:
         self.worker, self._key = worker, key
-        self.givers: dict[int, StateSender] = {}
+        self.senders: dict[int, StateSender] = {}
         self._meeting = threading.Lock()
         self._turned: float | None = None
 
     def meet(self, coming: Mapping[int, At]) -> None:
-        """Connects with those that are new. From any thread."""
+        """Connects to newcomers that are not connected yet. From any thread."""
         with self._meeting:
             for number, at in coming.items():
-                before = self.givers.get(number)
+                before = self.senders.get(number)
                 if before is None or before.at != at:
-                    self.givers[number] = StateSender(self.worker, at, self._key)
+                    self.senders[number] = StateSender(self.worker, at, self._key)
                     if before is not None:
                         before.close()
 
-    def turn(self, state: Callable[[], Any], changing: Callable[[], int]) -> None:
-        """Between two steps, each of which has sums of `changing()` bytes: sends the state to who has none yet."""
+    def begin_sending(self, state: Callable[[], Any], changing: Callable[[], int]) -> None:
+        """Between two steps: begins to send the state to newcomers without it. A step's sums: `changing()` bytes."""
         now, before = time.monotonic(), self._turned
         self._turned = now
-        for giver in [*self.givers.values()]:
-            if before is not None and not giver.begun and not giver.closed:
-                giver.begin(state(), changing() / (now - before))
+        for sender in [*self.senders.values()]:
+            if before is not None and not sender.begun and not sender.closed:
+                sender.begin(state(), changing() / (now - before))
 
     @property
-    def giving(self) -> bool:
-        """Whether anybody hears of steps; that begins between two of them."""
-        return any(giver.begun and not giver.closed for giver in [*self.givers.values()])
+    def is_sending(self) -> bool:
+        """Whether any newcomer receives steps; that begins between two of them."""
+        return any(sender.begun and not sender.closed for sender in [*self.senders.values()])
 
     def copied(self) -> None:
         """Waits until the state may change."""
-        for giver in [*self.givers.values()]:
-            giver.copied()
+        for sender in [*self.senders.values()]:
+            sender.copied()
 
-    def step(self, trainer: int, whole: bool) -> Migration.Stream:
-        """What they hear of a trainer's step that begins; sums have their last form when it ends, if it is `whole`."""
-        return Migration.Stream(self, trainer, not whole)
+    def step(self, trainer: int, sends_all_sums: bool) -> Migration.Stream:
+        """Sends newcomers a trainer's step that begins: its sums as they arrive, or, with `sends_all_sums`, only when
+        the step ends, because they have their final values then.
+        """
+        return Migration.Stream(self, trainer, not sends_all_sums)
 
     class Stream:
-        """Sums by their number, as they arrive; then what of them has not gone yet, and what it takes to apply them."""
+        """Sends one step: sums by their number as they arrive, then the remaining sums, and how to apply them all."""
 
         def __init__(self, ahead: Migration, trainer: int, early: bool) -> None:
             self._ahead, self._trainer, self._early, self._gone = ahead, trainer, early, 0
 
         def sum(self, number: int, flat: torch.Tensor) -> None:
+            """Sends a sum that has arrived, unless all are sent at the end."""
             if self._early:
                 self._gone = number + 1
                 self._put(number, flat)
 
-        def end(self, sums: Sequence[torch.Tensor], *said: Any) -> None:
-            """Nothing of the state changes before this returns."""
+        def end(self, sums: Sequence[torch.Tensor], *update: Any) -> None:
+            """Sends the remaining sums and the `update` that applies them. The state must not change before."""
             for number, flat in enumerate(sums[self._gone :], start=self._gone):
                 self._put(number, flat)
-            self._put(*said)
+            self._put(*update)
             self._ahead.copied()
 
-        def _put(self, *said: Any) -> None:
-            for giver in [*self._ahead.givers.values()]:
-                giver.put(self._trainer, *said)
+        def _put(self, *message: Any) -> None:
+            for sender in [*self._ahead.senders.values()]:
+                sender.put(self._trainer, *message)
 
     def enter(self, members: Iterable[int]) -> None:
-        """These are of the team now."""
+        """Ends the sending to newcomers that are members now."""
         for number in members:
-            if number in self.givers:
-                self.givers[number].end()
+            if number in self.senders:
+                self.senders[number].end()
 
     def drop(self) -> None:
-        """What this worker had, and sent, is not the team's state."""
-        for giver in [*self.givers.values()]:
-            giver.close()
+        """Closes all senders: this worker's state is not the team's."""
+        for sender in [*self.senders.values()]:
+            sender.close()
 
 
 class Learner(Protocol):
-    """Who takes what comes ahead."""
+    """Applies the state and the steps that a newcomer receives before it is admitted."""
 
     def prepare(self, tree: Any) -> None:
-        """The state as it was, a tree as it is handed over."""
+        """Takes the state, in the form of a hand-over."""
 
-    def hear(self, said: list[Any]) -> None:
-        """A part of a step that the others made after it."""
+    def hear(self, message: list[Any]) -> None:
+        """Takes a part of a later step of the team."""
 
 
 class StateReceiver:
-    """The newcomer's end. `at` is where it listens, and the salt of the `key` that who calls has to have."""
+    """Receives the state at a newcomer. `at` is its address, with the salt of the `key` that a sender must have."""
 
     def __init__(self, host: str, key: Callable[[str], bytes]) -> None:
         self._listener = socket.create_server((host, 0))
         self._listener.setblocking(False)
-        self._calls: dict[socket.socket, tuple[bytes, bytes]] = {}  # who has not said all yet: our nonce, and what
+        self._calls: dict[socket.socket, tuple[bytes, bytes]] = {}  # incomplete introductions: our nonce, bytes so far
         self._strangers = NewConnections[socket.socket]()
         self._link: socket.socket | None = None
         self._giver: int | None = None
@@ -275,31 +281,31 @@ class StateReceiver:
         self._key = key(self.at[2])
 
     def follow(self, learner: Learner, admitted: Callable[[], int | None], current: Callable[[], None]) -> bool:
-        """Takes what comes, until the one who sends ends it; whether there was a state.
+        """Passes what arrives on to `learner` until the sender ends; returns whether there was a state.
 
-        `admitted` is the first worker of the generation that this one is to enter, once there is one. `current` is
-        called when it is of no use to wait for more.
+        `admitted` returns the first worker of the generation that this worker is to enter, once there is one.
+        `current` is called when this worker has nothing more to wait for.
         """
-        heard, prepared = SimpleQueue[torch.Tensor | None](), False
-        threading.Thread(target=self._listen, args=(heard.put, admitted), name="paceline-ahead", daemon=True).start()
-        while (frame := heard.get()) is not None:
-            said = unpack(frame, copy=False)
-            if said[0] == "state":
+        frames, prepared = SimpleQueue[torch.Tensor | None](), False
+        threading.Thread(target=self._listen, args=(frames.put, admitted), name="paceline-ahead", daemon=True).start()
+        while (frame := frames.get()) is not None:
+            message = unpack(frame, copy=False)
+            if message[0] == "state":
                 learner.prepare(unpack(frame)[1])  # it keeps some of these
                 prepared = True
-            elif said[0] == "current":
+            elif message[0] == "current":
                 current()
             else:
-                learner.hear(said)
+                learner.hear(message)
         current()
         return prepared
 
-    def _listen(self, heard: Callable[[torch.Tensor | None], None], admitted: Callable[[], int | None]) -> None:
-        """Takes what comes also while what came before is applied, or the connection would stand still meanwhile."""
+    def _listen(self, deliver: Callable[[torch.Tensor | None], None], admitted: Callable[[], int | None]) -> None:
+        """Receives frames in a thread, so that the connection does not stall while the learner applies them."""
         deadline = time.monotonic() + MEET
 
         def another() -> bool:
-            """Whether what is under way comes to nothing: the one who sends is lost."""
+            """Whether the sender is lost: the first worker is another one, or a new sender has called."""
             return admitted() not in (None, self._giver) or self._greet(0.0)
 
         try:
@@ -307,13 +313,13 @@ class StateReceiver:
                 if not self._greet(LOOK) and self._link is not None and self._readable(self._link):
                     link, frame = self._link, self._frame(another)
                     if frame is not None:
-                        heard(frame)
+                        deliver(frame)
                     elif self._link is link:
                         break
                 if self._link is None and time.monotonic() > deadline:
                     break
         finally:
-            heard(None)
+            deliver(None)
             for one in (self._listener, self._link, *self._calls):
                 if one is not None:
                     one.close()
@@ -323,31 +329,32 @@ class StateReceiver:
         return can_read(link, 0.0)
 
     def _greet(self, wait: float) -> bool:
-        """Whether one who has the key calls: he takes the place of who was there before, and begins anew. Looks
-        for so many seconds at most. Others, who say nothing or the wrong thing, keep nobody waiting.
+        """Takes introductions for `wait` seconds at most; returns whether a sender with the key has called.
+
+        The new sender replaces the previous one, and begins anew. Callers without the key delay nobody.
         """
         ready, _ = wait_for([self._listener, *self._calls, *filter(None, [self._link])], (), wait)
         if self._listener in ready:
             with suppress(OSError):  # it has gone again
                 self._accept()
         for call in {*self._calls} & {*ready}:
-            nonce, said = self._calls[call]
-            got = b""
+            nonce, greeting = self._calls[call]
+            received = b""
             with suppress(OSError):
-                got = call.recv(NONCE + PROOF + _GIVER.size - len(said), socket.MSG_DONTWAIT)
-            said += got
-            if got and len(said) < NONCE + PROOF + _GIVER.size:
-                self._calls[call] = nonce, said
+                received = call.recv(NONCE + PROOF + _GIVER.size - len(greeting), socket.MSG_DONTWAIT)
+            greeting += received
+            if received and len(greeting) < NONCE + PROOF + _GIVER.size:
+                self._calls[call] = nonce, greeting
                 continue
-            known = read_caller(self._key, nonce, said)
-            self._forget(call, close=known is None)
-            if known is not None:
-                proof, text = known
+            caller = read_caller(self._key, nonce, greeting)
+            self._forget(call, close=caller is None)
+            if caller is not None:
+                proof, text = caller
                 (self._giver,) = _GIVER.unpack(text)
                 if self._link is not None:
                     self._link.close()
                 self._link = call
-                with suppress(OSError):  # which the next look at it tells
+                with suppress(OSError):  # the next read notices it
                     call.sendall(proof)
                 return True
         for call in self._strangers.late(time.monotonic()):
@@ -360,18 +367,18 @@ class StateReceiver:
         self._calls[call] = nonce, b""
         if (instead := self._strangers.come(call, address[0], time.monotonic())) is not None:
             self._forget(instead)
-        with suppress(OSError):  # which its next word, or its end, tells
+        with suppress(OSError):  # the next read notices it
             call.send(nonce, socket.MSG_DONTWAIT)
 
     def _forget(self, call: socket.socket, close: bool = True) -> None:
-        """It does not call any more: it is known, or it is closed."""
+        """Forgets a caller: its introduction is complete, or its connection is closed."""
         del self._calls[call]
         self._strangers.go(call)
         if close:
             call.close()
 
     def _frame(self, given_up: Callable[[], bool]) -> torch.Tensor | None:
-        """The next frame; None: no more comes."""
+        """The next frame, or None if there is none."""
         assert self._link is not None
         head = _exactly(self._link, 8, given_up)
         length = -1 if head is None else struct.unpack("<q", bytes(head.tolist()))[0]
@@ -379,20 +386,20 @@ class StateReceiver:
 
 
 def _exactly(link: socket.socket, length: int, given_up: Callable[[], bool]) -> torch.Tensor | None:
-    """So many bytes; None: they do not come."""
+    """Receives `length` bytes; None if they do not come."""
     data = torch.empty(length, dtype=torch.uint8)
     left = _memory(data)
     link.settimeout(LOOK)
     while left:
         try:
-            got = link.recv_into(left)
+            received = link.recv_into(left)
         except TimeoutError:
             if not given_up():
                 continue
-            got = 0
+            received = 0
         except OSError:
-            got = 0
-        if not got:
+            received = 0
+        if not received:
             return None
-        left = left[got:]
+        left = left[received:]
     return data

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Announcement:
-    """A new generation: its number and members, oldest first; the first is main. A `planned` one, with newcomers, is
-    entered at the end of a step that all agree on, another one at once.
+    """A new generation: its number and its members, oldest first.
+
+    A `planned` generation, with newcomers, is entered at the end of a step that all agree on, another one at once.
     """
 
     number: int
@@ -22,13 +23,13 @@ class Announcement:
 
 @dataclass
 class Membership:
-    """Told what happened to workers, says which generation follows. Workers are known by their numbers.
+    """Keeps track of what happens to workers, and decides which generation follows. Workers are identified by number.
 
-    A member is *established* once it has the state of the training. Whoever is lost leaves at once, with all that are
-    not established; newcomers wait until all members have entered the present generation.
+    A member is *established* once it has the state of the training. Lost workers leave at once, with all members that
+    are not established; newcomers wait until all members have entered the present generation.
 
-    A replica is of `places` workers, one after another among the members, and comes and goes as a whole: without one of
-    them its *mates* have but a part of a model.
+    A replica consists of `replica_size` consecutive members, and joins and leaves as a unit: without one of them, the
+    others, its *replica peers*, have only a part of a model.
     """
 
     members: tuple[int, ...]
@@ -39,85 +40,85 @@ class Membership:
     waiting: dict[int, None] = field(default_factory=dict)  # in the order in which they came
     leaving: set[int] = field(default_factory=set)
     before: tuple[int, ...] = ()  # the members of the last generation that all had entered
-    places: int = 1
-    renews: bool = False  # the same are to form another one between two steps
-    replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by worker: the one it is of, itself included
+    replica_size: int = 1
+    renews: bool = False  # whether the same members are to form another generation between two steps
+    replicas: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by worker: the members of its replica
 
     def __post_init__(self) -> None:
-        self.in_replicas(self.places)
+        self.set_replica_size(self.replica_size)
 
-    def in_replicas(self, places: int) -> None:
-        """So many workers hold a model together, which is not known before they say so."""
-        self.places = places
+    def set_replica_size(self, size: int) -> None:
+        """Sets the number of workers that hold a model together, which is known from their first reports."""
+        self.replica_size = size
         self._group(self.before)
         self._group(self.members)
 
     def _group(self, team: tuple[int, ...]) -> None:
-        for first in range(0, len(team), self.places):
-            replica = team[first : first + self.places]
+        for first in range(0, len(team), self.replica_size):
+            replica = team[first : first + self.replica_size]
             self.replicas |= dict.fromkeys(replica, replica)
 
     @property
     def begun(self) -> bool:
-        """Whether all of the first generation have come to their first step: before that nobody can be spared."""
+        """Whether the whole first generation has come to its first step: before that, the team survives no loss."""
         return self.number > 0 or len(self.established) == len(self.members)
 
     def ready(self, worker: int) -> None:
-        """A worker of the first generation has come to its first operation."""
+        """Takes note that a worker of the first generation has come to its first transaction."""
         self.established.add(worker)
         self.entered.add(worker)
 
     def known(self, first: set[int], formed: Mapping[int, int]) -> None:
-        """What workers say of themselves: who of the `first` generation had come to its first operation, and which
-        generation each has entered last.
+        """Takes what workers report to a restarted coordinator: which of the `first` generation had come to their first
+        transaction, and which generation each has `formed` last.
         """
         self.established = first | {worker for worker, number in formed.items() if number >= 0}
         self.entered = {worker for worker, number in formed.items() if number == self.number}
         self.entered |= set() if self.number else first
 
     def waits(self, worker: int) -> None:
-        """A newcomer wants to be admitted."""
+        """Takes note that a newcomer waits to be admitted."""
         self.waiting[worker] = None
 
     def formed(self, worker: int, number: int) -> None:
-        """A worker has entered a generation, and has the state of the training."""
+        """Takes note that a worker has entered a generation, and has the state of the training."""
         if number == self.number:
             self.entered.add(worker)
             self.established.add(worker)
             self.waiting.pop(worker, None)
 
     def leaves(self, worker: int) -> None:
-        """A member was told to leave."""
+        """Takes note that a member was asked to leave."""
         if worker in self.established:
             self.leaving.add(worker)
 
-    def mates(self, workers: Collection[int]) -> list[int]:
-        """The others of their replicas."""
-        theirs = {*self.members, *self.before}.difference(workers)
-        found = dict.fromkeys(mate for worker in workers for mate in self.replicas.get(worker, ()))
-        return [mate for mate in found if mate in theirs]
+    def replica_peers(self, workers: Collection[int]) -> list[int]:
+        """The other workers of these workers' replicas."""
+        others = {*self.members, *self.before}.difference(workers)
+        replica_members = dict.fromkeys(mate for worker in workers for mate in self.replicas.get(worker, ()))
+        return [mate for mate in replica_members if mate in others]
 
     @property
-    def going(self) -> set[int]:
-        """The members that were told to leave, and their mates."""
-        return {*self.leaving, *self.mates(self.leaving)}
+    def leaving_replicas(self) -> set[int]:
+        """The members that were asked to leave, and their replica peers."""
+        return {*self.leaving, *self.replica_peers(self.leaving)}
 
     def survivors(self, lost: Collection[int]) -> tuple[int, ...]:
-        """The members that would remain."""
+        """The members that would remain without the lost ones."""
         everybody = dict.fromkeys((*self.members, *self.before))
-        there = self.established.intersection(everybody).difference(lost)
-        return tuple(worker for worker in everybody if there.issuperset(self.replicas[worker]))
+        remaining = self.established.intersection(everybody).difference(lost)
+        return tuple(worker for worker in everybody if remaining.issuperset(self.replicas[worker]))
 
     def lose(self, lost: Collection[int]) -> Announcement | None:
-        """These and their mates are gone. The next generation, if one of them was a member and somebody is left."""
+        """Removes lost workers and their replica peers; returns the next generation, if there is one."""
         concerns = not {*self.members, *self.before}.isdisjoint(lost)
         left = self.survivors(lost)
-        gone = {*lost, *self.mates(lost)}
+        gone = {*lost, *self.replica_peers(lost)}
         for worker in gone:
             self.replicas.pop(worker, None)
             self.waiting.pop(worker, None)
-        for some in (self.established, self.entered, self.leaving):
-            some -= gone
+        for workers in (self.established, self.entered, self.leaving):
+            workers -= gone
         self.members = tuple(worker for worker in self.members if worker not in gone)
         self.before = tuple(worker for worker in self.before if worker not in gone)  # their number may come back
         if not concerns:
@@ -128,27 +129,27 @@ class Membership:
         return self._announce(left, planned=False)
 
     def end(self, worker: int) -> None:
-        """A worker has done its part to the end."""
+        """Removes a worker that has done its part to the end."""
         self.members = tuple(member for member in self.members if member != worker)
         self.before = tuple(member for member in self.before if member != worker)
         self.replicas.pop(worker, None)
-        for some in (self.established, self.entered, self.leaving):
-            some.discard(worker)
+        for workers in (self.established, self.entered, self.leaving):
+            workers.discard(worker)
 
     def plan(self) -> Announcement | None:
-        """The generation that admits whoever waits and lets go whoever leaves, if it is time for one."""
+        """Returns the generation that admits waiting newcomers and lets members leave, if it is time for one."""
         if not self.begun or len(self.entered) < len(self.members):  # asked after each report: most are of this kind
             return None
-        here = set(self.members)
-        new = [worker for worker in self.waiting if worker not in here]
-        new = sorted(new[: len(new) - len(new) % self.places]) if self.places > 1 else new
-        stay = [worker for worker in self.survivors(self.leaving) if worker in here]
-        if not stay or self.entered != here or (not new and stay == [*self.members] and not self.renews):
+        members = set(self.members)
+        new = [worker for worker in self.waiting if worker not in members]
+        new = sorted(new[: len(new) - len(new) % self.replica_size]) if self.replica_size > 1 else new
+        stay = [worker for worker in self.survivors(self.leaving) if worker in members]
+        if not stay or self.entered != members or (not new and stay == [*self.members] and not self.renews):
             return None
         return self._announce((*stay, *new), planned=True)
 
     def renew(self) -> Announcement | None:
-        """A generation of those that have the state, over fresh connections."""
+        """Returns a generation of the members that have the state, over fresh connections."""
         left = self.survivors(())
         return self._announce(left, planned=False) if left else None
 

@@ -3,8 +3,8 @@
 Imported with the first one that is
 read: it needs msgspec. No torch.
 
-Limits are far beyond what any run has, and keep whoever takes a message from making millions of something. Fields that
-are not named here are those of later versions, and pass.
+The limits are far beyond what any run has, and keep a receiver from making millions of something. Fields that are not
+named here belong to later versions, and are accepted.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from msgspec import Meta
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Worker = Annotated[int, Meta(ge=0, le=10**12)]
 Last = Annotated[int, Meta(ge=-1, le=2**53)]  # a number, or -1 where there is none
-Few = Annotated[int, Meta(ge=0, le=1 << 16)]  # of what is made
+Few = Annotated[int, Meta(ge=0, le=1 << 16)]  # a number of objects that the receiver makes
 PositiveCount = Annotated[int, Meta(ge=1, le=1 << 16)]
 Code = Annotated[int, Meta(ge=-(2**31), le=2**31)]
 Seconds = Annotated[float, Meta(ge=-1e12, le=1e12)]
-Number = Annotated[str, Meta(pattern="^[0-9]{1,12}\\Z")]  # a worker's, as a name
+Number = Annotated[str, Meta(pattern="^[0-9]{1,12}\\Z")]  # a worker's number as a key
 Key = Annotated[str, Meta(pattern="^[0-9a-f]{32}\\Z")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Address = tuple[str, Port]
@@ -30,20 +30,22 @@ Workers = Annotated[list[Worker], Meta(max_length=1 << 16)]
 
 
 def form(required: Mapping[str, Any], optional: Mapping[str, Any] | None = None) -> Any:
-    """A dict that has all required fields, and may have the optional ones."""
+    """Makes the type of a dict that has all required fields, and may have the optional ones."""
     may = {name: NotRequired[kind] for name, kind in (optional or {}).items()}
     return TypedDict("Form", {**required, **may})  # type: ignore[operator]
 
 
 def by_number(kind: Any) -> Any:
+    """Makes the type of a dict by workers' numbers."""
     return dict.__class_getitem__((Number, kind))
 
 
 def each(names: str, kind: Any) -> dict[str, Any]:
+    """Makes fields of one type from names that are separated by spaces."""
     return dict.fromkeys(names.split(), kind)
 
 
-# ---- what the coordinator is asked, by the path's name
+# ---- requests to the coordinator, by the path's name
 
 ROUND = form(
     {
@@ -53,7 +55,7 @@ ROUND = form(
         "void": bool,
     }
 )
-STATE = form(  # of a worker, see seats.Said
+STATE = form(  # of a worker, see worker_slots.WorkerReport
     {},
     each("newcomer ready waiting current leaves ended final stopped declined holds", bool)
     | each("life formed alone", Last)
@@ -63,17 +65,17 @@ STATE = form(  # of a worker, see seats.Said
     | {"store": Address, "replica": PositiveCount, "at": At | None, "failed": tuple[str, Count, str] | None}
     | {"since": Seconds, "status": Code | None, "round": ROUND | None},
 )
-SAME = form(  # a report, of which all else is as it was in the one before
+SAME = form(  # a report whose other fields are the same as in the last one
     {"epoch": Count},
     each("same leaving over stop bye", bool)
     | {"clock": tuple[Seconds, Seconds] | None, "loaded": dict[Number, tuple[Seconds, Seconds]] | None}
     | {"sent": dict[str, Count] | None, "here": list[str]},
 )
 REPORT = form({"step": Count, "workers": by_number(STATE)})
-PLACE = {"place": str | None, "since": Seconds | None, "group": str | None, "number": Count | None}
+WAITING_PLACE = {"place": str | None, "since": Seconds | None, "group": str | None, "number": Count | None}
 STAND = form(
     {"name": str, "files": tuple[str, str], "worker": Worker, "state": str, "newest": dict[str, Count], "at": Seconds},
-    {"host": str | None, **PLACE},
+    {"host": str | None, **WAITING_PLACE},
 )
 REQUESTS: dict[str, Any] = {
     "join": form(
@@ -89,7 +91,7 @@ REQUESTS: dict[str, Any] = {
     "stands": form({"asked": Count}, {"last": bool}),
 }
 
-# ---- what it answers, by the path
+# ---- the coordinator's answers, by path
 
 GENERATION = form(
     {"number": Count, "members": Annotated[list[Worker], Meta(min_length=1)], "store": Address},
@@ -105,7 +107,7 @@ ORDERS = form(
     | {"standbys": list[Address], "moved": Address | None, "lines": list[tuple[Count, str, bool]]}
     | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})}
 )
-STANDS = by_number(form({"state": str, "newest": dict[str, Count], "at": Seconds, **PLACE}))
+STANDS = by_number(form({"state": str, "newest": dict[str, Count], "at": Seconds, **WAITING_PLACE}))
 ANSWERS: dict[str, Any] = {
     "/challenge": form({"challenge": Key, "epoch": Count}),
     "/report": form({"version": Count, "open": bool}, {"clock": tuple[Seconds, Seconds] | None}),
@@ -116,7 +118,7 @@ ANSWERS: dict[str, Any] = {
 }
 REFUSAL = form({}, {"refused": str, "differs": list[tuple[str, Any, Any]], "script": str})
 
-# ---- what a worker tells its agent, by the event
+# ---- messages of a worker to its agent, by event
 
 EVENTS: dict[str, Any] = {
     **each("ready waiting", form({}, {"replica": PositiveCount, "at": At})),
@@ -139,7 +141,7 @@ EVENTS: dict[str, Any] = {
     "saved": form({"step": Count}),
 }
 
-# ---- what an agent tells its worker: a generation, or one of these
+# ---- messages of an agent to its worker: a generation, or one of these
 
 COMMAND = form(
     {},
@@ -147,7 +149,7 @@ COMMAND = form(
     | {"profile": form({}, {"asked": Count, "steps": Count, "workers": Workers})},
 )
 
-# ---- what etcd answers; its numbers are texts
+# ---- etcd's answers; its numbers are texts
 
 DIGITS = Annotated[str, Meta(pattern="^[0-9]{1,20}\\Z")]
 ETCD: dict[str, Any] = {

@@ -17,9 +17,10 @@ TARGETS = "metrics.json"  # what Prometheus's file_sd reads
 
 
 def reading_key(folder: Path) -> str:
-    """The key for reading a run, mode 0600 in its folder: 32 bytes in hexadecimal, made of the run's token, so that all
-    hosts have the same; of a folder without one they are random. Nobody finds the token by it, and nothing can be
-    changed with it.
+    """Returns the key for reading a run: 32 bytes in hexadecimal, in a file of mode 0600 in the run's folder.
+
+    It is derived from the run's token, so that all hosts have the same key; without a token it is random. The key does
+    not reveal the token, and gives no right to change anything.
     """
     path, token = folder / KEY, folder / TOKEN
     if token.exists():
@@ -32,21 +33,21 @@ def reading_key(folder: Path) -> str:
 
 
 def write_targets(folder: Path, targets: list[str], instead_of: list[str] | None = None) -> None:
-    """Where the figures are, for Prometheus's file_sd; no target once the run has ended. With `instead_of` only where
-    these are there.
+    """Writes where the metrics are served, for Prometheus's file_sd; no targets once the run has ended. With
+    `instead_of`, only if the file has these targets.
     """
     path, half = folder / TARGETS, folder / f".{TARGETS}"
     if instead_of is not None:
         from paceline.base.file_types import Targets  # needs msgspec
 
         try:
-            if read_json(path, list[Targets], TARGETS) != _told(instead_of):
+            if read_json(path, list[Targets], TARGETS) != _target_groups(instead_of):
                 return
-        except (FileNotFoundError, FormatError):  # it is not ours any more
+        except (FileNotFoundError, FormatError):  # another run has replaced it
             return
-    half.write_text(json.dumps(_told(targets)) + "\n")
+    half.write_text(json.dumps(_target_groups(targets)) + "\n")
     half.replace(path)
 
 
-def _told(targets: list[str]) -> list[dict[str, list[str]]]:
+def _target_groups(targets: list[str]) -> list[dict[str, list[str]]]:
     return [{"targets": targets}] if targets else []

@@ -15,99 +15,107 @@ from paceline.team.worker_slots import WorkerReport, WorkerSlot
 
 @dataclass
 class ServerPlacement:
-    """Who is started again, and on which host parameter servers are: the agents that are `gone` or `leaving` have none.
-    Servers that are on other hosts now are to end where they were.
+    """Places parameter servers on hosts, and chooses the host on which a worker is started again.
+
+    Agents that are `gone` or `leaving` get no servers. A server that moves to another host ends on its old one.
     """
 
-    seats: dict[int, WorkerSlot]
+    slots: dict[int, WorkerSlot]
     gone: set[str]
     leaving: set[str]
     _left: dict[str, dict[int, Any]] = field(default_factory=dict)  # by agent
 
     @property
     def _hosts(self) -> list[str]:
-        """The agents that have workers, by the lowest."""
-        away, seats = self.gone | self.leaving, sorted(self.seats.items())
-        return [*dict.fromkeys(seat.agent for n, seat in seats if n < SERVERS and seat.agent not in away)]
+        """The agents that have workers, in the order of their lowest worker."""
+        away, slots = self.gone | self.leaving, sorted(self.slots.items())
+        return [*dict.fromkeys(slot.agent for n, slot in slots if n < SERVERS and slot.agent not in away)]
 
-    def place_servers(self, agent: str, told: Mapping[int, WorkerReport], recovering: bool, least: int) -> bool:
-        """Seats for the parameter servers that workers want; whether any is new. They are spread over the hosts that
-        there are, one after another, once these have so many workers; but those that an agent tells of are there.
+    def place_servers(self, agent: str, reports: Mapping[int, WorkerReport], recovering: bool, least: int) -> bool:
+        """Makes slots for the parameter servers that workers need; returns whether any is new.
+
+        The servers go to the hosts in turn, once these have `least` workers. A server that the agent reports exists
+        already, and stays with this agent.
         """
-        seats, hosts = self.seats, self._hosts
-        count = max([0, *(said.servers for said in told.values()), *(seat.said.servers for seat in seats.values())])
-        new = [number for number in range(SERVERS, SERVERS + count) if number not in seats]
-        wait = recovering or sum(number < SERVERS for number in seats) < least
+        slots, hosts = self.slots, self._hosts
+        count = max(
+            [0, *(report.servers for report in reports.values()), *(slot.report.servers for slot in slots.values())]
+        )
+        new = [number for number in range(SERVERS, SERVERS + count) if number not in slots]
+        wait = recovering or sum(number < SERVERS for number in slots) < least
         for number in new:
-            if number in told:  # to a coordinator that was started again they may be new in a later life
-                seats[number] = WorkerSlot(agent, told[number].life, newcomer=True)
+            if number in reports:  # to a coordinator that was started again they may be new in a later life
+                slots[number] = WorkerSlot(agent, reports[number].life, newcomer=True)
             elif hosts and not wait:
-                place = (number - SERVERS) % len(hosts)
+                host_index = (number - SERVERS) % len(hosts)
                 last = (
                     SERVERS < number == SERVERS + count - 1 and len(hosts) > 2
                 )  # the first has a copy of what it keeps
-                seats[number] = WorkerSlot(hosts[place or int(last)], newcomer=True)
-        return any(number in seats for number in new)
+                slots[number] = WorkerSlot(hosts[host_index or int(last)], newcomer=True)
+        return any(number in slots for number in new)
 
     def _home(self, number: int) -> str:
-        """The agent that is to start one again: for a server of a lost host another one, which has few servers, and not
-        the copies.
+        """The agent that starts a worker again. A server of a lost host goes to the host with the fewest servers that
+        does not hold its copies.
         """
-        seats, agent, hosts = self.seats, self.seats[number].agent, self._hosts
+        slots, agent, hosts = self.slots, self.slots[number].agent, self._hosts
         if number < SERVERS or agent not in self.gone | self.leaving or not hosts:
             return agent
-        at = {n: seat.agent for n, seat in seats.items() if n >= SERVERS and n != number}
+        at = {n: slot.agent for n, slot in slots.items() if n >= SERVERS and n != number}
         beside = [at.get(SERVERS + (number - SERVERS + step) % (len(at) + 1)) for step in (1, -1)]
         return min(hosts, key=lambda host: (host in beside, [*at.values()].count(host), hosts.index(host)))
 
-    def again(self, number: int, life: int, failures: int = 0, newcomer: bool = True) -> None:
-        before, agent = self.seats[number], self._home(number)
+    def restart(self, number: int, life: int, failures: int = 0, newcomer: bool = True) -> None:
+        """Replaces a worker's slot by one with this life, on another host if its own is lost."""
+        before, agent = self.slots[number], self._home(number)
         if agent != before.agent:
             self._left.setdefault(before.agent, {})[number] = WorkerSlot(agent, before.life, True, out=True).wanted
-        self.seats[number] = WorkerSlot(agent, life, newcomer, failures=failures)
+        self.slots[number] = WorkerSlot(agent, life, newcomer, failures=failures)
 
     def wanted(self, agent: str) -> dict[int, Any]:
-        """What an agent is to bring about."""
-        return self._left.get(agent, {}) | {n: seat.wanted for n, seat in self.seats.items() if seat.agent == agent}
+        """The workers, by number, that an agent must run or end."""
+        return self._left.get(agent, {}) | {n: slot.wanted for n, slot in self.slots.items() if slot.agent == agent}
 
     def can_go_back(self, first: Sequence[int]) -> bool:
-        """Whether all can begin anew, as the workers of the `first` generation did, who meet in one agent; the others
-        join them.
+        """Whether all workers can begin anew like the `first` generation, whose workers all belong to one agent; the
+        others join them.
         """
-        agents = {self.seats[number].agent for number in first if number in self.seats}
+        agents = {self.slots[number].agent for number in first if number in self.slots}
         return len(agents) == 1 and not agents & (self.gone | self.leaving) and [*first] == [*range(len(first))]
 
 
-def serving(seats: Mapping[int, WorkerSlot]) -> dict[int, At]:
-    """Where the parameter servers are reached, by their numbers."""
-    at = {n - SERVERS: seat.said.at for n, seat in sorted(seats.items()) if n >= SERVERS and seat.alive}
+def serving(slots: Mapping[int, WorkerSlot]) -> dict[int, At]:
+    """The addresses of the parameter servers, by their numbers."""
+    at = {n - SERVERS: slot.report.at for n, slot in sorted(slots.items()) if n >= SERVERS and slot.alive}
     return {number: where for number, where in at.items() if where is not None}
 
 
-def held_elsewhere(seats: Mapping[int, WorkerSlot], lost: Collection[int]) -> str:
-    """Who has what these parameter servers kept, in words; nothing where a part of any of them is nobody's."""
-    count = max((seat.said.servers for seat in seats.values()), default=0)
-    copies = max((seat.said.copies for seat in seats.values()), default=0)
-    have = {n for n, seat in seats.items() if seat.alive and seat.said.holds and n not in lost}
-    found = [[SERVERS + n for n in holders(part, count, copies) if SERVERS + n in have] for part in range(count)]
-    if not copies or not all(found):
+def held_elsewhere(slots: Mapping[int, WorkerSlot], lost: Collection[int]) -> str:
+    """Says which servers have copies of what the lost ones kept; an empty text if any part has no copy."""
+    count = max((slot.report.servers for slot in slots.values()), default=0)
+    copies = max((slot.report.copies for slot in slots.values()), default=0)
+    have = {n for n, slot in slots.items() if slot.alive and slot.report.holds and n not in lost}
+    holders_by_part = [
+        [SERVERS + n for n in holders(part, count, copies) if SERVERS + n in have] for part in range(count)
+    ]
+    if not copies or not all(holders_by_part):
         return ""
-    those = {found[number - SERVERS][0] for number in lost}
+    those = {holders_by_part[number - SERVERS][0] for number in lost}
     what = "a copy of what it" if len(lost) == 1 else "copies of what they"
     return f"{ranks(those)} {'has' if len(those) == 1 else 'have'} {what} kept"
 
 
-def all_lost(seats: Mapping[int, WorkerSlot], servers: Sequence[int], why: str) -> tuple[list[int], str]:
-    """These parameter servers, and those that ended beside them, of which that was not said yet; how, in words."""
-    ends = {n for n, seat in seats.items() if n >= SERVERS and seat.said.status is not None and not seat.out}
+def all_lost(slots: Mapping[int, WorkerSlot], servers: Sequence[int], why: str) -> tuple[list[int], str]:
+    """These parameter servers and others that ended too, not yet reported as lost; and how they ended, in words."""
+    ends = {n for n, slot in slots.items() if n >= SERVERS and slot.report.status is not None and not slot.out}
     too = sorted(ends - {*servers})
     return [*servers, *too], ", ".join(
-        [f"{ranks(servers)} {why}", *(f"{ranks([n])} {seats[n].said.loss}" for n in too)]
+        [f"{ranks(servers)} {why}", *(f"{ranks([n])} {slots[n].report.loss}" for n in too)]
     )
 
 
-def unheld(said: Mapping[int, WorkerReport]) -> set[int]:
-    """The parameter servers that have not got back what others have."""
-    servers = {number for number in said if number >= SERVERS}
-    have = {number for number in servers if said[number].holds}
+def unheld(reports: Mapping[int, WorkerReport]) -> set[int]:
+    """The parameter servers that have not received their state back, which others have."""
+    servers = {number for number in reports if number >= SERVERS}
+    have = {number for number in servers if reports[number].holds}
     return servers - have if have else set()

@@ -17,43 +17,44 @@ from paceline.base.stacks import FOLDER, keep
 from paceline.base.text import ranks
 from paceline.errors import FormatError
 
-MOST = 1 << 20  # bytes of a worker's stacks, or collectives, that are taken
-PACKED = 60_000  # bytes of each on the way: a request is limited
+MOST = 1 << 20  # most bytes of a worker's stacks, or collectives
+PACKED = 60_000  # most bytes of each in a request, whose size is limited
 NAME = re.compile(r"(worker|server)-[0-9]{1,12}(\.[0-9]{1,12})?")  # of a worker's files
 
 
 class StackRequests:
-    """The coordinator's side: the newest question, which agents are to answer it, and what they have said."""
+    """The coordinator's side: the newest request for stacks, the agents that have not answered it, and the answers."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.asked = folder, 0
         self._waits: set[str] = set()
-        self._said: dict[int, dict[str, Any]] = {}
+        self._answers: dict[int, dict[str, Any]] = {}
 
     def ask(self, agents: Iterable[str]) -> None:
-        """The number of a question is that of no coordinator before."""
-        self.asked, self._waits, self._said = max(self.asked + 1, time.time_ns() // 1_000_000), {*agents}, {}
+        """Asks agents for stacks, under a number that no previous coordinator has used."""
+        self.asked, self._waits, self._answers = max(self.asked + 1, time.time_ns() // 1_000_000), {*agents}, {}
 
-    def take(self, agent: str, said: Mapping[str, Any]) -> None:
-        """An agent's answer of one worker, of the type forms.STAND, or its last word. FormatError."""
-        if said["asked"] != self.asked:
+    def take(self, agent: str, answer: Mapping[str, Any]) -> None:
+        """Takes an agent's answer for one worker, of the type message_types.STAND, or its last message. FormatError."""
+        if answer["asked"] != self.asked:
             return
-        if said.get("last"):
+        if answer.get("last"):
             self._waits.discard(agent)
             return
-        if not NAME.fullmatch(said["name"]):
+        if not NAME.fullmatch(answer["name"]):
             raise FormatError("a request /stands has a name of no worker", SAME_VERSION)
-        keep(self._folder, said["name"], *unpacked(said["files"]))
-        told = ("host", "state", "place", "at", "since", "group", "number", "newest")
-        self._said[said["worker"]] = plain({name: said.get(name) for name in told})
+        keep(self._folder, answer["name"], *unpacked(answer["files"]))
+        names = ("host", "state", "place", "at", "since", "group", "number", "newest")
+        self._answers[answer["worker"]] = plain({name: answer.get(name) for name in names})
 
     def answer(self) -> dict[str, Any]:
+        """The answer to POST /stacks: the stacks' folder, where each worker stands, and which agents are missing."""
         waits, folder = sorted(self._waits), str((self._folder / FOLDER).absolute())
-        return {"asked": self.asked, "waits": waits, "folder": folder, "workers": self._said}
+        return {"asked": self.asked, "waits": waits, "folder": folder, "workers": self._answers}
 
 
 def packed(*texts: str) -> list[str]:
-    """Texts as they travel: of one that is too large the beginning and the end."""
+    """Compresses texts for a request, and shortens those that are too large to their beginning and end."""
     return [base64.b64encode(_pressed(text.encode(errors="backslashreplace")[:MOST])).decode() for text in texts]
 
 
@@ -66,7 +67,7 @@ def _pressed(data: bytes) -> bytes:
 
 
 def unpacked(texts: Iterable[str]) -> list[str]:
-    """FormatError: they are not what `packed` gives."""
+    """Decompresses texts from `packed`. FormatError: they are not from it."""
     try:
         return [
             zlib.decompressobj().decompress(base64.b64decode(text), MOST).decode("utf-8", "replace") for text in texts
@@ -76,17 +77,17 @@ def unpacked(texts: Iterable[str]) -> list[str]:
 
 
 def table(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What `StackRequests` has heard, a line for each place where some stand: first those that wait for nobody."""
+    """Lists the answers with a line for each place where workers stand: first the workers that wait for no other."""
     places: dict[tuple[bool, str, str, str], list[int]] = {}
     waited: dict[tuple[bool, str, str, str], float] = {}
-    for number, told in sorted((int(number), told) for number, told in workers.items()):
-        group, turn = told["group"], told["number"]
+    for number, stand in sorted((int(number), stand) for number, stand in workers.items()):
+        group, turn = stand["group"], stand["number"]
         behind = [int(n) for n, other in workers.items() if group and turn and other["newest"].get(group, turn) < turn]
         who = f"; {ranks(behind)} {'has' if len(behind) == 1 else 'have'} not begun it" if behind else ""
-        key = group is not None, told["state"], f" at {told['place']}" if told["place"] else "", who
+        key = group is not None, stand["state"], f" at {stand['place']}" if stand["place"] else "", who
         places.setdefault(key, []).append(number)
-        if told["since"] is not None:
-            waited[key] = max(waited.get(key, 0.0), told["at"] - told["since"])
+        if stand["since"] is not None:
+            waited[key] = max(waited.get(key, 0.0), stand["at"] - stand["since"])
     rows = [
         (ranks(numbers), key[1] + (f" for {waited[key]:.1f} s" if key in waited else "") + key[2] + key[3])
         for key, numbers in sorted(places.items(), key=lambda item: (item[0][0], item[1]))

@@ -8,40 +8,42 @@ from collections.abc import Collection, Mapping
 from paceline.base.text import ranks
 from paceline.team.worker_slots import WorkerReport, WorkerSlot
 
-NAMED, OVER = 2.0, 5.0  # seconds that one is stopped before it is said, and before nobody waits any longer
+NAMED, OVER = 2.0, 5.0  # seconds of a stop after which the console names the worker, and after which nobody waits
 
 
 class SuspendedWorkers:
-    """Who is stopped, and since when. `due` is when to look at them again."""
+    """The workers that are suspended, and since when. `due` is the time at which to look at them again."""
 
     def __init__(self) -> None:
         self._since: dict[int, tuple[int, float]] = {}  # with the life in which it is
         self._named: set[int] = set()
         self.due = math.inf
 
-    def hear(self, number: int, said: WorkerReport, now: float) -> bool:
-        """What is said of a worker: whether it goes on, after it was said that it is stopped."""
+    def update(self, number: int, report: WorkerReport, now: float) -> bool:
+        """Takes a worker's report; returns whether the worker goes on after the console named it as stopped."""
         life, _ = self._since.get(number, (None, 0.0))
-        if said.stopped and life == said.life:
+        if report.stopped and life == report.life:
             return False
-        goes_on = number in self._named and life == said.life and said.status is None
+        goes_on = number in self._named and life == report.life and report.status is None
         self._named.discard(number)
         self._since.pop(number, None)
-        if said.stopped:
-            self._since[number] = said.life, now - said.since
+        if report.stopped:
+            self._since[number] = report.life, now - report.since
         return goes_on
 
-    def stopped(self, seats: Mapping[int, WorkerSlot]) -> list[int]:
-        """Those that still are."""
-        there = {number: seats[number] for number in self._since if number in seats}
-        self._since = {n: self._since[n] for n, seat in there.items() if seat.alive and seat.said.stopped}
+    def stopped(self, slots: Mapping[int, WorkerSlot]) -> list[int]:
+        """The workers that are still suspended."""
+        known = {number: slots[number] for number in self._since if number in slots}
+        self._since = {n: self._since[n] for n, slot in known.items() if slot.alive and slot.report.stopped}
         self._named &= self._since.keys()
         self.due = math.inf
         return [*self._since]
 
     def wait(self, stopped: Collection[int], now: float, begun: bool, then: str) -> tuple[str, bool]:
-        """Nobody goes on without these: a line, if one is to be said now, and whether their time is over, at which
-        something happens `then`; else they are waited for. `begun`: the first step is made.
+        """Waits for suspended workers without whom nobody can go on.
+
+        Returns a line for the console (or an empty text), and whether their time is over. `then` says what happens when
+        it is over; an empty text means to wait for ever. `begun`: the first step is made.
         """
         if not stopped:
             return "", False
@@ -63,12 +65,13 @@ class SuspendedWorkers:
         return f"{what}: {then}{soon}", over
 
 
-def all_ended(seats: Mapping[int, WorkerSlot]) -> bool:
-    """Whether all whom the run depends on have, of which there is one at least."""
-    counting = (seat.said.status for seat in seats.values() if not seat.newcomer and not seat.out)
-    first = next(counting, None)  # a living one says no, without a look at all the others
+def all_ended(slots: Mapping[int, WorkerSlot]) -> bool:
+    """Whether all workers that the run depends on have ended; there must be at least one."""
+    counting = (slot.report.status for slot in slots.values() if not slot.newcomer and not slot.out)
+    first = next(counting, None)  # if this one is alive, there is no need to look at all the others
     return first is not None and all(status is not None for status in counting)
 
 
-def any_ended_well(seats: Mapping[int, WorkerSlot]) -> bool:
-    return any(seat.said.status == 0 for seat in seats.values() if not seat.newcomer and not seat.out)
+def any_ended_well(slots: Mapping[int, WorkerSlot]) -> bool:
+    """Whether any worker that the run depends on has ended with exit code 0."""
+    return any(slot.report.status == 0 for slot in slots.values() if not slot.newcomer and not slot.out)

@@ -24,11 +24,11 @@ from paceline.comm.communicator import Group
 from paceline.comm.peer_status import call_site
 from paceline.data.loader import Assignment
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
-from paceline.team.exit_reports import ExitReports, exception_told
+from paceline.team.exit_reports import ExitReports, describe_exception
 from paceline.team.transactions import Operations, settling
 
 T = TypeVar("T")
-_NO_GROUP = "Default process group has not been initialized"  # torch says to whoever calls its collectives
+_NO_GROUP = "Default process group has not been initialized"  # torch's error in a collective
 _SUMS = (
     "Paceline's workers have no group of torch.distributed: leave collectives, ranks and sizes out of losses, forwards "
     "and datasets; return (sum, count) from a loss or metric, and Paceline adds it over all workers; elsewhere call "
@@ -44,7 +44,7 @@ SUMS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "
 
 @lru_cache(maxsize=8)  # asked for in every step, and the same in all of a generation
 def _weights(members: tuple[int, ...], shares: tuple[float, ...] | None, unit: int) -> tuple[float, ...]:
-    """Of the units, which have so many members each."""
+    """The weights of units of `unit` members each: the sums of their members' shares."""
     each = tuple(shares[m] if shares is not None and m < len(shares) else 1.0 for m in members)
     each = each if sum(each) else (1.0,) * len(members)
     return tuple(sum(each[first : first + unit]) for first in range(0, len(each), unit))
@@ -62,8 +62,8 @@ class Team:
         self.group = Group(world)
         self.operations = Operations(world, self.group)
         self.left = False
-        self.code: int | None = None  # that this worker ends with, where it failed
-        self.ends_late = False  # it failed when the script had ended
+        self.code: int | None = None  # the exit code of this worker if it failed
+        self.ends_late = False  # whether it failed after the script had ended
         self.step = 0  # optimizer steps done, for the failure block
         self.closing: list[Callable[[bool], None]] = []
         self._firsts = 0
@@ -79,32 +79,32 @@ class Team:
         return self.group.size
 
     def get_assignment(self, mesh: Mesh, together: int = 1) -> Assignment:
-        """How the micro-batches of a trainer with such a mesh are dealt at present, and to which of its units this
-        worker belongs.
+        """How the micro-batches of a trainer with this mesh are assigned to units at present, and to which of these
+        units this worker belongs.
         """
         rank, units = self.rank, _weights(self.operations.members, self.world.shares, mesh.unit)
         speaks = mesh.speaks(rank)
         return Assignment(mesh.unit_of(rank), units, self.operations.number, together=together, speaks=speaks)
 
-    def _together(self, compute: Callable[[], T]) -> T:
-        found: T = self.operations.run(settling(compute))
-        return found
+    def _run_collective(self, compute: Callable[[], T]) -> T:
+        result: T = self.operations.run(settling(compute))
+        return result
 
     def _greet(self) -> None:
-        """Refuses a team whose workers run different things, before they train apart."""
+        """Checks that all workers run the same script, plan and versions. WorkersDifferError: they do not."""
         script = Path(sys.argv[0])
         digest = hashlib.sha256(script.read_bytes()).hexdigest() if script.is_file() else ""
-        mine = {
+        versions = {
             "script": digest,
             "torch": torch.__version__,
             "python": ".".join(map(str, sys.version_info[:2])),
             "plan": self.world.plan,
         }
         self.group.enter("the start")
-        told = self.group.gather_json([mine, get_cpu_capability()])
-        everyone = [greeting for greeting, _ in told]
-        self.capabilities = [capability for _, capability in told]  # of the processors, by rank
-        for what in mine:
+        replies = self.group.gather_json([versions, get_cpu_capability()])
+        everyone = [greeting for greeting, _ in replies]
+        self.capabilities = [capability for _, capability in replies]  # of the processors, by rank
+        for what in versions:
             others = [rank for rank, greeting in enumerate(everyone) if greeting[what] != everyone[0][what]]
             if others:
                 shown = "" if what == "script" else f" ({everyone[0][what]} and {everyone[others[0]][what]})"
@@ -127,7 +127,7 @@ class Team:
             self.group.enter(f"all_reduce {name!r} of {shape} {kind}")
             return self.group.sum(tensor.detach().clone().contiguous())
 
-        return self._together(compute)
+        return self._run_collective(compute)
 
     def broadcast(self, tensor: torch.Tensor, name: str = "broadcast") -> torch.Tensor:
         """Worker 0's tensor (same shape and dtype everywhere), in a new tensor."""
@@ -137,7 +137,7 @@ class Team:
             self.group.enter(f"broadcast {name!r} of {shape} {str(tensor.dtype).removeprefix('torch.')}")
             return self.group.broadcast(tensor.detach().clone().contiguous())
 
-        return self._together(compute)
+        return self._run_collective(compute)
 
     def gather(self, tensor: torch.Tensor, name: str = "gather") -> list[torch.Tensor]:
         """All workers' tensors in rank order, on every worker; shapes may differ, the dtype may not."""
@@ -148,7 +148,7 @@ class Team:
             parts = self.group.gather(tensor.detach().reshape(-1))
             return [part.reshape(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
 
-        return self._together(compute)
+        return self._run_collective(compute)
 
     def any(self, flag: bool, name: str = "any") -> bool:
         """Whether `flag` is true on at least one worker: the same answer on all."""
@@ -157,7 +157,7 @@ class Team:
             self.group.enter(f"any {name!r}")
             return bool(self.group.sum(torch.tensor([int(bool(flag))], dtype=torch.int64)).item())
 
-        return self._together(compute)
+        return self._run_collective(compute)
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -179,17 +179,17 @@ class Team:
         if self.rank == 0:
             self.group.flag(name)
 
-    def fail(self, code: int, **told: str) -> None:
-        """The script has failed: the others hear of it, and this worker ends with the code."""
+    def fail(self, code: int, **fields: str) -> None:
+        """Reports that the script has failed; this worker ends with the exit code `code`."""
         self.code = code
-        self.world.tell("failed", step=self.step, **told)
+        self.world.tell("failed", step=self.step, **fields)
 
     def close(self) -> None:
-        """Ends this worker's part; called by itself when the script ends."""
+        """Ends this worker's part in the team; called automatically when the script ends."""
         alone = self.code is not None or self.left or self.operations.waiting
         if not alone:
             with HEARTBEAT.waiting():
-                self._together(self.group.meet)
+                self._run_collective(self.group.meet)
         for close in reversed(self.closing):
             close(alone)
         self.closing.clear()
@@ -215,30 +215,30 @@ def join() -> Team:
         _check_identity(world)
         before = sys.excepthook  # torch puts its own in place, which prefixes every line
         _team = Team(world)
-        _own_the_end(_team, before)
+        _take_over_exit(_team, before)
     return _team
 
 
 def _check_identity(world: World) -> None:
-    """Refuses a process that has a worker's environment and is not the one that its agent started: two that send
-    gradients as one worker would change the training without a word.
+    """Refuses a process that has a worker's environment but is not the one that its agent started: two processes that
+    send gradients as the same worker would silently change the training. UsageError: it is another process.
     """
-    agent, own = worlds.agent_pid(), os.getpid()
+    agent, pid = worlds.agent_pid(), os.getpid()
     if world.launcher != "paceline" or agent is None:
         return
     started = HEARTBEAT.process()
-    if started is None:  # a worker that began another program in its place has closed it
-        started = own if (os.getppid(), os.getsid(0)) == (agent, own) else 0
-    if started != own:
+    if started is None:  # a worker that replaced itself with another program has closed it
+        started = pid if (os.getppid(), os.getsid(0)) == (agent, pid) else 0
+    if started != pid:
         which = f"process {started}" if started else "another process"
         what = (
-            f"process {own} has the environment of worker {world.rank}, which is {which}: it cannot train in its place"
+            f"process {pid} has the environment of worker {world.rank}, which is {which}: it cannot train in its place"
         )
         raise UsageError(what, _TWINS)
 
 
 def _refuse_in_child(team: Team) -> None:
-    """In a process that the worker forked: it takes no part in the training, and ends without a word to the agent."""
+    """Keeps a process that the worker forked out of the training; it reports nothing to the agent when it ends."""
     atexit.unregister(_end)
     worker = team.operations.worker
     team.operations.refusal = UsageError(
@@ -246,13 +246,13 @@ def _refuse_in_child(team: Team) -> None:
     )
 
 
-def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
-    """The order of shutdown is ours: how the script ends is noticed, and groups are released before torch goes."""
+def _take_over_exit(team: Team, before: Callable[..., Any]) -> None:
+    """Installs the handlers that notice how the script ends and release groups before torch shuts down."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if _NO_GROUP in str(error):
             add_hint(error, _SUMS)
-        team.fail(130 if issubclass(kind, KeyboardInterrupt) else 1, **exception_told(error))
+        team.fail(130 if issubclass(kind, KeyboardInterrupt) else 1, **describe_exception(error))
         before(kind, error, trace)
 
     sys.excepthook = hook
@@ -260,19 +260,19 @@ def _own_the_end(team: Team, before: Callable[..., Any]) -> None:
     if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
         os.register_at_fork(after_in_child=partial(_refuse_in_child, team))
     if team.world.launcher == "paceline":
-        # The terminal's Ctrl-C is the agent's business; it tells us politely.
+        # The agent handles the terminal's Ctrl-C, and asks this worker to leave.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _end(team: Team, exits: ExitReports) -> None:
-    """The script's end. An error here, such as a last checkpoint that cannot be written, must still fail the worker."""
+    """Ends the worker when the script ends. An error in this, such as in the last checkpoint, must fail the worker."""
     if team.code is None and exits.failed:
         team.fail(exits.code, kind="SystemExit", text=f"exit code {exits.code}", at=exits.at)
     try:
         team.close()
     except PacelineError as error:
         team.ends_late = True
-        # About the script as a whole, and not about our lines; an agent reads what happened from a traceback.
+        # The error is about the script and not about this file; but an agent needs the traceback.
         if isinstance(error, UsageError) and team.world.launcher != "paceline":
             error = error.with_traceback(None)
         sys.excepthook(type(error), error, error.__traceback__)
@@ -280,7 +280,7 @@ def _end(team: Team, exits: ExitReports) -> None:
 
 
 def exit_code() -> int | None:
-    """The exit code of a worker that failed among others, or after its script had ended; None where the interpreter
-    may end as it likes.
+    """The exit code of a worker that failed in a team of several, or after its script had ended; None if Python decides
+    on the exit code.
     """
     return None if _team is None or (_team.size == 1 and not _team.ends_late) else _team.code

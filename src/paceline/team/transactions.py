@@ -30,33 +30,33 @@ from paceline.team.auth import handshake_key
 from paceline.team.fault_injection import FaultInjector
 from paceline.team.live_migration import Learner, Migration, StateReceiver, digests
 
-LARGE = 1 << 16  # bytes of a tensor that is handed over by itself
-PAUSE = 0.05  # seconds between two looks
-REFUSED = 76  # exit code of a worker that the team has left behind: it may come back as new
+LARGE = 1 << 16  # bytes from which on a tensor is handed over in a message of its own
+PAUSE = 0.05  # seconds between two looks at the orders
+REFUSED = 76  # exit code of a worker that the team has left behind: it may join again as a newcomer
 
 
 class ReformedError(PeerLostError):
-    """The team has a new generation; what was under way is void."""
+    """The team forms a new generation; the transaction under way is void."""
 
 
 class LeftError(Exception):
-    """This worker has left the team, as it was told."""
+    """This worker has left the team as it was asked to."""
 
 
-# One attempt at something that all workers do together, written from top to bottom:
+# One attempt at a transaction of all workers, written from top to bottom:
 #
-#     ...                     up to the last large collective; whoever is closed here brings back what was before
-#     settled = yield settle  all has arrived here: `settle()` makes small plain values that all must have before
-#                             anything changes, by collectives; what it returns anywhere is sent to all
+#     ...                     up to the last large collective; an attempt that is closed here restores the old state
+#     settled = yield settle  all reductions have completed: `settle()` uses collectives to agree on small plain values
+#                             that all workers need before anything changes; its result is sent back in
 #     ...                     changes the state of this worker, without collectives
-#     yield result            it counts: a tree of plain values and tensors
-#     ...                     what is left to do, by collectives; `StateOwner.complete` does it where they fail
+#     yield result            the transaction counts; `result` is a tree of plain values and tensors
+#     ...                     what is left to do, by collectives; `StateOwner.complete` does it if they fail
 Attempt = Generator[Any, Any, None]
 Taken = Callable[[Any, Any], Any]
 
 
 def settling(compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None) -> Callable[[], Attempt]:
-    """Attempts at what has no state of its own: `compute` uses collectives, and what it returns is all there is."""
+    """Makes attempts at something without a state: `compute` uses collectives, and `apply` maps its result."""
 
     def attempt() -> Attempt:
         settled = yield compute
@@ -66,35 +66,39 @@ def settling(compute: Callable[[], Any], apply: Callable[[Any], Any] | None = No
 
 
 class StateOwner(Learner, Protocol):
-    """Who has the state of the training."""
+    """Holds the state of the training, and hands it over to other workers or takes it over from them."""
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
 
     def hand_over(self) -> Any:
-        """All of it, as a tree of plain values and tensors."""
+        """Returns the full state, as a tree of plain values and tensors."""
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
-        """What another worker handed over; one that is no newcomer has its own place in the script."""
+        """Takes the state that another worker handed over; a worker that is no newcomer keeps its position in its
+        script.
+        """
 
     def complete(self) -> None:
-        """What a step that counts may have left to do. All workers of a replica do it; collective among them."""
+        """Does what a step that counts may have left to do. Collective among the workers of a replica."""
 
     def changing(self) -> int:
-        """Bytes of the sums of a step."""
+        """The bytes of a step's sums."""
 
-    def gives(self, worker: int, size: int, whole: int, seconds: float | None) -> None:
-        """A worker is about to be given so many bytes of the whole state; how long that takes, where it is known."""
+    def gives(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
+        """Reports that this worker is about to give `size` of the state's `full_size` bytes to a worker, which takes so
+        many seconds, if that is known.
+        """
 
     def formed(self, generation: Generation, seconds: float) -> None:
-        """A generation has formed, in so many seconds: memory and shares are to be dealt again. Collective."""
+        """Assigns memory and shares again after a generation has formed, which took so many seconds. Collective."""
 
 
 class Operations:
-    """Does one thing after another in the present generation, and forms the next ones.
+    """Runs transactions in the present generation, and forms the next generations.
 
-    `number` is that of the generation. A `waiting` worker is a newcomer: a world of one until it is admitted.
+    `number` is the number of the generation. A `waiting` worker is a newcomer: a world of one until it is admitted.
     """
 
     def __init__(self, world: World, group: Group) -> None:
@@ -105,97 +109,97 @@ class Operations:
         self.waiting = world.newcomer
         self.account = Account()
         self._detection = 0.0  # seconds for which the last loss was not known
-        self.hold = False  # too few are here: no further step is to be made
+        self.hold = False  # there are too few workers to make another step
         self.holder: StateOwner | None = None
-        self.refusal: UsageError | None = None  # why this process does nothing with the team, if it does not
+        self.refusal: UsageError | None = None  # why this process takes no part in the team, if it does not
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
-        self._last: Any = None  # what was settled last, and the result
-        self._told = False
+        self._last: Any = None  # the last settled values, and the result
+        self._is_announced = False  # whether the agent knows that this worker is ready
         self._chaos = (
             FaultInjector(world.chaos, world.rank, Path(world.run_dir or ".")) if world.chaos.strip(", ") else None
         )
         self._entering = threading.Lock()
         self.migration = Migration(self.worker, self._key)
-        self.ahead = True  # the sums of steps, which newcomers are sent, are known here
-        self._followed = False  # much of the state came ahead
-        self.orders = AgentCommands(world.orders_fd, self._heard, self._comes)
+        self.ahead = True  # whether this worker has the sums of steps, which newcomers receive ahead
+        self._followed = False  # whether much of the state came ahead
+        self.orders = AgentCommands(world.orders_fd, self._on_urgent_generation, self._meet_newcomers)
 
     def _key(self, salt: str) -> bytes:
-        """What both ends of a connection have, over which the state goes."""
+        """The key of a connection over which the state goes."""
         return handshake_key(self.world.run_dir, salt)
 
     @property
     def elastic(self) -> bool:
-        """Whether losses can be survived: there is an agent, and a state to hand over."""
+        """Whether the team can survive losses: there is an agent, and a state to hand over."""
         return self.world.orders_fd is not None and self.holder is not None
 
     @property
     def done(self) -> int:
-        """Transactions that count so far: the same number on all members."""
+        """The number of transactions that count so far, which is the same on all members."""
         return self._tx.done
 
     @property
     def newcomers(self) -> bool:
-        """Whether a generation waits for the end of a step."""
-        return self.orders.newer(self.number)
+        """Whether a generation waits for the end of a step, such as one with newcomers."""
+        return self.orders.has_newer(self.number)
 
     @property
     def interrupted(self) -> bool:
-        """Whether a generation is to be entered at once: every collective fails until it is."""
-        return self.orders.newer(self.number, at_once=True)
+        """Whether this worker must enter a generation at once: every collective fails until it does."""
+        return self.orders.has_newer(self.number, at_once=True)
 
     @property
     def merge(self) -> list[int] | None:
-        """The islands that are in the merge of the present turn, once that is decided; none where it is void."""
-        told = self.orders.merge
-        present = (told.get("turn"), told.get("number")) == (self.done, self.number)
-        return list(told["islands"]) if present else None
+        """The islands in the merge of the present turn, once that is decided; an empty list if the merge is void."""
+        decision = self.orders.merge
+        present = (decision.get("turn"), decision.get("number")) == (self.done, self.number)
+        return list(decision["islands"]) if present else None
 
     def await_merge(self, ends: Callable[[], bool]) -> None:
-        """Waits until that is decided, or it `ends` otherwise. PeerLostError: another generation forms."""
-        self.orders.hear(lambda: self.interrupted or self.merge is not None or ends())
+        """Waits until the merge is decided or `ends()` is true. PeerLostError: another generation forms."""
+        self.orders.wait_until(lambda: self.interrupted or self.merge is not None or ends())
         if self.interrupted:
             raise ReformedError("another generation forms", "wait")
 
     def reached(self, moment: str) -> None:
-        """A moment at which a rehearsal may let something happen."""
+        """Marks a moment at which a fault may be injected."""
         HEARTBEAT.beat()
         if self._chaos is not None and self.holder is not None:
             self._chaos.reached(moment, self.holder.step, len(self.members))
 
-    def _heard(self, order: Generation) -> None:
+    def _on_urgent_generation(self, order: Generation) -> None:
         with self._entering:
             if order.number > self.number:  # else it is under way, or done
                 self._group.interrupt(ReformedError(f"generation {order.number} forms", "wait"))
 
-    def _comes(self, coming: Coming) -> None:
+    def _meet_newcomers(self, coming: Coming) -> None:
         if self._group.rank == 0 and not self.waiting:
             self.migration.meet(coming)
 
-    def turn(self) -> None:
-        """Between two steps: the state goes ahead to newcomers on other hosts; and where we are to wait, we do."""
+    def between_steps(self) -> None:
+        """Between two steps: sends the state ahead to newcomers on other hosts, and waits if the agent asks for it."""
         if self.orders.coming:
-            self._comes(self.orders.coming)
+            self._meet_newcomers(self.orders.coming)
         if self.holder is not None:
-            self.migration.turn(self.holder.hand_over, self.holder.changing)
-        if self.orders.wait_here:
+            self.migration.begin_sending(self.holder.hand_over, self.holder.changing)
+        if self.orders.paused_by_agent:
             with self.account.of("paused"), HEARTBEAT.waiting():
-                while self.orders.wait_here and not self.orders.newer(self.number):
+                while self.orders.paused_by_agent and not self.orders.has_newer(self.number):
                     time.sleep(PAUSE)
 
     # -- one thing ----------------------------------------------------------------------------------------------
 
     def run(self, make: Callable[[], Attempt], spends: str = "script", taken: Taken | None = None) -> Any:
-        """Makes attempts at one thing, through as many generations as it takes; returns its result.
+        """Runs one transaction: makes attempts, through as many generations as it takes, and returns the result.
 
-        Its time is on the account `spends`. Where this worker took another's state over with the result, `taken` gets
-        what was settled and the result; without it, the former is applied here, too. UsageError: a newcomer has not
-        been admitted yet.
+        Its time goes to the account `spends`. If this worker took over the state of another one together with the
+        result, `taken` gets the settled values and the result; without `taken`, this worker applies the settled values,
+        too. UsageError: a newcomer has not been admitted yet.
         """
         if self.refusal is not None:
             raise self.refusal
-        if not self._told and self.elastic:
-            self._told = True
+        if not self._is_announced and self.elastic:
+            self._is_announced = True
             self.hold |= self.world.hold
             self.world.tell("ready", replica=self._group.mesh.replica)
         if self.waiting:
@@ -203,7 +207,7 @@ class Operations:
                 f"worker {self.worker} has come back, and cannot take part in what the team did before it trained",
                 "let the script's first collectives be those of its Trainer, whose results are kept for newcomers",
             )
-        if self._tx.moment is not Moment.IDLE:  # called in the midst of another one, of which it is a part
+        if self._tx.moment is not Moment.IDLE:  # called inside of another transaction, of which it is a part
             attempt = make()
             return attempt.send(next(attempt)())
         with self.account.of(spends):
@@ -237,7 +241,7 @@ class Operations:
             return result
 
     def _take_result(self, make: Callable[[], Attempt], taken: Taken | None) -> Any:
-        """This worker's own part was lost; what was done was not."""
+        """The result of a transaction that counts, although this worker's part of it was lost."""
         settled, result = self._last
         if taken is not None:
             return taken(settled, result)
@@ -246,7 +250,9 @@ class Operations:
         return attempt.send(settled)
 
     def _charge(self, tried: float, ended: bool) -> None:
-        """An attempt of so many seconds that a loss has interrupted: for as long as it was not known, nobody worked."""
+        """Accounts for an attempt of `tried` seconds that a loss interrupted: the team did no work while the loss was
+        not known.
+        """
         unknown = min(tried, self._detection)
         self.account.move(unknown, "detection")
         if not ended:
@@ -266,14 +272,14 @@ class Operations:
     # -- a new generation ---------------------------------------------------------------------------------------
 
     def enter_next(self) -> None:
-        """Between two steps: enters the generation that was planned, or a later one."""
+        """Between two steps: enters the planned generation, or a later one."""
         self._form(None, None)
 
     def admit(self) -> None:
-        """A newcomer's first need of the team: waits until it belongs to it, and has its state."""
+        """Waits until this newcomer belongs to the team and has its state."""
         assert self.holder is not None
         assert self.world.store is not None
-        if self._group.mesh.replica > 1 or not self.ahead:  # which rows it is to have is not known before
+        if self._group.mesh.replica > 1 or not self.ahead:  # its shard of the state is not known before
             self.world.tell("waiting", replica=self._group.mesh.replica)
         else:
             taker = StateReceiver(self.world.store[0], self._key)
@@ -284,12 +290,12 @@ class Operations:
         self.waiting = False
 
     def _first(self) -> int | None:
-        """The first worker of the generation that this one is to enter, once there is one."""
+        """The first worker of the generation that this worker is to enter, once there is one."""
         order = self.orders.newest
         return order.members[0] if order is not None and self.worker in order.members else None
 
     def _form(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
-        """Enters the newest generation. Whether what was attempted has ended meanwhile."""
+        """Enters the newest generation; returns whether the attempt has been completed meanwhile."""
         with self.account.of("forming"):
             return self._enter(error, attempt)
 
@@ -313,7 +319,7 @@ class Operations:
                 continue
             self.migration.enter(order.members)
             try:
-                self._group.form(order.world(self.world, self.worker), lambda: self.orders.newer(self.number, True))
+                self._group.form(order.world(self.world, self.worker), lambda: self.orders.has_newer(self.number, True))
                 self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
                 if self._chaos is not None:
@@ -327,7 +333,9 @@ class Operations:
         return attempt is not None and self._tx.done > done
 
     def _refused(self, slept: bool) -> None:
-        """This worker is not of the new generation: it asked to leave, or was taken for dead. A newcomer waits on."""
+        """Ends this worker, which the new generation leaves out because it asked to leave or counted as lost. A
+        newcomer waits on.
+        """
         if not slept and not self.waiting:
             raise LeftError
         if not self.waiting:
@@ -339,7 +347,7 @@ class Operations:
         return done > before + 1 or (done > before and applied_in != generation)
 
     def _come_back_as_new(self, why: str) -> Never:
-        """In its script this worker is not where the others are."""
+        """Ends this worker, whose script is not at the same point as the others'."""
         say(f"paceline: worker {self.worker} {why}, and ends")
         os._exit(REFUSED)
 
@@ -348,32 +356,32 @@ class Operations:
         group.enter(f"the beginning of generation {self.number}", kind="forming")
         self.reached("forming")
         status = tx.status
-        said = group.gather_json([status.done, status.applied, status.sums])
-        team = [[Status(*said[rank]) for rank in replica] for replica in group.mesh.replicas]
+        statuses = group.gather_json([status.done, status.applied, status.sums])
+        team = [[Status(*statuses[rank]) for rank in replica] for replica in group.mesh.replicas]
         try:
-            found = resolve(team)
+            resolution = resolve(team)
         except StateLostError:
             raise PeerLostError(
                 "no worker is left that holds the state of the training", "run the same command again"
             ) from None
-        replica, place = group.mesh.replica_of(group.rank), group.mesh.shard_index_of(group.rank)
+        replica, shard_index = group.mesh.replica_of(group.rank), group.mesh.shard_index_of(group.rank)
         last: Any = None
-        if found.forward or found.sources:
-            first = next(rank for rank, row in enumerate(said) if row[0] == found.step)
+        if resolution.forward or resolution.sources:
+            first = next(rank for rank, row in enumerate(statuses) if row[0] == resolution.step)
             last = unpack(group.broadcast_bytes(pack(self._last) if group.rank == first else None, first))
-        if (replica, place) in found.forward:
+        if (replica, shard_index) in resolution.forward:
             assert attempt is not None
             self._end(attempt, last[0])
         elif attempt is not None:
             self._void(attempt)
-        if self.holder is not None and replica not in found.sources:
+        if self.holder is not None and replica not in resolution.sources:
             self.holder.complete()
-        if found.sources:
+        if resolution.sources:
             with self.account.of("hand-over"):
-                self._hand_over(found.sources, last)
+                self._hand_over(resolution.sources, last)
 
     def _hand_over(self, sources: Mapping[int, int], last: Any) -> None:
-        """Between twins, from the replicas that have the state to those that are to take it over."""
+        """Hands the state over from replicas that have it to those that need it, between workers of the same shard."""
         group, tx, holder = self._group, self._tx, self.holder
         assert holder is not None
         replica, twins = group.mesh.replica_of(group.rank), group.mesh.twins(group.rank)
@@ -399,17 +407,17 @@ class Operations:
                 self._last, self._took, self._followed = last, True, False
 
     def _give(self, tree: Any, taker: int) -> None:
-        """What differs from what it has: small tensors together, each large one by itself, without a copy."""
+        """Sends what the taker does not have: small tensors together, each large one by itself, without a copy."""
         tensors, skeleton = flatten(tree, "")
         has = unpack(self._group.receive_bytes(taker))
         same = digests(tensors, has)
         changed = {name: t for name, t in tensors.items() if name not in same or same[name] != has[name]}
         large = {name: t for name, t in changed.items() if t.nbytes >= LARGE}
         shapes = {name: [t.dtype, list(t.shape)] for name, t in large.items()}
-        number, giver = self._group.names[taker], self.migration.givers.get(self._group.names[taker])
-        size, whole = (sum(tensor.nbytes for tensor in some.values()) for some in (changed, tensors))
+        number, sender = self._group.names[taker], self.migration.senders.get(self._group.names[taker])
+        size, full_size = (sum(tensor.nbytes for tensor in group.values()) for group in (changed, tensors))
         if self.holder is not None:
-            self.holder.gives(number, size, whole, size / giver.speed if giver and giver.speed else None)
+            self.holder.gives(number, size, full_size, size / sender.speed if sender and sender.speed else None)
         self._group.send_bytes(pack([skeleton, {n: t for n, t in changed.items() if n not in large}, shapes]), taker)
         for tensor in large.values():
             self._group.send(raw(tensor), taker)

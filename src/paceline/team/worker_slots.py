@@ -12,22 +12,25 @@ from paceline.team.agent_commands import At
 from paceline.team.membership import Announcement, Membership
 from paceline.team.merge_quorum import RoundReport
 
-WIDEST = 300  # characters of a line that is told of a loss
-PAUSE, LONGEST = 1.0, 30.0  # seconds before one that failed as a newcomer is started again; twice as long each time
+WIDEST = 300  # characters of each line about a loss
+PAUSE, LONGEST = 1.0, 30.0  # seconds before a newcomer that failed is started again; twice as long each time
 UNKNOWN = -1  # the life of a worker that was started before the coordinator was
 
 
 @dataclass(frozen=True)
 class WorkerReport:
-    """What an agent says of a worker. `life` counts the processes that were started for it; all else is of the present
-    one. A model lives on a `replica` of so many workers. It is `waiting` to be admitted; `at` is where it takes the
-    state beforehand (host, port, secret), `current` says that it has, or that nobody sends it. `formed` is the last
-    generation that it entered, `alone` the one in which it misses others; `failed` what it said of its exception,
-    `final` one that another worker would raise as well; it has been `stopped` for `since` seconds; it was
-    ended because it `hung` at that line, or what people are to know of how it `stands` still; `status` is its exit
-    code and `why` how it ended, in words, `cause` what else is known of that, and `tail` the last lines of its log;
-    `declined`: it cannot be started again; `round` is what its team last said of a round of islands; its
-    plan wants so many parameter `servers`, and `copies` of what each keeps. One of those `holds` the state.
+    """What an agent reports of a worker.
+
+    `life` counts the processes that were started for the worker; all other fields describe the present process.
+    `replica` is the number of workers that hold the model together. A newcomer is `waiting` to be admitted; `at` is
+    the address where it receives the state beforehand (host, port, salt), and `current` means that it has the state,
+    or that nobody sends it. `formed` is the last generation that it entered, `alone` the one in which it misses others.
+    `failed` describes its exception, which is `final` if another worker would raise it as well. The worker has been
+    `stopped` (SIGSTOP) for `since` seconds. `hung` is the line at which it hung and was ended, `stands` a text for
+    the console about a worker that makes no progress. `status` is its exit code, `why` says how it ended, `cause`
+    what else is known of that, and `tail` has the last lines of its log. `declined`: it cannot be started again.
+    `round` is its team's last report of a round of islands. Its plan needs `servers` parameter servers, with `copies`
+    copies of what each keeps. A server that `holds` has its state.
     """
 
     life: int = 0
@@ -60,14 +63,14 @@ class WorkerReport:
 
     @property
     def loss(self) -> str:
-        """How it failed, in words."""
+        """How the worker failed, in words."""
         if self.failed is None:
             return self.why
         kind, _, text = self.failed
         return f"ended with {text}" if kind == "SystemExit" else f"raised {kind}"
 
     def epitaph(self, log: str) -> list[str]:
-        """What is left of it when it is lost: lines for the console. `log` is where its log is."""
+        """The console's lines about a lost worker: causes and the end of its log, which is at `log`."""
         return [*self.cause, f"the end of {log}:" if self.tail else f"log: {log}", *(f"| {line}" for line in self.tail)]
 
 
@@ -76,8 +79,10 @@ FIELDS = {each.name for each in fields(WorkerReport)}
 
 @dataclass
 class WorkerSlot:
-    """A worker of an agent. Its process is `out` when the team goes on without it; `life` is the one that is wanted.
-    `failures` of those before it ended, one after another, before they were of the team.
+    """What the coordinator keeps of a worker.
+
+    The worker is `out` when the team goes on without it. `life` is the one that its agent must run. `failures`
+    processes in a row ended before they joined the team.
     """
 
     agent: str
@@ -85,74 +90,74 @@ class WorkerSlot:
     newcomer: bool = False
     out: bool = False
     failures: int = 0
-    said: WorkerReport = field(default_factory=WorkerReport)
+    report: WorkerReport = field(default_factory=WorkerReport)
 
     @property
     def alive(self) -> bool:
-        return self.said.status is None and not self.out
+        return self.report.status is None and not self.out
 
     @property
     def failed_early(self) -> bool:
-        """Whether it ended before it was of the team."""
-        return self.newcomer and self.said.status is not None and not self.said.holds
+        """Whether the process ended before it joined the team."""
+        return self.newcomer and self.report.status is not None and not self.report.holds
 
     @property
     def wanted(self) -> dict[str, Any]:
-        """What its agent is to bring about."""
+        """The state that the worker's agent must bring about."""
         return {"life": self.life, "out": self.out, "newcomer": self.newcomer}
 
 
-def read_said(given: Mapping[str, Any]) -> WorkerReport:
-    """What JSON of the type forms.STATE holds of a worker."""
+def read_report(given: Mapping[str, Any]) -> WorkerReport:
+    """A worker's report from JSON of the type message_types.STATE."""
     made = {name: given[name] for name in FIELDS & given.keys()}
     made |= {name: tuple(made[name]) for name in ("store", "at", "failed") if made.get(name) is not None}
     made |= {name: tuple(line[:WIDEST] for line in made[name]) for name in ("cause", "tail") if name in made}
     return WorkerReport(**made | {"round": RoundReport.read(given.get("round"))})
 
 
-def left_of(lost: Iterable[int], seats: Mapping[int, WorkerSlot], logs: Mapping[str, str]) -> str:
-    """Lines below the one that says who is lost: why, and where to read on."""
+def left_of(lost: Iterable[int], slots: Mapping[int, WorkerSlot], logs: Mapping[str, str]) -> str:
+    """The console's lines below the one that names lost workers: causes, and where their logs are."""
     lines: list[str] = []
     for number in lost:
-        agent, said = seats[number].agent, seats[number].said
+        agent, report = slots[number].agent, slots[number].report
         where = f" on {agent.partition(' ')[0]}" if len(logs) > 1 else ""
-        lines += said.epitaph(f"{logs.get(agent, 'logs')}/{called(number)}.log{where}")
+        lines += report.epitaph(f"{logs.get(agent, 'logs')}/{called(number)}.log{where}")
     return "".join(f"\n  {line}" for line in lines)
 
 
 def generation_of(
-    order: Announcement | None, seats: Mapping[int, WorkerSlot], more: Mapping[str, Any]
+    order: Announcement | None, slots: Mapping[int, WorkerSlot], more: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """What agents are told of it, if there is one."""
+    """The message to agents about the newest generation, if there is one."""
     if order is None:
         return None
-    first = seats.get(order.members[0])
-    store = list(first.said.store) if first else ["", 0]
+    first = slots.get(order.members[0])
+    store = list(first.report.store) if first else ["", 0]
     return {"number": order.number, "members": list(order.members), "store": store, **more}
 
 
-def pause_of(seat: WorkerSlot) -> float:
-    """Seconds before another process is started in its place."""
-    return min(LONGEST, PAUSE * 2.0**seat.failures) if seat.failed_early else 0.0
+def pause_of(slot: WorkerSlot) -> float:
+    """Seconds before another process is started for this worker."""
+    return min(LONGEST, PAUSE * 2.0**slot.failures) if slot.failed_early else 0.0
 
 
 def go_on(members: Collection[int]) -> str:
-    """What the others do."""
+    """Says that the other workers go on."""
     return f"{plural(len(members), 'worker')} go{'es' if len(members) == 1 else ''} on"
 
 
-def state_of(number: int, seat: WorkerSlot, roster: Membership) -> dict[str, Any]:
-    """What anybody may know of a worker."""
-    said = seat.said
-    if seat.out or said.declined:
+def state_of(number: int, slot: WorkerSlot, roster: Membership) -> dict[str, Any]:
+    """What /status shows of a worker."""
+    report = slot.report
+    if slot.out or report.declined:
         state = "out"
-    elif said.status is not None:
-        state = f"ended with {said.status}"
+    elif report.status is not None:
+        state = f"ended with {report.status}"
     elif number in roster.leaving:
         state = "leaving"
     elif number in roster.members:
         state = "member" if number in roster.entered else "forming"
     else:
-        serves = number >= SERVERS and said.at is not None
-        state = "serving" if serves else "waiting" if said.waiting else "starting"
-    return {"role": "server" if number >= SERVERS else "worker", "agent": seat.agent, "life": seat.life, "state": state}
+        serves = number >= SERVERS and report.at is not None
+        state = "serving" if serves else "waiting" if report.waiting else "starting"
+    return {"role": "server" if number >= SERVERS else "worker", "agent": slot.agent, "life": slot.life, "state": state}

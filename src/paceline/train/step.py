@@ -261,7 +261,7 @@ class StepRunner:
         sends_all_sums = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
         self.group.enter(name, check=False, kind="gradients")
         while True:
-            step.ahead = migration.step(self.trainer, sends_all_sums) if migration.giving else None
+            step.ahead = migration.step(self.trainer, sends_all_sums) if migration.is_sending else None
             on_reduced = None if step.ahead is None else step.ahead.sum
             # In the first step much is made that stays.
             counters = self._counters() if self.made == 1 and "keeps" not in self.announced else None
