@@ -141,7 +141,7 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
     shares = BackupScheduler(0.0, backup=backup)
     for worker in workers:
         shares.join(worker)
-    shares.turn(20)
+    shares.advance(20)
     has: dict[int, int] = {}
     for _ in range(4000):
         if shares.ended:

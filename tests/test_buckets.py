@@ -59,7 +59,7 @@ def test_every_bucket_goes_once_in_order_complete_and_as_soon_as_it_can(data):
     arrival = data.draw(st.permutations(range(len(params))))
     arrival = arrival[: data.draw(st.integers(0, len(params)))]
     buckets.begin(handed)
-    buckets.open(last=True)
+    buckets.begin_backward(last=True)
     arrived: set[int] = set()
     for number in arrival:
         feed(params[number], number + 1.0)
@@ -107,7 +107,7 @@ def test_gradients_are_those_of_plain_backward():
     buckets, handed = Buckets(list(model.parameters()), 64, 128), Handed()
     for _ in range(3):  # the second step finds gradients of the first
         buckets.begin(handed)
-        buckets.open(last=True)
+        buckets.begin_backward(last=True)
         for param in model.parameters():
             param.grad = None
         model(x).square().sum().backward()
@@ -125,7 +125,7 @@ def test_micro_batches_add_up_and_only_the_last_hands_on():
     for one in inputs[:-1]:
         model(one).square().sum().backward()
         assert handed.order == []
-    buckets.open(last=True)
+    buckets.begin_backward(last=True)
     model(inputs[-1]).square().sum().backward()
     assert handed.order == list(range(len(buckets.buckets)))  # before flush: it overlapped with backward
     buckets.flush()
@@ -141,7 +141,7 @@ def test_a_parameter_that_only_an_earlier_micro_batch_used_keeps_its_gradient():
     buckets.begin(handed)
     feed(one, 2.0)
     feed(other, 3.0)
-    buckets.open(last=True)
+    buckets.begin_backward(last=True)
     feed(other, 3.0)
     assert handed.order == [0]  # `other` is done, of `one` nothing more may come: flush knows
     assert buckets.flush() == set()
@@ -163,7 +163,7 @@ def test_a_parameter_used_twice_is_counted_once():
         param.grad = None
     buckets, handed = Buckets(params, 1, 1), Handed()
     buckets.begin(handed)
-    buckets.open(last=True)
+    buckets.begin_backward(last=True)
     forward().backward()
     assert handed.order == [0, 1, 2, 3]
     assert buckets.flush() == set()
@@ -184,7 +184,7 @@ def test_a_gradient_that_comes_in_parts_is_whole_or_refused(reentrant):
     shared.zero_grad(set_to_none=True)
     buckets = Buckets(list(shared.parameters()), 1, 1)
     buckets.begin(Handed())
-    buckets.open(last=True)
+    buckets.begin_backward(last=True)
     if not reentrant:
         forward().backward()
         assert all(torch.equal(param.grad, grad) for param, grad in zip(shared.parameters(), plain, strict=True))
@@ -202,7 +202,7 @@ def test_an_unused_parameter_is_zero_also_where_the_last_step_left_something():
     buckets = Buckets([one, other])
     for both in (True, False):
         buckets.begin(Handed())
-        buckets.open(last=True)
+        buckets.begin_backward(last=True)
         one.grad = other.grad = None
         feed(one, 5.0)
         if both:
@@ -217,7 +217,7 @@ def test_a_parameter_that_was_frozen_meanwhile_is_unused():
     buckets, handed = Buckets(list(model.parameters()), 1, 1), Handed()
     model[2].requires_grad_(False)
     buckets.begin(handed)
-    buckets.open(last=True)
+    buckets.begin_backward(last=True)
     model(x).square().sum().backward()
     assert handed.order == [0, 1]  # those after the frozen ones wait for the flush
     assert buckets.flush() == {2, 3}
@@ -236,7 +236,7 @@ def test_gradients_outside_of_a_step_are_left_alone():
     assert handed.order == []
     param.grad = None
     buckets.begin(handed)
-    buckets.open(last=True)
+    buckets.begin_backward(last=True)
     feed(param, 4.0)
     assert (handed.order, handed.content[0].tolist()) == ([0], [4.0, 4.0])
 
@@ -256,6 +256,6 @@ def test_channels_last_and_transposed_parameters_get_their_own_gradient():
         param.grad = None
     buckets = Buckets(params)
     buckets.begin(Handed())
-    buckets.open(last=True)
+    buckets.begin_backward(last=True)
     forward().backward()
     assert all(torch.equal(param.grad, grad) for param, grad in zip(params, plain, strict=True))

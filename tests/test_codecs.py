@@ -210,7 +210,7 @@ def test_a_low_rank_sum_is_the_projection_of_the_sum(word: str) -> None:
         codec, bucket = Codec(word), bucket_of(shapes, rows[rank])
         for step in range(60):
             codec.begin(step, 1.0)
-            codec._was.left.clear()  # no error feedback here
+            codec._was.residual.clear()  # no error feedback here
             bucket.flat.copy_(torch.from_numpy(rows[rank]))
             codec.start(bucket, leaders)  # type: ignore[arg-type]
         return bucket.flat.numpy().copy()
@@ -237,9 +237,9 @@ def test_what_is_not_finite_stays_so_and_is_named(word: str, bad: float) -> None
             if done and rank == 1:
                 bucket.flat[205] = bad
             codec.begin(done, 1.0)
-            before = {index: left.clone() for index, left in codec.kept.value.left.items()}
+            before = {index: left.clone() for index, left in codec.kept.value.residual.items()}
             codec.start(bucket, leaders)  # type: ignore[arg-type]
-        kept = codec.kept.at(1).left
+        kept = codec.kept.at(1).residual
         same = kept.keys() == before.keys() and all(kept[index].equal(before[index]) for index in kept)
         return bool(bucket.flat.isfinite().all()), set(codec.bad), same
 
@@ -282,8 +282,8 @@ def test_sent_and_left_out_are_all_gradients(
         alone = bucket_of(shapes, np.zeros(size, dtype))
         codec.begin(len(steps), 2.0)
         codec.start(alone, Leaders(Table(1), 0))  # type: ignore[arg-type]
-        assert codec.kept.at(len(steps) + 1).left == {}
-        return given, sent, kept.left[0].numpy().astype(np.float64), kept.squares, alone.flat.numpy() * 2.0
+        assert codec.kept.at(len(steps) + 1).residual == {}
+        return given, sent, kept.residual[0].numpy().astype(np.float64), kept.squares, alone.flat.numpy() * 2.0
 
     found = in_threads(hosts, work)
     sums = [np.array(one) for one in zip(*(row[:3] for row in found), strict=True)]
@@ -314,7 +314,7 @@ def test_nothing_is_lost_when_a_codec_is_replaced(seed: int, words: list[str]) -
             codec.begin(done, 3.0)
             codec.start(bucket, leaders)  # type: ignore[arg-type]
             given, sent = given + mine, sent + bucket.flat.numpy()
-        assert codec.kept.at(len(words) + 1).left == {}
+        assert codec.kept.at(len(words) + 1).residual == {}
         return given, sent
 
     (mine, sent), (other, same) = in_threads(hosts, work)
@@ -370,7 +370,7 @@ def test_what_should_cost_about_as_much_is_tried_in_the_run() -> None:
             assert not runoff.ready
             runoff.note(next(steps), 0.1 * number)
         assert runoff.ready
-        assert runoff.turn(runoff.seconds, 1e6 * number) is (number < 3)
+        assert runoff.next_candidate(runoff.seconds, 1e6 * number) is (number < 3)
     assert runoff.took == [(1.1, 0.0), (1.0, 1e6), (1.9, 2e6), (1.02, 3e6)]
     assert runoff.spent == [0.0, 0.1, 0.2, pytest.approx(0.3)]
     assert runoff.best() == 3, "nearly as fast, and changes nothing"

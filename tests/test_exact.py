@@ -61,7 +61,7 @@ def summed(grads: list[torch.Tensor], shares: list[list[int]], largest: float) -
     maxima = torch.stack([buckets.maxima for buckets in workers]).amax(0)
     last = workers[-1]
     last.buckets[0].flat.copy_(torch.stack(wires).sum(0))
-    fits = last.settle(maxima)
+    fits = last.resolve_exact(maxima)
     return last.sums[0].clone(), fits
 
 
@@ -97,7 +97,7 @@ def test_a_gradient_that_outgrows_its_grid_is_seen_and_the_grid_follows_slowly()
     param = Parameter(torch.zeros(2))
     buckets = ExactBuckets([param], allocate=plain)
     for maximum, expected in ((8.0, 8.0), (1.0, 4.0), (1.0, 2.0), (0.0, 2.0), (math.inf, 2.0), (1.0, 1.0)):
-        buckets.settle(torch.tensor([maximum], dtype=torch.float64))
+        buckets.resolve_exact(torch.tensor([maximum], dtype=torch.float64))
         assert buckets.largest == [expected]
 
 

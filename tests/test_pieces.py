@@ -183,7 +183,7 @@ def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
         )
         replica = Replica(job, Layout(job, zeros if exact else None), group := Group(World()), group, Mesh())
         if exact:
-            replica.home.largest = [float(grads[name].abs().max()) for name in own]
+            replica.grad_buffers.largest = [float(grads[name].abs().max()) for name in own]
         for param in own.values():
             param.grad = param.detach().clone()
         found.append(replica.squares(StepOptions(0, 1.0, 1)))

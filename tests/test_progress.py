@@ -62,12 +62,12 @@ def test_what_begins_when(asked: list[tuple[int, bool, bool]], draw: Any) -> Non
     for number, (_, ends, overtakes) in enumerate(asked):
         made.append(Operation(owner, steps(number, ends), "", str(number), "", 0))  # type: ignore[arg-type]
         made[-1].overtakes = overtakes
-        ENGINE.submit(queue, made[-1])
+        ENGINE.enqueue(queue, made[-1])
     while not all(operation.done for operation in made):
         waiting = [part for some in under for part in some if not part.over]
         assert waiting, (asked, log, [o.done for o in made], [o.error for o in made])
         draw.choice(waiting).over = True
-        ENGINE.poke()
+        ENGINE.progress()
         begun = [number for what, number in log if what == "begins"]
         assert begun == sorted(begun)
         for number, (_, _, overtakes) in enumerate(asked):

@@ -22,7 +22,7 @@ from paceline.base.sharding import Block
 from paceline.checkpoint import writer as saver
 from paceline.checkpoint.files import write_files
 from paceline.checkpoint.storage import Folder
-from paceline.checkpoint.writer import Part
+from paceline.checkpoint.writer import WriterJob
 from paceline.errors import CheckpointError
 from paceline.session.checkpoint_manager import CheckpointManager
 
@@ -53,7 +53,7 @@ def of_step(folder: Path, step: int) -> dict[str, torch.Tensor]:
     return {name.removeprefix(start): t for name, t in found.tensors().items() if name.startswith(start)}
 
 
-def wait_for(part: Part) -> None:
+def wait_for(part: WriterJob) -> None:
     while not part.over:
         time.sleep(0.01)
 
@@ -116,7 +116,7 @@ def test_a_parameter_that_changes_while_it_is_copied_voids_the_copy(
 
     monkeypatch.setattr(saver, "_copy", changing)
     live = torch.ones(3, 4)
-    part = Part(
+    part = WriterJob(
         Folder(tmp_path),
         7,
         {"a.safetensors": [("net.w", Block((1, 0), (2, 4), (1, 0)))]},
@@ -144,7 +144,7 @@ def test_a_part_copies_what_may_change_at_once(tmp_path: Path) -> None:
             time.sleep(0.01)
 
     files = {"a.safetensors": [("weight", Block((1, 0), (2, 3), (1, 0))), ("buffer", None), ("half", None)]}
-    part = Part(Folder(tmp_path / "checkpoints"), 7, files, state, {"weight", "half"}, False, reached, lambda: 0)
+    part = WriterJob(Folder(tmp_path / "checkpoints"), 7, files, state, {"weight", "half"}, False, reached, lambda: 0)
     state["buffer"].zero_()  # may change at once
     part.copied()
     state["weight"].zero_()
@@ -354,7 +354,7 @@ def test_trouble_of_a_thread_is_not_lost(tmp_path: Path) -> None:
     def reached(_: str) -> None:
         raise CheckpointError("it broke", "mend it")
 
-    part = Part(Folder(tmp_path), 7, {"a": [("x", None)]}, {"x": torch.ones(1)}, {"x"}, False, reached, lambda: 0)
+    part = WriterJob(Folder(tmp_path), 7, {"a": [("x", None)]}, {"x": torch.ones(1)}, {"x"}, False, reached, lambda: 0)
     wait_for(part)
     assert part.trouble == ["it broke", "mend it"]
     assert part.result is None

@@ -136,14 +136,14 @@ def test_blocks_of_one_shape_and_two_dtypes_travel_in_their_own() -> None:
     own = [nn.Parameter(torch.zeros(3, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
     group = Group(World())
     staging = FsdpReduceScatter(Buckets(own, hooks=False), [param.shape for param in own], [[0], [1]], group)
-    staging.rehouse(group.allocate)
+    staging.rebind(group.allocate)
     staging.begin(lambda bucket: None)
-    staging.open(last=True)
+    staging.begin_backward(last=True)
     for number, param in enumerate(own):
         whole = nn.Parameter(torch.zeros_like(param))
         whole.grad = torch.full_like(param, 0.1)
         staging.land(number, whole)
-    staging.close()
+    staging.end_backward()
     staging.flush()
     assert [param.grad.tolist() for param in own] == [torch.full_like(param, 0.1).tolist() for param in own]
 
@@ -161,7 +161,7 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
     home.largest = [8.0] * len(sizes) if exact else []
     group = Group(World())
     staging = FsdpReduceScatter(home, [param.shape for param in own], blocks, group)
-    staging.rehouse(group.allocate)
+    staging.rebind(group.allocate)
     handed: list[int] = []
     backwards = data.draw(st.lists(st.booleans(), min_size=1, max_size=4))  # whether it is blank
     expected, used = [torch.zeros(size) for size in sizes], set()
@@ -170,7 +170,7 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
         called = [block for block in blocks if data.draw(st.booleans()) for _ in range(data.draw(st.integers(1, 2)))]
         for block in called:
             staging.call(block[0])
-        staging.open(last=place + 1 == len(backwards), is_dummy=blank)
+        staging.begin_backward(last=place + 1 == len(backwards), is_dummy=blank)
         order = data.draw(st.permutations(range(len(sizes))))
         landing = order[: data.draw(st.integers(0, len(sizes)))]
         for turn, number in enumerate(landing):
@@ -187,10 +187,10 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
             staging.land(number, param)
             assert param.grad is None
         assert not handed or place + 1 == len(backwards)
-        staging.close()
+        staging.end_backward()
     assert staging.flush() == set(range(len(sizes))) - used
     if exact:
-        assert home.settle(home.maxima)
+        assert home.resolve_exact(home.maxima)
     assert handed == list(range(len(home.buckets)))
     assert all(torch.equal(param.grad, want) for param, want in zip(own, expected, strict=True))
 

@@ -250,11 +250,11 @@ def draw_all() -> list[list[float]]:
 @pytest.fixture(params=["numpy's memory", "numpy's functions"])
 def streams(request, monkeypatch):
     streams = RngState(torch.device("cpu"))
-    streams.mark()
+    streams.snapshot()
     assert streams_of._NUMPY._words is not None
     if request.param == "numpy's functions":  # its memory is not what we know
         monkeypatch.setattr(streams_of._NUMPY, "_words", None)
-    with streams.lent():
+    with streams.preserved():
         streams.seed(99)
         yield streams
 
@@ -302,19 +302,19 @@ def numpys() -> tuple[bytes, object]:
 def test_a_mark_of_numpys_leaves_it_where_it_is_and_brings_back_all_of_it(seed, words, normals):
     """Wherever it stands among its words, and with or without a normal left of a pair."""
     streams = RngState(torch.device("cpu"))
-    with streams.lent():
+    with streams.preserved():
         np.random.seed(seed)
         for count in words:
             np.random.bytes(4 * count)
         for _ in range(normals):
             np.random.normal()
         before = numpys()
-        mark = streams.mark()
+        mark = streams.snapshot()
         assert numpys() == before
-        assert not streams.moved(mark)
+        assert not streams.has_changed(mark)
         assert numpys() == before
         follows = [np.random.normal() for _ in range(3)]
-        assert streams.moved(mark)
+        assert streams.has_changed(mark)
         streams.restore(mark)
         assert numpys() == before
         assert [np.random.normal() for _ in range(3)] == follows
@@ -340,14 +340,14 @@ def test_another_generator_of_numpys_is_looked_after_too(kind):
     try:
         np.random.set_bit_generator(kind(5))
         np.random.normal()
-        with streams.lent():
-            mark = streams.mark()
-            assert not streams.moved(mark)
+        with streams.preserved():
+            mark = streams.snapshot()
+            assert not streams.has_changed(mark)
             follows = np.random.normal(size=3).tolist()
-            assert streams.moved(mark)
+            assert streams.has_changed(mark)
             streams.seed(3)
-            assert streams.moved(mark)
-        assert not streams.moved(mark)
+            assert streams.has_changed(mark)
+        assert not streams.has_changed(mark)
         assert np.random.normal(size=3).tolist() == follows
     finally:
         np.random.set_bit_generator(usual)

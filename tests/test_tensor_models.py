@@ -22,10 +22,16 @@ from once import once
 from oracle import apart
 from safetensors.torch import load_file
 
-from paceline.parallel.tensor_parallel.op_rules import RULES
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES
 from paceline.parallel.tensor_parallel.placement import Placement, fold_names, infer_placements
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement
-from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, logical, mark, part_of, reshape_placement
+from paceline.parallel.tensor_parallel.sharded_mode import (
+    ShardedTensorMode,
+    full_shape_of,
+    placement_of,
+    reshape_placement,
+    set_placement,
+)
 
 TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 tensor=2": 4}
 
@@ -203,18 +209,18 @@ def test_a_function_of_parts_gives_the_part(name: str) -> None:
     for rank in range(SIZE):
         moves = Adding(rank)
         some = [
-            x.clone() if part is None else mark(moves.narrow(x, part).clone(), part)
+            x.clone() if part is None else set_placement(moves.narrow(x, part).clone(), part)
             for x, (_, part) in zip(given, shapes, strict=True)
         ]
         torch.manual_seed(2)
-        with ShardedTensorMode(moves, RULES, lambda: "here"):
+        with ShardedTensorMode(moves, OP_RULES, lambda: "here"):
             found = function(*some)
-        part = part_of(found)
+        part = placement_of(found)
         if moves.adds:
             summed += found.detach()
             continue
         assert part is not None, "it is whole"
-        assert logical(found) == expected.shape
+        assert full_shape_of(found) == expected.shape
         torch.testing.assert_close(torch.Tensor.detach(found), moves.narrow(expected, part), rtol=1e-12, atol=1e-12)
     if moves.adds:
         torch.testing.assert_close(summed, expected, rtol=1e-12, atol=1e-12)

@@ -29,7 +29,7 @@ class World:
         self.next = workers
         for worker in range(workers):
             self.tickets.join(worker)
-        self.tickets.turn(min(window, updates))
+        self.tickets.advance(min(window, updates))
 
     def twin(self) -> World:
         """Copying by hand takes a tenth of the time."""
@@ -98,7 +98,7 @@ class World:
         elif what == "over":
             self.take_over()
         else:
-            tickets.turn(min(self.window, self.updates - tickets.applied))
+            tickets.advance(min(self.window, self.updates - tickets.applied))
 
     def take_over(self) -> None:
         """Who deals is lost, and another one does. What it had dealt has other numbers, and is not heard."""
@@ -106,7 +106,7 @@ class World:
         self.tickets.take_over(alive)
         if before.start > self.tickets.start:  # for workers the next window has begun
             self.tickets.cut(before.start)
-            self.tickets.turn(min(self.window, self.updates - before.start))
+            self.tickets.advance(min(self.window, self.updates - before.start))
         for worker in alive:
             if worker not in self.tickets.clocks:
                 self.tickets.join(worker)
@@ -261,4 +261,4 @@ def test_missed_updates_are_counted() -> None:
 def test_a_window_that_is_not_over_goes_on() -> None:
     tickets = SspScheduler(0, end=2)
     with pytest.raises(RuntimeError, match="2 tickets of the window before are not applied"):
-        tickets.turn(2)
+        tickets.advance(2)

@@ -49,8 +49,8 @@ def build_replica(
     mesh = plan.mesh(group.size)
     job.unit, job.requested_split = mesh.unit, (placements, blocks)
     job.shapes = {name: tuple(param.shape) for name, param in job.model.named_parameters(remove_duplicate=False)}
-    job.units = group.along("data", "shard", mesh=mesh)
-    job.shard_index, job.replica = mesh.shard_index_of(group.rank), group.along(*AXES[1:], mesh=mesh)
+    job.units = group.subgroup("data", "shard", mesh=mesh)
+    job.shard_index, job.replica = mesh.shard_index_of(group.rank), group.subgroup(*AXES[1:], mesh=mesh)
     values = ModelValues(job) if mesh.pipeline * mesh.tensor > 1 else None
     pipeline = None
     if mesh.pipeline > 1:
@@ -58,18 +58,18 @@ def build_replica(
         from paceline.parallel.pipeline.stage import Pipeline
 
         job.stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
-        line = group.along("pipeline", mesh=mesh)
+        line = group.subgroup("pipeline", mesh=mesh)
         pipeline = Pipeline(job, line, job.stages, plan.schedule or KINDS[0], mesh.context * mesh.tensor)
         job.decisions.append(pipeline.decision)
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
-        job.decisions.append(TensorCut(job, group.along("tensor", mesh=mesh), placements).decision)
+        job.decisions.append(TensorCut(job, group.subgroup("tensor", mesh=mesh), placements).decision)
     sequences = None
     if mesh.context > 1:
         from paceline.parallel.sequence_parallel import SequenceParallel
 
-        sequences = SequenceParallel(job, group.along("context", mesh=mesh), pipeline is not None)
+        sequences = SequenceParallel(job, group.subgroup("context", mesh=mesh), pipeline is not None)
         job.decisions.append(sequences.decision)
     if plan.exact:
         set_apart(job.model)
@@ -87,7 +87,7 @@ def build_replica(
         values.materialize(group, mesh, known)
     # Who makes a step together: all, or the team that an island is dealt to.
     team = group.team(plan.local, mesh) if plan.local else group
-    outer = team.along("data", "context", mesh=mesh)
+    outer = team.subgroup("data", "context", mesh=mesh)
     codec = Codec(plan.codec) if plan.codec else None
     if plan.server:
         if group.serves:
@@ -96,7 +96,7 @@ def build_replica(
     if mesh.shard == 1:
         alone = group.size == 1 and not elastic and not plan.exact
         return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)
-    replica = group.along("shard", mesh=mesh)
+    replica = group.subgroup("shard", mesh=mesh)
     if plan.zero == 1:
         return Replica(job, Zero1(job, replica), group, outer, mesh, pipeline, codec, team)
     from paceline.parallel.fsdp import FullyShard  # torch takes half a second to import what it needs

@@ -24,7 +24,7 @@ from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
 from paceline.comm.torch_private import pytree
-from paceline.compute.cached_loss import led
+from paceline.compute.cached_loss import cached_loss
 from paceline.compute.job import default_forward
 from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
@@ -41,18 +41,18 @@ from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor
 from paceline.parallel.tensor_parallel.script_view import (
-    by_pieces,
-    each_by_pieces,
+    iterate_without_script_view,
     mark_copies,
     restore_copies,
     start_script_view,
     with_script_views,
+    without_script_view,
 )
 from paceline.plan import Plan
 from paceline.session.best_checkpoint import BestCheckpoint, keep_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
 from paceline.session.error_hints import AnnotatedCallable
-from paceline.session.logging import Telling
+from paceline.session.logging import TrainerLogging
 from paceline.session.reported_values import PlateauFollower
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
 from paceline.session.training_loop import LoopState, SavedFields, State, describe_grid, idle_text, resumed_grid
@@ -60,13 +60,13 @@ from paceline.session.validation import (
     Fixed,
     FromScript,
     Schedule,
-    built,
+    build_model,
+    check_callable,
+    check_types,
     choose_plan,
     coupling_of,
     device_of,
-    fit,
-    fitting,
-    fused,
+    enable_fused,
     left_out,
     optimizers_of,
     refuse_fused,
@@ -80,12 +80,12 @@ from paceline.session.validation import (
     trainable,
     whole_number,
 )
-from paceline.session.worker_batch import WorkerBatch, bring
+from paceline.session.worker_batch import WorkerBatch, gather_batches
 from paceline.team.transactions import settling
 from paceline.train.step import StepReport
 
 
-class Trainer(Telling):
+class Trainer(TrainerLogging):
     """Trains one model: the same result on any number of workers.
 
     `model` is a module (worker 0's weights are everybody's) or a function that builds one, called under `seed`.
@@ -111,7 +111,7 @@ class Trainer(Telling):
     _closed = False
     _stands_in = False  # for one that has ended, until all workers release it
 
-    @by_pieces
+    @without_script_view
     def __init__(
         self,
         model: nn.Module | Callable[[], nn.Module],
@@ -129,35 +129,39 @@ class Trainer(Telling):
         **words: Never,
     ) -> None:
         plan = str(plan) if isinstance(plan, Plan) else plan
-        fit(clip_norm=clip_norm, plan=plan, tensor=tensor, pipeline_blocks=pipeline_blocks, loss_over=loss_over)
+        check_types(clip_norm=clip_norm, plan=plan, tensor=tensor, pipeline_blocks=pipeline_blocks, loss_over=loss_over)
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = current_run()
         release(run)
-        run.weigh(model)
+        run.measure_baseline(model)
         self._group = run.team.group
         self._number = len(run.classes)
         self._seed = seed
         self._device = device_of(run.team.world.local_rank)
         mesh = self._mesh = self._choose_plan(plan)
         self._streams = RngState(self._device)
-        self.model, model_fields = built(model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart)
-        form = AnnotatedCallable(fitting("forward", forward or default_forward), "forward", default=forward is None)
+        self.model, model_fields = build_model(
+            model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart
+        )
+        form = AnnotatedCallable(
+            check_callable("forward", forward or default_forward), "forward", default=forward is None
+        )
         plan_fields = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
-        judge = AnnotatedCallable(fitting("loss", loss), "loss")
+        judge = AnnotatedCallable(check_callable("loss", loss), "loss")
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
         kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, **plan_fields, **model_fields}
-        objective = led if loss_over else judge
+        objective = cached_loss if loss_over else judge
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
-            self._group.along("shard", mesh=mesh).wanted |= self.plan.together > 1
+            self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
             run.need_team()
         known = run.knows(self._number)
         self.described: Description = {}
         arguments = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
         self._compare(describe_model(self.model, {**arguments, "plan": str(replace(self.plan, data=None))}), known)
-        with self._streams.lent():  # blocks may be run to see what can be cut
+        with self._streams.preserved():  # blocks may be run to see what can be cut
             self._replica = build_replica(
                 self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks
             )
@@ -169,7 +173,9 @@ class Trainer(Telling):
         self._compare(describe_optimizers(optimizers, self._script_settings.options, job.local_params), known)
         schedulers = schedulers_of(schedule, optimizers, self.plan)
         self._replica.build(optimizers, schedulers)
-        for name in fused(optimizers, next(iter(job.local_params.values())).device, self.plan.exact, job.in_rows):
+        for name in enable_fused(
+            optimizers, next(iter(job.local_params.values())).device, self.plan.exact, job.in_rows
+        ):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = MergePolicy(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := self._weights(job, mesh))
@@ -190,12 +196,12 @@ class Trainer(Telling):
         if run.tree:
             run.refuse_differences(run.tree)
             self.restore(newcomer=True)
-        run.tell_needs()
+        run.report_memory_needs()
         start_script_view(run.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
 
-    @by_pieces
+    @without_script_view
     def close(self) -> None:
         """Ends this trainer and gives the memory of its model, optimizer and gradients back. Checkpoints hold its state
         no longer; its last weights are kept once, beside them. A second call does nothing. A model that is whole on
@@ -226,7 +232,7 @@ class Trainer(Telling):
         if "best" in vars(self) and not self._stands_in:  # else it was closed, or not made
             self._end()
 
-    @by_pieces
+    @without_script_view
     def _end(self) -> None:
         """Moves all parts to an object of the run, which stands in for this trainer until all workers release it."""
         run, number = self._run, self._number
@@ -277,7 +283,14 @@ class Trainer(Telling):
         replica.release()
         if mesh.unit > 1 or (mesh.shard > 1 and self.plan.zero != 1):
             refuse_calls(job.model)
-        parts = (self._stepper, replica.runner, replica.updater, replica.layout, replica.landing, replica.home)
+        parts = (
+            self._stepper,
+            replica.runner,
+            replica.updater,
+            replica.layout,
+            replica.grad_sink,
+            replica.grad_buffers,
+        )
         for part in (*parts, replica.transit, replica.error_feedback, replica, job):
             vars(part).clear()  # hooks on a model that the script holds may hold them
         vars(self).clear()
@@ -340,7 +353,7 @@ class Trainer(Telling):
         run, job, plan = self._run, self._job, self.plan
         groups = dict[str, tuple[int, int]]()
         if job.local_cuts or plan.divides_servers:
-            with self._streams.lent():  # what the user's function draws is drawn once
+            with self._streams.preserved():  # what the user's function draws is drawn once
                 coupling, groups = coupling_of(make, job)
             refuse_spread(coupling, plan)
             if job.local_cuts and coupling.scope > Scope.ELEMENT:
@@ -373,7 +386,7 @@ class Trainer(Telling):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    @by_pieces
+    @without_script_view
     def steps(
         self,
         dataset: Any,
@@ -392,7 +405,7 @@ class Trainer(Telling):
         """
         self._need_open()
         refuse_words("steps()", words, Trainer.steps)
-        fit(collate=collate, order=order, loader=loader)
+        check_types(collate=collate, order=order, loader=loader)
         if self._grid is None:
             raise UsageError("steps() needs the global batch", "give global_batch= to the Trainer")
         if epochs is not None and count is not None:
@@ -423,8 +436,8 @@ class Trainer(Telling):
             first = self._phases[-1].first_epoch + self._phases[-1].begun if self._phases else 0
             self._phases.append(LoopState(number, rows, epochs, total, first_epoch=first))
         phase = self._phases[number]
-        phase.enter(self._run.around, self._number)
-        if phase.aim(epochs, total, last=number == len(self._phases) - 1):
+        phase.enter(self._run.enclosing_loop, self._number)
+        if phase.set_target(epochs, total, last=number == len(self._phases) - 1):
             self._stopped = False
         if not phase.complete:
             self._need_optimizer()
@@ -475,14 +488,14 @@ class Trainer(Telling):
                 if self._closed:
                     what = "trainer.close() was called in the body of this trainer's own loop, which goes on"
                     raise UsageError(what, "leave the loop with `break`, or call close() after it")
-                if run.outermost(phase):
+                if run.is_outermost(phase):
                     run.between(ends=self._stopped or phase.done == phase.total)
                 if self._stopped:
                     break
             else:
                 if source.rows is None and self._stepper.lockstep:  # it may be longer on other workers
                     self._together("the end of the iterable dataset of steps()")
-            outermost = run.outermost(phase)
+            outermost = run.is_outermost(phase)
         self.flush()
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
@@ -496,7 +509,7 @@ class Trainer(Telling):
             if what.startswith(("rows are loaded in the step:", "rows are loaded in the step from", "an iterable")):
                 self._run.say(f"{what}; {why}", once=True)
 
-    @by_pieces
+    @without_script_view
     def step(self, batch: Any) -> StepReport:
         """One optimizer step on the rows that this worker brings itself: the mean over all workers' rows.
 
@@ -529,9 +542,9 @@ class Trainer(Telling):
         """
         micro = self._grid.micro if self._grid else self.plan.micro
         step, together = self.steps_done + 1, self.plan.together
-        self._group.enter(f"step {step} by step(){self._of}", kind="step()")
-        unit = self._group.along(*AXES[2:], mesh=self._mesh)
-        worker_batch = bring(self._group, unit, batch, micro, together, self._spare, looks)
+        self._group.declare(f"step {step} by step(){self._of}", kind="step()")
+        unit = self._group.subgroup(*AXES[2:], mesh=self._mesh)
+        worker_batch = gather_batches(self._group, unit, batch, micro, together, self._spare, looks)
         if together > 1 and worker_batch.share:
             self._spare = worker_batch.share[0]
         return worker_batch
@@ -560,13 +573,13 @@ class Trainer(Telling):
         """Returns how the present team divides a global batch of this trainer."""
         assignment, balance = self._run.team.get_assignment(self._mesh, self.plan.together), self._stepper.balance
         # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
-        if balance is None or len(assignment.weights) == 1 or self._stepper.housed != assignment.generation:
+        if balance is None or len(assignment.weights) == 1 or self._stepper.bound_generation != assignment.generation:
             return assignment
         return replace(assignment, weights=balance.weights, fine=balance.fine)
 
     def _advance(self, deal: Callable[..., Any], name: str) -> StepReport | None:
         run = self._run
-        if (one := self._stepper.turn(deal, name)) is None:
+        if (one := self._stepper.run_step(deal, name)) is None:
             return None
         agreed = one.agreed
         metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
@@ -598,7 +611,7 @@ class Trainer(Telling):
 
     # -- beside training ----------------------------------------------------------------------------------------
 
-    @by_pieces
+    @without_script_view
     def evaluate(
         self,
         dataset: Any,
@@ -630,7 +643,7 @@ class Trainer(Telling):
 
         return self._report(settling(compute, self._offer), "evaluating")
 
-    @by_pieces
+    @without_script_view
     def predict(
         self,
         dataset: Any,
@@ -651,12 +664,12 @@ class Trainer(Telling):
         self._need_open()
         sweep = self._sweep(dataset, collate, model)
         if path is None:
-            return each_by_pieces(predicted(self._run, sweep))
+            return iterate_without_script_view(predicted(self._run, sweep))
         list(predicted(self._run, sweep, Path(path)))  # which gives nothing
         return Path(path)
 
     def _sweep(self, dataset: Any, collate: Callable[[list[Any]], Any] | None, model: nn.Module | None) -> EvalPass:
-        fit(collate=collate)
+        check_types(collate=collate)
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)
         collate, options = collate or self._loader.get("collate"), self._loader.get("options", {})
         source = Source.of(dataset, self._seed, collate, None, options)
@@ -674,7 +687,7 @@ class Trainer(Telling):
         if self._run.saving.storage is None:
             self._run.say(f"the best {name} is not kept: there is no run folder", once=True)
 
-    @by_pieces
+    @without_script_view
     def save(self) -> None:
         """Asks for a checkpoint; taken when the loop asks for its next step, so that it holds what the body did, and
         written while training goes on. Outside of loops it is taken at once; where no step() is used, it is there on
@@ -690,7 +703,7 @@ class Trainer(Telling):
             run.save(wait=not run.stepping, must=not run.stepping)
             run.saving.copied()  # what the script changes next must not show
 
-    @by_pieces
+    @without_script_view
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
         self._need_open()
@@ -703,10 +716,10 @@ class Trainer(Telling):
         self._run.team.operations.run(settling(partial(self._write, Path(path))))
 
     def _write(self, path: Path) -> None:
-        self._group.enter(f"export(){self._of}", kind="export()")
+        self._group.declare(f"export(){self._of}", kind="export()")
         write_together(model_state(self._job), path, self._run.main, self._job.replica, self._group)
 
-    @by_pieces
+    @without_script_view
     def stop(self) -> None:
         """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""
         self._need_open()
@@ -716,11 +729,11 @@ class Trainer(Telling):
     def _together(self, name: str) -> None:
         """Enters a collective that all workers call, or none."""
         self._run.need_team()
-        self._run.team.operations.run(settling(partial(self._group.enter, name)))
+        self._run.team.operations.run(settling(partial(self._group.declare, name)))
 
     # -- state --------------------------------------------------------------------------------------------------
 
-    @by_pieces
+    @without_script_view
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
         """Returns the state that further training depends on. For a checkpoint `done` is the number of transactions,
         and this worker's own state is included.

@@ -30,7 +30,7 @@ def total(group: Group) -> list[object]:
     """Who is of it, by their names and by a sum over them, in memory that they share."""
     if group.size == 1:
         return [list(group.names), 2**worker]
-    group.enter("a sum", check=True)
+    group.declare("a sum", check=True)
     shared = group.allocate(1, torch.float64, torch.device("cpu"))
     shared.fill_(2.0**worker)
     return [list(group.names), int(group.sum(shared))]
@@ -39,18 +39,18 @@ def total(group: Group) -> list[object]:
 first = 0 if worker in GENERATIONS[0] else 2
 group = Group(world(0) if first == 0 else World(rank=worker, newcomer=True))
 group.mesh = Mesh(tensor=2).over(group.size)
-tensor, found, lent = group.along("tensor"), {}, set()
+tensor, found, lent = group.subgroup("tensor"), {}, set()
 for number, members in enumerate(GENERATIONS):
     if worker not in members or number < first:
         continue
     if number:
         group.form(world(number), lambda: False)
-    assert group.along("tensor") is tensor
-    assert group.along("data", "tensor") is group.along("data", "shard", "pipeline", "context", "tensor") is group
+    assert group.subgroup("tensor") is tensor
+    assert group.subgroup("data", "tensor") is group.subgroup("data", "shard", "pipeline", "context", "tensor") is group
     assert (group.mesh, tensor.rank, tensor.size) == (Mesh(data=len(members) // 2, tensor=2), worker % 2, 2)
-    found[number] = {axes: total(group.along(*axes.split())) for axes in ("data", "tensor", "shard", "data tensor")}
+    found[number] = {axes: total(group.subgroup(*axes.split())) for axes in ("data", "tensor", "shard", "data tensor")}
     if number != 1:
-        with tensor.lending("what torch sums", "other") as torchs:
+        with tensor.declared_torch_group("what torch sums", "other") as torchs:
             lent.add(id(torchs))
             mine = torch.tensor([2.0**worker])
             dist.all_reduce(mine)
@@ -58,7 +58,7 @@ for number, members in enumerate(GENERATIONS):
 if worker not in GENERATIONS[-1]:  # lost, but not before the others have what they summed with it
     sys.stdin.read()
     os._exit(0)
-group.enter("the end")
+group.declare("the end")
 print(json.dumps(found))
 assert len(lent) == 1, "torch's default group became another one"
 group.close(failed=False)

@@ -162,7 +162,7 @@ class Agreed:
     count: float
     loss: float
     tested: int
-    strict: int
+    no_merge: int
     stop: int
     save: int
     enter: int

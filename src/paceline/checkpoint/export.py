@@ -66,7 +66,7 @@ def write_together(
     for name, value in state.items():
         if isinstance(value, ShardedTensor):
             assert replica is not None
-            replica.enter("the pieces of an export", check=False, kind="all_gather")
+            replica.declare("the pieces of an export", check=False, kind="all_gather")
             value = pieces[name] = Deferred(partial(gather, name, value), value.shape, value.tensor.dtype)
         full_state[name] = value
     trouble: list[Any] = []
@@ -77,7 +77,7 @@ def write_together(
         trouble = [isinstance(error, UsageError), error.what, error.cure]
     if pieces:
         deque(tensor_chunks(dict(pieces)), maxlen=0)
-    group.enter("whether an export was written", check=False, kind="figures")
+    group.declare("whether an export was written", check=False, kind="figures")
     for usage, what, cure in filter(None, group.gather_json(trouble)):
         raise (UsageError if usage else CheckpointError)(what, cure)
 

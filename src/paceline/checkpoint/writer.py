@@ -52,7 +52,7 @@ class Background:
             self.seconds = time.thread_time()
 
 
-class Part(Background):
+class WriterJob(Background):
     """Writes one writer's files of the checkpoint of `step`, from slices of `tensors`, in a thread.
 
     The constructor copies the tensors, except those named in `calm`: only a step's update changes these, so the thread

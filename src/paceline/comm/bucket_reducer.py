@@ -45,7 +45,7 @@ class BucketReducer:
         self._arrived, self._on_reduced = [], on_reduced
         for _, among in self.route:
             if among is not self.group:  # which has been entered
-                among.enter(name, check=False, kind="gradients")
+                among.declare(name, check=False, kind="gradients")
 
     def send(self, bucket: Bucket) -> None:
         """Takes a bucket that is complete on this worker."""

@@ -195,7 +195,7 @@ class LiveComparison:
         self.steps.append(seconds)
         self.spent = [*self.spent[: len(self.took)], spent]
 
-    def turn(self, seconds: float, rate: float) -> bool:
+    def next_candidate(self, seconds: float, rate: float) -> bool:
         """Records the present candidate's time on the slowest worker; returns whether another one follows."""
         self.took.append((seconds, rate))
         self.steps.clear()

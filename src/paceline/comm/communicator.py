@@ -60,7 +60,7 @@ class Group:
         self.channel: Any = None  # while there are others
         self._lent: Any = None  # torch's default group
         self._lends = False  # whether it is connected in this generation
-        self.wanted = False  # a trainer needs it from the start of a generation on, when losing a worker is handled
+        self.is_eager = False  # a trainer needs it from the start of a generation on, when losing a worker is handled
         self.mesh = Mesh()
         self.links: list[links.HostLink] = []  # between hosts, as measured
         self._parts: dict[_PartKey, Group] = {}
@@ -105,8 +105,8 @@ class Group:
                 made = unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up))
             self._take(world, *made)
             for part in self._parts.values():
-                if part.wanted:
-                    part.lend()
+                if part.is_eager:
+                    part.expose_to_torch()
         except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
@@ -117,7 +117,7 @@ class Group:
             if over is not None:
                 over.abort()
 
-    def along(self, *axes: str, mesh: Mesh | None = None) -> Group:
+    def subgroup(self, *axes: str, mesh: Mesh | None = None) -> Group:
         """The group of the workers that differ from this one along these axes of a mesh only; by default the present
         mesh.
 
@@ -183,7 +183,7 @@ class Group:
         except RuntimeError as error:
             raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
 
-    def lend(self) -> None:
+    def expose_to_torch(self) -> None:
         """Makes a group of torch.distributed of a part's workers; torch uses it while it is `exposed`.
 
         In a new generation it stays the same group, over other connections. Raises UsageError if the script has made a
@@ -232,7 +232,7 @@ class Group:
         return [self.names[first] for first, *_ in self.channel.hosts.hosts] if self.size > 1 else [*self.names]
 
     @property
-    def leads(self) -> bool:
+    def is_host_leader(self) -> bool:
         """Whether this worker exchanges data with other hosts on behalf of its own host."""
         return len(self.leaders) > 1 and self.names[self.rank] in self.leaders
 
@@ -246,7 +246,7 @@ class Group:
         links_by_pair = links.between([links.HostLink(*link) for link in known], hosts)
         pairings, results = links.rounds(len(hosts), links_by_pair) if len(hosts) > 1 else [], dict[links.Pair, Any]()
         if pairings:
-            self.enter("the links between hosts", check=False, kind="figures")
+            self.declare("the links between hosts", check=False, kind="figures")
             with self._declaring():
                 work = self.channel.measure(pairings, results)
             work.wait()
@@ -282,7 +282,7 @@ class Group:
 
     # -- entering -----------------------------------------------------------------------------------------------
 
-    def enter(self, name: str, check: bool = True, kind: str | None = None) -> None:
+    def declare(self, name: str, check: bool = True, kind: str | None = None) -> None:
         """Declares the next collective. With `check`, returns only when all workers declared the same one.
 
         `kind` is its line in the ledger. Raises CollectiveMismatchError on every worker, naming each call site, if
@@ -302,9 +302,9 @@ class Group:
         return exposed(self._lent) if self._lent is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
-    def lending(self, name: str, kind: str) -> Iterator[dist.ProcessGroup]:
+    def declared_torch_group(self, name: str, kind: str) -> Iterator[dist.ProcessGroup]:
         """Gives the group that is lent to torch, and declares what is done over it meanwhile."""
-        self.lend()
+        self.expose_to_torch()
         channel = self._lent.channel
         channel.declared = (name, call_site(), kind)
         try:
@@ -566,7 +566,7 @@ class Group:
         """
         if (store := self._store) is None:
             return
-        self._side.say("ended", self._declared[:2])
+        self._side.set_state("ended", self._declared[:2])
         statuses: list[dict[str, Any] | None] = [None]
         # The first worker reads all statuses, and announces when all have ended. Many others look less often.
         pace, looks = max(1.0, self.size / MANY), 0
@@ -590,7 +590,7 @@ class Group:
                         )
             if self.rank == 0:
                 store.set("met", "1")
-            self._side.say("met", self._declared[:2])  # what follows, such as a last checkpoint, all do together
+            self._side.set_state("met", self._declared[:2])  # what follows, such as a last checkpoint, all do together
             self._side.publish()
         except RuntimeError:  # the store went with the first worker
             raise PeerLostError(
@@ -603,7 +603,7 @@ class Group:
             return
         store, self._store = self._store, None
         with contextlib.suppress(RuntimeError):  # the store went with worker 0
-            self._side.say("failed" if failed else "ended", self._declared[:2])
+            self._side.set_state("failed" if failed else "ended", self._declared[:2])
             self._side.publish()
             store.set(f"closed/{self.rank}", "1")
             others = [f"closed/{rank}" for rank in range(self.size)]

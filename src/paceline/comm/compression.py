@@ -179,7 +179,7 @@ class Feedback:
     parameter's number; `squares` the squared norm of each leader's residual, by the leader's name.
     """
 
-    left: dict[int, torch.Tensor] = field(default_factory=dict)
+    residual: dict[int, torch.Tensor] = field(default_factory=dict)
     basis: dict[int, torch.Tensor] = field(default_factory=dict)
     squares: dict[int, float] = field(default_factory=dict)
 
@@ -273,8 +273,8 @@ class Codec:
         if not math.isfinite(float(flat.sum())) and not bool(flat.isfinite().all()):  # the sum takes a tenth of it
             self.bad |= {number for number, part in bucket.split(flat) if not bool(part.isfinite().all())}
         # Also the residual of a lossy codec that a rounding one, or none, has replaced.
-        if bucket.index in self._was.left and not (among.leads and coded_sum(self.word_of(bucket)).lossy):
-            flat += (self._was.left[bucket.index] / self._scale).to(flat.device)
+        if bucket.index in self._was.residual and not (among.is_host_leader and coded_sum(self.word_of(bucket)).lossy):
+            flat += (self._was.residual[bucket.index] / self._scale).to(flat.device)
         return among.start_sum(flat, partial(self._timed, self.sums(bucket), among.leaders))
 
     def sums(self, bucket: Bucket) -> Callable[[list[int], Gloo, torch.Tensor], Steps]:
@@ -338,7 +338,7 @@ class Codec:
     def _owed(self, bucket: Bucket, flat: torch.Tensor) -> torch.Tensor:
         """What this leader should send: the sum of its host, and its residual."""
         total = flat.to(torch.promote_types(flat.dtype, torch.float32), copy=True)
-        before = self._was.left.get(bucket.index)
+        before = self._was.residual.get(bucket.index)
         return total if before is None else total.addcdiv_(before, torch.tensor(self._scale, dtype=before.dtype))
 
     def _keep(self, bucket: Bucket, left: torch.Tensor) -> torch.Tensor:
@@ -346,7 +346,7 @@ class Codec:
 
         It is called before the last message of a step: a step whose last message was not sent counts nowhere.
         """
-        self._next.left[bucket.index] = left.mul_(self._scale)
+        self._next.residual[bucket.index] = left.mul_(self._scale)
         return torch.dot(left, left).double()[None]
 
     def _hear(self, names: list[int], squares: torch.Tensor) -> None:

@@ -62,7 +62,7 @@ class ErrorFeedback:
         self.to = "other hosts"
         self.group, self.outer, self.mesh = group, outer, mesh
         self.home, self.cuts = home, cuts
-        self.owed: dict[str, torch.Tensor] = {}
+        self.pending_residual: dict[str, torch.Tensor] = {}
         self.chosen: dict[str, Any] = {}
         self._tried: tuple[int, codec_tuning.Trials] = 0, {}  # (number of hosts, what was measured for it)
         self._comparison: codec_tuning.LiveComparison | None = None  # of candidates in the run, while it goes on
@@ -80,7 +80,7 @@ class ErrorFeedback:
 
     def _left(self, done: int) -> dict[str, torch.Tensor]:
         """This worker's residual after `done` transactions, by parameter name."""
-        left, names = {} if self.codec is None else self.codec.kept.at(done).left, list(self.cuts)
+        left, names = {} if self.codec is None else self.codec.kept.at(done).residual, list(self.cuts)
         return {
             names[number]: part
             for bucket in self.home.buckets
@@ -113,9 +113,9 @@ class ErrorFeedback:
         """
         if self.codec is None:
             return [False, False, []]
-        self.outer.enter("how codecs stand", check=False)
+        self.outer.declare("how codecs stand", check=False)
         kept = self.codec.kept.at(done)
-        return [bool(kept.left), self.outer.leads, [*kept.squares.items()]]
+        return [bool(kept.residual), self.outer.is_host_leader, [*kept.squares.items()]]
 
     def formed(self, reports: Sequence[Sequence[Any]], resumed: bool) -> Iterator[str]:
         """Takes everybody's `reports` when a generation has formed; yields messages about lost residuals.
@@ -151,7 +151,7 @@ class ErrorFeedback:
     def _restore(self, named: Mapping[str, torch.Tensor]) -> None:
         """Writes residuals, by parameter name, into the codec's buckets."""
         assert self.codec is not None
-        names, left = list(self.cuts), self.codec.kept.value.left
+        names, left = list(self.cuts), self.codec.kept.value.residual
         for bucket in self.home.buckets:
             flat = left[bucket.index] = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
             for number, part in bucket.split(flat):
@@ -161,7 +161,7 @@ class ErrorFeedback:
         """Applies the rule `add` to saved residuals and yields the message about it."""
         if not self._saved_residuals:
             return
-        hosts, self.owed = len(next(iter(self._saved_residuals.values()))), self.shared()
+        hosts, self.pending_residual = len(next(iter(self._saved_residuals.values()))), self.shared()
         self._saved_residuals = {}
         yield (
             f"what codecs of {hosts} hosts had not sent when the checkpoint was taken goes into the next gradient: "
@@ -187,20 +187,20 @@ class ErrorFeedback:
 
     # -- before a change --------------------------------------------------------------------------------------------
 
-    def pool(self, team: Transactions) -> Generator[Any, Any, None]:
+    def consolidate(self, team: Transactions) -> Generator[Any, Any, None]:
         """A transaction that sums all residuals before workers leave; each worker then owes the total."""
         pooled, names = self.shared(), list(self.cuts)
         if self.codec is not None:
             was = self.codec.kept.at(team.done)
-            self.outer.enter("what codecs have left out", kind="gradients")
+            self.outer.declare("what codecs have left out", kind="gradients")
             for bucket in (one for one in self.home.buckets if one.local_shard.is_floating_point()):
                 flat = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
-                self.outer.sum(flat.add_(was.left.get(bucket.index, 0.0)))
+                self.outer.sum(flat.add_(was.residual.get(bucket.index, 0.0)))
                 for number, part in bucket.split(flat):
                     pooled[names[number]] = part.add_(pooled.get(names[number], 0.0))
             self.codec.kept.pend(team.done, Feedback(basis=was.basis))
         yield lambda: None
-        self.owed, self._saved_residuals = pooled, {}
+        self.pending_residual, self._saved_residuals = pooled, {}
         yield None
 
     # -- the choice -------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class ErrorFeedback:
             return
         if self._comparison is not None:
             self._comparison.note(seconds, self.codec.spent)
-        elif self.outer.leads:
+        elif self.outer.is_host_leader:
             far = (
                 codec_tuning.differs(self.link[0], self.chosen["rate"])
                 or self.codec.spent > 2 * self._usual_codec_seconds + 0.1
@@ -273,7 +273,7 @@ class ErrorFeedback:
             yield from self._run_on(self._comparison)
             return
         hosts, buckets, tried = len(self.outer.leaders), self.home.buckets, codec_tuning.Trials()
-        if self.outer.leads:
+        if self.outer.is_host_leader:
             if anew or self._tried[0] != hosts:
                 candidates_tried = codec_tuning.ROUNDING + (
                     codec_tuning.LOSSY if self.codec.lossy else codec_tuning.LOSSY[:1]
@@ -316,7 +316,7 @@ class ErrorFeedback:
         reports = self.group.gather_json([comparison.seconds, *self.link])
         seconds, rate = max(took for took, *_ in reports), min(rate for _, rate, _ in reports)
         hosts = self.chosen["hosts"]
-        if comparison.turn(seconds, rate):
+        if comparison.next_candidate(seconds, rate):
             self._take(comparison.present, rate, hosts)
             return
         best, self._comparison = comparison.best(), None
@@ -356,8 +356,8 @@ class ErrorFeedback:
     def add(self, expected: float) -> None:
         """Adds the owed gradients, divided by `expected`, to gradients that are equal on all workers."""
         for name, param in zip(self.cuts, self.home.local_params, strict=True):
-            if name in self.owed:
-                more = (self.owed[name].view(param.shape) / expected).to(param)
+            if name in self.pending_residual:
+                more = (self.pending_residual[name].view(param.shape) / expected).to(param)
                 param.grad = more if param.grad is None else param.grad.add_(more)
 
     def blame(self) -> str:
@@ -380,7 +380,7 @@ class ErrorFeedback:
 
     def shared(self) -> dict[str, torch.Tensor]:
         """The residual that all workers owe, saved rows included, by parameter name."""
-        total = dict(self.owed)
+        total = dict(self.pending_residual)
         for name, rows in self._saved_residuals.items():
             for row in range(len(rows)):
                 total[name] = self._local_block(name, rows[row : row + 1][0]) + total.get(name, 0.0)
@@ -411,7 +411,9 @@ class ErrorFeedback:
     def load(self, owed: Mapping[str, torch.Tensor]) -> None:
         """Loads what `shared` returned, as full tensors or as this worker's blocks."""
         is_full = {name: tuple(tensor.shape) == self.cuts[name].shape for name, tensor in owed.items()}
-        self.owed = {name: (self._local_block(name, t) if is_full[name] else t).clone() for name, t in owed.items()}
+        self.pending_residual = {
+            name: (self._local_block(name, t) if is_full[name] else t).clone() for name, t in owed.items()
+        }
 
 
 class Differing(Protocol):
@@ -427,7 +429,7 @@ class Differing(Protocol):
     def differs(self) -> bool:
         """Whether workers may hold different state now."""
 
-    def pool(self, team: Transactions) -> Generator[Any, Any, None]:
+    def consolidate(self, team: Transactions) -> Generator[Any, Any, None]:
         """A transaction after which all workers hold the same state."""
 
     def meet(self, done: int) -> Iterator[str]:
@@ -448,10 +450,10 @@ class AllErrorFeedback(list[Differing]):
         self[:] = [feedback for feedback in self if feedback.trainer != trainer]
         return figures
 
-    def pool(self, team: Transactions) -> None:
+    def consolidate(self, team: Transactions) -> None:
         """Sums the state that differs, trainer by trainer, so that all workers hold the total. Collective."""
         for feedback in (each for each in self if each.differs):
-            team.run(partial(feedback.pool, team), "forming")
+            team.run(partial(feedback.consolidate, team), "forming")
 
     @property
     def _trainers(self) -> list[ErrorFeedback]:

@@ -86,10 +86,10 @@ class ExactBuckets(Buckets):
                     if level + 1 < len(levels):
                         rest = rest - rounded
 
-    def rehouse(self, allocate: Allocate) -> None:
+    def rebind(self, allocate: Allocate) -> None:
         """Allocates fresh memory for all buckets and gradients."""
         self._sums.clear()
-        super().rehouse(allocate)
+        super().rebind(allocate)
 
     def abandon(self, again: bool = False) -> None:
         """Ends a step whose backward failed, or which begins `again` on the same grids."""
@@ -101,7 +101,7 @@ class ExactBuckets(Buckets):
         """Takes note that the optimizer has used the step's sums; the grids of this step stay."""
         self._before = None
 
-    def settle(self, maxima: torch.Tensor) -> bool:
+    def resolve_exact(self, maxima: torch.Tensor) -> bool:
         """Makes the gradients from the sums, after these have arrived.
 
         `maxima` has the largest gradient of each parameter over all workers in this step. Returns False if one had
@@ -124,7 +124,7 @@ class ExactBuckets(Buckets):
                 continue
             levels = bucket.local_shard.view(-1, len(grads))
             grads.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
-        self.adopt()
+        self.assign_grads()
 
     def squares(
         self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None, changed: bool = False

@@ -127,7 +127,7 @@ class FsdpReduceScatter(GradSink):
         )
 
     @property
-    def home(self) -> Buckets:
+    def grad_buffers(self) -> Buckets:
         return self._home
 
     def release(self) -> list[torch.Tensor]:
@@ -135,9 +135,9 @@ class FsdpReduceScatter(GradSink):
         memory = [stage.flat for pool in self._pools.values() for stage in pool.stages]
         for pool in self._pools.values():
             pool.stages.clear()
-        return super().release() + memory + self.home.release()
+        return super().release() + memory + self.grad_buffers.release()
 
-    def rehouse(self, allocate: Allocate) -> None:
+    def rebind(self, allocate: Allocate) -> None:
         """Allocates fresh memory for all stages."""
         for pool in self._pools.values():
             pool.stages.clear()
@@ -149,12 +149,12 @@ class FsdpReduceScatter(GradSink):
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         """Starts a step."""
-        self.home.begin(ready, micro_batches)
+        self.grad_buffers.begin(ready, micro_batches)
         self._used.clear()
         self._forget_calls()  # of a script's own forwards
         self._begun = True
 
-    def open(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
+    def begin_backward(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
         """Begins the next backward."""
         self._open, self._last, self._is_dummy, self._next, self._weight = True, last, is_dummy, 0, weight
         self._waits = self._patient
@@ -176,7 +176,7 @@ class FsdpReduceScatter(GradSink):
             self._used.add(number)
             stage = self._stage(block)
             grad = grad if self._weight is None else grad * self._weight
-            self.home.put(number, grad, stage.wires[index], first=number not in stage.written)
+            self.grad_buffers.put(number, grad, stage.wires[index], first=number not in stage.written)
             stage.written.add(number)
         block.landed.add(number)
         self._advance()
@@ -199,7 +199,7 @@ class FsdpReduceScatter(GradSink):
             block.left = True
             self._advance()
 
-    def close(self) -> None:
+    def end_backward(self) -> None:
         """Ends the present backward: sends the remaining blocks."""
         ended, self._waits = self._ended(), True
         while self._next < len(self._blocks):
@@ -215,7 +215,7 @@ class FsdpReduceScatter(GradSink):
         while self._works:
             self._arrive()
         self._begun = False
-        self.home.flush()
+        self.grad_buffers.flush()
         return set(range(len(self._shapes))) - self._used
 
     def abandon(self, again: bool = False) -> None:
@@ -232,11 +232,11 @@ class FsdpReduceScatter(GradSink):
             for stage in pool.stages:
                 stage.taken = False
         self._open = False
-        self.home.abandon(again)
+        self.grad_buffers.abandon(again)
 
     def memory(self) -> int:
         """Bytes that gradients and stages take."""
-        return self.home.memory() + sum(s.flat.nbytes for pool in self._pools.values() for s in pool.stages)
+        return self.grad_buffers.memory() + sum(s.flat.nbytes for pool in self._pools.values() for s in pool.stages)
 
     # -- on the way -----------------------------------------------------------------------------------------------
 
@@ -257,9 +257,9 @@ class FsdpReduceScatter(GradSink):
         return block.stage
 
     def _make(self, members: Sequence[int], allocate: Allocate) -> _Stage:
-        like = self.home.params[members[0]]
+        like = self.grad_buffers.params[members[0]]
         shapes = [self._shapes[number] for number in members]
-        stretches, wires = self.home.lay_out(shapes, self.shards, allocate, like.dtype, like.device)
+        stretches, wires = self.grad_buffers.lay_out(shapes, self.shards, allocate, like.dtype, like.device)
         return _Stage(stretches.view(-1), wires)
 
     def _forget_calls(self) -> None:
@@ -307,10 +307,10 @@ class FsdpReduceScatter(GradSink):
         self.group.finish(work)
         self._works.popleft()
         for number, wires in zip(block.members, stage.wires, strict=True):
-            self.home.add(number, wires[self.shards.me])
+            self.grad_buffers.add(number, wires[self.shards.me])
         stage.taken = False
         for number in block.members if last else ():
-            self.home.complete(number)
+            self.grad_buffers.complete(number)
 
 
 def _over(work: dist.Work | None) -> bool:

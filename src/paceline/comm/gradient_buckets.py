@@ -88,7 +88,7 @@ class GradSink:
         self.elements = [param.numel() for param in self.params]  # of full parameters, if `params` are shards
 
     @property
-    def home(self) -> GradSink:
+    def grad_buffers(self) -> GradSink:
         """The sink that holds the gradients of this worker's parameters in the end."""
         return self
 
@@ -101,7 +101,7 @@ class GradSink:
         """Bytes that gradients take."""
         return sum(grad.nbytes for grad in self.sums)
 
-    def rehouse(self, allocate: Allocate) -> None:
+    def rebind(self, allocate: Allocate) -> None:
         """Allocates fresh memory for all buckets with `allocate`. What they held is lost."""
 
     def release(self) -> list[torch.Tensor]:
@@ -113,31 +113,31 @@ class GradSink:
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
 
-    def open(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
+    def begin_backward(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
         """Begins the next backward.
 
         The `last` backward of a step completes parameters, so that their buckets may leave. Gradients of a dummy
         backward do not count. With a `weight` gradients land at its end, after they have been multiplied by it.
         """
 
-    def close(self) -> None:
+    def end_backward(self) -> None:
         """Ends the present backward."""
 
     def flush(self) -> set[int]:
         """Hands on the remaining buckets, zeros where no gradient came; returns the numbers of those parameters."""
         return {number for number, param in enumerate(self.params) if param.grad is None}
 
-    def settle(self, maxima: torch.Tensor) -> bool:
+    def resolve_exact(self, maxima: torch.Tensor) -> bool:
         """Finishes exact sums after all have arrived; False means that the step has to be redone."""
         return True
 
-    def foresee(self) -> None:
+    def prefetch_norms(self) -> None:
         """Starts computing the gradients' norms when no other worker has to add to them.
 
         A GPU begins with them before anybody waits for the losses, and would have nothing to do until it is asked for
         these.
         """
-        sums = [] if self.home.buckets else self.sums
+        sums = [] if self.grad_buffers.buckets else self.sums
         self._norms = _norms(sums) if sums and sums[0].is_cuda else None
 
     def squares(
@@ -161,7 +161,7 @@ class GradSink:
             norms = _norms(gradients)
         return norms.cpu().double().square().sum(0, keepdim=True)
 
-    def adopt(self) -> None:
+    def assign_grads(self) -> None:
         """Makes what was written into the sums the gradients of this worker's parameters."""
 
     def abandon(self, again: bool = False) -> None:
@@ -220,7 +220,7 @@ class Buckets(GradSink):
         self._wires: list[Wires] = [[]] * len(self.params)
         self._home: list[Bucket] = [Bucket(-1, nothing, [], nothing)] * len(self.params)
         self._groups = self._group(first_bytes, bytes_)
-        self.rehouse(allocate)
+        self.rebind(allocate)
         self._ready: Callable[[Bucket], None] | None = None
         self._armed = False
         self._weight: float | None = None
@@ -240,7 +240,7 @@ class Buckets(GradSink):
         self._views, self._wires, self._home = [], [], []
         return super().release() + memory
 
-    def rehouse(self, allocate: Allocate) -> None:
+    def rebind(self, allocate: Allocate) -> None:
         self._allocate = allocate
         self.buckets.clear()
         for members in self._groups:
@@ -368,12 +368,12 @@ class Buckets(GradSink):
     def memory(self) -> int:
         return sum(bucket.flat.nbytes for bucket in self.buckets)
 
-    def offer(self, bucket: Bucket) -> None:
+    def pack_params(self, bucket: Bucket) -> None:
         """Writes this worker's rows of the parameters over their gradients, which have been used."""
         for number in bucket.members:
             _copy(self._wires[number][self.shards.me][0], self.local_params[number].detach().reshape(-1))
 
-    def take(self, bucket: Bucket, stretches: Sequence[torch.Tensor]) -> None:
+    def unpack_params(self, bucket: Bucket, stretches: Sequence[torch.Tensor]) -> None:
         """Reads the other workers' rows into the parameters, from the shard that each has offered."""
         start = 0
         for number in bucket.members:
@@ -384,7 +384,7 @@ class Buckets(GradSink):
                     _copy(target, stretches[shard_index][start : start + target.numel()].view(target.shape))
             start += self.shards.width(full.shape)
 
-    def adopt(self) -> None:
+    def assign_grads(self) -> None:
         for param, view in zip(self.local_params, self._views, strict=True):
             param.grad = view
 
@@ -401,10 +401,10 @@ class Buckets(GradSink):
         for bucket in self.buckets:
             bucket.missing = len(bucket.members)
 
-    def open(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
+    def begin_backward(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
         self._armed, self._weight = last, weight
 
-    def close(self) -> None:
+    def end_backward(self) -> None:
         weighed, self._weight = self._weight is not None, None
         for number, param in enumerate(self.params if weighed else ()):
             if param.grad is not None:
@@ -417,7 +417,7 @@ class Buckets(GradSink):
                 wire.zero_()
         for number in sorted(self.late):
             self.among(number, [wire for levels in self._wires[number] for wire in levels])
-        self.adopt()
+        self.assign_grads()
         for bucket in self.buckets:
             bucket.missing = 0
         self._hand_on()

@@ -321,7 +321,7 @@ class HierarchicalTransport:
         try:
             if len(self.hosts) < self.size <= MESH:
                 self.gloo = self._all()
-            if self.leads:
+            if self.is_leader:
                 who = self.host_index, len(self.hosts), self._devices
                 self.leaders = Gloo(dist.PrefixStore("leaders", store), *who)
                 self._ahead = Gloo(dist.PrefixStore("ahead", store), *who, room=0)
@@ -361,7 +361,7 @@ class HierarchicalTransport:
         return Gloo(dist.PrefixStore(f"{name}/gloo", self._store), int(self.rank > rank), 2, self._devices, threads=1)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this worker is the leader of its host."""
         return bool(self.hosts[self.host_index][0] == self.rank)
 
@@ -388,7 +388,7 @@ class HierarchicalTransport:
         rows_of_workers = torch.frombuffer(memory, dtype=torch.uint8).view(len(ranks), step)
         return [row[:size] for row in rows_of_workers.unbind(0)]
 
-    def ask(self, fp: int, size: int) -> Steps | None:
+    def prefetch_check(self, fp: int, size: int) -> Steps | None:
         """Starts to check now that the other leaders will come to a sum with this fingerprint, ahead of the sum itself.
 
         On a long link the answer takes as long as a bucket. Returns the steps that receive it. Returns None if there is

@@ -81,7 +81,7 @@ class PeerStatus:
         """This worker's number in the run."""
         return self.names[self.rank]
 
-    def say(self, state: str, where: tuple[str, str]) -> None:
+    def set_state(self, state: str, where: tuple[str, str]) -> None:
         """Changes this worker's state; `where` (name, site) is its last collective."""
         self.local_status = {**self.local_status, "state": state, "name": where[0], "site": where[1]}
 

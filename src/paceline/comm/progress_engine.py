@@ -77,13 +77,13 @@ class Owner(Protocol):
     broken: Exception | None
     crowded: bool
 
-    def look(self, operation: Operation, waited: float) -> None:
+    def check_stall(self, operation: Operation, waited: float) -> None:
         """Looks for the reason of a wait. Raises it if there is one."""
 
-    def explain(self, operation: Operation, error: Exception) -> Exception:
+    def translate_error(self, operation: Operation, error: Exception) -> Exception:
         """The error that a user should see."""
 
-    def account(self, operation: Operation, waited: float) -> None:
+    def add_waited(self, operation: Operation, waited: float) -> None:
         """Takes note of a finished operation; `waited` are the seconds that this worker waited for it."""
 
 
@@ -124,7 +124,7 @@ class Operation(dist.Work):
         except StopIteration:
             error = None
         except _REASONS as reason:
-            error = self.owner.explain(self, reason)
+            error = self.owner.translate_error(self, reason)
         finally:
             if error is not _UNDER_WAY:
                 self.end(error)
@@ -148,7 +148,7 @@ class Operation(dist.Work):
         if self._pending_futures:
             ENGINE.ended.append(self)
 
-    def tell(self) -> None:
+    def complete_future(self) -> None:
         """Completes a future, in the thread that comes first. That thread also runs the future's callbacks."""
         try:
             future = self._pending_futures.pop()
@@ -173,7 +173,7 @@ class Operation(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is done."""
-        return self.done or ENGINE.poke(self)
+        return self.done or ENGINE.progress(self)
 
     def is_success(self) -> bool:
         """Whether it is done without an error."""
@@ -206,7 +206,7 @@ class Operation(dist.Work):
             self._future = torch.futures.Future()
             self._pending_futures.append(self._future)
             if self.done:
-                self.tell()
+                self.complete_future()
             else:
                 ENGINE.in_background()
         return self._future.then(self._checked)
@@ -235,7 +235,7 @@ class ProgressEngine:
         self._thread: threading.Thread | None = None
         self._ending = self._hurried = False
 
-    def submit(self, queue: Hashable, operation: Operation) -> None:
+    def enqueue(self, queue: Hashable, operation: Operation) -> None:
         """Puts an operation at the end of its queue and, if the queue was empty, starts it."""
         with self.lock:
             line = self._queues.setdefault(queue, deque())
@@ -258,7 +258,7 @@ class ProgressEngine:
                 if not line:
                     del self._queues[queue]
 
-    def poke(self, operation: Operation | None = None) -> bool:
+    def progress(self, operation: Operation | None = None) -> bool:
         """Advances operations without waiting, unless another thread does; returns whether `operation` is done."""
         if self._queues and self.lock.acquire(blocking=False):
             try:
@@ -283,7 +283,7 @@ class ProgressEngine:
                     operation = self.ended.popleft()
                 except IndexError:  # another thread has it
                     break
-                operation.tell()
+                operation.complete_future()
         finally:
             if waits:
                 self._waiters.add(me)
@@ -298,7 +298,7 @@ class ProgressEngine:
         me, long = threading.get_ident(), False
         self._waiters.add(me)
         try:
-            while not self.poke(operation):
+            while not self.progress(operation):
                 now = time.perf_counter()
                 if self.turns != turns:
                     moved, turns = now, self.turns
@@ -309,7 +309,7 @@ class ProgressEngine:
                         long = True
                         HEARTBEAT.wait(1)
                     try:
-                        owner.look(operation, now - began)
+                        owner.check_stall(operation, now - began)
                     except _REASONS as error:  # the reason of the wait: the operation ends
                         operation.fail(error)
                 if timeout is not None and now - began > timeout:
@@ -320,7 +320,7 @@ class ProgressEngine:
             self._waiters.discard(me)
             if not self._waiters and self._queues:
                 self._wanted.set()
-        owner.account(operation, time.perf_counter() - began)
+        owner.add_waited(operation, time.perf_counter() - began)
         HEARTBEAT.beat()
 
     @staticmethod

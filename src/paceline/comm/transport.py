@@ -106,7 +106,9 @@ class Transport:
             request or CollectiveRequest("all_reduce", flat.dtype),
             len(flat),
             detail,
-            lambda fp: self.hosts.all_reduce(flat, reduction, fp, arena, between, self.hosts.ask(fp, flat.nbytes)),
+            lambda fp: self.hosts.all_reduce(
+                flat, reduction, fp, arena, between, self.hosts.prefetch_check(fp, flat.nbytes)
+            ),
             options,
         )
 
@@ -234,7 +236,7 @@ class Transport:
         entry[0] += 1
         entry[1] += size
         operation.turn = FLIGHT_RECORDER.begin(self.label, operation.sequence, operation.name, operation.site, size)
-        ENGINE.submit(queue, operation)
+        ENGINE.enqueue(queue, operation)
         if not asynchronous:
             operation.wait()
         elif not operation.done and self.declared is None:  # else its caller moves it on
@@ -242,13 +244,13 @@ class Transport:
 
     # -- what the engine asks -----------------------------------------------------------------------------------
 
-    def look(self, operation: Operation, waited: float) -> None:
+    def check_stall(self, operation: Operation, waited: float) -> None:
         """Looks for the reason of a wait. Raises it if there is one."""
         if self.broken is not None:
             raise self.broken
         shared = self.hosts.shared
         dead = shared.dead() if shared is not None else []
-        if dead and not ENGINE.poke(operation):
+        if dead and not ENGINE.progress(operation):
             lost = self.side.names[dead[0]]
             if operation.sequence:
                 self._update_status(operation)
@@ -266,7 +268,7 @@ class Transport:
                 "see what the other workers do, or give a longer timeout to init_process_group",
             )
 
-    def explain(self, operation: Operation, error: Exception) -> Exception:
+    def translate_error(self, operation: Operation, error: Exception) -> Exception:
         """The error that a user should see."""
         if not isinstance(error, (MismatchError, LinkError)):
             return error
@@ -278,7 +280,7 @@ class Transport:
         reason = self.side.reason(error, isinstance(error, MismatchError), lambda: self.broken is not None)
         return self.broken or reason
 
-    def account(self, operation: Operation, waited: float) -> None:
+    def add_waited(self, operation: Operation, waited: float) -> None:
         """Takes note of seconds that this worker waited for an operation."""
         self.ledger[operation.kind][2] += waited
 

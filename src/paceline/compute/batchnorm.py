@@ -76,7 +76,7 @@ class BatchNormStats:
 
     def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
         """Of a step's records: a row per micro-batch, where they are collected."""
-        return options.micro_batches if options.collect else 0, self._start.numel()
+        return options.micro_batches if options.record_buffers else 0, self._start.numel()
 
     @property
     def certain(self) -> str:
@@ -225,7 +225,7 @@ def without_a_trace(model: nn.Module, streams: RngState) -> Iterator[None]:
         if hooks is not None
     ]
     try:
-        with streams.lent():
+        with streams.preserved():
             yield
     finally:
         for held, content in contents:

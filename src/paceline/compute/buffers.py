@@ -244,7 +244,7 @@ class BufferMerger:
         """Starts a step; its records, which are empty as yet, or None where there are none."""
         self._open, self._count = True, options.micro_batches
         if self._held:  # then every micro-batch starts from what the step began with, on one worker as well
-            options = replace(options, collect=True)
+            options = replace(options, record_buffers=True)
         for one in self._all:
             one.take()
         self._shapes = [one.shape(options, self._exact) for one in self._all]

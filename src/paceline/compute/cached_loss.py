@@ -48,7 +48,7 @@ class CachedGrads:
     differences: list[torch.Tensor] | None = None
 
 
-def led(output: Any, by: CachedGrads) -> tuple[torch.Tensor, float]:
+def cached_loss(output: Any, by: CachedGrads) -> tuple[torch.Tensor, float]:
     """A micro-batch's loss in the second run, as a sum and its count."""
     tensors = tensors_of(output)
     if by.differences is not None:
@@ -129,13 +129,13 @@ class GradCache:
         local_outputs, units = self.runner.outputs(micro_batches, options), self.job.units
         options.reached("outputs")
         assert units is not None
-        units.enter(f"the outputs of step {options.step + 1}", check=False, kind="outputs")
+        units.declare(f"the outputs of step {options.step + 1}", check=False, kind="outputs")
         share = [(one.index, one.rows, output) for one, output in local_outputs if not one.is_dummy]
         columns, slices = gather_outputs(units, share, self.job.device)
-        units.enter(f"step {options.step + 1}", check=False, kind="gradients")
+        units.declare(f"step {options.step + 1}", check=False, kind="gradients")
         options.reached("gathered")
         # Cached gradients are scaled already, and the second run does not test whether micro-batches may be merged.
-        second = replace(options, expected=1.0, merge=1, test=False, probe=False)
+        second = replace(options, expected=1.0, merge=1, test_merging=False, check_loss=False)
         if not local_outputs:  # outputs are other units', or the last stage's
             return self.runner.run(micro_batches, second, ready)
         like = local_outputs[0][1]
@@ -161,11 +161,11 @@ class GradCache:
             raise UsageError(what, _SEEDED)
         by_index = {one.index: one for one in micro_batches if not one.is_dummy}
         self._tell(sums, part, first=0 in by_index)
-        sums.bad = []
+        sums.bad_samples = []
         if not math.isfinite(float(part.total)):
             bad = [one for n, one in by_index.items() if not all(bool(x[slices[n]].isfinite().all()) for x in columns)]
             blameless = 0 in by_index and all(bool(x.isfinite().all()) for x in columns)
-            sums.bad = [*Chunk(bad, None).sources, *(["what the forward gave is finite"] if blameless else [])]
+            sums.bad_samples = [*Chunk(bad, None).sources, *(["what the forward gave is finite"] if blameless else [])]
         return sums
 
     def _judged(

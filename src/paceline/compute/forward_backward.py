@@ -36,7 +36,7 @@ class Runner:
     """
 
     def __init__(self, job: TrainingJob, landing: GradSink, gathered: bool) -> None:
-        self.job, self.landing, self.gathered = job, landing, gathered
+        self.job, self.grad_sink, self.gathered = job, landing, gathered
         self.params = list(job.named.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.streams = RngState(job.device)
@@ -77,9 +77,9 @@ class Runner:
             if options.merge == 1 or sent:  # what was sent cannot be taken back
                 raise
         self.restore(void=True)  # a backward may have added a part of its gradients: all begins anew, one by one
-        self.landing.abandon(again=True)
+        self.grad_sink.abandon(again=True)
         sums = self._in_chunks(micro_batches, replace(options, merge=1), send)
-        sums.cramped = True
+        sums.out_of_memory = True
         return sums
 
     def outputs(self, micro_batches: Sequence[MicroBatch], options: StepOptions) -> list[tuple[MicroBatch, Any]]:
@@ -125,18 +125,18 @@ class Runner:
             if param.requires_grad:
                 what = f"{name} was frozen when the Trainer was made and is to be trained now"
                 raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
-        self.landing.begin(ready, options.micro_batches)
+        self.grad_sink.begin(ready, options.micro_batches)
         self._squares = 0.0
         order = [m for m in micro_batches if not m.is_dummy]
         sums.why = self.observer.why(self.carried.certain)
-        sums.strict = bool(sums.why and order)
+        sums.no_merge = bool(sums.why and order)
         order = order[::-1] if options.reverse else order
         dummies = [Chunk([m], m.batch) for m in micro_batches if m.is_dummy]
-        parts = self._through([*dummies, *merged(order, 1 if sums.strict else options.merge)], sums, options)
+        parts = self._through([*dummies, *merged(order, 1 if sums.no_merge else options.merge)], sums, options)
         self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
-        self.landing.foresee()
+        self.grad_sink.prefetch_norms()
         self._add_up(parts, sums)
-        sums.unused, sums.maxima = self.landing.flush(), self.landing.maxima
+        sums.unused, sums.maxima = self.grad_sink.flush(), self.grad_sink.maxima
         if options.noise_sample == "all":
             sums.sq_norms = self._squares, sums.count
         return sums
@@ -163,7 +163,7 @@ class Runner:
 
     def _run(self, chunk: Chunk, sums: StepSums, options: StepOptions, last: bool) -> Loss | None:
         """Forward and backward of one chunk, the `last` of the step or not; None if it may not be computed so."""
-        if sums.strict and len(chunk.micro_batches) > 1:
+        if sums.no_merge and len(chunk.micro_batches) > 1:
             return None
         try:
             with chunk.noted:
@@ -179,8 +179,8 @@ class Runner:
                 raise
             self.observer.give_up(chunk, sums, error)
             return None
-        if options.test and not sums.strict and self.streams.moved(self._mark):
-            sums.strict, sums.why = True, "the backward draws random numbers"
+        if options.test_merging and not sums.no_merge and self.streams.has_changed(self._mark):
+            sums.no_merge, sums.why = True, "the backward draws random numbers"
         if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
             self.carried.record(sums.records, chunk)
         mismatches = [m.row_mismatch for m in chunk.micro_batches if m.row_mismatch]
@@ -192,14 +192,14 @@ class Runner:
         """Runs the backward of one chunk. User hooks see the gradient of the mean, which is weighted after them."""
         hooked = options.hooked or self.observer.hooks.where
         weight = float(part.count) / options.expected if hooked else None
-        self.landing.open(last, is_dummy, weight)
+        self.grad_sink.begin_backward(last, is_dummy, weight)
         if weight is None:
             part.total.mul(1.0 / options.expected).backward()
         else:
             mean = part.total / (part.count or 1) if part.mean is None else part.mean
             with weighed(self.params, weight):
                 mean.backward()
-        self.landing.close()
+        self.grad_sink.end_backward()
 
     def _run_dummy(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
         """Runs a dummy micro-batch, so that all workers of a replica run equally many; its sums are dropped."""
@@ -210,26 +210,26 @@ class Runner:
     def _forward(self, chunk: Chunk, sums: StepSums, options: StepOptions) -> Loss | None:
         """Forward and loss of one chunk, under the stream of its first micro-batch."""
         self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
-        looks = not sums.strict
+        looks = not sums.no_merge
         if sums.records is not None:
             self.carried.restore()
-        self._mark = self.streams.mark() if looks else ()  # also for the backward, where the forward draws nothing
+        self._mark = self.streams.snapshot() if looks else ()  # also for the backward, where the forward draws nothing
         with _explain_single_row(chunk, options):
             part = self._loss(chunk)
-        drew = looks and self.streams.moved(self._mark)
-        moved = self.carried.moved(values=options.test) if looks else ""
+        drew = looks and self.streams.has_changed(self._mark)
+        moved = self.carried.moved(values=options.test_merging) if looks else ""
         # Values are compared while the model is being observed, versions ever after.
-        changed = self.watch.changed(values=options.test)
-        if changed is not None and options.collect:
+        changed = self.watch.changed(values=options.test_merging)
+        if changed is not None and options.record_buffers:
             self.watch.restore()
             cure = "change it in the body of the loop" if changed.startswith("parameter") else _MERGED
             cure += ", put that model in eval mode for the call" if cure is _MERGED and changed.endswith(OTHERS) else ""
             what = f"the forward changes the {changed}, which would come out differently on each worker"
             raise ChangingBufferError(what, f"{cure}, or train with one worker")
         self.observer.change |= changed is not None
-        hooked = bool(self.observer.hooks.where) and not sums.strict  # it has just been found
+        hooked = bool(self.observer.hooks.where) and not sums.no_merge  # it has just been found
         if drew or moved or hooked or changed is not None:
-            sums.strict = True
+            sums.no_merge = True
             sums.why = moved or (HOOKED if hooked else f"the forward changes the {changed}")
             sums.why = "the forward draws random numbers" if drew else sums.why
             if len(chunk.micro_batches) > 1:
@@ -270,7 +270,7 @@ class Runner:
         self.counts.refuse_values(counts, losses, [", ".join(part.sources) for part in parts])
         sums.loss, sums.count = exact_sum(losses), math.fsum(counts)
         bad = (part for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss))
-        sums.bad = [source for part in bad for source in part.sources]
+        sums.bad_samples = [source for part in bad for source in part.sources]
         for part in parts:
             add_metrics(sums.metrics, part.metrics)
         refuse_metric_counts(sums.metrics)
@@ -288,7 +288,7 @@ def _explain_single_row(chunk: Chunk, options: StepOptions) -> Iterator[None]:
     except ValueError as error:
         if chunk.rows > 1 or "more than 1 value per channel" not in str(error):
             raise
-        raise UsageError(f"BatchNorm cannot normalise {chunk.source}, a single row", options.cure) from None
+        raise UsageError(f"BatchNorm cannot normalise {chunk.source}, a single row", options.advice) from None
 
 
 @dataclass

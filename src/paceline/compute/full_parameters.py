@@ -69,7 +69,7 @@ class FullParameterCopies:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Gathers values and gradients into the copies, then writes the updated copies back to shards. Collective."""
-        self._replica.enter("whole copies for the optimizer", check=False, kind="weights")
+        self._replica.declare("whole copies for the optimizer", check=False, kind="weights")
         for names in self._batches():
             self._gather(names, [self._params[n] for n in names], [self.copies[n].detach() for n in names])
             used = [(n, grad) for n in names if (grad := self._params[n].grad) is not None]

@@ -129,14 +129,14 @@ class StepOptions:
     micro_batches: int
     rows: int = 0
     merge: int = 1
-    test: bool = False
-    probe: bool = False
-    collect: bool = False
+    test_merging: bool = False
+    check_loss: bool = False
+    record_buffers: bool = False
     reverse: bool = False
     hooked: bool = False
-    cure: str = ""
+    advice: str = ""
     reached: Callable[[str], None] = lambda moment: None
-    turn: int = 0
+    transaction: int = 0
     noise_sample: str = ""
 
 
@@ -160,16 +160,16 @@ class StepSums:
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     unused: set[int] = field(default_factory=set)
     tested: bool = False
-    strict: bool = False
+    no_merge: bool = False
     why: str = ""
     no_split: bool = False
     failed: bool = False
     news: dict[str, tuple[str, str]] = field(default_factory=dict)
     records: torch.Tensor | None = None
-    cramped: bool = False
+    out_of_memory: bool = False
     parts: list[Part] = field(default_factory=list)
     maxima: torch.Tensor | None = None
-    redo: bool = False
-    bad: list[str] = field(default_factory=list)
+    sums_overflowed: bool = False
+    bad_samples: list[str] = field(default_factory=list)
     waited: float = 0.0
     sq_norms: tuple[float, float] = (0.0, 0.0)

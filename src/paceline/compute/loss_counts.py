@@ -115,12 +115,12 @@ class CountCheck:
     ) -> list[float] | None:
         """The counts of two halves of the rows, or of a single row and of it twice; None where a part fails."""
         halves: list[range | None] = [range(rows // 2), range(rows // 2, rows)] if rows > 1 else [range(1), None]
-        mark = self.streams.mark()
+        mark = self.streams.snapshot()
         try:
             with _at_rest(models, self.alone), torch.enable_grad():
                 counts = [loss(_rows(output, rows, part), _rows(batch, rows, part))[1] for part in halves]
             values = [float(count) for count in counts]
-            return None if self.streams.moved(mark) else values
+            return None if self.streams.has_changed(mark) else values
         except (*USERS_OWN, PacelineError):
             return None
         finally:

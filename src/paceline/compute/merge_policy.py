@@ -37,7 +37,7 @@ class MergePolicy:
     def learn(self, sums: StepSums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
         """Takes a step's observation and measure (seconds per row, micro-batches here); a decision if it makes one."""
         self.mixes = self.mixes or sums.news.get("keeps", sums.news.get("mixes", ("",)))[0]
-        if agreed.strict and self._verdict != "strict":
+        if agreed.no_merge and self._verdict != "strict":
             self._verdict, self.size = "strict", 1
             return (
                 "micro-batches are executed one by one",
@@ -49,7 +49,7 @@ class MergePolicy:
                 "micro-batches may be merged in execution",
                 "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs",
             )
-        if sums.cramped:
+        if sums.out_of_memory:
             self.size, self._settled = max(1, self.size // 2), True
             return f"micro-batches in a piece on worker 0: {self.size}", "more at a time ran out of memory"
         if self._verdict == "merge" and not self._settled and not self._never and share:

@@ -57,7 +57,7 @@ class MergeProbe:
         sums.failed = True
         if len(chunk.micro_batches) > 1:
             self._failed = sums.why = f"several micro-batches together fail {_describe_error(error)}"
-            sums.strict = True
+            sums.no_merge = True
             _say_alone(sums, "several together", error)
         else:
             _not_divided(sums, f"a part of one fails {_describe_error(error)}")
@@ -76,23 +76,23 @@ class MergeProbe:
         first, self.done = not self.done, self.done or bool(micro_batches)
         if self.hooks.where:
             sums.news["hooks"] = f"{self.hooks.where}: {_SEES}", ""
-        asked = (first and options.probe and not self.change) or (
-            options.test and not sums.strict and len(micro_batches) > 1
+        asked = (first and options.check_loss and not self.change) or (
+            options.test_merging and not sums.no_merge and len(micro_batches) > 1
         )
         if not micro_batches or sums.failed or not asked:
             return
         # At rest, draws and BatchNorm do not hide what the loss does.
-        training = [m for model in models for m in model.modules() if m.training] if sums.strict else []
+        training = [m for model in models for m in model.modules() if m.training] if sums.no_merge else []
         for module in training:
             module.training = False
-        mark = self.streams.mark()
+        mark = self.streams.snapshot()
         try:
             with nullcontext() if self.hooks.where else torch.no_grad():  # without, none can be set
-                self._observe(loss, micro_batches[:2], sums, options.test, first)
+                self._observe(loss, micro_batches[:2], sums, options.test_merging, first)
         finally:
             for module in training:
                 module.training = True
-        if self.streams.moved(mark):  # it is another loss each time
+        if self.streams.has_changed(mark):  # it is another loss each time
             sums.news.pop("mixes", None)
 
     def _observe(
@@ -110,11 +110,11 @@ class MergeProbe:
                     return
                 merged, *parts = (loss(chunk) for chunk in (together, *alone[1:]))
             except USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
-                if test and not sums.strict and "does not require grad" not in str(error):  # it is without, here
+                if test and not sums.no_merge and "does not require grad" not in str(error):  # it is without, here
                     _say_alone(sums, "two together", error)
-                sums.why, sums.strict = sums.why or f"two micro-batches together fail {_describe_error(error)}", True
+                sums.why, sums.no_merge = sums.why or f"two micro-batches together fail {_describe_error(error)}", True
                 return
-            sums.tested = test and not sums.strict
+            sums.tested = test and not sums.no_merge
             if differ := self._differ(merged, [single, *parts]):
                 _mixes(sums, "two micro-batches together give {}, one by one {}".format(*differ))
                 return
@@ -134,7 +134,7 @@ class MergeProbe:
 
     def _one(self, loss: Computes, chunk: Chunk, sums: StepSums, first: bool) -> Any | None:
         """The loss of one micro-batch, computed again the `first` time, with the same draws; None if it is another."""
-        mark, buffers = self.streams.mark(), getattr(getattr(self.job.loss, "call", None), "named_buffers", tuple)
+        mark, buffers = self.streams.snapshot(), getattr(getattr(self.job.loss, "call", None), "named_buffers", tuple)
         before = {name: buffer.clone() for name, buffer in buffers()} if first else {}
         one = loss(chunk)
         if first:
@@ -142,7 +142,7 @@ class MergeProbe:
         if not first or (differ := self._differ(one, [loss(chunk)], rounding=0.01)) is None:
             return one
         moved = [repr(name) for name, now in buffers() if name in before and not torch.equal(before[name], now)]
-        sums.why, sums.strict = sums.why or _MOVES, True
+        sums.why, sums.no_merge = sums.why or _MOVES, True
         sums.news["keeps"] = _KEEPS.format(*differ, f", as its buffer {' and '.join(moved)}" if moved else ""), ""
         return None
 
@@ -184,5 +184,5 @@ def _not_divided(sums: StepSums, why: str) -> None:
 
 
 def _mixes(sums: StepSums, how: str) -> None:
-    sums.why, sums.strict = sums.why or f"the loss is not a sum over rows: {how}", True
+    sums.why, sums.no_merge = sums.why or f"the loss is not a sum over rows: {how}", True
     sums.news["mixes"] = _NOT_A_SUM.format(how), ""

@@ -33,7 +33,7 @@ class _Numpy:
                 self._words = words if words[:] == [*state["state"]["key"], state["state"]["pos"]] else None
         return self._words is not None
 
-    def mark(self, rand: Any) -> Any:
+    def snapshot(self, rand: Any) -> Any:
         """The generator's state, to be compared by `moved` or brought back by `restore`."""
         if not self._in_place(rand):
             return json.dumps(rand.get_state(legacy=False), default=lambda array: array.tolist())
@@ -43,10 +43,10 @@ class _Numpy:
         self.restore(rand, mark)
         return mark
 
-    def moved(self, rand: Any, mark: Any) -> bool:
+    def has_changed(self, rand: Any, mark: Any) -> bool:
         """Whether anything was drawn since `mark`. If no half of a pair of normals was left, every draw takes words."""
         if isinstance(mark, str) or mark[1] is not None or not self._in_place(rand):
-            return bool(self.mark(rand) != mark)
+            return bool(self.snapshot(rand) != mark)
         return bool(bytes(self._words) != mark[0])
 
     def restore(self, rand: Any, mark: Any) -> None:
@@ -88,22 +88,22 @@ class RngState:
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
-    def mark(self) -> tuple[Any, ...]:
+    def snapshot(self) -> tuple[Any, ...]:
         """The generators' state, to be compared by `moved` or brought back by `restore`."""
         marks: list[Any] = [generator.get_state() for generator in self._generators]
         marks.append(random.getstate())
         if "numpy" in sys.modules:
-            marks.append(_NUMPY.mark(sys.modules["numpy"].random.mtrand._rand))
+            marks.append(_NUMPY.snapshot(sys.modules["numpy"].random.mtrand._rand))
         return tuple(marks)
 
-    def moved(self, mark: tuple[Any, ...]) -> bool:
+    def has_changed(self, mark: tuple[Any, ...]) -> bool:
         """Whether anything was drawn since `mark`, as far as can be told: numpy may have come in between."""
         count = len(self._generators)
         if any(not torch.equal(g.get_state(), s) for g, s in zip(self._generators, mark, strict=False)):
             return True
         if random.getstate() != mark[count] or (len(mark) > count + 1) != ("numpy" in sys.modules):
             return True
-        return len(mark) > count + 1 and _NUMPY.moved(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
+        return len(mark) > count + 1 and _NUMPY.has_changed(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
     def restore(self, mark: tuple[Any, ...]) -> None:
         """Sets all generators to a state that `mark` returned."""
@@ -114,23 +114,23 @@ class RngState:
         if len(mark) > count + 1:
             _NUMPY.restore(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
-    def moves(self, mark: tuple[Any, ...]) -> list[Any]:
+    def changes_since(self, mark: tuple[Any, ...]) -> list[Any]:
         """The generators that have drawn since `mark`: pairs of number and current state, for JSON."""
-        pairs = enumerate(zip(self.mark(), mark, strict=False))
+        pairs = enumerate(zip(self.snapshot(), mark, strict=False))
         return [[number, _encode_state(now)] for number, (now, before) in pairs if not _same(now, before)]
 
-    def follow(self, moves: list[Any]) -> None:
+    def apply_changes(self, moves: list[Any]) -> None:
         """Sets generators to the states in `moves`, which another worker with the same seed returned."""
         if moves:
-            marks = list(self.mark())
+            marks = list(self.snapshot())
             for number, encoded in moves:
                 marks[number] = _decode_state(encoded)
             self.restore(tuple(marks))
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def preserved(self) -> Iterator[None]:
         """What is drawn inside does not move the user's own streams outside."""
-        mark = self.mark()
+        mark = self.snapshot()
         try:
             yield
         finally:

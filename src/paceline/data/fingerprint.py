@@ -75,7 +75,7 @@ class Fingerprint:
         """
         if group.size == 1 or generation == self._generation or self._source.rows is None:
             return ""
-        group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
+        group.declare(f"the first rows of steps(){self._of}", kind="rows compared")
         known = self._generation is not None
         before = group.gather_json(known)
         if all(before):  # no worker has joined since they were compared
@@ -101,7 +101,7 @@ class Fingerprint:
             return ""
         if generation == self._generation and (epoch == self._epoch or not self._lockstep):
             return ""
-        group.enter(f"the first rows of steps(){self._of}", kind="rows compared")
+        group.declare(f"the first rows of steps(){self._of}", kind="rows compared")
         known, self._generation, self._epoch = self._generation is not None, generation, epoch
         newcomers = group.gather_json(known)
         local_rows = first_rows(feed)
@@ -160,7 +160,7 @@ def _read_again(feed: Feed, step: int) -> list[list[str]]:
     """The digests of the same rows, read in another pass over the dataset."""
     source = replace(feed.source, options=None)
     again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.get_assignment, lambda *_, **__: None)
-    with RngState(torch.device("cpu")).lent():
+    with RngState(torch.device("cpu")).preserved():
         return first_rows(again) if again.has(step) else []
 
 
@@ -192,7 +192,7 @@ def compare_read(group: Group, rows: int, feed: Feed, first: Sequence[Sequence[s
 
 def refuse_lengths(group: Group, read: int) -> None:
     """Raises DatasetError if workers have `read` different numbers of rows of an iterable dataset. Collective."""
-    group.enter("the lengths of an iterable dataset", check=False, kind="rows compared")
+    group.declare("the lengths of an iterable dataset", check=False, kind="rows compared")
     _refuse_lengths(group, "the dataset, which yields for this global batch", group.gather_json(read))
 
 
@@ -268,7 +268,7 @@ class _Twice:
     def __getitem__(self, _: int) -> list[list[str] | None]:
         kept, digests = list(_kept(self.source.dataset, _DEPTH, {})), list[list[str]]()
         streams = RngState(torch.device("cpu"))
-        with streams.lent():
+        with streams.preserved():
             try:
                 for row in (*self.rows, *self.rows):
                     streams.seed(stream_seed(self.source.seed, _STREAM, row))

@@ -231,9 +231,9 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         if not self.draws:
             # As long as rows draw no random numbers, one seed for all is enough. If a row draws, they are loaded again.
             self.streams.seed(0)
-            self.still = self.still or self.streams.mark()
+            self.still = self.still or self.streams.snapshot()
             samples = source.samples(indices)
-            self.draws = self.streams.moved(self.still)
+            self.draws = self.streams.has_changed(self.still)
         if self.draws:
             samples = []
             for position, index in zip(range(slot.start + part.start, slot.start + part.stop), indices, strict=True):
@@ -464,7 +464,7 @@ class Feed:
             if share and self._iterator is None:
                 self._iterator = self._loader(step)
             quiet = self._rows is not None and self._rows.quiet
-            with nullcontext() if quiet else RngState(torch.device("cpu")).lent():
+            with nullcontext() if quiet else RngState(torch.device("cpu")).preserved():
                 taken = [self._taken(step, number) for number in range(share)]
             self._next = step + 1
             batch = epoch, count, taken
@@ -628,7 +628,7 @@ class _Numbered(IterableDataset[Any]):
         for epoch in self.epochs:
             if hasattr(self.source.dataset, "set_epoch"):
                 self.source.dataset.set_epoch(epoch)
-            outside = streams.mark()
+            outside = streams.snapshot()
             streams.seed(stream_seed(self.source.seed, _EPOCH, epoch))
             samples, empty = iter(self.source.dataset), True
             while True:
@@ -637,11 +637,11 @@ class _Numbered(IterableDataset[Any]):
                 except StopIteration:
                     break
                 finally:
-                    inside = streams.mark()
+                    inside = streams.snapshot()
                     streams.restore(outside)
                 empty = False
                 yield epoch, sample
-                outside = streams.mark()
+                outside = streams.snapshot()
                 streams.restore(inside)
             if empty:
                 cure = "give an iterable that starts again at each iter()"
@@ -728,7 +728,7 @@ class _RowStream:
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = RngState(torch.device("cpu")), []
         for index, part, dummy in share_of(assignment, self._grid, len(self._rows)):
-            with streams.lent():
+            with streams.preserved():
                 position = step * self._grid.global_batch + cuts[index].start
                 streams.seed(stream_seed(self._source.seed, _COLLATE + epoch, position))
                 batch = self._source.collate(self._rows[cuts[index].start : cuts[index].stop])

@@ -95,7 +95,7 @@ class EvalPass:
         """Puts the model into eval mode without gradients in the context, and restores buffers and random streams."""
         model, streams = self.model, RngState(self.job.device)
         alone = refusing("the forward or a metric")
-        with alone, torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.lent():
+        with alone, torch.no_grad(), self.job.keeping(), _evaluating(model), unchanging(model), streams.preserved():
             yield
 
     def over(self, base: int, micro_batches: Sequence[MicroBatch], use: Callable[[int, int, Any, Any], None]) -> None:
@@ -122,7 +122,7 @@ class EvalPass:
         self.over(base, micro_batches, lambda index, rows, output, _: outputs.append((index - base, rows, output)))
         units = self.job.units
         if units is not None and self.get_assignment().speaks:
-            units.enter("the outputs of a global batch in evaluate()", check=False, kind="outputs")
+            units.declare("the outputs of a global batch in evaluate()", check=False, kind="outputs")
             columns, _ = gather_outputs(units, outputs, self.job.device)
             if any(index == 0 for index, _, _ in outputs):
                 with metric_view():
@@ -138,7 +138,7 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
     longer on some workers, or has other rows.
     """
     group = sweep.team.group
-    group.enter(f"evaluate(){sweep.of}", kind="evaluate()")
+    group.declare(f"evaluate(){sweep.of}", kind="evaluate()")
     compare_rows(group, sweep.source, sweep.team.world.tell, "the dataset of evaluate()")
     rows, base, first, over_batch = 0, 0, list[list[str]](), sweep.job.over is not None
     if over_batch and sweep.grid is None:

@@ -101,7 +101,7 @@ class _Outputs:
         None if there is none.
         """
         group, self._got = self._sweep.team.group, None
-        group.enter(f"predict(){self._sweep.of}", kind="predict()")
+        group.declare(f"predict(){self._sweep.of}", kind="predict()")
         word = self._agreed()
         if word is None:
             return None

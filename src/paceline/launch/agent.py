@@ -209,7 +209,7 @@ class Agent:
             return True
         if self._workers.preparing or self._ending_first:
             return False
-        if any(worker.alive and worker.counts for worker in self._workers.all):
+        if any(worker.alive and worker.is_member for worker in self._workers.all):
             return False
         if any(worker.alive and not worker.out and not worker.serves for worker in self._workers.all):
             return False  # they wait to be admitted
@@ -264,7 +264,7 @@ class Agent:
         self.say("leaving the run after this step; press Ctrl-C again to leave at once", always=True)
         for worker in self._workers.all:
             if worker.alive:
-                worker.process.signal(signal.SIGTERM if worker.counts else signal.SIGKILL)
+                worker.process.signal(signal.SIGTERM if worker.is_member else signal.SIGKILL)
 
     # ---- the coordinator
 
@@ -272,7 +272,7 @@ class Agent:
         """Sends the coordinator a report if anything has changed."""
         now = time.monotonic()
         for worker in self._workers.all:
-            worker.still = worker.alive and worker.stopped + STILL <= now
+            worker.is_suspended = worker.alive and worker.stopped + STILL <= now
         current = [worker for worker in self._workers.now.values() if worker.pulse[DONE]]
         loaded = {w.rank: (round(w.pulse[LOADED], 6), w.pulse[DONE]) for w in current}
         sent, local_addresses = self._traffic.look((w.process.pid for w in self._workers.all if w.alive), now)
@@ -495,7 +495,7 @@ class Agent:
 
     def _still(self) -> float:
         """Monotonic seconds at which the next stopped worker is to be reported."""
-        stopped = [w.stopped + STILL for w in self._workers.all if w.alive and not w.still and not w.out]
+        stopped = [w.stopped + STILL for w in self._workers.all if w.alive and not w.is_suspended and not w.out]
         return min(stopped, default=math.inf)
 
     # ---- ending

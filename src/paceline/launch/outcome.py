@@ -53,9 +53,9 @@ class RunOutcome:
         failed = [
             w
             for w in workers
-            if (w.killed and "failed" in w.events) or w.status not in fine or w.vanished or w.rank in failing
+            if (w.killed and "failed" in w.events) or w.status not in fine or w.exited_silently or w.rank in failing
         ]
-        final = [w for w in failed if w.counts or (w.serves and w.rank in failing)]
+        final = [w for w in failed if w.is_member or (w.serves and w.rank in failing)]
         exceptions = [exception_of(worker) for worker in final]
         return [w for w in failed if w in final or (exception_of(w) is not None and exception_of(w) in exceptions)]
 
@@ -66,14 +66,14 @@ class RunOutcome:
         own_ranks, failing_entries = {worker.rank for worker in workers}, orders.get("failing", ())
         failing = {number: why for number, _, why in failing_entries if number in own_ranks}
         failures = self.failures(workers, stop, failing)
-        self._events = ChainMap(*(w.events for w in sorted(workers, key=lambda w: not w.counts)))
-        everyone, workers = workers, [worker for worker in workers if worker.counts or worker in failures]
+        self._events = ChainMap(*(w.events for w in sorted(workers, key=lambda w: not w.is_member)))
+        everyone, workers = workers, [worker for worker in workers if worker.is_member or worker in failures]
         asked = INTERRUPTED if stop == signal.SIGINT else STOPPED
         if at_once:
             self._say(self._how_stopped("stopped at once"), always=True)
             return asked
         if stop is not None and failures and all(worker.hung for worker in failures):
-            hung = ", ".join(f"worker {worker.rank} {worker.how}" for worker in failures)
+            hung = ", ".join(f"worker {worker.rank} {worker.exit_text}" for worker in failures)
             self._say(self._how_stopped(f"stopped; {hung}, and was ended"), always=True)
             return asked
         if failures:
@@ -171,7 +171,7 @@ class RunOutcome:
         for worker in failed:
             status = worker.status or 1  # it said so and did not end, or ended without saying anything
             failed_event, grown = worker.events.get("failed", {}), worker.memory.grown()
-            why = VANISHED if worker.vanished else "" if worker.status or failed_event else failing[worker.rank]
+            why = VANISHED if worker.exited_silently else "" if worker.status or failed_event else failing[worker.rank]
             failure = Failure(
                 worker.rank, worker.process.pid, worker.ended, status, failed_event, self._output, grown, why
             )

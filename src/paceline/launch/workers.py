@@ -62,7 +62,7 @@ class Worker:
     status: int | None = None
     ended: float = math.inf  # monotonic seconds of its end, or of its word that it fails
     stopped: float = math.inf  # monotonic seconds of when it was stopped
-    still: bool = False  # stopped for so long that the others should go on
+    is_suspended: bool = False  # stopped for so long that the others should go on
     newcomer: bool = False
     out: bool = False
     killed: bool = False
@@ -82,17 +82,17 @@ class Worker:
         return self.rank >= SERVERS
 
     @property
-    def counts(self) -> bool:
+    def is_member(self) -> bool:
         """Whether the run depends on it."""
         return not self.out and (not self.newcomer or "formed" in self.events)
 
     @property
-    def vanished(self) -> bool:
+    def exited_silently(self) -> bool:
         """Whether it ended well and without a word, though its script had made a Trainer."""
         return self.status == 0 and "trainer" in self.events.get("join", {}) and "ended" not in self.events
 
     @property
-    def how(self) -> str:
+    def exit_text(self) -> str:
         """How it ended, in words."""
         if self.status is None:
             return ""
@@ -129,13 +129,17 @@ class Worker:
             if failed_event
             else None,
             "final": failed_event is not None and failed_event.get("kind") in FINAL,
-            "stopped": self.still,
-            "since": STILL if self.still else 0.0,
+            "stopped": self.is_suspended,
+            "since": STILL if self.is_suspended else 0.0,
             "hung": self.hung.where if self.hung is not None else "",
             "stands": self.stands,
             "status": self.status,
-            "why": self.how,
-            **(self._loss(failed_event) if failed_event or self.still or self.status not in (None, STOPPED) else {}),
+            "why": self.exit_text,
+            **(
+                self._loss(failed_event)
+                if failed_event or self.is_suspended or self.status not in (None, STOPPED)
+                else {}
+            ),
         }
 
     def _loss(self, event: dict[str, Any] | None) -> dict[str, list[str]]:
@@ -354,7 +358,7 @@ class Workers:
         """Marks a worker as lost: the others go on without it."""
         if not worker.out:
             worker.out = True
-            self._note(worker, "lost", worker.how)
+            self._note(worker, "lost", worker.exit_text)
 
     def _environment(self, **seat: str | None) -> dict[str, str]:
         """The environment of a worker; `seat`: the variables that only this worker has."""
@@ -427,7 +431,7 @@ class Workers:
         worker.status = status
         self.drain(worker)
         worker.ended = min(worker.ended, time.monotonic())
-        self._note(worker, "ended", worker.how)
+        self._note(worker, "ended", worker.exit_text)
 
     def look_for_stops(self) -> None:
         """Notes which workers were stopped by a signal and which continue."""

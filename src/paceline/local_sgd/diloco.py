@@ -68,7 +68,7 @@ class DiLoCo:
 
     def __init__(self, replica: Replica, group: Group, mesh: Mesh, plan: Plan) -> None:
         self.replica, self.group, self.mesh, self.count = replica, group, mesh, plan.local or 1
-        self.team, self.twins = replica.team, group.along("data", mesh=mesh)
+        self.team, self.twins = replica.team, group.subgroup("data", mesh=mesh)
         # Of an island: the step of the last checkpoint, that of the trainer in it, what the island kept; or nothing.
         self.recall: Callable[[int], list[Any]] = lambda island: []
         self.team_islands: list[int] = []
@@ -115,12 +115,12 @@ class DiLoCo:
 
     # -- who has which ----------------------------------------------------------------------------------------------
 
-    def house(self) -> Iterator[str]:
+    def rebind(self) -> Iterator[str]:
         """Assigns islands to the teams of a new generation, and moves their state along. Yields messages about lost
         state. Collective.
         """
         group, mesh, kept = self.group, self.mesh.over(self.group.size), self.kept
-        group.enter("the islands", check=False, kind="islands")
+        group.declare("the islands", check=False, kind="islands")
         reports = group.gather_json([[*kept], self.team_islands, self._under_way])
         has = [set.intersection(*({*reports[rank][0]} for rank in replica)) for replica in mesh.replicas]
         ranks = mesh.teams(self.count)
@@ -150,7 +150,7 @@ class DiLoCo:
     def _begin(self) -> None:
         """Begins with the saved states, or with the same fresh state for all islands, which all workers have."""
         each, self._saved = self._saved, {}
-        fresh = InnerOptimizerState.live(self.replica, 0.0, self.steps)
+        fresh = InnerOptimizerState.capture(self.replica, 0.0, self.steps)
         for island in self.team_islands if each else range(self.count):
             tree = each.get(str(island))
             self.kept[island] = fresh.copied() if tree is None else InnerOptimizerState.of(tree, self.steps)
@@ -225,10 +225,10 @@ class DiLoCo:
                     tree |= {"inner": InnerOptimizerState.of(tree["inner"], self.steps), "unused": {*tree["unused"]}}
                     self.work[island] = IslandProgress(**tree)
 
-    def pool(self, team: Transactions) -> Generator[Any, Any, None]:
+    def consolidate(self, team: Transactions) -> Generator[Any, Any, None]:
         """Brings every island's state to all workers before some of them leave, as a transaction. Collective."""
         replicas = len(self.mesh.over(self.group.size).replicas)
-        self.group.enter("the state of all islands", check=False, kind="islands")
+        self.group.declare("the state of all islands", check=False, kind="islands")
         held_islands = self.group.gather_json([*self.kept])
         everywhere = dict.fromkeys(self.late, range(replicas))
         for _ in self._bring_late(everywhere, self.group.gather_json(self._under_way)):
@@ -254,7 +254,7 @@ class DiLoCo:
         """
         made = {}
         for island in (island for island in self.team_islands if island in merged):
-            self.work[island].inner.beside = self._beside(island)
+            self.work[island].inner.extra = self._beside(island)
             made[island] = self.work[island].inner
         self._kept[steps] = {i: inner for i, inner in self.kept.items() if i not in merged} | made
         left = {island: one for island, one in self.work.items() if island in late and island in self.team_islands}
@@ -282,7 +282,7 @@ class DiLoCo:
         replicas, size = len(mesh.replicas), mesh.replica
         if replicas == 1:
             return
-        group.enter("copies of what islands keep", check=False, kind="islands")
+        group.declare("copies of what islands keep", check=False, kind="islands")
         islands_by_rank, hosts = group.gather_json(self.team_islands), group.hosts
         for number in range(replicas):
             near = [other % replicas for other in range(number + 1, number + replicas)]
@@ -322,8 +322,8 @@ class DiLoCo:
         for island in self.team_islands:
             if island not in self.work:
                 kept[island].put(self.replica)
-                inner = InnerOptimizerState.live(
-                    self.replica, kept[island].expected, kept[island].at, kept[island].beside
+                inner = InnerOptimizerState.capture(
+                    self.replica, kept[island].expected, kept[island].at, kept[island].extra
                 )
                 self.work[island] = IslandProgress(inner.copied())
 
@@ -350,7 +350,7 @@ class DiLoCo:
             del self.work[island]
             self._fill(self._start)
             return
-        one.inner = InnerOptimizerState.live(self.replica, one.inner.expected, one.inner.at, one.inner.beside)
+        one.inner = InnerOptimizerState.capture(self.replica, one.inner.expected, one.inner.at, one.inner.extra)
         with torch.no_grad():
             if one.weights is None:
                 one.weights = [tensor.clone() for tensor in self._tensors()]
@@ -408,7 +408,7 @@ class DiLoCo:
                 self._add_left(island, self._names_of(range(len(self._at_end))), self._sums)
         self.rest()
         self._gathers()
-        self.twins.enter(name, check=False, kind="merges")
+        self.twins.declare(name, check=False, kind="merges")
         in_flats(self._sums, self.twins.sum)
         for tensor in self._largest:
             tensor.copy_(self.twins.largest(tensor.to(torch.int64)))
@@ -425,7 +425,7 @@ class DiLoCo:
 
     def _add_left(self, island: int, names: Sequence[str], totals: Sequence[torch.Tensor]) -> None:
         """Adds an island's pending residuals of the named parameters, uncoded."""
-        left = self.kept[island].beside.get("left", {})
+        left = self.kept[island].extra.get("left", {})
         for name, total in zip(names, totals, strict=False):
             if name in left:
                 total.add_(left[name].view_as(total).to(total.device))
@@ -437,7 +437,7 @@ class DiLoCo:
         inner = [one for kept in self._kept.values() for one in kept.values()]
         inner += [one.inner for one in self.work.values()]
         optimizers = [*self.replica.job.optimizers, self.outer]
-        trees = [[one.states, one.tree, one.beside] for one in inner], [dict(one.state) for one in optimizers]
+        trees = [[one.states, one.tree, one.extra] for one in inner], [dict(one.state) for one in optimizers]
         kept = [tensor for tensor in pytree.tree_leaves(trees) if isinstance(tensor, torch.Tensor)]
         self.most = held([*self._start, *ends, *self._sums, *self._merges()]), held(kept)
 
@@ -466,7 +466,7 @@ class DiLoCo:
 
     def meet(self, done: int) -> Iterator[str]:
         """Exchanges the tensor shapes of all islands' states before a checkpoint. Collective."""
-        self.group.enter("what islands keep", check=False, kind="islands")
+        self.group.declare("what islands keep", check=False, kind="islands")
         names = {id(cut): name for name, cut in self.replica.job.local_cuts.items()}
         specs, everywhere = {}, self._pooled == self.steps
         for island, inner in self.kept.items():

@@ -30,11 +30,11 @@ class InnerOptimizerState:
     schedulers: list[dict[str, Any]] = field(default_factory=list)
     expected: float = 0.0
     at: int = 0
-    beside: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
     tree: Any = None
 
     @classmethod
-    def live(
+    def capture(
         cls, replica: Replica, expected: float, at: int, beside: dict[str, Any] | None = None
     ) -> InnerOptimizerState:
         """The state of the live optimizers, which shares their memory."""
@@ -55,7 +55,7 @@ class InnerOptimizerState:
         if self.tree is not None:
             replica.updater.load(self.tree)
             beside = {key: _local_shards(kept, job) for key, kept in self.tree.get("fragments", {}).items()}
-            vars(self).update(vars(InnerOptimizerState.live(replica, self.tree["expected"], self.at, beside)))
+            vars(self).update(vars(InnerOptimizerState.capture(replica, self.tree["expected"], self.at, beside)))
         for one, state, groups in zip(job.optimizers, self.states, self.groups, strict=True):
             one.state = defaultdict(dict, state)
             for group, values in zip(one.param_groups, groups, strict=True):
@@ -73,21 +73,21 @@ class InnerOptimizerState:
         """This state as a tree by logical names."""
         if self.tree is not None:
             return self.tree
-        before = InnerOptimizerState.live(replica, 0.0, 0)
+        before = InnerOptimizerState.capture(replica, 0.0, 0)
         self.put(replica)
         state = replica.updater.state()
         before.put(replica)
         job, named = replica.job, {name: state[name] for name in ("optimizers", "schedulers")}
         beside = {
             key: in_pieces(kept, job.local_cuts, job.shard_index) if isinstance(kept, dict) else kept
-            for key, kept in self.beside.items()
+            for key, kept in self.extra.items()
         }
         return {**named, "expected": self.expected, "at": self.at, **({"fragments": beside} if beside else {})}
 
     def settle(self, replica: Replica) -> None:
         """Turns a tree into tensors on the device; the live optimizers are unchanged afterwards."""
         if self.tree is not None:
-            before = InnerOptimizerState.live(replica, 0.0, 0)
+            before = InnerOptimizerState.capture(replica, 0.0, 0)
             self.put(replica)
             before.put(replica)
 
@@ -96,11 +96,11 @@ class InnerOptimizerState:
         clone = partial(pytree.tree_map_only, torch.Tensor, torch.clone)
         states = [{param: clone(kept) for param, kept in state.items()} for state in self.states]
         groups, schedulers = clone(copy.copy(self.groups)), copy.deepcopy(self.schedulers)
-        return InnerOptimizerState(states, groups, schedulers, self.expected, self.at, clone(self.beside), self.tree)
+        return InnerOptimizerState(states, groups, schedulers, self.expected, self.at, clone(self.extra), self.tree)
 
     def forget(self, key: str) -> None:
         """Removes a key from `beside`."""
-        self.beside.pop(key, None)
+        self.extra.pop(key, None)
         if self.tree is not None:
             self.tree.get("fragments", {}).pop(key, None)
 

@@ -96,7 +96,7 @@ class LocalSgdRunner(StepRunner):
             self.islands.recall = self._recall
 
     @property
-    def isles(self) -> DiLoCo:
+    def diloco(self) -> DiLoCo:
         assert self.islands is not None
         return self.islands
 
@@ -111,7 +111,7 @@ class LocalSgdRunner(StepRunner):
 
     def _batch_assignment(self) -> Assignment:
         """Assigns the next global batch of the round to those islands of this worker's team that have not had it."""
-        isles, team = self.isles, self.isles.team
+        isles, team = self.diloco, self.diloco.team
         assignment = self.run.team.get_assignment(isles.mesh)
         units = isles.mesh.over(team.size)
         first = isles.mesh.unit_of(self.run.team.rank) - units.unit_of(team.rank)
@@ -125,16 +125,18 @@ class LocalSgdRunner(StepRunner):
         )
 
     def _due(self) -> list[int]:
-        return [i for i in self.isles.team_islands if i not in self.isles.work or self.isles.work[i].at <= self._ahead]
+        return [
+            i for i in self.diloco.team_islands if i not in self.diloco.work or self.diloco.work[i].at <= self._ahead
+        ]
 
-    def house(self, name: str) -> None:
+    def rebind(self, name: str) -> None:
         """Prepares a new generation: assigns islands to its teams, and reports the work that was lost."""
-        super().house(name)
+        super().rebind(name)
         self.merging_by.write()
-        for message in self.isles.house():
+        for message in self.diloco.rebind():
             self.run.say(message)
             self.run.decide(self.trainer, *message.split(": ", 1))
-        for island, rows in self.isles.lost.items():
+        for island, rows in self.diloco.lost.items():
             self.run.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
 
     def _recall(self, island: int) -> list[Any]:
@@ -145,10 +147,10 @@ class LocalSgdRunner(StepRunner):
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
         return [] if kept is None else [checkpoint[0], saved["steps"], unstack_first(kept)]
 
-    def turn(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
+    def run_step(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
         """Runs a round. Returns None if it was broken off because all workers stop."""
         try:
-            step = super().turn(deal, name)
+            step = super().run_step(deal, name)
             self.merging_by.name(self.done, self._late)
             return step
         except BrokenOffError as end:
@@ -159,38 +161,38 @@ class LocalSgdRunner(StepRunner):
         """The trainer's state for a checkpoint, with the state of each island in place of the optimizers'."""
         state = super().state(done)
         common = {key: state[key] for key in ("model", "owed", "steps", "expected", "scaling")}
-        return {**common, "islands": self.isles.state(done)}
+        return {**common, "islands": self.diloco.state(done)}
 
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
         """Loads a state, and says if it changes the mathematics, as another number of islands does."""
         self.replica.load(saved)
         self.done, self.expected = saved["steps"], saved["expected"]
         kept = saved.get("islands") or {}
-        change = self.isles.load(kept, self.done)
+        change = self.diloco.load(kept, self.done)
         if newcomer and "each" in kept:
             report_dropped_rows(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
-            change = f"training goes on in {self.isles.count} islands, each with what the optimizer keeps"
+            change = f"training goes on in {self.diloco.count} islands, each with what the optimizer keeps"
         if change:
             self.run.say(f"changed mathematics: {change}")
 
     def memory(self) -> dict[str, int]:
         """The bytes in use by kind, with the weights and optimizer states of islands."""
-        sizes, (weights, kept) = super().memory(), self.isles.most
+        sizes, (weights, kept) = super().memory(), self.diloco.most
         return sizes | {"parameters": sizes["parameters"] + weights, "optimizer": max(sizes["optimizer"], kept)}
 
     def measured(self, reports: Sequence[list[dict[str, Any]]]) -> None:
         """Ends a loop: what late islands have begun is reported and dropped."""
         super().measured(reports)
-        report_dropped_rows(self.run, self.trainer, self.isles.late, self.done, "training was stopped")
-        self.isles.drop()
+        report_dropped_rows(self.run, self.trainer, self.diloco.late, self.done, "training was stopped")
+        self.diloco.drop()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         """The number of micro-batches of each unit, as islands are assigned at first; `weights` do not matter."""
-        return self.isles.shares(batches)
+        return self.diloco.shares(batches)
 
     def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> Attempt:
-        isles = self.isles
+        isles = self.diloco
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)
@@ -198,7 +200,7 @@ class LocalSgdRunner(StepRunner):
             isles.begin()
             undo.callback(isles.rest)
             undo.callback(self.replica.abort)
-            with self.streams.lent():
+            with self.streams.preserved():
                 made = self._run(step, deal)
             isles.rest()
             computed = time.perf_counter()
@@ -236,7 +238,7 @@ class LocalSgdRunner(StepRunner):
     def _run(self, step: StepAttempt, deal: Callable[..., Any]) -> bool:
         """Runs the round's steps of this team's islands, and returns whether all were made without a break-off."""
         step.batch, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
-        isles, quorum, most, last = self.isles, self.merging_by, self.run.team.world.max_steps, False
+        isles, quorum, most, last = self.diloco, self.merging_by, self.run.team.world.max_steps, False
         self._sizes, self._trouble, ready = [], None, list[int]()
         quorum.begin(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
         for ahead in range(self.every):
@@ -280,10 +282,10 @@ class LocalSgdRunner(StepRunner):
     def _step_of(self, island: int, step: StepAttempt) -> bool:
         """Runs one step of an island on all replicas of its team, and returns whether one of their workers stops."""
         assert self.grid is not None
-        batch, progress = step.batch, self.isles.enter(island)
-        run, rows = part(self.grid, batch.rows, island, self.isles.count)
+        batch, progress = step.batch, self.diloco.enter(island)
+        run, rows = part(self.grid, batch.rows, island, self.diloco.count)
         if not rows:
-            self.isles.skip(progress)
+            self.diloco.skip(progress)
             return False
         step.batch = replace(batch, micro_batches=[m for m in batch.micro_batches if m.index in run], rows=rows)
         step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
@@ -295,7 +297,7 @@ class LocalSgdRunner(StepRunner):
         self._refuse(step)
         if step.agreed.count <= 0:
             self.replica.abort(again=True)
-            self.isles.skip(progress, rows)
+            self.diloco.skip(progress, rows)
             return step.agreed.stop > 0
         norm = self._norm(step)
         assert step.sums is not None
@@ -317,7 +319,7 @@ class LocalSgdRunner(StepRunner):
 
         Returns the islands to merge, and {island: [steps, rows]} of the late ones.
         """
-        isles, group, run, decided = self.isles, self.run.team.group, self.run, self.merging_by.decided
+        isles, group, run, decided = self.diloco, self.run.team.group, self.run, self.merging_by.decided
         team_report = {
             "islands": [[i, *_describe_progress(isles.work[i])] for i in isles.team_islands if i in isles.work]
             if isles.speaks
@@ -363,7 +365,7 @@ class LocalSgdRunner(StepRunner):
         a team that has seen all batches of the round; `progress` has what each island did.
         """
         assert self.grid is not None
-        sizes, count = longest["sizes"], self.isles.count
+        sizes, count = longest["sizes"], self.diloco.count
         at = {island: progress[island][0] if island in progress else 0 for island in range(count)}
         gone = {str(island): where for island, where in missed(self.grid, sizes, step.number, at, count)}
         late = sorted({*at}.difference(merged))
@@ -395,7 +397,7 @@ def meet(
         **run.saving.fields,
     }
     state = {"trouble": trouble and [trouble.what, trouble.cure], "news": stepper.untold()}
-    group.enter(name, check=False, kind="turns")
+    group.declare(name, check=False, kind="turns")
     reports = group.gather_json({**fields, **state, "wants": wants, "seconds": seconds, "digest": step.digest or 0.0})
     if troubles := [report["trouble"] for report in reports if report["trouble"]]:
         raise NonFiniteLossError(*troubles[0])

@@ -108,9 +108,9 @@ class StreamingDiLoCo(DiLoCo):
 
     # -- a round ----------------------------------------------------------------------------------------------------
 
-    def house(self) -> Iterator[str]:
+    def rebind(self) -> Iterator[str]:
         """Assigns islands to the teams of a new generation; streaming islands repeat the round from its start."""
-        yield from super().house()
+        yield from super().rebind()
         if self._streams:  # what others had sent is gone: the round is done again from its start
             self.work.clear()
 
@@ -128,7 +128,7 @@ class StreamingDiLoCo(DiLoCo):
             ]
             self._merged, self._flight = [], None
             for island in fresh:
-                if weights := self.work[island].inner.beside.pop("weights", None):
+                if weights := self.work[island].inner.extra.pop("weights", None):
                     self.enter(island)
                     for number, name in enumerate(self._names_of(range(len(self.rows)))):
                         local(self.rows[number]).copy_(weights[name])
@@ -164,9 +164,9 @@ class StreamingDiLoCo(DiLoCo):
     def _counted(self, island: int) -> list[float]:
         """The count of an island since the last merge of each fragment."""
         one = self.work[island]
-        before = one.inner.beside.get("counts", [])
+        before = one.inner.extra.get("counts", [])
         if len(before) != len(self.parts):
-            before = one.inner.beside["counts"] = [0.0] * len(self.parts)
+            before = one.inner.extra["counts"] = [0.0] * len(self.parts)
         return [count + one.count for count in before]
 
     @torch.no_grad()
@@ -192,7 +192,7 @@ class StreamingDiLoCo(DiLoCo):
             self._add_left(island, self._names_of(part), each[island])
             if self._coded is None:  # then nothing is left
                 self.work[island].inner.forget("left")
-        self.twins.enter(f"fragment {number + 1} of {len(self.parts)} after {self.steps} steps", False, "merges")
+        self.twins.declare(f"fragment {number + 1} of {len(self.parts)} after {self.steps} steps", False, "merges")
         flight.works.append(self.twins.start_sum(tally))
         if self._coded is not None:
             self._coded.start(flight, part, each)
@@ -230,7 +230,7 @@ class StreamingDiLoCo(DiLoCo):
         for island in self.team_islands if self._streams else ():  # else the round ends, and may be ended again
             self.enter(island)
             counts = self._counted(island)
-            self.work[island].inner.beside["counts"][number] -= counts[number]
+            self.work[island].inner.extra["counts"][number] -= counts[number]
             for row, one in zip(part, made, strict=True):
                 local(self.rows[row]).copy_(one.detach().view_as(local(self.rows[row])))
             self.replica.complete()
@@ -244,7 +244,7 @@ class StreamingDiLoCo(DiLoCo):
             names = self._names_of(range(len(self.rows)))
             kept["weights"] = {name: local(row).clone() for name, row in zip(names, self.rows, strict=True)}
             self.rest()
-        left = self.work[island].inner.beside.get("left")
+        left = self.work[island].inner.extra.get("left")
         return kept | ({"left": left} if left else {})
 
     def apply(self, count: float, steps: int) -> None:
@@ -319,7 +319,7 @@ class QuantizedOuterSync:
                     owed[s.start : s.stop] -= self._decode(sent, len(s))
                 left = owed.split([total.numel() for total in flight.totals])
                 shaped = (one.view_as(total) for one, total in zip(left, flight.totals, strict=True))
-                isles.work[island].inner.beside.setdefault("left", {}).update(zip(names, shaped, strict=True))
+                isles.work[island].inner.extra.setdefault("left", {}).update(zip(names, shaped, strict=True))
         # By twin: the islands of its team; and these again if it sends for the team, else none.
         has = {number: islands_of_team for team, islands_of_team in isles.teams for number in team}
         speaks = {
@@ -384,7 +384,7 @@ class QuantizedOuterSync:
         names, length = self.islands._names_of(part), sum(total.numel() for total in flight.totals)
         stretches = self._stretches(length)
         for island, back in flight.back.items():
-            left = self.islands.work[island].inner.beside["left"]
+            left = self.islands.work[island].inner.extra["left"]
             flat = torch.cat([left[name].view(-1) for name in names])
             flat[stretches[island].start : stretches[island].stop] += back
             for name, residual in zip(names, flat.split([left[name].numel() for name in names]), strict=True):

@@ -26,7 +26,7 @@ class Profiles:
         self._span: Any = None  # the step under way
         self._left = 0
 
-    def turn(self, step: int, asked: Mapping[str, Any]) -> None:
+    def between_steps(self, step: int, asked: Mapping[str, Any]) -> None:
         """Called after each step, with the number of steps made; the profiled steps lie between two calls.
 
         `asked` is the latest request: its number, how many `steps` to profile, and on which `workers`.

@@ -25,7 +25,7 @@ def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
     """Broadcasts worker 0's tensors to the group, in place. Collective."""
     if group.size == 1:
         return
-    group.enter("the broadcast of worker 0's weights")
+    group.declare("the broadcast of worker 0's weights")
     in_flats((tensor.detach() for tensor in tensors), group.broadcast)
 
 

@@ -100,7 +100,7 @@ class FullyShard(Layout):
         cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)
         job.cuts = {name: cut for name, cut in cuts.items() if cut.shape}
         job.local_cuts = {name: cuts[name] for name in job.named}
-        self.replica.lend()
+        self.replica.expose_to_torch()
         with self.replica.exposed():
             self.mesh = self._shard(reshard, share)
         self._gather_alike(reshard)
@@ -194,7 +194,7 @@ class FullyShard(Layout):
     def _start_barrier(self, where: str) -> dist.Work:
         options = dist.BarrierOptions()
         options.asyncOp = True
-        with self.replica.lending(where, "all_gather") as group:
+        with self.replica.declared_torch_group(where, "all_gather") as group:
             return group.barrier(options)
 
     def _finish_backward(self) -> dist.Work | None:
@@ -216,7 +216,7 @@ class FullyShard(Layout):
     def select_local_params(self) -> None:
         """Does nothing: the local parameters are known since the model was sharded."""
 
-    def land(self) -> FsdpReduceScatter:
+    def make_grad_sink(self) -> FsdpReduceScatter:
         """Returns the reduce-scatter that collects the gradients of the full parameters."""
         buckets = (ExactBuckets if self.job.exact else Buckets)(list(self.job.local_params.values()), hooks=False)
         self.staging = FsdpReduceScatter(
@@ -269,7 +269,7 @@ class FullyShard(Layout):
     def running(self, name: str) -> Iterator[None]:
         """Keeps parameters gathered as the plan says during a step, and explains torch's errors."""
         model = self.job.model
-        self.replica.enter(name, check=False, kind="gradients")
+        self.replica.declare(name, check=False, kind="gradients")
         assert isinstance(model, FSDPModule)
         model.set_reshard_after_backward(self._reshard)  # else a second backward would gather again on some workers
         try:
@@ -296,7 +296,7 @@ class FullyShard(Layout):
     def complete(self) -> None:
         """Broadcasts the parameters without dimensions, which the first worker updates. Collective."""
         if self._scalars:
-            self.replica.enter("the weights after an update", check=False, kind="weights")
+            self.replica.declare("the weights after an update", check=False, kind="weights")
         for scalar in self._scalars:
             self.replica.broadcast(scalar.detach().view(1))
 
@@ -371,7 +371,7 @@ class _Gather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
     ) -> dist.Work | None:
-        with self.replica.lending(self.name, "all_gather"):
+        with self.replica.declared_torch_group(self.name, "all_gather"):
             work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group, async_op)
             return work
 

@@ -34,7 +34,7 @@ class Layout:
         """Sets the job's `local_params`: the rows of the parameters that this worker's optimizers get."""
         self.job.local_params, self.job.local_cuts = own_of(self.job.named, self.job.cuts, self.shards, self.job.unit)
 
-    def land(self) -> GradSink:
+    def make_grad_sink(self) -> GradSink:
         """Returns the object that collects the gradients of the parameters."""
         return GradSink(self.job.dense) if self.allocate is None else self.buckets()
 

@@ -50,7 +50,7 @@ class ModelValues:
         values, unless all workers have the same (`known`). Collective if not `known`.
         """
         job = self.job
-        within_stage = group.along(*(axis for axis in AXES if axis != "pipeline"), mesh=mesh)
+        within_stage = group.subgroup(*(axis for axis in AXES if axis != "pipeline"), mesh=mesh)
         for name in [*self._full_values]:
             param, full = job.model.get_parameter(name), self._full_values.pop(name)
             cut = job.cuts.get(name) or ShardingSpec.unsharded(full.shape)

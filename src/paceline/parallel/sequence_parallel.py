@@ -42,7 +42,7 @@ from paceline.compute.verify import (
     weighing,
 )
 from paceline.errors import PacelineError, UsageError
-from paceline.parallel.tensor_parallel.op_rules import RULES, asked_of, rule_of
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES, bind_arguments, rule_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     MADE,
@@ -50,10 +50,10 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     Rule,
     ShardedTensorMode,
     Tensor,
-    changes,
-    logical,
-    mark,
-    part_of,
+    full_shape_of,
+    is_in_place,
+    placement_of,
+    set_placement,
     tensors_in,
 )
 
@@ -82,31 +82,33 @@ class _FromFirst(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, moves: Redistributor, parts: Sequence[ShardPlacement | None], *outputs: Tensor
+        ctx: Any, redistributor: Redistributor, parts: Sequence[ShardPlacement | None], *outputs: Tensor
     ) -> tuple[Tensor, ...]:
         """Returns each output in full; `parts` are the placements of the outputs, None for those that are full."""
-        ctx.moves, ctx.parts, ctx.like = moves, parts, [(logical(x), x.dtype, x.device) for x in outputs]
+        ctx.redistributor, ctx.parts = redistributor, parts
+        ctx.like = [(full_shape_of(x), x.dtype, x.device) for x in outputs]
         ctx.set_materialize_grads(False)
         pairs = zip(outputs, parts, strict=True)
-        return tuple(x.clone() if part is None else moves.gather_shards(x, part) for x, part in pairs)
+        return tuple(x.clone() if part is None else redistributor.gather_shards(x, part) for x, part in pairs)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """Broadcasts the first worker's gradients and returns the local shard of each."""
-        moves, input_grads = cast(Redistributor, ctx.moves), list[Tensor | None]()
-        has_grads = moves.unit.broadcast(torch.tensor([grad is not None for grad in grads], dtype=torch.uint8)).tolist()
+        redistributor, input_grads = cast(Redistributor, ctx.redistributor), list[Tensor | None]()
+        flags = torch.tensor([grad is not None for grad in grads], dtype=torch.uint8)
+        has_grads = redistributor.unit.broadcast(flags).tolist()
         for has_grad, grad, part, (shape, dtype, device) in zip(has_grads, grads, ctx.parts, ctx.like, strict=True):
             if not has_grad:
                 input_grads.append(None)
                 continue
-            if moves.unit.rank == 0 and grad is not None:
+            if redistributor.unit.rank == 0 and grad is not None:
                 full_grad = grad.contiguous()
             else:
                 full_grad = torch.empty(shape, dtype=dtype, device=device)
-            moves.unit.broadcast(full_grad)
-            local_grad = full_grad if part is None else moves.narrow(full_grad, part)
-            input_grads.append(local_grad if part is None or moves.is_first_holder(part) else local_grad * 0.0)
+            redistributor.unit.broadcast(full_grad)
+            local_grad = full_grad if part is None else redistributor.narrow(full_grad, part)
+            input_grads.append(local_grad if part is None or redistributor.is_first_holder(part) else local_grad * 0.0)
         return None, None, *input_grads
 
 
@@ -147,7 +149,7 @@ class _SequenceShardMode(ShardedTensorMode):
     def alike(self, function: Any, given: Any, named: Any) -> Any:
         """Runs a function whose tensors are full and the same on all workers."""
         origin = given[0].__dict__.get(_ORIGIN) if given and isinstance(given[0], Tensor) else None
-        if origin is not None and changes(function.__name__):
+        if origin is not None and is_in_place(function.__name__):
             made = function(*given, **named)
             x, view, *how = origin
             self._write_full(lambda full, value: view(full, *how[0], **how[1]).copy_(value), "copy", (x, given[0]), {})
@@ -160,28 +162,28 @@ class _SequenceShardMode(ShardedTensorMode):
         return function(*given, **named)
 
     def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
-        if changes(name) and part_of(given[0]):
+        if is_in_place(name) and placement_of(given[0]):
             return self._write_full(function, name, given, named)
         made = super()._with_wholes(function, name, given, named)
-        if isinstance(made, Tensor) and made._is_view() and part_of(given[0]):
+        if isinstance(made, Tensor) and made._is_view() and placement_of(given[0]):
             made = made.clone()  # a write into this view is repeated on the tensor that it is a view of (`alike`)
             made.__dict__[_ORIGIN] = given[0], function, given[1:], named
         return made
 
     def _write_full(self, function: Any, name: str, given: Any, named: Any) -> Any:
         """Runs a write on the full tensor and copies the result into the local shard."""
-        part = part_of(given[0])
+        part = placement_of(given[0])
         assert part is not None
         self.note(name, [part])
         full = self.gather_full(given[0]).clone()
         others, options = pytree.tree_map_only(Tensor, self.gather_full, (given[1:], named))
         made = self.alike(function, (full, *others), options)
-        given[0].copy_(self.moves.take(full, part))
+        given[0].copy_(self.redistributor.take(full, part))
         return made if made is None else given[0]
 
     def once(self, weight: nn.Parameter) -> Any:
         """Returns a weight whose gradient only the first worker keeps."""
-        return applied(_Once, weight, self.moves.unit.rank == 0) if weight.requires_grad else weight
+        return applied(_Once, weight, self.redistributor.unit.rank == 0) if weight.requires_grad else weight
 
 
 @dataclass
@@ -205,7 +207,7 @@ class SequenceParallel:
         self._comparison, self._has_compared, self._in_stages = "", False, staged
         self._gathers_outputs = job.over is None  # whether the loss gets full outputs; the comparison may decide
         self._moves = _ShardRedistributor(unit)
-        rules, name = RULES | _RULES, lambda: self._model
+        rules, name = OP_RULES | _RULES, lambda: self._model
         self._mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, "_paceline_stretch")
         self._gathered_functions, self._indivisible = set[str](), set[int]()
         self._has_divided = False  # whether a block was given a sequence shard
@@ -241,11 +243,11 @@ class SequenceParallel:
             self._has_compared = not self._in_stages or self.job.assembled
             if self._has_compared:
                 self._compare(model, batch)
-        self.unit.enter("the stretches of sequences", check=False, kind="context")
-        self._sent = self._moves.sent
+        self.unit.declare("the stretches of sequences", check=False, kind="context")
+        self._sent = self._moves.bytes_sent
         with self._mode:
             output = self._plain_forward(model, batch)
-        self._moves.rest()
+        self._moves.forget_shared()
         if not self._has_divided and not self._indivisible:
             what = f"no block of {self._model} takes a sequence (rows, tokens, width) that context= can divide"
             size, units = self.unit.size, self.job.units.size if self.job.units else 1
@@ -256,7 +258,7 @@ class SequenceParallel:
         loss = self._loss_of_full_outputs if self._gathers_outputs else self._loss_of_shards
         result = loss(output, batch)
         if not self._knows_traffic and torch.is_grad_enabled() and not self.job.assembled:
-            self._knows_traffic, self.job.inside["context"] = True, self._moves.sent - self._sent
+            self._knows_traffic, self.job.inside["context"] = True, self._moves.bytes_sent - self._sent
             functions, gathered, indivisible = sorted(self._gathered_functions), "", ""
             if functions:
                 more = ", ..." if len(functions) > 3 else ""
@@ -273,23 +275,23 @@ class SequenceParallel:
         with self._mode:
             result = self._plain_loss(output, batch)
         result = self._gather_full(result)
-        self._moves.rest()
+        self._moves.forget_shared()
         return result
 
     def _loss_of_full_outputs(self, output: Any, batch: Any) -> Any:
         """Computes the loss as plain code does, from gathered outputs. All workers compute the same loss."""
-        self.unit.enter("whole outputs for the loss", check=False, kind="context")
+        self.unit.declare("whole outputs for the loss", check=False, kind="context")
         with_grad = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(output)
         indices = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and with_grad]
         with self._mode.using_own_attribute():
-            parts = [part_of(leaves[n]) for n in indices]
+            parts = [placement_of(leaves[n]) for n in indices]
             local_outputs = [leaves[n] for n in indices]
             full_outputs: tuple[Tensor, ...] = _FROM_FIRST(self._moves, parts, *local_outputs) if local_outputs else ()
             leaves = [self._mode.gather_full(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves]
         for n, x, full in zip(indices, local_outputs, full_outputs, strict=True):
             leaves[n] = full.view_as(full)  # hooks on it are not called where the first worker's gradient is used
-            self._moves.sent += x.nbytes + full.nbytes
+            self._moves.bytes_sent += x.nbytes + full.nbytes
         result = self._plain_loss(pytree.tree_unflatten(leaves, spec), batch)
         if not full_outputs:
             return result
@@ -307,7 +309,7 @@ class SequenceParallel:
         Chooses the loss of sharded outputs if its results agree, else the loss of full outputs. Raises UsageError on
         all workers of the unit if neither agrees.
         """
-        self.unit.enter("whole sequences, to compare with", check=False, kind="comparison")
+        self.unit.declare("whole sequences, to compare with", check=False, kind="comparison")
         sizes, unit, when = list[int](), self.unit, f"when the sequences of {self._model} are divided by context="
         shard_loss = self._loss_of_shards if self.job.over is None else None
         with weighing(model, sizes):
@@ -345,14 +347,14 @@ class SequenceParallel:
         except USERS_OWN as error:
             if isinstance(error, torch.OutOfMemoryError | PacelineError):
                 raise
-            self._moves.rest()
+            self._moves.forget_shared()
             return error
         self._add_up(result.gradients, self.job.named)
         return result
 
     def _add_up(self, gradients: dict[str, Tensor], named: Mapping[str, nn.Parameter]) -> None:
         """Sums `gradients` over the workers in place. A worker may have none for a parameter. Collective."""
-        self.unit.enter("gradients of stretches, to compare with", check=False, kind="comparison")
+        self.unit.declare("gradients of stretches, to compare with", check=False, kind="comparison")
         has = [set(names) for names in self.unit.gather_json([*gradients])]
         for name, param in named.items():
             if any(name in names for names in has):
@@ -426,8 +428,8 @@ class SequenceParallel:
         index = next(
             (n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None
         )
-        if index is None or leaves[index].dim() != 3 or part_of(leaves[index]):
-            if index is not None and part_of(leaves[index]):
+        if index is None or leaves[index].dim() != 3 or placement_of(leaves[index]):
+            if index is not None and placement_of(leaves[index]):
                 self._has_divided = True
             elif index is not None:
                 self._unfit_input = f": one takes a tensor of shape {tuple(leaves[index].shape)}"
@@ -438,14 +440,14 @@ class SequenceParallel:
             self._indivisible.add(length)
             return given, named
         self._has_divided, part = True, ShardPlacement(1, (length,), self.unit.size)
-        leaves[index] = mark(self._moves.take(full, part), part)
+        leaves[index] = set_placement(self._moves.take(full, part), part)
         return pytree.tree_unflatten(leaves, spec)
 
     def _run_block(self, forward: Any, *given: Any, **named: Any) -> Any:
         if self._mode.on:
             return forward(*given, **named)
         with self._mode.using_own_attribute():
-            follows = any(map(part_of, tensors_of((given, named))))  # a recomputation in the backward
+            follows = any(map(placement_of, tensors_of((given, named))))  # a recomputation in the backward
         with self._mode if follows else nullcontext():
             return forward(*given, **named)
 
@@ -463,50 +465,50 @@ def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any
     """Computes attention on full sequences of some of the heads, exchanged for sequence shards of all heads."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     asked: dict[str, Any] = {**dict(zip(names, given, strict=False)), **named}
-    query, size = asked["query"], on.moves.size
-    part = part_of(query)
+    query, size = asked["query"], on.redistributor.size
+    part = placement_of(query)
     if part is None or part.dim != query.dim() - 2 or query.dim() < 3 or len(part.sections) > 1:
-        return RULES[_ATTENTION](on, function, given, named)
+        return OP_RULES[_ATTENTION](on, function, given, named)
     if Tensor.size(query, -3) % size:
         return UNKNOWN
     for name in names[:3]:
         asked[name] = _by_heads(on, asked[name])
     if isinstance(asked.get("attn_mask"), Tensor):
         asked["attn_mask"] = on.gather_full(asked["attn_mask"])
-    made = RULES[_ATTENTION](on, function, (), asked)
+    made = OP_RULES[_ATTENTION](on, function, (), asked)
     if made is UNKNOWN:
         wholes = pytree.tree_map_only(Tensor, on.gather_full, asked)
         return on.alike(function, (), wholes)
-    heads, back = part_of(made), ShardPlacement(made.dim() - 2, part.sections, size)
-    return made if heads is None else mark(on.moves.exchange(made, heads, back), back)
+    heads, back = placement_of(made), ShardPlacement(made.dim() - 2, part.sections, size)
+    return made if heads is None else set_placement(on.redistributor.exchange(made, heads, back), back)
 
 
 def _by_heads(on: ShardedTensorMode, x: Tensor) -> Tensor:
-    part, heads = part_of(x), Tensor.size(x, -3)
+    part, heads = placement_of(x), Tensor.size(x, -3)
     if part is None:
         return x
-    if part.dim != x.dim() - 2 or len(part.sections) > 1 or heads % on.moves.size:
+    if part.dim != x.dim() - 2 or len(part.sections) > 1 or heads % on.redistributor.size:
         return on.gather_full(x)
-    by_heads = ShardPlacement(x.dim() - 3, (heads,), on.moves.size)
-    return mark(on.moves.exchange(x, part, by_heads), by_heads)
+    by_heads = ShardPlacement(x.dim() - 3, (heads,), on.redistributor.size)
+    return set_placement(on.redistributor.exchange(x, part, by_heads), by_heads)
 
 
 @_rule("cross_entropy", "nll_loss")
 def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Sums the cross entropy of sharded positions over the workers. The class dimension must be full."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    arguments = dict(zip(names, asked_of(given, named, *names), strict=True))
+    arguments = dict(zip(names, bind_arguments(given, named, *names), strict=True))
     x, target, reduction = arguments["input"], arguments["target"], arguments["reduction"] or "mean"
-    part, dim = part_of(x), 1 if x.dim() > 1 else 0
+    part, dim = placement_of(x), 1 if x.dim() > 1 else 0
     others = arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None
     if part is None or part.dim == dim or others or target.is_floating_point() or not part.is_even:
         return UNKNOWN
     target_dim = part.dim - (part.dim > dim)
-    if logical(target)[target_dim] != part.length:
+    if full_shape_of(target)[target_dim] != part.length:
         return UNKNOWN
-    target_part = part_of(target)
+    target_part = placement_of(target)
     if target_part is None:
-        target = on.moves.narrow(target, ShardPlacement(target_dim, part.sections, part.count))
+        target = on.redistributor.narrow(target, ShardPlacement(target_dim, part.sections, part.count))
     elif (target_part.dim, target_part.sections, target_part.count) != (target_dim, part.sections, part.count):
         return UNKNOWN
     ignored = -100 if arguments["ignore_index"] is None else arguments["ignore_index"]
@@ -514,11 +516,11 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
     options = {"ignore_index": ignored, **smoothing}
     if reduction == "none":
         made = function(x, target, reduction="none", **options)
-        return mark(made, ShardPlacement(target_dim, part.sections, part.count))
-    total = on.moves.sum(function(x, target, reduction="sum", **options))
+        return set_placement(made, ShardPlacement(target_dim, part.sections, part.count))
+    total = on.redistributor.sum(function(x, target, reduction="sum", **options))
     if reduction == "sum":
         return total
-    return total / on.moves.sum((target != ignored).sum().to(total.dtype))
+    return total / on.redistributor.sum((target != ignored).sum().to(total.dtype))
 
 
 @_rule(*_ELEMENTWISE)
@@ -526,22 +528,22 @@ def _of_elements(on: ShardedTensorMode, function: Any, given: Any, named: Any) -
     x, target = given[:2] if len(given) > 1 else (given[0], named.get("target"))
     rest = {key: value for key, value in named.items() if key not in ("target", "reduction")}
     supported = len(given) <= 2 and not rest.keys() & {"weight", "pos_weight", "size_average", "reduce"}
-    if not supported or not isinstance(target, Tensor) or logical(x) != logical(target):
+    if not supported or not isinstance(target, Tensor) or full_shape_of(x) != full_shape_of(target):
         return UNKNOWN
     call = partial(function, reduction="none", **rest)
     made = on.elementwise(call, [x, target])
     reduction = named.get("reduction", "mean")
     if made is UNKNOWN or reduction == "none":
         return made
-    total = on.moves.sum(made.sum())
-    return total if reduction == "sum" else total / torch.Size(logical(x)).numel()
+    total = on.redistributor.sum(made.sum())
+    return total if reduction == "sum" else total / torch.Size(full_shape_of(x)).numel()
 
 
 @_rule("sum", "mean")
 def _sum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Sums over the sharded dimension, or over all dimensions."""
-    x, part = given[0], part_of(given[0])
-    result = RULES[function.__name__](on, function, given, named)
+    x, part = given[0], placement_of(given[0])
+    result = OP_RULES[function.__name__](on, function, given, named)
     if result is not UNKNOWN or part is None or not part.is_even or named.get("dtype") is not None:
         return result
     dim = named.get("dim", given[1] if len(given) > 1 else None)
@@ -551,8 +553,8 @@ def _sum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     if part.dim not in {one % x.dim() for one in dims} or len(given) > 2:
         return UNKNOWN
     keep = bool(named.get("keepdim"))
-    made = on.moves.sum(Tensor.sum(x, [*dims], keepdim=keep) if x.dim() else x)
+    made = on.redistributor.sum(Tensor.sum(x, [*dims], keepdim=keep) if x.dim() else x)
     if function.__name__ == "mean":
-        shape = logical(x)
+        shape = full_shape_of(x)
         made = made / torch.Size([shape[one] for one in dims]).numel()
     return made

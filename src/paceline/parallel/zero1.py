@@ -56,9 +56,9 @@ class Zero1(Layout):
     def complete(self) -> None:
         """Gathers the updated rows of the other workers of the replica. Collective."""
         replica, buckets = self.replica, self._buckets
-        replica.enter("the weights after an update", check=False, kind="weights")
+        replica.declare("the weights after an update", check=False, kind="weights")
         for bucket in buckets.buckets:  # through the memory of the gradients, which are not needed any more
-            buckets.offer(bucket)
+            buckets.pack_params(bucket)
         gathered = replica.gather_stretches([bucket.flat for bucket in buckets.buckets])
         for bucket, stretches in zip(buckets.buckets, gathered, strict=True):
-            buckets.take(bucket, stretches)
+            buckets.unpack_params(bucket, stretches)

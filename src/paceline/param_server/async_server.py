@@ -259,7 +259,7 @@ class AsyncShard(ParameterShard):
             if wish["stop"]:
                 window.stopped = start
             if start != window.stopped:
-                tickets.turn(wish["updates"])
+                tickets.advance(wish["updates"])
                 window.log.clear()
                 window.dealings.clear()
                 window.last.clear()
@@ -358,7 +358,7 @@ class AsyncShard(ParameterShard):
         """Of what forwards leave in buffers, in a global batch. Those of workers are as the window began."""
         if records is not None:
             carried, start = self.replica.runner.carried, self.window.tickets.start
-            carried.begin(StepOptions(self.applied, 1.0, micro_batches, collect=True), records.device)
+            carried.begin(StepOptions(self.applied, 1.0, micro_batches, record_buffers=True), records.device)
             if self._begun[0] != start:
                 self._begun = start, carried.begun()
             carried.merge(records, self._begun[1])

@@ -322,7 +322,7 @@ class ServerReplica(Replica):
     def __init__(
         self, job: ParallelJob, group: Group, mesh: Mesh, count: int, codec: Codec | None, team: Group | None = None
     ) -> None:
-        outer = (team or group).along("data", "context", mesh=mesh)
+        outer = (team or group).subgroup("data", "context", mesh=mesh)
         super().__init__(job, Layout(job, zeros), group, outer, mesh, team=team)
         self.owners = assign_parameters([param.nbytes for param in job.named.values()], count)
         self.transit = GradientPusher(self)
@@ -428,7 +428,7 @@ class SyncReplica(ServerReplica):
         """The norm of the mean gradient, from the squares that servers send once they have all pushes."""
         servers, request = self.servers, RANKED.pack(self.team.rank, self.team.size)
         if self.job.exact:
-            request += json.dumps([options.micro_batches, self.home.largest]).encode()
+            request += json.dumps([options.micro_batches, self.grad_buffers.largest]).encode()
         for server_number in servers.used:
             servers.put(server_number, Kind.SQUARES, self.number, self.key, (), request)
         replies = servers.answers(Kind.SQUARES, self.number, self.key)
@@ -470,7 +470,7 @@ class SyncReplica(ServerReplica):
         for part, frame in enumerate(replies if self.code is not None else ()):
             self._change(part, frame.text)
         self.take_rows(asked, about[2])
-        self.home.applied()
+        self.grad_buffers.applied()
         self.follow_schedule(agreed)
 
     @torch.no_grad()

@@ -53,7 +53,7 @@ class SspScheduler:
         """Whether all tickets of the window are applied."""
         return self.applied == self.end
 
-    def turn(self, updates: int) -> None:
+    def advance(self, updates: int) -> None:
         """The next window, of so many updates."""
         if not self.ended:
             raise RuntimeError(f"{self.end - self.applied} tickets of the window before are not applied")

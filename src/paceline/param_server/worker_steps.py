@@ -70,9 +70,9 @@ class SyncServerRunner(StepRunner):
             for server in empty:
                 servers.give(server, state)
 
-    def house(self, name: str) -> None:
+    def rebind(self, name: str) -> None:
         """Prepares a new generation: waits until all servers have the training state."""
-        super().house(name)
+        super().rebind(name)
         self.replica.prepare()
         self._meet()
         self.replica.met(self.operations.number)
@@ -167,10 +167,10 @@ class AsyncWindowRunner(SyncServerRunner):
         """One share: a worker computes all micro-batches of a global batch."""
         return [batches]
 
-    def turn(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
+    def run_step(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
         """Runs a window. Returns None if the window was empty because all workers stop."""
         try:
-            return super().turn(deal, name)
+            return super().run_step(deal, name)
         except BrokenOffError as end:
             self.run.agreed(end.agreed)
             return None
@@ -187,7 +187,7 @@ class AsyncWindowRunner(SyncServerRunner):
             undo.callback(self.replica.abort)
             alike = False
             while not alike:
-                with self.streams.lent():
+                with self.streams.preserved():
                     self._make(step, deal)
                 computed = time.perf_counter()
                 alike = self._meet_others(step, name, computed - began)
@@ -248,7 +248,7 @@ class AsyncWindowRunner(SyncServerRunner):
         """Computes the gradients of one global batch, or of a share of it, and pushes them."""
         ticket, self.expected = assignment["ticket"], 0.0
         self._load(one := StepAttempt(ticket, 0.0), partial(same, portion))
-        one.options = replace(self.options(one), collect=True)
+        one.options = replace(self.options(one), record_buffers=True)
         self.replica.key = ticket, assignment["dealing"], 0
         began = time.perf_counter()
         self._compute(one, lambda: one.batch, f"ticket {ticket}", began)

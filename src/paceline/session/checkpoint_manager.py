@@ -45,7 +45,7 @@ from paceline.checkpoint.files import (
 )
 from paceline.checkpoint.storage import Folder, Storage
 from paceline.checkpoint.tree import flatten_pieces, pack, reading, unflatten, unpack
-from paceline.checkpoint.writer import Background, Part
+from paceline.checkpoint.writer import Background, WriterJob
 from paceline.errors import CheckpointError
 from paceline.team.team import Team
 from paceline.team.transactions import settling
@@ -79,7 +79,7 @@ def limit_writers(writers: list[int], size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Subject:
+class Snapshot:
     """What a checkpoint saves: the number of steps, the state tree (its tensors are not copies), the parameters in it,
     further fields of the manifest, and a part of the collective that compares all workers' states. `pool` collects
     state that differs between workers.
@@ -94,7 +94,7 @@ class Subject:
 
 
 @dataclass
-class _Draft:
+class PendingCheckpoint:
     """What the first writer needs for the manifest, until all files are written."""
 
     step: int
@@ -138,8 +138,8 @@ class CheckpointManager:
         self._attempt, self._number, self._table = "", -1, ""
         self._streams: list[Any] = []  # the users' own, by rank; one where all have the same
         self._outcome: list[str] | None = None  # what went wrong with the last one, as far as this worker knows
-        self._part: Part | None = None
-        self._draft: _Draft | None = None
+        self._part: WriterJob | None = None
+        self._draft: PendingCheckpoint | None = None
         self._commit: Background | None = None
         self._writers: tuple[int, list[int]] | None = None  # the generation, and who of it can write
 
@@ -189,7 +189,7 @@ class CheckpointManager:
 
     # -- the way of one ---------------------------------------------------------------------------------------------
 
-    def begin(self, subject: Subject, still: bool = False, mirror: bool = False) -> None:
+    def begin(self, subject: Snapshot, still: bool = False, mirror: bool = False) -> None:
         """Begins a checkpoint, or with `mirror` a copy in memory. Errors go to the news. Collective."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
         # Whoever has state of its own writes it; if not all can, there must be none.
@@ -204,7 +204,7 @@ class CheckpointManager:
             self.asked = self._again = False
             self.begun, self._saved_at = subject.step, time.monotonic()
 
-    def put_aside(self, subject: Subject, storage: Storage) -> list[str] | None:
+    def put_aside(self, subject: Snapshot, storage: Storage) -> list[str] | None:
         """Writes a subject to a `storage` of its own, beside the checkpoints, and waits for it. Returns the error, the
         same on all workers, or None. Collective.
         """
@@ -217,9 +217,9 @@ class CheckpointManager:
         self.open = True
         return self.finish()
 
-    def _prepare(self, subject: Subject) -> Any:
+    def _prepare(self, subject: Snapshot) -> Any:
         group = self.team.group
-        group.enter("a checkpoint")
+        group.declare("a checkpoint")
         self.team.operations.reached("saving")
         subject.agree()
         writers, trouble = self._who_writes()
@@ -243,7 +243,7 @@ class CheckpointManager:
             self._streams = [others.get(rank, own_streams) for rank in range(group.size)]
 
     def _writing(self) -> list[int]:
-        self.team.group.enter("who can write a checkpoint")
+        self.team.group.declare("who can write a checkpoint")
         return self._who_writes()[0]
 
     def _who_writes(self) -> tuple[list[int], Any]:
@@ -273,7 +273,7 @@ class CheckpointManager:
         return self._writers[1], None
 
     @_no_collection()
-    def _start(self, subject: Subject, still: bool, settled: Any) -> Any:
+    def _start(self, subject: Snapshot, still: bool, settled: Any) -> Any:
         began = time.monotonic()
         self._part = self._draft = self._outcome = None
         self._attempt, writers = settled["by"]
@@ -300,9 +300,9 @@ class CheckpointManager:
                 self._number = writers.index(me)
                 files, reached = plan[self._number], self.team.operations.reached
                 need = partial(bytes_of, subject.step, plan, shapes, manifest)
-                self._part = Part(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
+                self._part = WriterJob(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
             if me == writers[0]:
-                self._draft = _Draft(subject.step, writers, plan, shapes, manifest, began)
+                self._draft = PendingCheckpoint(subject.step, writers, plan, shapes, manifest, began)
                 self._draft.blocked = time.monotonic() - began
         return settled
 
@@ -314,7 +314,7 @@ class CheckpointManager:
             if self._draft is not None:
                 self._draft.blocked += blocked
 
-    def turn(self) -> None:
+    def poll(self) -> None:
         """Between two steps: commits a checkpoint once all workers have written their files. Collective if there is
         one.
         """
@@ -326,7 +326,7 @@ class CheckpointManager:
             self._commit = None
 
     def _tell(self) -> Any:
-        self.team.group.enter("the end of a checkpoint")
+        self.team.group.declare("the end of a checkpoint")
         return self._gather()
 
     def _gather(self) -> list[Any]:
@@ -373,7 +373,7 @@ class CheckpointManager:
 
         return work
 
-    def _refuse(self, draft: _Draft, reports: list[Any]) -> None:
+    def _refuse(self, draft: PendingCheckpoint, reports: list[Any]) -> None:
         for worker, _, _, table, result, trouble in reports:
             if trouble is not None:
                 whose = f"worker {worker}: " if len(draft.writers) > 1 else ""
@@ -414,7 +414,7 @@ class CheckpointManager:
     @HEARTBEAT.waiting()  # for a disk, or a store
     def _wait(self) -> Any:
         group = self.team.group
-        group.enter("the end of a checkpoint")
+        group.declare("the end of a checkpoint")
         while any(work is not None and not work.over for work in (self._part, self._commit)):
             if self.team.operations.interrupted:
                 break  # the next collective says so
@@ -475,7 +475,7 @@ class CheckpointManager:
         mirrored = find_checkpoint(self._mirror[1], say) if self._mirror is not None else None
         if mirrored is not None and (checkpoint is None or mirrored.step > checkpoint.step):
             checkpoint, self.from_mirror = mirrored, True
-        group.enter("the start of the run")
+        group.declare("the start of the run")
         steps = group.gather_json(checkpoint.step if checkpoint is not None else None)
         known = [step for step in steps if step is not None]
         if not known:

@@ -190,7 +190,7 @@ class Weights:
 
     def _take(self, group: Group, takes: Sequence[tuple[int, int, list[str]]], named: dict[str, torch.Tensor]) -> None:
         """Sends each tensor from the source worker to the worker that takes it."""
-        group.enter("what is healed", check=False, kind="weights healed")
+        group.declare("what is healed", check=False, kind="weights healed")
         for source, taker, names in takes:
             for name in names if group.rank in (source, taker) else ():
                 value = named[name].detach().cpu().contiguous().clone()
@@ -209,9 +209,9 @@ class Weights:
         """Measures the distance from the first worker's weights, or from those of the first worker with an
         equal shard.
         """
-        apart, size, across = 0.0, 0.0, group.along("data", mesh=self.mesh)
+        apart, size, across = 0.0, 0.0, group.subgroup("data", mesh=self.mesh)
         peers, named = across if self.job.cuts else group, self._named()
-        peers.enter("the weights of several kinds of workers", check=False, kind="weights compared")
+        peers.declare("the weights of several kinds of workers", check=False, kind="weights compared")
         floats = (p for p in self.job.model.parameters() if p.is_floating_point())
         for alike in kinds(map(local, floats), BYTES):
             own_values = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
@@ -260,7 +260,7 @@ class ConsistencyChecker:
         if group.size == 1:
             return
         if name:
-            group.enter(name)
+            group.declare(name)
         self._copied()
         digests = noted or self._digest_all()
         everyone = group.gather_json(

@@ -35,7 +35,7 @@ def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: 
     run.say(f"healed: {ranks(workers)} had another {shown}{more}, {when}, and took what the majority has")
 
 
-class Telling:
+class TrainerLogging:
     """The part of the Trainer that logs values."""
 
     _run: Run

@@ -98,5 +98,5 @@ class PlateauFollower(Followed):
 def agree(group: Group, values: dict[str, float], whose: str) -> dict[str, Any]:
     """Returns the logged values of worker 0 on all workers. Collective."""
     names = ", ".join(f"{name}=" for name in values)
-    group.enter(f"log({names}), which {whose} follows")
+    group.declare(f"log({names}), which {whose} follows")
     return dict(group.gather_json(values)[0])

@@ -41,9 +41,9 @@ from paceline.observe.profiling import Profiles
 from paceline.observe.progress import Progress
 from paceline.observe.report import write_report
 from paceline.observe.step_totals import BytesSent
-from paceline.parallel.tensor_parallel.script_view import by_pieces
+from paceline.parallel.tensor_parallel.script_view import without_script_view
 from paceline.session.best_checkpoint import best_now, keep_best
-from paceline.session.checkpoint_manager import CheckpointManager, Subject, load_user_streams, user_streams
+from paceline.session.checkpoint_manager import CheckpointManager, Snapshot, load_user_streams, user_streams
 from paceline.session.closed_trainers import Ended, release
 from paceline.session.consistency import ConsistencyChecker
 from paceline.session.script_info import (
@@ -126,12 +126,12 @@ class Run:
         self.saving = CheckpointManager(team, storage, world.save_every, world.keep, mirror)
         self.agreement = ConsistencyChecker(team, self.saving.copied)
         self._check: dict[str, Any] = json.loads(world.check) if world.check else {}
-        self.asked = self._check.get("explain")  # the plan, and for how many workers
+        self.explain_request = self._check.get("explain")  # the plan, and for how many workers
         self.traffic = BytesSent(team.group.ledger)
         self.reverse = bool(self._check.get("reverse"))  # micro-batches are summed in the opposite order
         self._left = self._closing = False
         self._plan = ""
-        self.besides = 0
+        self.baseline_bytes = 0
         self._opened = self.main
         team.operations.holder = self
         alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
@@ -226,7 +226,7 @@ class Run:
         }
 
         def gather() -> Any:
-            group.enter("what workers held and sent", kind="figures")
+            group.declare("what workers held and sent", kind="figures")
             return group.gather_json(measurements)
 
         reports = [measurements] if group.size == 1 else self.team.operations.run(settling(gather))
@@ -408,19 +408,21 @@ class Run:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
-    def weigh(self, given: Any) -> None:
+    def measure_baseline(self, given: Any) -> None:
         """Measures the memory of the process before the first model exists; `given` is a model that the script has made
         already.
         """
         if not self.members:
-            self.besides = private_memory() - (held(given.parameters()) if isinstance(given, torch.nn.Module) else 0)
+            self.baseline_bytes = private_memory() - (
+                held(given.parameters()) if isinstance(given, torch.nn.Module) else 0
+            )
 
-    def tell_needs(self) -> None:
+    def report_memory_needs(self) -> None:
         """Before the first step: tells the agent what each plan needs, so that it can explain a kill for lack of
         memory.
         """
         if self.team.world.events_fd is not None and not self.took_step:
-            self.team.world.tell("needs", plans=self._needs(), besides=self.besides)
+            self.team.world.tell("needs", plans=self._needs(), besides=self.baseline_bytes)
 
     def _needs(self) -> list[tuple[str, list[int]]]:
         """Returns the needs of all trainers together, if their plans are the same."""
@@ -442,7 +444,7 @@ class Run:
         except torch.OutOfMemoryError as error:
             cuda = device.type == "cuda"
             room = torch.cuda.mem_get_info(device)[1] if cuda else whole_memory()
-            what, cure = advice(self._needs(), 0 if cuda else self.besides, room)
+            what, cure = advice(self._needs(), 0 if cuda else self.baseline_bytes, room)
             raise OutOfMemoryError(f"{what} ({first_line(error)})", cure) from error
 
     # -- paceline check, and explain ------------------------------------------------------------------------------
@@ -495,11 +497,11 @@ class Run:
                 signal.signal(signal.SIGINT, before)
 
     @property
-    def around(self) -> LoopState | None:
+    def enclosing_loop(self) -> LoopState | None:
         """The loop in whose body the script is. Of several loops that are iterated together it is the first."""
         return next((loop for loop in self.loops if loop.outer is self.loops[-1].outer), None)
 
-    def outermost(self, phase: LoopState) -> bool:
+    def is_outermost(self, phase: LoopState) -> bool:
         """Whether `phase` is in the body of no other loop: where it asks for a step, the whole script is between two
         steps.
         """
@@ -549,14 +551,14 @@ class Run:
         self._stop_due |= agreed.stop > 0
         self._enter_due |= agreed.enter > 0
         self.saving.agreed(agreed)
-        self.profiles.turn(self.step, self.team.operations.orders.profile)
+        self.profiles.between_steps(self.step, self.team.operations.orders.profile)
 
     def between(self, ends: bool = False) -> None:
         """Does what was agreed on, when the outermost loop asks for the next step. If the loop `ends`, newcomers wait
         for the next loop: they would skip the collectives at the end of this one.
         """
         save, self._save_due = self._save_due, 0
-        self.saving.turn()
+        self.saving.poll()
         self.tell_saved()
         keep_best(self)
         if self._stop_due:
@@ -570,7 +572,7 @@ class Run:
             self.saving.begin(self._subject(), mirror=True)
         while not ends and (self._enter_due or self.team.operations.hold):
             self._enter_due = False
-            self.error_feedback.pool(self.team.operations)
+            self.error_feedback.consolidate(self.team.operations)
             try:
                 self.team.operations.enter_next()
             except LeftError:
@@ -656,9 +658,9 @@ class Run:
         self.tell_saved()
         return trouble is None and saving.committed == self.step
 
-    def _subject(self) -> Subject:
-        pool = partial(self.error_feedback.pool, self.team.operations) if self.error_feedback.differ else None
-        return Subject(self.step, self._tree, self._params, self.about, self._meet, pool)
+    def _subject(self) -> Snapshot:
+        pool = partial(self.error_feedback.consolidate, self.team.operations) if self.error_feedback.differ else None
+        return Snapshot(self.step, self._tree, self._params, self.about, self._meet, pool)
 
     def _meet(self) -> None:
         self.agreement.meet()
@@ -738,7 +740,7 @@ class Run:
             what = f"steps() at {left[0]} returned a loop that the script never went through, so nothing was trained"
             raise UsageError(what, "write `for report in trainer.steps(...):`")
 
-    @by_pieces
+    @without_script_view
     def close(self, failed: bool) -> None:
         """Ends the run at the end of the script: writes the last checkpoint, the journal and the report. Raises
         UsageError if nothing was trained.

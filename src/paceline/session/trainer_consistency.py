@@ -85,7 +85,7 @@ def compare(group: Group, description: Description, what: str) -> None:
     """Raises WorkersDifferError on all workers where their descriptions of `what` differ. Collective."""
     if group.size == 1:
         return
-    group.enter(what, kind="descriptions compared")
+    group.declare(what, kind="descriptions compared")
     digest = hashlib.sha256(json.dumps(description).encode()).hexdigest()
     apart = parted(range(group.size), group.gather_json(digest))
     if apart is None:

@@ -17,7 +17,7 @@ from paceline.checkpoint.tree import flatten, unflatten
 from paceline.compute.state_dict import local
 from paceline.data.loader import Source
 from paceline.errors import CheckpointError, DatasetError, PacelineError, UsageError, first_line
-from paceline.parallel.tensor_parallel.script_view import by_pieces
+from paceline.parallel.tensor_parallel.script_view import without_script_view
 from paceline.session.trainer_consistency import Description
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class LoopState:
         say(f"the dataset has grown from {self.rows} to {rows} rows; this run goes on with the first {self.rows}")
         return self.rows
 
-    def aim(self, epochs: int | None, total: int | None, last: bool) -> bool:
+    def set_target(self, epochs: int | None, total: int | None, last: bool) -> bool:
         """Sets the target that the script asks for. Returns True if a complete last loop continues, because its target
         is larger than before.
         """
@@ -265,7 +265,7 @@ class State(dict[str, Any]):
             else:
                 super().__setitem__(key, saved)
 
-    @by_pieces
+    @without_script_view
     def __setitem__(self, key: str, value: Any) -> None:
         if key in self._waiting:
             kind, saved = self._waiting.pop(key)

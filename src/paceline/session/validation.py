@@ -131,7 +131,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
 }
 
 
-def fit(**given: Any) -> None:
+def check_types(**given: Any) -> None:
     """Raises UsageError for arguments of the wrong type, by their names. None stands for an argument that was
     left out.
     """
@@ -161,7 +161,7 @@ class Fixed(Generic[T]):
         one.__dict__[self.name] = value
 
 
-def fitting(name: str, given: Any) -> Any:
+def check_callable(name: str, given: Any) -> Any:
     """Returns a loss or a forward, after checking that it can be called with its arguments. Raises UsageError."""
     takes, example = _CALLED[name]
     if inspect.isclass(given):
@@ -176,7 +176,7 @@ def fitting(name: str, given: Any) -> Any:
     return given
 
 
-def built(
+def build_model(
     model: nn.Module | Callable[[], nn.Module], device: torch.device, streams: RngState, seed: int, apart: bool
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model on its `device` and further fields of its job. A function is called under a `seed`. With
@@ -185,7 +185,7 @@ def built(
     job_fields: dict[str, Any] = {}
     if isinstance(model, nn.Module):
         return checked(model).to(device), job_fields
-    with streams.lent():
+    with streams.preserved():
         streams.seed(seed)
         if apart:
             from paceline.parallel.deferred_init import CANNOT, build  # takes a while to import
@@ -506,8 +506,8 @@ def _version(model: nn.Module) -> int:
 
 
 def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:
-    """Raises UsageError for a user's own `fused` where it gives wrong results: with `exact` in shards (see `fused`),
-    and with parameters that are not contiguous.
+    """Raises UsageError for a user's own `fused` where it gives wrong results: with `exact` in shards (see
+    `enable_fused`), and with parameters that are not contiguous.
     """
     for one in optimizers:
         groups = [group for group in one.param_groups if group.get("fused")]
@@ -519,7 +519,9 @@ def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:
             raise UsageError(what, "leave fused out, or give the model contiguous parameters")
 
 
-def fused(optimizers: list[Optimizer], device: torch.device, exact: bool, sparse: Sequence[nn.Parameter]) -> list[str]:
+def enable_fused(
+    optimizers: list[Optimizer], device: torch.device, exact: bool, sparse: Sequence[nn.Parameter]
+) -> list[str]:
     """Makes optimizers run fused if torch can and the user left `fused` open. Returns the names of those
     changed.
 

@@ -39,7 +39,7 @@ class WorkerBatch:
         return [micro_batch for micro_batch in self.micro_batches if not micro_batch.is_dummy]
 
 
-def bring(
+def gather_batches(
     group: Group, unit: Group, batch: Any, micro: int | None, together: int, spare: MicroBatch | None, looks: str
 ) -> WorkerBatch:
     """Returns the rows that the workers of this `unit` bring to step(), numbered among those of all workers. It is part
@@ -59,7 +59,7 @@ def bring(
     refuse_twins([entry[2] for entry in brought], looks)
     mates = [batch]
     if unit.size > 1:
-        unit.enter("the rows of a unit", check=False, kind="step()")
+        unit.declare("the rows of a unit", check=False, kind="step()")
         mates = [unpack(source)[0] for source in unit.gather(pack([batch]))]
     micro_batches: list[MicroBatch] = []
     for mate, mate_batch in enumerate(mates, start=rank - unit.rank):

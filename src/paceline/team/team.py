@@ -100,7 +100,7 @@ class Team:
             "python": ".".join(map(str, sys.version_info[:2])),
             "plan": self.world.plan,
         }
-        self.group.enter("the start")
+        self.group.declare("the start")
         replies = self.group.gather_json([versions, get_cpu_capability()])
         everyone = [greeting for greeting, _ in replies]
         self.capabilities = [capability for _, capability in replies]  # of the processors, by rank
@@ -124,7 +124,7 @@ class Team:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
 
         def compute() -> torch.Tensor:
-            self.group.enter(f"all_reduce {name!r} of {shape} {kind}")
+            self.group.declare(f"all_reduce {name!r} of {shape} {kind}")
             return self.group.sum(tensor.detach().clone().contiguous())
 
         return self._run_collective(compute)
@@ -134,7 +134,7 @@ class Team:
         shape = "x".join(map(str, tensor.shape)) or "scalar"
 
         def compute() -> torch.Tensor:
-            self.group.enter(f"broadcast {name!r} of {shape} {str(tensor.dtype).removeprefix('torch.')}")
+            self.group.declare(f"broadcast {name!r} of {shape} {str(tensor.dtype).removeprefix('torch.')}")
             return self.group.broadcast(tensor.detach().clone().contiguous())
 
         return self._run_collective(compute)
@@ -143,7 +143,7 @@ class Team:
         """All workers' tensors in rank order, on every worker; shapes may differ, the dtype may not."""
 
         def compute() -> list[torch.Tensor]:
-            self.group.enter(f"gather {name!r} of {str(tensor.dtype).removeprefix('torch.')}")
+            self.group.declare(f"gather {name!r} of {str(tensor.dtype).removeprefix('torch.')}")
             shapes = self.group.gather_json(list(tensor.shape))
             parts = self.group.gather(tensor.detach().reshape(-1))
             return [part.reshape(shape).clone() for part, shape in zip(parts, shapes, strict=True)]
@@ -154,7 +154,7 @@ class Team:
         """Whether `flag` is true on at least one worker: the same answer on all."""
 
         def compute() -> bool:
-            self.group.enter(f"any {name!r}")
+            self.group.declare(f"any {name!r}")
             return bool(self.group.sum(torch.tensor([int(bool(flag))], dtype=torch.int64)).item())
 
         return self._run_collective(compute)

@@ -353,7 +353,7 @@ class Operations:
 
     def _resolve(self, attempt: Attempt | None) -> None:
         group, tx = self._group, self._tx
-        group.enter(f"the beginning of generation {self.number}", kind="forming")
+        group.declare(f"the beginning of generation {self.number}", kind="forming")
         self.reached("forming")
         status = tx.status
         statuses = group.gather_json([status.done, status.applied, status.sums])

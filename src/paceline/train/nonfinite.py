@@ -164,7 +164,7 @@ class Refusal:
         """Returns the error of a loss that is not finite. Collective."""
         group, model = self.group, self.replica.job.model
         bad_params = [name for name, param in model.named_parameters() if _kind(param)]
-        reports = group.gather_json([[] if self.sums is None else self.sums.bad, bad_params])
+        reports = group.gather_json([[] if self.sums is None else self.sums.bad_samples, bad_params])
         bad = [(rank, rows) for rank, (listed, _) in enumerate(reports) for rows in listed]
         named = "; ".join(f"worker {group.names[rank]}: {rows}" for rank, rows in bad[:2])
         named += f" and {len(bad) - 2} more" if len(bad) > 2 else ""
@@ -200,7 +200,7 @@ class Refusal:
 
     def _forward(self, rank: int, rows: str, spoiled: list[str]) -> Diagnosis | None:
         """Runs the forward again. Returns the cause of the bad loss in the rows that the worker of this rank names."""
-        replica, bad = self.replica, [] if self.sums is None else self.sums.bad
+        replica, bad = self.replica, [] if self.sums is None else self.sums.bad_samples
         mesh, own_rank, gathers = replica.mesh, self.group.rank, replica.layout.gathers
         candidates = [one for one in self.micro_batches if not one.is_dummy]
         if gathers and mesh.replica_of(own_rank) == mesh.replica_of(rank):  # all of it gather the weights, once
@@ -263,7 +263,7 @@ class Refusal:
         runner = self.replica.runner
         runner.undo()
         try:
-            with suppress(*USERS_OWN), runner.streams.lent():
+            with suppress(*USERS_OWN), runner.streams.preserved():
                 yield
         finally:
             runner.undo()

@@ -65,21 +65,21 @@ class Replica:
         self.mesh = mesh
         self.job, self.layout, self.team, self.outer = job, layout, team or group, outer
         layout.select_local_params()
-        self.landing = layout.land()
-        self.home = self.landing.home
-        made = (job, self.landing, layout.gathers)
+        self.grad_sink = layout.make_grad_sink()
+        self.grad_buffers = self.grad_sink.grad_buffers
+        made = (job, self.grad_sink, layout.gathers)
         self.runner = Runner(*made) if pipeline is None else PipelineRunner(pipeline, *made)
         self.over = None if job.over is None else GradCache(self.runner)
-        self.updater = OptimizerUpdate(job, self.home)
+        self.updater = OptimizerUpdate(job, self.grad_buffers)
         full_spec = partial(ShardingSpec.unsharded, places=mesh.replica)
         cuts = {
             name: job.local_cuts.get(name) or full_spec(param.shape)
             for name, param in [*job.local_params.items()][: len(job.dense)]
         }
         self._counted = counting([*cuts.values()], job.shard_index)
-        self.home.elements = [math.prod(cut.shape) for cut in cuts.values()]
+        self.grad_buffers.elements = [math.prod(cut.shape) for cut in cuts.values()]
         self.transit = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
-        self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.home, cuts)
+        self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.grad_buffers, cuts)
 
     def use_full_parameters(self) -> None:
         """Lets the optimizers hold full parameters, though this worker stores only shards of them."""
@@ -92,14 +92,14 @@ class Replica:
         if self.mesh.replica > 1:  # the model was made part by part, and as much was freed
             give_back()
 
-    def rehouse(self) -> None:
+    def rebind(self) -> None:
         """Takes memory for gradients from the present generation. Collective."""
         if self.layout.allocate is not None:
-            self.landing.rehouse(self.layout.allocate)
+            self.grad_sink.rebind(self.layout.allocate)
 
     def release(self) -> None:
         """Frees the memory and the hooks of gradients after the last step."""
-        release_memory(self.landing.release())
+        release_memory(self.grad_sink.release())
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Replica:
         """
         name, job = f"step {options.step + 1}", self.job
         if self.codec is not None:
-            self.codec.begin(options.turn, options.expected)
+            self.codec.begin(options.transaction, options.expected)
         self.transit.begin(name, on_reduced)
         with self.layout.running(name), refusing("the loss, the forward or a hook"):
             sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
@@ -143,13 +143,13 @@ class Replica:
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
-            sums.redo = not self.home.settle(self.team.largest(sums.maxima))
+            sums.sums_overflowed = not self.grad_buffers.resolve_exact(self.team.largest(sums.maxima))
         self.error_feedback.add(options.expected)
         return vector
 
     def add_up_rows(self, options: StepOptions) -> None:
         """Sums sparse gradients over all workers. Collective."""
-        self.outer.enter(f"rows of step {options.step + 1}", check=False, kind="rows")
+        self.outer.declare(f"rows of step {options.step + 1}", check=False, kind="rows")
         add_up(self.job.in_rows, self.outer)
 
     def norm(self, agreed: Agreed, options: StepOptions) -> float:
@@ -159,20 +159,20 @@ class Replica:
         squares = self.squares(options)
         replica = self.job.replica
         if replica is not None and replica.size > 1:
-            replica.enter(f"the norm of step {options.step + 1}", check=False, kind="gradients")
+            replica.declare(f"the norm of step {options.step + 1}", check=False, kind="gradients")
             replica.sum(squares)
         return mean_norm(squares.tolist(), agreed, options)
 
     def squares(self, options: StepOptions) -> torch.Tensor:
         """Returns float64 numbers whose sum is the square of the norm of the gradients that this worker counts."""
         alike = (
-            self._counted is None and self.mesh.context == 1 and not self.error_feedback.owed
+            self._counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
         )  # on all who have summed
         known = self.transit.squares() if alike and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             total = torch.tensor([known], dtype=torch.float64)
         else:
-            total = self.home.squares(options.micro_batches, self._counted, changed=not alike)
+            total = self.grad_buffers.squares(options.micro_batches, self._counted, changed=not alike)
         return torch.cat([total, total.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else total
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
@@ -183,10 +183,10 @@ class Replica:
                 self.codec.kept.void()
             self.updater.apply(agreed, options, norm)
             return
-        if self.error_feedback.owed or self.error_feedback.differs:
+        if self.error_feedback.pending_residual or self.error_feedback.differs:
             agreed = replace(agreed, unused=self.error_feedback.unused(agreed.unused))
         self.updater.apply(agreed, options, norm)
-        self.error_feedback.owed = {}
+        self.error_feedback.pending_residual = {}
 
     def complete(self) -> None:
         """Gathers the weights that other workers have updated, after an update and in a new generation. Collective."""
@@ -196,14 +196,14 @@ class Replica:
         """Undoes a step before its update. With `again` the same workers repeat it."""
         self.transit.abandon()
         self.runner.restore(void=True)
-        self.landing.abandon(again)
+        self.grad_sink.abandon(again)
         self.layout.rest()
 
     # -- a step of others -------------------------------------------------------------------------------------------
 
     def follow(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Applies a step of other workers from the gradients that were written into the sums."""
-        self.home.adopt()
+        self.grad_buffers.assign_grads()
         self.update(sums, agreed, options, norm)
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Replica:
         """Returns the largest number of bytes of parameters (and buffers), gradients and optimizer state in a step."""
         model = self.job.model
         weights = held([*model.parameters(), *model.buffers(), *self.updater.params]) + self.layout.gathered()
-        gradients = self.landing.memory() + held(rows_of(self.job.in_rows))
+        gradients = self.grad_sink.memory() + held(rows_of(self.job.in_rows))
         return {"parameters": weights, "gradients": gradients, "optimizer": self.updater.memory()}
 
     def state(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class StepRunner:
     expected: float = 0.0
     spent: dict[str, float] = field(default_factory=dict)  # by the last step
     layout: VectorLayout | None = None
-    housed: int | None = None
+    bound_generation: int | None = None
     updated: float = 0.0  # seconds of the last update
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # observed here, by kind: what, and why
     announced: set[str] = field(default_factory=set)  # kinds that people have been told of
@@ -151,17 +151,17 @@ class StepRunner:
         self.replica.error_feedback.trainer = self.trainer
         self.run.error_feedback.append(self.replica.error_feedback)
 
-    def turn(self, deal: Callable[[], WorkerBatch], name: str) -> StepAttempt | None:
+    def run_step(self, deal: Callable[[], WorkerBatch], name: str) -> StepAttempt | None:
         """Computes the next turn of the user's loop, which is applied completely or not at all. Returns None if all
         workers stop before it. `deal` returns this worker's rows in the present team.
         """
         if not torch.is_grad_enabled():
             what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
             raise UsageError(what, "put these around the part of the body that is meant")
-        if self.run.asked:
+        if self.run.explain_request:
             self._load(step := StepAttempt(self.done, 0.0), deal)
             try:
-                prediction = forecast(self.job, step.batch.share[0], step.batch.count, *self.run.asked)
+                prediction = forecast(self.job, step.batch.share[0], step.batch.count, *self.run.explain_request)
             except UsageError as error:
                 prediction = {"refused": [error.what, error.cure]}
             self.run.answer(prediction)
@@ -194,7 +194,7 @@ class StepRunner:
             step.options = self.options(step)
             step.spent = {"data": time.perf_counter() - began}
             undo.callback(self.replica.abort)
-            with self.streams.lent():
+            with self.streams.preserved():
                 computed = self._compute(step, deal, name, began)
             self._end(step)
             norm = yield partial(self._norm, step)
@@ -214,8 +214,8 @@ class StepRunner:
     def _open(self, step: StepAttempt, name: str) -> None:
         """Begins an attempt: takes memory in a new generation, and a digest of the weights where they are compared."""
         group, step.generation = self.run.team.group, self.operations.number
-        if self.housed != step.generation:
-            self.house(name)
+        if self.bound_generation != step.generation:
+            self.rebind(name)
         self.operations.reached("loading")
         for member in self.run.members:
             member.state.step_begins()
@@ -233,14 +233,14 @@ class StepRunner:
             rows=step.batch.rows,
             noise_sample=noise_source,
             merge=min(merge, -(-step.batch.count // 2)) if noise_source == "first" else merge,
-            test=self.merging.undecided and not self.plan.one_by_one,
-            collect=self.group.size > 1 or self.plan.exact,
-            probe=self.plan.together == 1 and step.batch.count > 1 and self.replica.mesh.pipeline == 1,
+            test_merging=self.merging.undecided and not self.plan.one_by_one,
+            record_buffers=self.group.size > 1 or self.plan.exact,
+            check_loss=self.plan.together == 1 and step.batch.count > 1 and self.replica.mesh.pipeline == 1,
             reverse=self.run.reverse,
             hooked="hooks" in self.announced,
-            cure=step.batch.cure,
+            advice=step.batch.cure,
             reached=self.operations.reached,
-            turn=self.operations.done,
+            transaction=self.operations.done,
         )
 
     def _load(self, step: StepAttempt, deal: Callable[[], WorkerBatch]) -> None:
@@ -259,7 +259,7 @@ class StepRunner:
         if step.batch.single and step.batch.micro_batches and self.replica.mesh.pipeline == 1:
             self._try_single_row(step)
         sends_all_sums = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
-        self.group.enter(name, check=False, kind="gradients")
+        self.group.declare(name, check=False, kind="gradients")
         while True:
             step.ahead = migration.step(self.trainer, sends_all_sums) if migration.is_sending else None
             on_reduced = None if step.ahead is None else step.ahead.sum
@@ -270,9 +270,9 @@ class StepRunner:
                 self.news["counts"] = describe_changing_counters(names), ""
             step.spent["compute"] = (computed := time.perf_counter()) - began - step.spent.get("data", 0.0)
             agreed = step.agreed = self._agree(step, sums, self.updated + computed - began)
-            alone = agreed.strict + agreed.no_split > 0 or not math.isfinite(agreed.loss)
+            alone = agreed.no_merge + agreed.no_split > 0 or not math.isfinite(agreed.loss)
             divided = step.batch.fine and alone
-            if not (sums.redo or divided or agreed.failed or self._overflows(step) or self._heals(step)):
+            if not (sums.sums_overflowed or divided or agreed.failed or self._overflows(step) or self._heals(step)):
                 return computed
             self._again()
             self.replica.abort(again=True)
@@ -350,7 +350,9 @@ class StepRunner:
         assert sums is not None
         step.norm = norm
         if step.ahead is not None:
-            step.ahead.end(self.replica.home.sums, dict(vars(agreed)), norm, step.options.expected, sums.records)
+            step.ahead.end(
+                self.replica.grad_buffers.sums, dict(vars(agreed)), norm, step.options.expected, sums.records
+            )
         self.run.saving.copied()
         self.replica.update(sums, agreed, step.options, norm)
         self.done, self.weights.refused = step.number + 1, False
@@ -369,11 +371,11 @@ class StepRunner:
         """Applies a part of a step that the team made before this newcomer joined: one bucket of sums, or the step's
         agreed values.
         """
-        if self.housed != self.operations.number:
-            self.house("a step of others")
+        if self.bound_generation != self.operations.number:
+            self.rebind("a step of others")
         if len(message) == 2:
             index, bucket_sum = message
-            self.replica.home.sums[index].copy_(bucket_sum)
+            self.replica.grad_buffers.sums[index].copy_(bucket_sum)
             return
         agreed, norm, expected, records = message
         options = StepOptions(step=self.done, expected=expected, micro_batches=0)
@@ -482,15 +484,15 @@ class StepRunner:
     def _sent(self) -> dict[str, float]:
         return self.run.traffic.of(self.trainer)
 
-    def house(self, name: str) -> None:
+    def rebind(self, name: str) -> None:
         """Prepares for the first step of a generation: takes memory from its group, and shares what each worker knows
         of speeds and links. Collective. It does not happen earlier, since newcomers reach the places where a script
         makes its trainers at other times than the other workers.
         """
         operations, group = self.operations, self.run.team.group
         balance, feedback = self.balance, self.replica.error_feedback
-        group.enter(name)
-        self.replica.rehouse()
+        group.declare(name)
+        self.replica.rebind()
         shares, known = None if balance is None else balance.state(), feedback.known(operations.done)
         common = [group.links, feedback.chosen] if group.rank == 0 else []
         reports = group.gather_json([shares, self.weights.kind, common, known])
@@ -510,7 +512,7 @@ class StepRunner:
             self.run.say(": ".join(decided), once=True)
         if feedback.go_on(chosen, new):
             self._choose(anew=False)
-        self.layout, self.housed, self.updated = None, operations.number, 0.0
+        self.layout, self.bound_generation, self.updated = None, operations.number, 0.0
 
     def _choose(self, anew: bool) -> None:
         for what, why in self.replica.error_feedback.choose(anew):
@@ -519,7 +521,7 @@ class StepRunner:
 
     def _weigh(self, balance: Balance, step: StepAttempt) -> None:
         """Updates the balance from the workers' seconds in a step."""
-        balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.strict + step.agreed.no_split > 0)
+        balance.divide(tested=step.agreed.tested > 0, strict=step.agreed.no_merge + step.agreed.no_split > 0)
         if step.batch.full and (change := balance.learn(step.agreed.seconds)):
             self._dealt(balance, change)
         for what, why in balance.news:
@@ -609,7 +611,7 @@ class StepRunner:
             "count": sums.count if speaks else 0.0,
             "loss": sums.loss if speaks else 0.0,
             "tested": sums.tested,
-            "strict": sums.strict,
+            "strict": sums.no_merge,
             "no_split": sums.no_split or step.indivisible,
             "failed": sums.failed,
             "news": bool(self.untold()),

@@ -41,7 +41,7 @@ class PipelineRunner(Runner):
         super().__init__(*runner_arguments)
         self.pipeline = pipeline
         self._seconds: dict[int, deque[float]] = {stage: deque(maxlen=KEPT) for stage in pipeline.local_stages}
-        self.landing.late, self.landing.among = frozenset(pipeline.shared), pipeline.add_up
+        self.grad_sink.late, self.grad_sink.among = frozenset(pipeline.shared), pipeline.add_up
         self._compared = False
 
     def restore(self, void: bool = False) -> None:
@@ -103,9 +103,9 @@ class PipelineRunner(Runner):
                     pipeline.run_backward(stage, tensors, partial(self._backward, loss, options, is_last_chunk))
                     losses.append(loss.detached())
                     continue
-                self.landing.open(is_last_chunk)
+                self.grad_sink.begin_backward(is_last_chunk)
                 pipeline.run_backward(stage, tensors, None)
-                self.landing.close()
+                self.grad_sink.end_backward()
         pipeline.set_stage(None)
         pipeline.finish()
         self._check_balance(seconds, sums, options.step + 1)
@@ -187,7 +187,7 @@ class PipelineRunner(Runner):
         pipeline, sizes = self.pipeline, list[int]()
         with weighing(self.job.model, sizes), self.job.arithmetic():
             pipeline.survey(self.job.model, chunk.batch)
-        pipeline.line.enter("memory for the whole model", check=False, kind="comparison")
+        pipeline.line.declare("memory for the whole model", check=False, kind="comparison")
         by_worker = pipeline.line.gather_json([sum(sizes), sum(p.nbytes for p in self.params)])
         activations, parameters = zip(*by_worker, strict=True)
         free, only_line = room(self.job.device), self.job.unit == pipeline.line.size
@@ -201,7 +201,7 @@ class PipelineRunner(Runner):
     def _gradients(self) -> dict[str, torch.Tensor | None]:
         """Takes the gradients of the micro-batch that has just run: of parameters whose first holder this worker is."""
         pipeline, gradients = self.pipeline, dict[str, torch.Tensor | None]()
-        pipeline.line.enter("gradients of tied weights, to compare with", check=False, kind="comparison")
+        pipeline.line.declare("gradients of tied weights, to compare with", check=False, kind="comparison")
         for number, (name, param) in enumerate(self.job.named.items()):
             grad, param.grad = param.grad, None
             if number in pipeline.shared:
@@ -250,7 +250,7 @@ class PipelineRunner(Runner):
         """
         expected = full_gradients or {}
         pipeline, model = self.pipeline, type(self.job.model).__name__
-        pipeline.line.enter("gradients of stages, to compare with", check=False, kind="comparison")
+        pipeline.line.declare("gradients of stages, to compare with", check=False, kind="comparison")
         local_names = [name for name, grad in local_gradients.items() if grad is not None]
         gathered = pipeline.line.gather_json([[*expected], local_names])
         names, computed = gathered[pipeline.last_worker][0], {name for _, of_worker in gathered for name in of_worker}

@@ -45,8 +45,8 @@ from paceline.parallel.pipeline.stage_forward import (
     placeholder,
 )
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
-from paceline.parallel.tensor_parallel.script_view import ABSENT, call_by_pieces
-from paceline.parallel.tensor_parallel.sharded_mode import mark, part_of, tensors_in
+from paceline.parallel.tensor_parallel.script_view import ABSENT, call_without_script_view
+from paceline.parallel.tensor_parallel.sharded_mode import placement_of, set_placement, tensors_in
 
 _under_way: list[str] = []  # the models whose forward or loss this worker is computing
 HEAD = 1024  # bytes of the first message; the rest of a longer header follows in a second one
@@ -163,11 +163,11 @@ class Pipeline:
                     self._stand_ins[id(stand_in)] = key
                     self._outside.append((homes[0], id(param), name))
                 if key not in self._absent:
-                    self._absent[key] = _AbsentParameter(param, param.shape, part_of(param))
+                    self._absent[key] = _AbsentParameter(param, param.shape, placement_of(param))
                 absent_params[id(param)] = param, spec
         for param, spec in absent_params.values():  # in place: other references to it see it empty as well
             param.data = torch.empty((0, *spec.shape[1:]), dtype=param.dtype, device=param.device)
-            mark(param, None)  # it has no shard to gather
+            set_placement(param, None)  # it has no shard to gather
         names = {id(param): name for name, param in reversed([*model.named_parameters(remove_duplicate=False)])}
         for param, spec in absent_params.values():
             vars(param)[ABSENT] = names[id(param)], spec.shape
@@ -176,8 +176,8 @@ class Pipeline:
         modules = dict(model.named_modules())
         for number, name in enumerate(self.stages.blocks):
             forward = partial(self._call_block, number, name, modules[name].forward)
-            modules[name].forward = partial(call_by_pieces, forward)
-        model.forward = partial(call_by_pieces, partial(self._call_model, model.forward))
+            modules[name].forward = partial(call_without_script_view, forward)
+        model.forward = partial(call_without_script_view, partial(self._call_model, model.forward))
         refuse_state(model, f"{self._model}, which is cut in stages")
         self._cut_forward, job.forward = job.forward, self.forward
         self.shared = self._find_shared()
@@ -220,7 +220,10 @@ class Pipeline:
 
     def _run_in_stage(self, call: Callable[[], Any]) -> Any:
         stage = cast(int, self._stage)
-        local_blocks, on_first_block = self.stages.blocks_of(stage), partial(self._streams.follow, self._inputs.drawn)
+        local_blocks, on_first_block = (
+            self.stages.blocks_of(stage),
+            partial(self._streams.apply_changes, self._inputs.drawn),
+        )
         options = self._inputs, self._stand_ins, self._wanted, on_first_block, self.job.device, self._surveys
         self._forward_mode = mode = StageForwardMode(local_blocks, *options)
         mode.later = {identity: name for home, identity, name in self._outside if home > stage and self._surveys}
@@ -261,7 +264,7 @@ class Pipeline:
         return kind
 
     def _run_local_stages(self, kind: _Kind, call: Callable[[], Any]) -> Any:
-        self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
+        self.line.declare("the stages of a pipeline", check=False, kind="pipeline")
         output = ELSEWHERE
         for stage in [self._stage] if self._stage is not None else self.local_stages:
             output = self._run_stage(stage, self._sends_by_kind[kind], call)
@@ -277,7 +280,7 @@ class Pipeline:
 
     def _run_stage(self, stage: int, sends: list[list[Key]], call: Callable[[], Any]) -> Any:
         before, self._stage = self._stage, stage
-        mark = self._streams.mark() if stage < self.last else ()  # nobody needs the last stage's draws
+        snapshot = self._streams.snapshot() if stage < self.last else ()  # nobody needs the last stage's draws
         incoming, outgoing = sends[stage - 1] if stage else [], sends[stage]
         try:
             self._inputs = inputs = self._receive(stage, incoming) if stage else StageInputs()
@@ -296,7 +299,7 @@ class Pipeline:
             if value is None:
                 raise UsageError(*ANOTHER_WAY)
             passed.outputs.append(self.job.once(value) if isinstance(value, nn.Parameter) else value)
-        self._send(stage, self._last_mode.forms, self._streams.moves(mark), passed.outputs)
+        self._send(stage, self._last_mode.forms, self._streams.changes_since(snapshot), passed.outputs)
         return ELSEWHERE
 
     # -- messages between stages --------------------------------------------------------------------------------------
@@ -348,7 +351,7 @@ class Pipeline:
 
     def _survey(self, kind: _Kind, call: Callable[[], Any]) -> None:
         """Runs one forward on stand-ins, stage by stage, to find out which values stages need from earlier stages."""
-        self.line.enter("the stages of a pipeline", check=False, kind="pipeline")
+        self.line.declare("the stages of a pipeline", check=False, kind="pipeline")
         needs_by_stage: dict[int, list[Key]] = {}
         before, self._surveys, self._wanted = self._stage, True, frozenset()
         try:
@@ -481,7 +484,7 @@ class Pipeline:
         The other workers send it their parameters. The parameters stay the same objects, so that lists of them in
         modules or closures hold the values as well. Collective in the line.
         """
-        self.line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
+        self.line.declare("the whole model, on one worker of a pipeline", check=False, kind="comparison")
         with self._borrowed(self._missing), self._assembling():
             yield
 
@@ -492,7 +495,7 @@ class Pipeline:
         The weights are NaN otherwise, so that code which uses them elsewhere is noticed. The worker of the last stage
         computes one forward; the other workers send it each block in turn.
         """
-        self.line.enter("the whole model, on one worker of a pipeline", check=False, kind="comparison")
+        self.line.declare("the whole model, on one worker of a pipeline", check=False, kind="comparison")
         in_blocks = {name for number in range(len(self.stages.blocks)) for name in self._missing_of_block(number)}
         with self._borrowed([name for name in self._missing if name not in in_blocks]), self._assembling():
             if not self.assembles:
@@ -554,12 +557,12 @@ class Pipeline:
                     self.line.receive(value, home)
                     filled.append((absent, absent.param.data))
                     absent.param.data = value
-                    mark(absent.param, absent.part)
+                    set_placement(absent.param, absent.part)
             yield
         finally:
             for absent, empty in filled:
                 absent.param.data = empty
-                mark(absent.param, None)
+                set_placement(absent.param, None)
 
     def abandon(self) -> None:
         """Forgets all micro-batches and messages in flight, after a step was cut off."""
@@ -582,14 +585,14 @@ class Pipeline:
             what = f"{self._model} is cut in stages by pipeline=, and called outside of its own trainer's forward"
             cure = 'call it under torch.no_grad(), or let that other trainer\'s model whole: plan="pipeline=1"'
             raise UsageError(what, cure)
-        self.line.enter(f"a call of {self._model}, which is cut in stages", kind="pipeline")
+        self.line.declare(f"a call of {self._model}, which is cut in stages", kind="pipeline")
         refuse_other_input(self.line, (given, named), self._model, "pipeline= cuts it")
-        call, mark = partial(self._run_in_stage, partial(forward, *given, **named)), self._streams.mark()
+        call, snapshot = partial(self._run_in_stage, partial(forward, *given, **named)), self._streams.snapshot()
         if (kind := _kind("call", self.job.model, (given, named))) not in self._sends_by_kind:
             self._survey(kind, call)
         output = self._run_local_stages(kind, call)
         self.finish()
-        return self._broadcast_output(output, self._streams.moves(mark))
+        return self._broadcast_output(output, self._streams.changes_since(snapshot))
 
     def _broadcast_output(self, output: Any, drawn: list[Any]) -> Any:
         """Broadcasts the last stage's output and the changes of its random generators to the line."""
@@ -597,7 +600,7 @@ class Pipeline:
         plain_output = dict(output) if isinstance(output, Mapping) else output
         message = [form_of(plain_output, f"a call of {self._model}"), drawn] if is_source else None
         form, drawn = self.line.gather_json(message)[source]
-        self._streams.follow(drawn)
+        self._streams.apply_changes(drawn)
         made = plain_output if is_source else made_like(form, self.job.device)
         for tensor in tensors_in([made]):
             self.line.broadcast(tensor, source)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from paceline.comm.torch_private import innermost_function_mode, pytree, without_innermost_mode
 from paceline.errors import UsageError, a
-from paceline.parallel.tensor_parallel.sharded_mode import MADE, Tensor, mark, part_of, tensors_in
+from paceline.parallel.tensor_parallel.sharded_mode import MADE, Tensor, placement_of, set_placement, tensors_in
 
 # Identifies a value on all stages: how many blocks had been called, which call since then made it, and which of the
 # call's results it is. For a parameter: PARAM, its number, and 0.
@@ -269,7 +269,7 @@ def one_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
         if all(weight is param for weight, param in zip(weights, current, strict=True)):
             return forward(*given, **named)
         for weight, param in zip(weights, current, strict=True):  # received weights are the same shards
-            mark(weight, part_of(param))
+            set_placement(weight, placement_of(param))
         with placed([(*slot, cast(nn.Parameter, weight)) for slot, weight in zip(slots, weights, strict=True)]):
             return forward(*given, **named)
 

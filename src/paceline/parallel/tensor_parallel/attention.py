@@ -28,7 +28,7 @@ def attention(
     bound.apply_defaults()
     query, key, value = (bound.arguments[name] for name in ("query", "key", "value"))
     masks = bound.arguments["key_padding_mask"], bound.arguments["attn_mask"]
-    redistributor, size, is_unbatched = mode.moves, module.head_dim, query.dim() == 2
+    redistributor, size, is_unbatched = mode.redistributor, module.head_dim, query.dim() == 2
     heads = ShardPlacement(1, (module.num_heads,), redistributor.size)
     shared = [redistributor.share(mode.gather_full(x)) for x in (query, key, value)]
     if is_unbatched:

@@ -34,7 +34,7 @@ from paceline.errors import UsageError
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.stage_forward import one_call
 from paceline.parallel.tensor_parallel.attention import attention
-from paceline.parallel.tensor_parallel.op_rules import RULES
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES
 from paceline.parallel.tensor_parallel.placement import (
     COLUMN,
     GATHERED,
@@ -50,13 +50,13 @@ from paceline.parallel.tensor_parallel.placement import (
     is_linear,
 )
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, summed
-from paceline.parallel.tensor_parallel.script_view import call_by_pieces
+from paceline.parallel.tensor_parallel.script_view import call_without_script_view
 from paceline.parallel.tensor_parallel.sharded_mode import (
     GatherMode,
     ShardedTensorMode,
-    logical,
-    mark,
-    part_of,
+    full_shape_of,
+    placement_of,
+    set_placement,
     suspend_other_modes,
 )
 
@@ -123,7 +123,7 @@ class TensorCut:
     """
 
     def __init__(self, job: ParallelJob, unit: Group, placements: Mapping[str, str] | None) -> None:
-        self.job, self.unit, self.moves = job, unit, Redistributor(unit)
+        self.job, self.unit, self.redistributor = job, unit, Redistributor(unit)
         # By the identity of a parameter, while layers are split. The parameter holds this worker's shard.
         self._divided_params: dict[int, tuple[nn.Parameter, ShardingSpec]] = {}
         self._rng, self._name = RngState(job.device), type(job.model).__name__
@@ -142,10 +142,10 @@ class TensorCut:
         self._is_gathered = False  # whether layers compute with gathered weights
         self._is_running = False  # whether a forward of the model is running
         self._frames: list[_Frame] = []
-        self._sharded_mode = ShardedTensorMode(self.moves, RULES, self._where, self._on_adapted)
-        self._gather_mode = GatherMode(self.moves)
+        self._sharded_mode = ShardedTensorMode(self.redistributor, OP_RULES, self._where, self._on_adapted)
+        self._gather_mode = GatherMode(self.redistributor)
         # Tracks split weights that a loss uses.
-        self._loss_mode = ShardedTensorMode(self.moves, RULES, lambda: "the loss")
+        self._loss_mode = ShardedTensorMode(self.redistributor, OP_RULES, lambda: "the loss")
         self._sharded_mode.model = self._gather_mode.model = self._loss_mode.model = job.model
         self._loss_mode.outranked_by = self._sharded_mode
         if job.over is None:
@@ -159,7 +159,7 @@ class TensorCut:
         job.forward = self._forward
         job.model.register_forward_pre_hook(self._check_call, with_kwargs=True)
         self._wrap_containers(modules)
-        job.redistributors.append(self.moves)
+        job.redistributors.append(self.redistributor)
 
     def __deepcopy__(self, memo: Any) -> TensorCut:
         problem = f"{self._name} is cut by tensor=, and a copy would be of this worker's parts"
@@ -260,7 +260,7 @@ class TensorCut:
         is_transposed = is_conv1d(module)
         dim = (1 if kind != ROW else 0) if is_transposed else (0 if kind != ROW else 1)
         weight: Any = module.weight
-        shard = self._divided_length(layer, logical(weight)[dim])
+        shard = self._divided_length(layer, full_shape_of(weight)[dim])
         layer.shard = shard
         self._divide(layer, module, "weight", dim, shard)
         if getattr(module, "bias", None) is not None and kind != ROW:
@@ -283,7 +283,7 @@ class TensorCut:
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Replaces a module's forward on this object alone."""
-        call = partial(call_by_pieces, forward)
+        call = partial(call_without_script_view, forward)
         vars(module)["forward"] = call if self.job.stages is None else one_call(module, call)
         # Without a hook, nn.TransformerEncoderLayer passes the weights to a fused kernel and skips the forward.
         module.register_forward_pre_hook(_nothing)
@@ -333,7 +333,7 @@ class TensorCut:
         spec = shard.sharding_spec(tuple(param.shape), self.unit.size)
         # The parameter stays the same object, so other references to it (a list in a module, a closure) see the shard.
         param.data = param.detach()[(0,) * param.dim()].expand(spec.at(self.unit.rank).shape)
-        mark(param, shard)
+        set_placement(param, shard)
         self._divided_params[id(param)] = param, spec
         # Neighbours with the same shard each compute only a part of its gradient.
         if shard.count < self.unit.size and param.requires_grad:
@@ -344,8 +344,8 @@ class TensorCut:
     def _sum_over_holders(self, shard: ShardPlacement, gradient: torch.Tensor) -> torch.Tensor:
         """Sums a gradient over the workers that hold the same shard."""
         by_shard = gradient.new_zeros(shard.count, *gradient.shape)
-        by_shard[self.moves.index(shard)] = gradient
-        return summed(by_shard, self.unit)[self.moves.index(shard)]
+        by_shard[self.redistributor.index(shard)] = gradient
+        return summed(by_shard, self.unit)[self.redistributor.index(shard)]
 
     # -- forwards of the layers ---------------------------------------------------------------------------------------
 
@@ -354,12 +354,12 @@ class TensorCut:
         if self._is_gathered:
             return cast(torch.Tensor, self._run_gathered(type(module).forward, module, x))
         with self._sharded_mode.suspended():
-            x = self.moves.share(self._sharded_mode.gather_full(x))
+            x = self.redistributor.share(self._sharded_mode.gather_full(x))
             if is_conv1d(module):
                 output = torch.matmul(x, module.weight) + module.bias
             else:
                 output = F.linear(x, module.weight, module.bias)
-            output = mark(output, ShardPlacement(output.dim() - 1, shard.sections, shard.count))
+            output = set_placement(output, ShardPlacement(output.dim() - 1, shard.sections, shard.count))
             return self._sharded_mode.gather_full(output) if layer.placement.kind == GATHERED else output
 
     def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
@@ -369,7 +369,7 @@ class TensorCut:
         with self._sharded_mode.suspended():
             x = self._row_input(x, shard)
             output = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
-            output = self.moves.sum(output)
+            output = self.redistributor.sum(output)
             return output if module.bias is None else output + module.bias
 
     def _row_input(self, x: torch.Tensor, shard: ShardPlacement) -> torch.Tensor:
@@ -377,17 +377,17 @@ class TensorCut:
 
         Outside of a traced region the input is an unmarked tensor: the shard itself, or the full input.
         """
-        placement, wanted = part_of(x), ShardPlacement(x.dim() - 1, shard.sections, shard.count)
+        placement, wanted = placement_of(x), ShardPlacement(x.dim() - 1, shard.sections, shard.count)
         if placement == wanted or (placement is None and x.shape[-1] == shard.shard_length != shard.length):
             return x
-        return self.moves.take(self._sharded_mode.gather_full(x), wanted)
+        return self.redistributor.take(self._sharded_mode.gather_full(x), wanted)
 
     def _vocabulary(self, layer: _Layer, ids: torch.Tensor) -> torch.Tensor:
         module, shard = cast(nn.Embedding, layer.module), cast(ShardPlacement, layer.shard)
         if self._is_gathered:
             return cast(torch.Tensor, self._run_gathered(nn.Embedding.forward, module, ids))
         with self._sharded_mode.suspended():
-            (rows,) = shard.rows(self.moves.index(shard))
+            (rows,) = shard.rows(self.redistributor.index(shard))
             local_ids = ids - rows.start
             is_elsewhere = (local_ids < 0) | (local_ids >= len(rows))
             padding = None if module.padding_idx is None else module.padding_idx - rows.start
@@ -396,7 +396,7 @@ class TensorCut:
                 output = F.embedding(local_ids.masked_fill(is_elsewhere, 0), module.weight, padding)
             else:  # there are fewer entries than workers need, and this one has none
                 output = module.weight.new_zeros(*ids.shape, module.embedding_dim) + module.weight.sum()
-            return self.moves.sum(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
+            return self.redistributor.sum(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
 
     def _heads(self, layer: _Layer, /, *args: Any, **kwargs: Any) -> Any:
         module = cast(nn.MultiheadAttention, layer.module)
@@ -421,7 +421,7 @@ class TensorCut:
         for name in containers - {layer.name for layer in self.layers}:
             module = modules[name]
             forward = partial(self._run_module if name else self._run_forward, name, module, module.forward)
-            vars(module)["forward"] = partial(call_by_pieces, forward)
+            vars(module)["forward"] = partial(call_without_script_view, forward)
 
     def _where(self) -> str:
         """Returns the name of the module that runs, for messages."""
@@ -456,7 +456,7 @@ class TensorCut:
             output = forward(*args, **kwargs)
         finally:
             self._frames.pop()
-        if frame.has_adapted_calls and any(map(part_of, tensors_of((args, kwargs, output)))):
+        if frame.has_adapted_calls and any(map(placement_of, tensors_of((args, kwargs, output)))):
             self._frames[-1].has_adapted_calls = True
         elif frame.has_adapted_calls:
             self._traced_regions.add(name)
@@ -475,20 +475,20 @@ class TensorCut:
         mode = training, self.job.assembled
         regions, self._is_running = self._regions.get(mode), True
         frame, self._traced_regions = _Frame(""), set[str]()
-        sent_before, self._frames = self.moves.sent, [frame]
+        sent_before, self._frames = self.redistributor.bytes_sent, [frame]
         try:
             with self._sharded_mode if regions is None or "" in regions else nullcontext():
                 output = call()
-            if any(map(part_of, tensors_of(output))):
+            if any(map(placement_of, tensors_of(output))):
                 frame.has_adapted_calls = True
                 output = pytree.tree_map_only(torch.Tensor, self._sharded_mode.gather_full, output)
         finally:
             self._is_running, self._frames = False, []
-            self.moves.rest()
+            self.redistributor.forget_shared()
         if regions is None and (torch.is_grad_enabled() or not training):
             self._regions[mode] = self._traced_regions | ({""} if frame.has_adapted_calls else set())
             if training and not self.job.assembled:
-                self.job.inside["tensor"] = self.moves.sent - sent_before
+                self.job.inside["tensor"] = self.redistributor.bytes_sent - sent_before
         return output
 
     # -- what a script may do with a cut model ------------------------------------------------------------------------
@@ -512,10 +512,10 @@ class TensorCut:
         """Computes the loss, identically on all workers of the unit. Weights that the loss uses are gathered."""
         with self._loss_mode:
             yield
-        self.moves.rest()
+        self.redistributor.forget_shared()
 
     def _declare(self) -> None:
-        self.unit.enter("the layers cut by tensor=", check=False, kind="tensor")
+        self.unit.declare("the layers cut by tensor=", check=False, kind="tensor")
 
     def _check_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Checks a call of the model by the script: all workers of the unit must make it, with the same input."""
@@ -525,14 +525,14 @@ class TensorCut:
             with torch._C.DisableTorchFunction():
                 self._declare()
             return
-        self.unit.enter(f"a call of {self._name}, whose layers are cut", kind="tensor")
+        self.unit.declare(f"a call of {self._name}, whose layers are cut", kind="tensor")
         refuse_other_input(self.unit, (args, kwargs), self._name, "tensor= cuts its layers")
 
     # -- the cut model beside the whole one ---------------------------------------------------------------------------
 
     def _verify(self, model: nn.Module, batch: Any) -> None:
         """Compares the first forward of a mode, and its backward in training, with that of the full model."""
-        self.unit.enter("the whole layers, to compare with", check=False, kind="comparison")
+        self.unit.declare("the whole layers, to compare with", check=False, kind="comparison")
         backward = model.training and torch.is_grad_enabled() and self._has_room_for_full()
         expected, full_gradients = self._compute(model, batch, True, backward)
         try:
@@ -595,7 +595,7 @@ class TensorCut:
 
         def compare(module: nn.Module, _: Any, output: Any) -> None:
             name, outputs = names[id(module)], tensors_of(output)
-            pairs = [(a, b) for a, b in zip(outputs, expected.get(name, ()), strict=False) if not part_of(a)]
+            pairs = [(a, b) for a, b in zip(outputs, expected.get(name, ()), strict=False) if not placement_of(a)]
             if any(apart(a, b) > allowed(b) for a, b in pairs):
                 different.append(name)
 

@@ -23,14 +23,14 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     Rule,
     ShardedTensorMode,
     Tensor,
-    changes,
-    logical,
-    mark,
-    part_of,
+    full_shape_of,
+    is_in_place,
+    placement_of,
+    set_placement,
     tensors_in,
 )
 
-RULES: dict[str, Rule] = {}
+OP_RULES: dict[str, Rule] = {}
 
 
 def rule_of(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
@@ -43,7 +43,7 @@ def rule_of(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-_rule = partial(rule_of, RULES)
+_rule = partial(rule_of, OP_RULES)
 
 
 ELEMENTWISE = set[str]()  # names of functions that compute each element by itself
@@ -68,9 +68,9 @@ def _elementwise(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any)
     name = function.__name__
     leaves, spec = pytree.tree_flatten((args, kwargs))
     positions = [position for position, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if changes(name):
-        finest = max(placement.count for placement in map(part_of, tensors_in(leaves)) if placement is not None)
-        placement = part_of(leaves[positions[0]])
+    if is_in_place(name):
+        finest = max(placement.count for placement in map(placement_of, tensors_in(leaves)) if placement is not None)
+        placement = placement_of(leaves[positions[0]])
         if placement is None or placement.count < finest:
             return UNKNOWN
     if name in ("to", "type_as"):  # the second tensor only gives the dtype and device
@@ -89,12 +89,12 @@ def _elementwise(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any)
 @_rule("applied")
 def _applied(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     """One of our own autograd functions, called on a tensor that is also sharded along another dimension."""
-    return mark(function(*args), part_of(args[1]))
+    return set_placement(function(*args), placement_of(args[1]))
 
 
 @_rule("shape size len")
 def _size(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    shape = torch.Size(logical(args[0]))
+    shape = torch.Size(full_shape_of(args[0]))
     if function.__name__ == "__len__":
         return shape[0]
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
@@ -110,7 +110,7 @@ def _new(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("numel nelement")
 def _numel(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    return math.prod(logical(args[0]))
+    return math.prod(full_shape_of(args[0]))
 
 
 @_rule(
@@ -126,12 +126,12 @@ def _sizes(args: Any, kwargs: Any) -> Any:
     sizes = kwargs.get("shape", kwargs.get("size", args[1:]))
     if len(sizes) == 1 and not isinstance(sizes[0], int):
         (sizes,) = sizes
-    return logical(sizes) if isinstance(sizes, Tensor) else sizes
+    return full_shape_of(sizes) if isinstance(sizes, Tensor) else sizes
 
 
 @_rule("view reshape view_as reshape_as")
 def _reshape(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], part_of(args[0])
+    x, placement = args[0], placement_of(args[0])
     sizes = _sizes(args, kwargs)
     if placement is None or isinstance(sizes, torch.dtype):
         return UNKNOWN
@@ -141,16 +141,16 @@ def _reshape(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> 
 
 @_rule("flatten unflatten")
 def _flatten(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], part_of(args[0])
+    x, placement = args[0], placement_of(args[0])
     if placement is None:
         return UNKNOWN
-    sizes = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *args[1:], **kwargs).shape
+    sizes = function(torch.empty(full_shape_of(x), dtype=x.dtype, device="meta"), *args[1:], **kwargs).shape
     return mode.reshape(x, placement, sizes, Tensor.reshape)
 
 
 @_rule("expand expand_as")
 def _expand(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], part_of(args[0])
+    x, placement = args[0], placement_of(args[0])
     if placement is None:
         return UNKNOWN
     sizes = list(_sizes(args, kwargs))
@@ -160,14 +160,14 @@ def _expand(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
     if sizes[dim] != -1:
         mode.note("expand", ())
     sizes[dim] = -1
-    return mark(x.expand(sizes), replace(placement, dim=dim))
+    return set_placement(x.expand(sizes), replace(placement, dim=dim))
 
 
 @_rule("getitem")
 def _index(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     """Handles slices, numbers and None; along the divided dimension, a slice that begins and ends with sections."""
     x, index = args
-    placement = part_of(x)
+    placement = placement_of(x)
     entries = index if isinstance(index, tuple) else (index,)
     if placement is None or not all(step is None or step is ... or type(step) in (int, slice) for step in entries):
         return UNKNOWN
@@ -186,18 +186,20 @@ def _index(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
         return UNKNOWN
     steps[position] = slice(None)
     middle = slices[1]
-    return function(middle, tuple(steps)) if not part_of(middle) else mode.view(function, (middle, tuple(steps)), {})
+    return (
+        function(middle, tuple(steps)) if not placement_of(middle) else mode.view(function, (middle, tuple(steps)), {})
+    )
 
 
 @_rule("split chunk tensor_split split_with_sizes unsafe_split unsafe_chunk")
 def _split(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], part_of(args[0])
+    x, placement = args[0], placement_of(args[0])
     if placement is None:
         return UNKNOWN
     output = mode.view(function, args, kwargs)
     if output is not UNKNOWN:
         return output
-    probe = function(torch.empty(logical(x), dtype=x.dtype, device="meta"), *args[1:], **kwargs)
+    probe = function(torch.empty(full_shape_of(x), dtype=x.dtype, device="meta"), *args[1:], **kwargs)
     slices = mode.split(x, placement, [piece.shape[placement.dim] for piece in probe])
     return UNKNOWN if slices is None else tuple(slices)
 
@@ -205,20 +207,20 @@ def _split(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
 @_rule("cat concat concatenate stack")
 def _cat(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     # Torch ignores a tensor of shape (0,), which caches start with.
-    tensors, is_stack = [t for t in args[0] if logical(t) != (0,)], function.__name__ == "stack"
+    tensors, is_stack = [t for t in args[0] if full_shape_of(t) != (0,)], function.__name__ == "stack"
     dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    first_shard = next(t for t in tensors if part_of(t))
+    first_shard = next(t for t in tensors if placement_of(t))
     dims = Tensor.dim(first_shard) + is_stack
-    dim, placement = dim % dims, part_of(first_shard)
+    dim, placement = dim % dims, placement_of(first_shard)
     assert placement is not None
-    placements = [part_of(t) for t in tensors]
+    placements = [placement_of(t) for t in tensors]
     if (
         not is_stack
         and dim == placement.dim
         and all(other is not None and (other.dim, other.count) == (dim, placement.count) for other in placements)
     ):
         output = function(tensors, dim)
-        return mark(
+        return set_placement(
             output,
             replace(placement, sections=tuple(s for other in placements if other is not None for s in other.sections)),
         )
@@ -233,7 +235,7 @@ def _cat(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
 
 @_rule("repeat_interleave")
 def _repeat(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], part_of(args[0])
+    x, placement = args[0], placement_of(args[0])
     times = kwargs.get("repeats", args[1] if len(args) > 1 else None)
     dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
     if placement is None or dim is None or not isinstance(times, int):
@@ -244,7 +246,7 @@ def _repeat(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
         if dim % x.dim() == placement.dim
         else placement.sections
     )
-    return mark(output, replace(placement, sections=sections))
+    return set_placement(output, replace(placement, sections=sections))
 
 
 # Functions that work along a dimension, and the position of that dimension among their arguments.
@@ -259,7 +261,7 @@ _ALONG = {
 @_rule(*_ALONG)
 def _along(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     """Handles functions along dimensions other than the divided one."""
-    x, placement = args[0], part_of(args[0])
+    x, placement = args[0], placement_of(args[0])
     position = _ALONG[function.__name__.strip("_")]
     dim = kwargs.get("dim", args[position] if len(args) > position else None)
     if function.__name__ == "flip":  # which also accepts dimensions one by one
@@ -273,20 +275,20 @@ def _along(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     output = function(*args, **kwargs)
     removed = sum(one < placement.dim for one in dims)
     for one in pytree.tree_leaves(output):
-        mark(one, replace(placement, dim=placement.dim - (removed if one.dim() < x.dim() else 0)))
+        set_placement(one, replace(placement, dim=placement.dim - (removed if one.dim() < x.dim() else 0)))
     return output
 
 
 @_rule("layer_norm rms_norm")
 def _norm(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     """Handles norms over dimensions other than the divided one; the gradients of weight and bias are summed."""
-    x, placement, names = args[0], part_of(args[0]), ("weight", "bias")
+    x, placement, names = args[0], placement_of(args[0]), ("weight", "bias")
     shape = args[1] if len(args) > 1 else kwargs["normalized_shape"]
     if placement is None or placement.dim >= x.dim() - len(shape):
         return UNKNOWN
     args = (*args[:2], *(mode.shared(one) if isinstance(one, Tensor) else one for one in args[2:]))
     kwargs = {key: mode.shared(one) if key in names and one is not None else one for key, one in kwargs.items()}
-    return mark(function(*args, **kwargs), placement)
+    return set_placement(function(*args, **kwargs), placement)
 
 
 @_rule("matmul bmm mm rmatmul imatmul")
@@ -299,7 +301,7 @@ def _matmul(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
     return mode.product(torch.matmul, (a, b), letters, batch + "RC")
 
 
-def asked_of(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> list[Any]:
+def bind_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> list[Any]:
     """Returns the arguments with these names, given by position or keyword; None for those that are not given."""
     by_name = {**dict(zip(names, args, strict=False)), **kwargs}
     return [by_name.get(name) for name in names]
@@ -307,21 +309,21 @@ def asked_of(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> lis
 
 @_rule("linear")
 def _linear(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    x, weight, bias = asked_of(args, kwargs, "input", "weight", "bias")
+    x, weight, bias = bind_arguments(args, kwargs, "input", "weight", "bias")
     rows = ascii_lowercase[: x.dim() - 1]
     output = mode.product(F.linear, (x, weight), [rows + "K", "OK"], rows + "O")
     return output if output is UNKNOWN or bias is None else _sum_of(mode, output, bias)
 
 
 def _sum_of(mode: ShardedTensorMode, a: Tensor, b: Tensor) -> Any:
-    if part_of(a) or part_of(b):
+    if placement_of(a) or placement_of(b):
         return mode.elementwise(torch.add, (a, b))
     return mode.alike(torch.add, (a, b), {})
 
 
 @_rule("addmm")
 def _addmm(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    bias, a, b = asked_of(args, kwargs, "input", "mat1", "mat2")
+    bias, a, b = bind_arguments(args, kwargs, "input", "mat1", "mat2")
     if kwargs.keys() & {"beta", "alpha", "out"}:
         return UNKNOWN
     output = mode.product(torch.mm, (a, b), ["RK", "KC"], "RC")
@@ -341,19 +343,19 @@ def _einsum(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
 
 @_rule("dropout alpha_dropout dropout1d dropout2d dropout3d feature_dropout")
 def _drop(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], part_of(args[0])
+    x, placement = args[0], placement_of(args[0])
     p = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     train = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     if placement is None or "alpha" in function.__name__:
         return UNKNOWN
     if not train or not p:
-        return mark(function(*args, **kwargs), placement)
-    return mark(x * mode.local_mask(x, placement, lambda ones: function(ones, p, True)), placement)
+        return set_placement(function(*args, **kwargs), placement)
+    return set_placement(x * mode.local_mask(x, placement, lambda ones: function(ones, p, True)), placement)
 
 
 @_rule("normal_ uniform_ bernoulli_ exponential_ random_ log_normal_ geometric_ cauchy_")
 def _draw(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    x, placement = args[0], part_of(args[0])
+    x, placement = args[0], placement_of(args[0])
     if placement is None or any(True for _ in tensors_in((*args[1:], *kwargs.values()))):
         return UNKNOWN
     with torch.no_grad():
@@ -375,11 +377,13 @@ def _attend(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
     if isinstance(mask, Tensor):
         tensors.append(mask)
         letters.append((heads + "LS")[len(heads) + 2 - mask.dim() :])
-    if options.get("enable_gqa") and len({logical(t)[-3] for t in tensors[:3]}) > 1:
-        repeats = logical(tensors[0])[-3] // logical(tensors[1])[-3]
+    if options.get("enable_gqa") and len({full_shape_of(t)[-3] for t in tensors[:3]}) > 1:
+        repeats = full_shape_of(tensors[0])[-3] // full_shape_of(tensors[1])[-3]
         tensors[1:3] = [_repeated(mode, t, repeats) for t in tensors[1:3]]
         options["enable_gqa"] = False
-    divided = [(placement, placement.dim - Tensor.dim(t)) for t in tensors if (placement := part_of(t)) is not None]
+    divided = [
+        (placement, placement.dim - Tensor.dim(t)) for t in tensors if (placement := placement_of(t)) is not None
+    ]
     if not p:
         attend = partial(function, **options)
     elif tensors[0].is_cuda:
@@ -393,7 +397,7 @@ def _attend(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
 
 
 def _repeated(mode: ShardedTensorMode, heads: Tensor, times: int) -> Tensor:
-    if part_of(heads) is None:
+    if placement_of(heads) is None:
         return heads.repeat_interleave(times, -3)
     return _repeat(mode, Tensor.repeat_interleave, (heads, times, -3), {})  # type: ignore[no-any-return]
 
@@ -417,5 +421,5 @@ def _attention(
     weights: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)  # zeros in rows whose keys are all masked
     placement, dim = divided
     placement = replace(placement, dim=weights.dim() + dim)
-    mark(weights, placement)
+    set_placement(weights, placement)
     return (weights * mode.local_mask(weights, placement, lambda ones: F.dropout(ones, p, True))) @ v

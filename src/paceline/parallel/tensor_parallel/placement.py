@@ -23,9 +23,9 @@ from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.rng import RngState
 from paceline.compute.state_dict import PROBE_ERRORS
-from paceline.parallel.tensor_parallel.op_rules import RULES
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES
 from paceline.parallel.tensor_parallel.redistribute import DryRunRedistributor, ShardPlacement
-from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, mark, part_of, tensors_in
+from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, placement_of, set_placement, tensors_in
 
 COLUMN, GATHERED, ROW, VOCABULARY, REPLICATED = "column", "gathered", "row", "vocabulary", "whole"
 HEADS = "heads"  # of nn.MultiheadAttention: its weights of three sections and its output layer
@@ -101,7 +101,7 @@ class _Trace(ShardedTensorMode):
     def __init__(
         self, size: int, layers: Mapping[int, str], chosen: Mapping[str, tuple[tuple[int, ...], int]], unsplit: set[str]
     ) -> None:
-        super().__init__(DryRunRedistributor(size), RULES, lambda: "", self._record)
+        super().__init__(DryRunRedistributor(size), OP_RULES, lambda: "", self._record)
         self._layers, self._chosen, self._unsplit = layers, chosen, unsplit
         self.columns, self.rows = dict[str, ShardPlacement](), dict[str, ShardPlacement]()
         self.called, self.joined = set[str](), list[frozenset[str]]()
@@ -119,20 +119,22 @@ class _Trace(ShardedTensorMode):
         if layer is None:
             return super().run_function(function, args, kwargs)
         self.called.add(layer)
-        operands = [(t, placement) for t in args if (placement := part_of(t)) is not None]
-        if operands and operands[0][1].dim == operands[0][0].dim() - 1 and operands[0][1].count == self.moves.size:
-            self.rows[layer] = operands[0][1]
+        operands = [(t, placement) for t in args if (placement := placement_of(t)) is not None]
+        if operands:
+            tensor, placement = operands[0]
+            if placement.dim == tensor.dim() - 1 and placement.count == self.redistributor.size:
+                self.rows[layer] = placement
         return super().run_function(function, args, kwargs)
 
     def run_unsharded(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function on full tensors and marks the output of a candidate column layer as sharded."""
         output, layer = function(*args, **kwargs), self._layer(function, args, kwargs)
         if layer is not None and layer not in self._unsplit:
-            sections, count = self._chosen.get(layer, ((output.shape[-1],), self.moves.size))
+            sections, count = self._chosen.get(layer, ((output.shape[-1],), self.redistributor.size))
             placement = ShardPlacement(output.dim() - 1, sections, count, frozenset([layer]))
             if placement.is_even:
                 self.columns[layer] = placement
-                mark(output, placement)
+                set_placement(output, placement)
         return output
 
     def _record(
@@ -143,7 +145,7 @@ class _Trace(ShardedTensorMode):
             section_starts = [0, *section_ends[:-1]]
             self.wishes[min(layers)] = (
                 tuple(b - a for a, b in zip(section_starts, section_ends, strict=True)),
-                count or self.moves.size,
+                count or self.redistributor.size,
             )
         else:
             self.joined += [layers] if layers else []
@@ -252,7 +254,7 @@ def _try_run(block: nn.Module, trace: _Trace, inputs: Sequence[torch.Tensor] | M
             block.eval()
             with trace:
                 output = block(**inputs) if isinstance(inputs, Mapping) else block(*inputs)
-        trace.joined += [part.layers for t in pytree.tree_leaves(output) if (part := part_of(t)) is not None]
+        trace.joined += [part.layers for t in pytree.tree_leaves(output) if (part := placement_of(t)) is not None]
     except PROBE_ERRORS:  # the block does not accept such inputs
         return False
     finally:

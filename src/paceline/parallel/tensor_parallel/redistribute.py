@@ -156,7 +156,7 @@ class Redistributor:
     """
 
     def __init__(self, unit: Group) -> None:
-        self.unit, self.size, self.sent = unit, unit.size, 0
+        self.unit, self.size, self.bytes_sent = unit, unit.size, 0
         self._shared: OrderedDict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor]] = OrderedDict()
 
     def index(self, placement: ShardPlacement) -> int:
@@ -198,7 +198,7 @@ class Redistributor:
         entry = self._shared.pop(id(full), None)
         if entry is None or entry[0]() is not full:
             entry = weakref.ref(full), applied(_Split, full, self.unit)
-            self.sent += full.nbytes
+            self.bytes_sent += full.nbytes
         self._shared[id(full)] = entry
         if len(self._shared) > _SHARED:
             self._shared.popitem(last=False)
@@ -210,17 +210,17 @@ class Redistributor:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all workers' tensors; differentiable."""
-        self.sent += x.nbytes
+        self.bytes_sent += x.nbytes
         return applied(_Sum, x, self.unit)
 
     def join(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns the full tensor of all workers' shards; differentiable."""
-        self.sent += shard.nbytes
+        self.bytes_sent += shard.nbytes
         return applied(_Join, shard, self, placement)
 
     def exchange(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
         """Turns this worker's shard along one dimension into its shard along another one; differentiable."""
-        self.sent += shard.nbytes * (2 if shard.requires_grad and torch.is_grad_enabled() else 1)
+        self.bytes_sent += shard.nbytes * (2 if shard.requires_grad and torch.is_grad_enabled() else 1)
         return applied(_Exchange, shard, self, source, target)
 
     def exchange_shards(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
@@ -245,7 +245,7 @@ class Redistributor:
         full = torch.cat([piece[n] for n in range(len(placement.sections)) for piece in shards], dim)
         return full.permute(back)
 
-    def rest(self) -> None:
+    def forget_shared(self) -> None:
         """Forgets the shared tensors of a forward that has ended."""
         self._shared.clear()
 

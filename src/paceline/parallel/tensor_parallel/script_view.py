@@ -1,8 +1,8 @@
 """Shows the script whole weights while workers hold shards.
 
 A torch function mode is on in the script's own code, from the first Trainer on: one mode for each iteration of a loop,
-and one for the code outside of loops. The library's code takes it off (`by_pieces`), and puts it back for metrics
-(`metric_view`).
+and one for the code outside of loops. The library's code takes it off (`without_script_view`), and puts it back for
+metrics (`metric_view`).
 
 Code that reads a shard gets the full value, gathered where necessary. Code that writes into a shard, or into a view of
 a gathered tensor, writes into the shards of all workers. Elementwise changes run on the shard alone and cost nothing
@@ -34,17 +34,17 @@ from paceline.comm.torch_private import (
 from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import change_copies, copies_like
 from paceline.errors import UsageError
-from paceline.parallel.tensor_parallel.op_rules import ELEMENTWISE, RULES
+from paceline.parallel.tensor_parallel.op_rules import ELEMENTWISE, OP_RULES
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
     AS_IT_IS,
     PART,
     ShardedTensorMode,
     Tensor,
-    changes,
-    logical,
-    mark,
-    part_of,
+    full_shape_of,
+    is_in_place,
+    placement_of,
+    set_placement,
     tensors_in,
 )
 
@@ -166,17 +166,17 @@ def _where() -> str:
     return "a metric" if _state.in_metric else "the script"
 
 
-def by_pieces(function: Callable[P, T]) -> Callable[P, T]:
+def without_script_view(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function of the library that the script may call, so that it sees shards."""
 
     @wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
-        return call_by_pieces(function, *args, **kwargs)
+        return call_without_script_view(function, *args, **kwargs)
 
     return wrapper
 
 
-def call_by_pieces(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+def call_without_script_view(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls a function so that it sees shards.
 
     Use `partial(call_by_pieces, bound_method)` where the result is deep-copied: then the copy is bound to the copied
@@ -188,9 +188,9 @@ def call_by_pieces(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwarg
         return function(*args, **kwargs)
 
 
-def each_by_pieces(iterator: Iterator[T]) -> Iterator[T]:
+def iterate_without_script_view(iterator: Iterator[T]) -> Iterator[T]:
     """Iterates an iterator of the library, which sees shards while it makes the next item."""
-    next_item = by_pieces(lambda: next(iterator, _END))
+    next_item = without_script_view(lambda: next(iterator, _END))
     try:
         while (item := next_item()) is not _END:
             yield item
@@ -204,7 +204,7 @@ _END: Any = object()
 
 def with_script_views(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -> Iterator[T]:
     """Iterates a loop of the library; the loop's body sees full weights of all `trainers`."""
-    items, has_marked = each_by_pieces(loop), False
+    items, has_marked = iterate_without_script_view(loop), False
     try:
         for item in items:
             redistributors = [redistributor for trainer in trainers() for redistributor in trainer.parts]
@@ -246,7 +246,7 @@ class _Checked(Redistributor):
 
     def _declare(self) -> None:
         refuse_in_metric("each worker has a part under tensor=")
-        self.unit.enter("a weight that the script uses, of which each worker has a part", kind="tensor")
+        self.unit.declare("a weight that the script uses, of which each worker has a part", kind="tensor")
 
     def sum(self, x: Tensor) -> Tensor:
         """Checks the call, then sums the tensors of all workers."""
@@ -267,12 +267,12 @@ class _Checked(Redistributor):
 class ScriptView(ShardedTensorMode):
     """The mode that shows full weights in one iteration of a loop, or in the script outside of loops."""
 
-    moves: Redistributor
+    redistributor: Redistributor
 
     def __init__(self, redistributors: Iterable[Redistributor | None]) -> None:
         active = [redistributor for redistributor in redistributors if redistributor is not None]
         # With pipeline stages alone there are no shards to move.
-        super().__init__(_Checked(active[0].unit) if active else None, RULES, _where)  # type: ignore[arg-type]
+        super().__init__(_Checked(active[0].unit) if active else None, OP_RULES, _where)  # type: ignore[arg-type]
         self._number = next(_view_numbers)
         self.is_over, self._write_counts = False, Counter[int]()  # by the address of a shard
         self._has_several_sizes = len({redistributor.unit.size for redistributor in active}) > 1
@@ -306,7 +306,7 @@ class ScriptView(ShardedTensorMode):
     def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function of the script on shards, gathered tensors, views of these, or absent weights."""
         tensors = [*tensors_in((*args, *kwargs.values()))]
-        if not any(ABSENT in t.__dict__ or _MIRROR in t.__dict__ or part_of(t) for t in tensors):
+        if not any(ABSENT in t.__dict__ or _MIRROR in t.__dict__ or placement_of(t) for t in tensors):
             return function(*args, **kwargs)
         name = function.__name__
         if name.startswith("_foreach_"):
@@ -317,7 +317,7 @@ class ScriptView(ShardedTensorMode):
         if absent is not None:
             return self._run_absent(absent, function, args, kwargs)
         mirrors = [t for t in tensors if _MIRROR in t.__dict__]
-        if mirrors and not any(map(part_of, tensors)):
+        if mirrors and not any(map(placement_of, tensors)):
             return self._run_on_views(mirrors, function, args, kwargs)
         for t in mirrors:
             self._refresh(t)
@@ -329,7 +329,7 @@ class ScriptView(ShardedTensorMode):
     def _run_on_shards(self, function: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Runs a function of which some arguments are shards."""
         x: Any = args[0] if args else None
-        placement = part_of(x)
+        placement = placement_of(x)
         if placement is not None and _writes(name):
             self._write_counts[x.untyped_storage().data_ptr()] += 1
         if name in ("__get__", "__set__") and placement is not None:
@@ -348,33 +348,33 @@ class ScriptView(ShardedTensorMode):
         if name in ("numpy", "__array__"):
             result.setflags(write=False)  # it is a copy
         for tensor in tensors_in([result]):
-            if part_of(tensor) is None:
+            if placement_of(tensor) is None:
                 tensor.__dict__[_NOT_SHARDED] = True
         return result
 
     def _property(self, function: Any, key: str, x: Tensor, placement: ShardPlacement, args: Any) -> Any:
         if key == "nbytes":
-            return math.prod(logical(x)) * x.element_size()
+            return math.prod(full_shape_of(x)) * x.element_size()
         if function.__name__ == "__get__":
             if key == "grad" and (gradient := function(x)) is not None:
-                return mark(gradient, placement) if Tensor.size(gradient) == Tensor.size(x) else gradient
+                return set_placement(gradient, placement) if Tensor.size(gradient) == Tensor.size(x) else gradient
             return NotImplemented
         value = args[0]
-        is_full = isinstance(value, Tensor) and part_of(value) is None and tuple(value.shape) == logical(x)
+        is_full = isinstance(value, Tensor) and placement_of(value) is None and tuple(value.shape) == full_shape_of(x)
         if is_full and key in ("data", "grad"):
-            return function(x, mark(self.moves.narrow(value.detach(), placement).clone(), placement))
+            return function(x, set_placement(self.redistributor.narrow(value.detach(), placement).clone(), placement))
         return NotImplemented
 
     def _mark_copies_of_shards(self, name: str, tensors: list[Tensor]) -> None:
         """Marks tensors that were copied from a shard before the loop, such as an average, as shards."""
-        shard = next(tensor for tensor in tensors if part_of(tensor) is not None)
-        placement, shard_shape, full_shape = part_of(shard), Tensor.size(shard), logical(shard)
+        shard = next(tensor for tensor in tensors if placement_of(tensor) is not None)
+        placement, shard_shape, full_shape = placement_of(shard), Tensor.size(shard), full_shape_of(shard)
         assert placement is not None
         if tuple(shard_shape) == full_shape or name.strip("_") not in ELEMENTWISE:
             return
         for position, tensor in enumerate(tensors):
             if (
-                part_of(tensor) is not None
+                placement_of(tensor) is not None
                 or Tensor.size(tensor) != shard_shape
                 or _NOT_SHARDED in tensor.__dict__
                 or _MIRROR in tensor.__dict__
@@ -388,48 +388,54 @@ class ScriptView(ShardedTensorMode):
                 )
                 problem = f"{problem} shape {full_shape} is this worker's part of it"
                 raise UsageError(problem, "make it of the weight after its Trainer was made")
-            mark(tensor, placement)
+            set_placement(tensor, placement)
 
     def _run_elementwise(self, function: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
         """Runs an elementwise function on shards with the same placement and full tensors that are narrowed to it."""
-        if name.strip("_") not in ELEMENTWISE or name == "__bool__" or (_writes(name) and part_of(args[0]) is None):
+        if (
+            name.strip("_") not in ELEMENTWISE
+            or name == "__bool__"
+            or (_writes(name) and placement_of(args[0]) is None)
+        ):
             return NotImplemented
-        kinds = {(placement, Tensor.dim(t)) for t in tensors if (placement := part_of(t)) is not None}
+        kinds = {(placement, Tensor.dim(t)) for t in tensors if (placement := placement_of(t)) is not None}
         if len(kinds) > 1 or any(Tensor.dim(t) > dims for t in tensors for _, dims in kinds):
             return NotImplemented
         ((placement, dims),) = kinds
 
         def as_shard(t: Tensor) -> Tensor:
             dim = placement.dim - dims + Tensor.dim(t)
-            if part_of(t) is not None:
+            if placement_of(t) is not None:
                 return t
             return (
-                self.moves.share(t) if dim < 0 or t.size(dim) == 1 else self.moves.take(t, replace(placement, dim=dim))
+                self.redistributor.share(t)
+                if dim < 0 or t.size(dim) == 1
+                else self.redistributor.take(t, replace(placement, dim=dim))
             )
 
-        if any(part_of(t) is None for t in tensors):
+        if any(placement_of(t) is None for t in tensors):
             args, kwargs = pytree.tree_map_only(Tensor, as_shard, (args, kwargs))
         result = function(*args, **kwargs)
-        return mark(result, placement) if isinstance(result, Tensor) else result
+        return set_placement(result, placement) if isinstance(result, Tensor) else result
 
     # -- gathered tensors, and writing into them --------------------------------------------------------------------
 
     def _gather_detached(self, x: Tensor) -> Tensor:
-        placement = part_of(x)
+        placement = placement_of(x)
         if placement is None:
             return x
         with torch.no_grad():
-            return self.moves.join(x.detach(), placement)
+            return self.redistributor.join(x.detach(), placement)
 
     def _with_wholes(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         gathered: list[tuple[Tensor, ShardPlacement, Tensor, int]] = []
-        first = args[0] if args and _writes(name) and part_of(args[0]) is not None else None
+        first = args[0] if args and _writes(name) and placement_of(args[0]) is not None else None
 
         def gather(x: Tensor) -> Tensor:
-            placement = part_of(x)
+            placement = placement_of(x)
             if placement is None:
                 return x
-            result = self._gather_detached(x) if x is first else self.moves.join(x, placement)
+            result = self._gather_detached(x) if x is first else self.redistributor.join(x, placement)
             gathered.append((x, placement, result, result._version))
             return result
 
@@ -440,7 +446,7 @@ class ScriptView(ShardedTensorMode):
                 if x.requires_grad and x.is_leaf and torch.is_grad_enabled():
                     x.add_(0)  # raises torch's own error for an in-place change of a leaf
                 with torch.no_grad():
-                    x.copy_(self.moves.narrow(full.detach(), placement))
+                    x.copy_(self.redistributor.narrow(full.detach(), placement))
                 self._write_counts[x.untyped_storage().data_ptr()] += 1
                 if result is full:
                     return x
@@ -453,7 +459,7 @@ class ScriptView(ShardedTensorMode):
         mirror: _Mirror = view.__dict__[_MIRROR]
         if mirror.version != (version := self._write_version(mirror.shard)):
             with torch.no_grad():
-                mirror.full.detach().copy_(self.moves.join(mirror.shard, mirror.placement))
+                mirror.full.detach().copy_(self.redistributor.join(mirror.shard, mirror.placement))
             mirror.version = version
 
     def _write_version(self, shard: Tensor) -> Any:
@@ -471,7 +477,7 @@ class ScriptView(ShardedTensorMode):
             if _writes(function.__name__) and args and isinstance(args[0], Tensor) and _MIRROR in args[0].__dict__:
                 mirror: _Mirror = args[0].__dict__[_MIRROR]
                 with torch.no_grad():
-                    mirror.shard.copy_(self.moves.narrow(mirror.full.detach(), mirror.placement))
+                    mirror.shard.copy_(self.redistributor.narrow(mirror.full.detach(), mirror.placement))
                 self._write_counts[mirror.shard.untyped_storage().data_ptr()] += 1
                 mirror.version = self._write_version(mirror.shard)
         for view in views:
@@ -535,7 +541,7 @@ class ScriptView(ShardedTensorMode):
 
 def _writes(name: str) -> bool:
     """Whether a function with this name writes into its first argument."""
-    return changes(name) and name not in _READS
+    return is_in_place(name) and name not in _READS
 
 
 keep_out_of_compile(ScriptView)

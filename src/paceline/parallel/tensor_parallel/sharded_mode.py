@@ -27,7 +27,8 @@ from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardP
 Tensor = torch.Tensor
 Rule = Callable[["ShardedTensorMode", Any, tuple[Any, ...], dict[str, Any]], Any]
 PART = "_paceline_part"
-# The attribute of tensors that `part_of` and `mark` use: a tensor may be sharded in two ways, by tensor= and context=.
+# The attribute of tensors that `placement_of` and `set_placement` use. A tensor may be sharded in two ways, by tensor=
+# and by context=.
 _attribute = PART
 UNKNOWN = object()  # returned by a rule that does not cover a case
 _MOST = 16  # most sections of a fused weight that are tried
@@ -44,20 +45,20 @@ MADE = {"T", "mT", "H", "mH", "data", "real", "imag"}  # properties that are ten
 _OF_ONE = ("__bool__", "__int__", "__float__", "__index__", "__contains__")
 
 
-def part_of(tensor: Any) -> ShardPlacement | None:
+def placement_of(tensor: Any) -> ShardPlacement | None:
     """Returns the placement of a sharded tensor; None for full tensors and other values."""
     return (tensor.__dict__.get(_attribute) or None) if isinstance(tensor, Tensor) else None
 
 
-def mark(tensor: Tensor, placement: ShardPlacement | None) -> Tensor:
+def set_placement(tensor: Tensor, placement: ShardPlacement | None) -> Tensor:
     """Sets the placement of a tensor, or marks it as full with None, and returns the tensor."""
     tensor.__dict__[_attribute] = placement
     return tensor
 
 
-def logical(tensor: Tensor) -> tuple[int, ...]:
+def full_shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Returns the shape of the full tensor."""
-    shape, placement = Tensor.size(tensor), part_of(tensor)
+    shape, placement = Tensor.size(tensor), placement_of(tensor)
     return (
         tuple(shape) if placement is None else (*shape[: placement.dim], placement.length, *shape[placement.dim + 1 :])
     )
@@ -80,9 +81,9 @@ class _Mode(TorchFunctionMode):
     `on` counts how often the mode is entered. The placement of a tensor is kept in its `attribute`.
     """
 
-    def __init__(self, moves: Redistributor, attribute: str = PART) -> None:
+    def __init__(self, redistributor: Redistributor, attribute: str = PART) -> None:
         super().__init__()
-        self.moves, self.on, self.attribute = moves, 0, attribute
+        self.redistributor, self.on, self.attribute = redistributor, 0, attribute
         self._suspensions = 0
         # For each time this mode was entered: a mode that has to stay the innermost one, or None.
         self._kept_innermost: list[Any] = []
@@ -100,7 +101,7 @@ class _Mode(TorchFunctionMode):
 
     @contextmanager
     def using_own_attribute(self) -> Iterator[None]:
-        """Lets `part_of` and `mark` use this mode's attribute in its body."""
+        """Lets `placement_of` and `set_placement` use this mode's attribute in its body."""
         global _attribute
         previous, _attribute = _attribute, self.attribute
         try:
@@ -144,8 +145,8 @@ class _Mode(TorchFunctionMode):
 
     def gather_full(self, tensor: Tensor) -> Tensor:
         """Returns the full tensor of a shard, gathered from all workers; full tensors are returned as they are."""
-        placement = part_of(tensor)
-        return tensor if placement is None else self.moves.join(tensor, placement)
+        placement = placement_of(tensor)
+        return tensor if placement is None else self.redistributor.join(tensor, placement)
 
 
 @contextmanager
@@ -168,24 +169,24 @@ class ShardedTensorMode(_Mode):
 
     def __init__(
         self,
-        moves: Redistributor,
+        redistributor: Redistributor,
         rules: Mapping[str, Rule],
         where: Callable[[], str],
         on_adapted: Callable[..., None] | None = None,
         attribute: str = PART,
     ) -> None:
-        super().__init__(moves, attribute)
+        super().__init__(redistributor, attribute)
         self._rules, self.where, self._on_adapted = rules, where, on_adapted
 
     def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function on shards by its rule, or on gathered tensors if no rule covers the case."""
-        if not any(map(part_of, tensors_in((*args, *kwargs.values())))):
+        if not any(map(placement_of, tensors_in((*args, *kwargs.values())))):
             return self.run_unsharded(function, args, kwargs)
         name = function.__name__
         if name == "__get__":
             name = function.__self__.__name__
             if name not in self._rules:
-                return mark(function(*args), part_of(args[0])) if name == "data" else function(*args)
+                return set_placement(function(*args), placement_of(args[0])) if name == "data" else function(*args)
         elif name in AS_IT_IS:
             return function(*args, **kwargs)
         self._wished_ends: list[int] | None = None
@@ -203,11 +204,11 @@ class ShardedTensorMode(_Mode):
         return function(*args, **kwargs)
 
     def _with_wholes(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
-        if (changes(name) and part_of(args[0])) or any(map(part_of, tensors_in([kwargs.get("out")]))):
+        if (is_in_place(name) and placement_of(args[0])) or any(map(placement_of, tensors_in([kwargs.get("out")]))):
             problem = f"{self.where()} writes into a part of a layer ({name})"
             raise UsageError(problem, 'let it make another tensor, or say "whole" of that layer in tensor=')
         placements = [
-            placement for placement in map(part_of, tensors_in((*args, *kwargs.values()))) if placement is not None
+            placement for placement in map(placement_of, tensors_in((*args, *kwargs.values()))) if placement is not None
         ]
         self.note(name, placements, self._wished_ends, self._wished_count)
         args, kwargs = pytree.tree_map_only(Tensor, self.gather_full, (args, kwargs))
@@ -242,14 +243,14 @@ class ShardedTensorMode(_Mode):
         divided = {
             dims[placement.dim]
             for t, dims in zip(tensors, letters, strict=True)
-            if (placement := part_of(t)) is not None
+            if (placement := placement_of(t)) is not None
         }
         if len(divided) != 1 or (allowed and not divided <= {*allowed}):
             return UNKNOWN
         (letter,) = divided
-        placements = [placement for placement in map(part_of, tensors) if placement is not None]
+        placements = [placement for placement in map(placement_of, tensors) if placement is not None]
         finest = max(placements, key=lambda placement: placement.count)
-        count = finest.count if letter in out else self.moves.size
+        count = finest.count if letter in out else self.redistributor.size
         if (
             any(placement.sections != finest.sections or count % placement.count for placement in placements)
             or finest.length % count
@@ -265,33 +266,33 @@ class ShardedTensorMode(_Mode):
             return UNKNOWN
         output = call(*operands)
         if letter in out:
-            return mark(output, replace(target, dim=out.index(letter)))
+            return set_placement(output, replace(target, dim=out.index(letter)))
         self.note("sum", ())
-        return self.moves.sum(output)
+        return self.redistributor.sum(output)
 
     def _local_operand(self, tensor: Tensor, target: ShardPlacement, dim: int) -> Tensor | None:
         """Returns the operand of a sharded result: the tensor's shard along `dim`.
 
         That is the full tensor if it has no such dimension (-1) or is broadcast along it. None: the lengths differ.
         """
-        placement = part_of(tensor)
+        placement = placement_of(tensor)
         if placement is not None:
             if placement.count != target.count:
                 self.note("refine", ())
-                return self.moves.refine(tensor, placement, target.count)
+                return self.redistributor.refine(tensor, placement, target.count)
             return tensor
         if dim < 0 or Tensor.size(tensor, dim) == 1:
             return self.shared(tensor)
         if Tensor.size(tensor, dim) != target.length:
             return None
         self.note("narrow", ())
-        return self.moves.take(tensor, replace(target, dim=dim))
+        return self.redistributor.take(tensor, replace(target, dim=dim))
 
     def shared(self, tensor: Tensor) -> Tensor:
         """Returns a full tensor for use with shards; its gradient is summed over the workers."""
         if tensor.requires_grad:
             self.note("share", ())
-        return self.moves.share(tensor)
+        return self.redistributor.share(tensor)
 
     def elementwise(self, call: Callable[..., Any], tensors: Sequence[Tensor]) -> Any:
         """Returns the result of an elementwise function of tensors whose shapes are broadcast."""
@@ -304,22 +305,22 @@ class ShardedTensorMode(_Mode):
 
         A meta tensor of the full shape shows which dimension of the view that is.
         """
-        x, placement = args[0], part_of(args[0])
+        x, placement = args[0], placement_of(args[0])
         if placement is None or any(isinstance(value, Tensor) for value in pytree.tree_leaves((args[1:], kwargs))):
             return UNKNOWN
-        probe = torch.empty(logical(x), dtype=x.dtype, device="meta")
+        probe = torch.empty(full_shape_of(x), dtype=x.dtype, device="meta")
         views = pytree.tree_leaves(function(probe, *args[1:], **kwargs))
         dims = [_dim_with(view, placement.length, probe.stride(placement.dim)) for view in views]
         if None in dims:
             return UNKNOWN
         output = function(x, *args[1:], **kwargs)
         for view, dim in zip(pytree.tree_leaves(output), dims, strict=True):
-            mark(view, replace(placement, dim=dim or 0))
+            set_placement(view, replace(placement, dim=dim or 0))
         return output
 
     def reshape(self, x: Tensor, placement: ShardPlacement, target: Sequence[int], call: Callable[..., Tensor]) -> Any:
         """Returns a shard in another full shape; UNKNOWN if the reshaped tensor cannot stay sharded."""
-        full_shape, elements, requested_shape = logical(x), math.prod(logical(x)), target
+        full_shape, elements, requested_shape = full_shape_of(x), math.prod(full_shape_of(x)), target
         known = math.prod(size for size in target if size != -1)
         target = tuple(elements // max(known, 1) if size == -1 else size for size in target)
         if math.prod(target) != elements or not elements:
@@ -328,10 +329,10 @@ class ShardedTensorMode(_Mode):
         if reshaped is None:
             self._wish_for(full_shape, placement, target)
             return UNKNOWN
-        local_shape = self.moves.shape(target, reshaped)
+        local_shape = self.redistributor.shape(target, reshaped)
         if any(requested not in (-1, local) for requested, local in zip(requested_shape, local_shape, strict=True)):
             self.note("reshape", ())
-        return mark(call(x, local_shape), reshaped)
+        return set_placement(call(x, local_shape), reshaped)
 
     def _wish_for(self, full_shape: Sequence[int], placement: ShardPlacement, target: Sequence[int]) -> None:
         """Looks for sections and a number of shards with which the tensor could be reshaped, for `on_adapted`."""
@@ -363,12 +364,14 @@ class ShardedTensorMode(_Mode):
                 for s, section_start in zip(placement.sections, section_starts, strict=False)
                 if start <= section_start < bounds[number + 1]
             )
-            mark(shard, replace(placement, sections=sections))
+            set_placement(shard, replace(placement, sections=sections))
         self.note("split", ())
         return list(shards)
 
     def _local_lengths(self, placement: ShardPlacement, lengths: Sequence[int]) -> list[int]:
-        return [self.moves.shape((length,), ShardPlacement(0, (length,), placement.count))[0] for length in lengths]
+        return [
+            self.redistributor.shape((length,), ShardPlacement(0, (length,), placement.count))[0] for length in lengths
+        ]
 
     def local_mask(self, x: Tensor, placement: ShardPlacement, draw: Callable[[Tensor], Tensor]) -> Tensor:
         """Returns this worker's shard of a mask that is drawn for the full tensor, in its memory order."""
@@ -376,7 +379,7 @@ class ShardedTensorMode(_Mode):
         shape = (*x.shape[: placement.dim], placement.length, *x.shape[placement.dim + 1 :])
         order, back = memory_order(x)
         ones = torch.ones([shape[dim] for dim in order], dtype=x.dtype, device=x.device)
-        return self.moves.narrow(draw(ones.permute(back)), placement)
+        return self.redistributor.narrow(draw(ones.permute(back)), placement)
 
 
 class GatherMode(_Mode):
@@ -387,7 +390,7 @@ class GatherMode(_Mode):
         is_query = function.__name__ in AS_IT_IS or (
             function.__name__ == "__get__" and function.__self__.__name__ != "shape"
         )
-        if not is_query and any(map(part_of, tensors_in((*args, *kwargs.values())))):
+        if not is_query and any(map(placement_of, tensors_in((*args, *kwargs.values())))):
             args, kwargs = pytree.tree_map_only(Tensor, self.gather_full, (args, kwargs))
         return function(*args, **kwargs)
 
@@ -419,7 +422,7 @@ def reshape_placement(
     return None
 
 
-def changes(name: str) -> bool:
+def is_in_place(name: str) -> bool:
     """Whether a function with this name writes into its first argument."""
     return name.endswith("_") and (not name.endswith("__") or name.startswith("__i") or name == "__setitem__")
 
