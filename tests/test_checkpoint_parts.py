@@ -57,7 +57,7 @@ def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
 
     def rows(place: int) -> dict[str, ShardedTensor]:
         wholes = {str(number): torch.arange(3 * length).view(length, 3) for number, length in enumerate(lengths)}
-        cuts = {name: ShardingSpec.whole(whole.shape).in_rows(count) for name, whole in wholes.items()}
+        cuts = {name: ShardingSpec.unsharded(whole.shape).in_rows(count) for name, whole in wholes.items()}
         return {
             name: ShardedTensor(cuts[name].pieces[place].of(whole), cuts[name], place) for name, whole in wholes.items()
         }
@@ -86,9 +86,9 @@ def test_blocks_of_any_cut_are_one_checkpoint(shard: int, tmp_path: Path) -> Non
     cuts = {
         "qkv": ShardingSpec.split((12, 5), 0, 2, sections=(4, 4, 4)),
         "columns": ShardingSpec.split((5, 7), 1, 2),
-        "both": ShardingSpec.whole((4, 3), 2),
+        "both": ShardingSpec.unsharded((4, 3), 2),
         "keys": ShardingSpec.split((3, 4), 0, 1, each=2),
-        "single": ShardingSpec.whole((), 2),
+        "single": ShardingSpec.unsharded((), 2),
     }
     cuts = {name: cut.in_rows(shard) for name, cut in cuts.items()}
     wholes = {name: torch.randn(cut.shape) for name, cut in cuts.items()}

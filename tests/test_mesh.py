@@ -51,8 +51,8 @@ def test_replicas_are_of_whole_units_and_twins_have_one_place(sizes: tuple[int, 
         assert replica == tuple(mesh.replicas[mesh.replica_of(rank)]) == tuple(run_of(rank, mesh.replica))
         assert unit == tuple(run_of(rank, mesh.unit))
         assert {mesh.unit_of(other) for other in unit} == {mesh.unit_of(rank)} == {unit[0] // mesh.unit}
-        assert replica[mesh.place(rank)] == rank
-        assert mesh.twins(rank) == tuple(other for other in range(mesh.size) if mesh.place(other) == mesh.place(rank))
+        assert replica[mesh.shard_index_of(rank)] == rank
+        assert mesh.twins(rank) == tuple(other for other in range(mesh.size) if mesh.shard_index_of(other) == mesh.shard_index_of(rank))
         assert mesh.twins(rank)[mesh.replica_of(rank)] == rank
         assert (mesh.peers(rank), mesh.peers(rank, *AXES)) == ((rank,), tuple(range(mesh.size)))
 

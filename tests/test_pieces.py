@@ -27,7 +27,7 @@ def cuts(draw: st.DrawFn) -> ShardingSpec:
     """Whole or cut along a dimension, maybe in sections, maybe each part twice; then by rows or not."""
     sections = draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
     shape = draw(st.lists(st.integers(0, 5), max_size=3))
-    made = ShardingSpec.whole(shape, draw(st.integers(1, 3)))
+    made = ShardingSpec.unsharded(shape, draw(st.integers(1, 3)))
     if shape and draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))
         shape[dim] = sum(sections)
@@ -128,7 +128,7 @@ def test_rows_of_a_block_are_a_block(cut: ShardingSpec, data: st.DataObject) -> 
 def test_rows_are_cut_as_chunk_cuts_them(shape: list[int], count: int) -> None:
     """A tensor without dimensions is a row of one, which the first place has."""
     whole = numbered(tuple(shape))
-    cut, shards = ShardingSpec.whole(shape).in_rows(count), RowShards(count)
+    cut, shards = ShardingSpec.unsharded(shape).in_rows(count), RowShards(count)
     for place in range(count):
         assert cut.pieces[place].of(whole).equal(shards.of(whole, place))
         assert shards.size(shape, place) == math.prod(cut.pieces[place].shape)
@@ -147,7 +147,7 @@ def test_a_fused_attention_weight_cut_by_heads_and_by_rows() -> None:
     rows = [[row for first, length in some for row in range(first, first + length)] for some in blocks]
     assert rows == [[0, 1, 4], [2, 3, 6], [5, 8, 9], [7, 10, 11]]
     assert [block.start for block in cut.pieces[3].blocks] == [(0, 0), (1, 0)]
-    assert [cut.place_of(rank) for rank in range(6)] == [mesh.place(rank) for rank in range(6)]
+    assert [cut.shard_index_of(rank) for rank in range(6)] == [mesh.shard_index_of(rank) for rank in range(6)]
 
 
 def test_few_heads_of_keys_are_held_twice_and_counted_once() -> None:
@@ -165,7 +165,7 @@ def test_a_place_may_hold_nothing(dim: int) -> None:
 
 LAYERS = {
     "weight": ShardingSpec.split((6, 4), 0, 2, (2, 2, 2)).in_rows(2),
-    "bias": ShardingSpec.whole((6,), 2).in_rows(2),
+    "bias": ShardingSpec.unsharded((6,), 2).in_rows(2),
 }
 
 
