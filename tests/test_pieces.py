@@ -177,7 +177,7 @@ def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
     for place in range(4):
         own = {name: nn.Parameter(cut.pieces[place].of(grads[name]).clone()) for name, cut in LAYERS.items()}
         model = nn.Linear(4, 6, dtype=torch.float64)
-        cuts = {"cuts": LAYERS, "place": place}
+        cuts = {"cuts": LAYERS, "shard_index": place}
         job = TrainingJob(
             model, default_forward, lambda *_: None, torch.device("cpu"), 0, exact=exact, named=own, **cuts
         )
@@ -201,7 +201,7 @@ def test_a_model_in_pieces_tells_them_and_takes_whole_tensors_and_pieces() -> No
         told = in_pieces(model.state_dict(), LAYERS, place)
         for name, held in told.items():
             assert held.tensor.equal(LAYERS[name].pieces[place].of(wholes[name]))
-            assert (held.cut, held.place, held.shape) == (LAYERS[name], place, tuple(wholes[name].shape))
+            assert (held.cut, held.shard_index, held.shape) == (LAYERS[name], place, tuple(wholes[name].shape))
         again = {name: torch.zeros_like(held.tensor) for name, held in told.items()}
         load_model(model, again, LAYERS, place)
         assert all(not value.any() for value in model.state_dict().values())
