@@ -67,6 +67,8 @@ DENIED_NAMES = {
     *("told", "said", "heard", "found", "place", "lead", "spread", "odd", "blank", "whole"),
     *("some", "mine", "ours", "theirs", "own", "here", "there"),
 }
+TYPED_DICTS = {"TypedDict", "Journaled"}  # their fields are keys, as are the keywords of:
+EVENT_WRITERS = {"write", "tell"}  # journal.write(event, key=...), world.tell(event, key=...)
 
 # They run code that they read, or carry objects that do.
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
@@ -318,10 +320,22 @@ def is_property(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(dotted(one).split(".")[-1] in PROPERTIES for one in node.decorator_list)
 
 
+def keys_of_formats(tree: ast.Module) -> Iterator[ast.AST]:
+    """Names that are keys of a file or a message: fields of a TypedDict, and keywords of what writes an event."""
+    for node in walk(tree):
+        if isinstance(node, ast.ClassDef) and any(dotted(base).split(".")[-1] in TYPED_DICTS for base in node.bases):
+            yield from (field.target for field in node.body if isinstance(field, ast.AnnAssign))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in EVENT_WRITERS:
+            yield from node.keywords
+
+
 def denied_names(modules: Modules) -> Iterator[str]:
-    """Wherever a name is given or used: variables, parameters, attributes, functions, classes."""
+    """Wherever a name is given or used: variables, parameters, attributes, functions, classes. Keys of formats stay."""
     for name, tree in modules.items():
+        keys = {id(key) for key in keys_of_formats(tree)}
         for node in walk(tree):
+            if id(node) in keys:
+                continue
             used = [str(getattr(node, field)) for field in NAME_FIELDS.get(type(node), ())]
             for word in used:
                 if word.strip("_").lower() in DENIED_NAMES:

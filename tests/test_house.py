@@ -171,6 +171,8 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
     (denied_names, "def mine(_own, *, here=1): ...", ["plan:1: mine", "plan:1: _own", "plan:1: here"]),
     (denied_names, "f(place=1).odd\nimport some as Some", ["plan:1: odd", "plan:2: Some", "plan:1: place"]),
     (denied_names, "class Theirs: ...", ["plan:1: Theirs"]),
+    (denied_names, "class A(TypedDict):\n  told: int\njournal.write('x', told=1)", []),
+    (denied_names, "class A:\n  told: int\nf(told=1)", ["plan:2: told", "plan:3: told"]),
     (denied_names, "placement = own_rows = 'told'  # mine", []),
     (missing_captions, "'What it is.\\n\\nMore.'", []),
     (missing_captions, "'What it\\nis.'", ["plan:1: the docstring does not begin with a line that is a sentence"]),

@@ -16,7 +16,7 @@ from agents import until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.base.batching import spread
+from paceline.base.batching import route_transfers
 from paceline.base.handshake import NONCE, make_nonce, prove_caller
 from paceline.checkpoint.tree import pack, unpack
 from paceline.team import live_migration as migration
@@ -234,7 +234,7 @@ def test_a_state_goes_to_each_host_once(workers: list[tuple[int, bool]]) -> None
     holders = [number for number, (_, holds) in enumerate(workers) if holds] or [0]
     sources = {n: holders[0] for n in range(len(workers)) if n not in holders}
     have, crossed = set(holders), []
-    for taker, source in spread(sources, hosts).items():
+    for taker, source in route_transfers(sources, hosts).items():
         assert source in have
         have.add(taker)
         if hosts[source] != hosts[taker]:

@@ -147,7 +147,7 @@ def test_a_fused_attention_weight_cut_by_heads_and_by_rows() -> None:
     rows = [[row for first, length in some for row in range(first, first + length)] for some in blocks]
     assert rows == [[0, 1, 4], [2, 3, 6], [5, 8, 9], [7, 10, 11]]
     assert [block.start for block in cut.pieces[3].blocks] == [(0, 0), (1, 0)]
-    assert [cut.place_of(rank) for rank in range(6)] == [mesh.shard_index_of(rank) for rank in range(6)]
+    assert [cut.shard_index_of(rank) for rank in range(6)] == [mesh.shard_index_of(rank) for rank in range(6)]
 
 
 def test_few_heads_of_keys_are_held_twice_and_counted_once() -> None:
@@ -177,7 +177,7 @@ def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
     for place in range(4):
         own = {name: nn.Parameter(cut.pieces[place].of(grads[name]).clone()) for name, cut in LAYERS.items()}
         model = nn.Linear(4, 6, dtype=torch.float64)
-        cuts = {"cuts": LAYERS, "place": place}
+        cuts = {"cuts": LAYERS, "shard_index": place}
         job = TrainingJob(
             model, default_forward, lambda *_: None, torch.device("cpu"), 0, exact=exact, named=own, **cuts
         )
@@ -201,7 +201,7 @@ def test_a_model_in_pieces_tells_them_and_takes_whole_tensors_and_pieces() -> No
         told = in_pieces(model.state_dict(), LAYERS, place)
         for name, held in told.items():
             assert held.tensor.equal(LAYERS[name].pieces[place].of(wholes[name]))
-            assert (held.cut, held.place, held.shape) == (LAYERS[name], place, tuple(wholes[name].shape))
+            assert (held.cut, held.shard_index, held.shape) == (LAYERS[name], place, tuple(wholes[name].shape))
         again = {name: torch.zeros_like(held.tensor) for name, held in told.items()}
         load_model(model, again, LAYERS, place)
         assert all(not value.any() for value in model.state_dict().values())

@@ -122,8 +122,10 @@ def deal(micro_batches: int, weights: Sequence[float]) -> list[range]:
 
 
 def deal_rows(cuts: Sequence[range], weights: Sequence[float], grain: int | None) -> list[list[tuple[int, range]]]:
-    """Each worker's share of a global batch that is cut in micro-batches, as (micro-batch, its rows in the global
-    batch): whole ones, or with `grain` also parts of them, of that many rows.
+    """Assigns the micro-batches of a global batch to workers, in proportion to `weights`.
+
+    Returns each worker's share as (micro-batch, its rows in the global batch). Without `grain` micro-batches are not
+    divided; with it, workers may share one in parts of `grain` rows.
     """
     grains = [
         (number, range(start, min(start + (grain or len(cut)), cut.stop)))
@@ -132,31 +134,32 @@ def deal_rows(cuts: Sequence[range], weights: Sequence[float], grain: int | None
     ]
     shares: list[list[tuple[int, range]]] = []
     for share in deal(len(grains), weights):
-        mine: list[tuple[int, range]] = []
+        parts: list[tuple[int, range]] = []
         for number, rows in grains[share.start : share.stop]:
-            if mine and mine[-1][0] == number:
-                mine[-1] = number, range(mine[-1][1].start, rows.stop)
+            if parts and parts[-1][0] == number:
+                parts[-1] = number, range(parts[-1][1].start, rows.stop)
             else:
-                mine.append((number, rows))
-        shares.append(mine)
+                parts.append((number, rows))
+        shares.append(parts)
     return shares
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all workers know after a step's small vector was summed: the same on each of them, bit for bit.
+    """What all workers know after a step's vector was summed: the same on each of them, bit for bit.
 
-    `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches, `whole`
-    on dividing them; `failed` are workers where that did, `news` those that have something for people to know; `stop`,
-    `save` and `enter` (the planned generation) are wishes; `writing` and `written` are the workers whose part of a
-    checkpoint is under way or done; `metrics` maps names to (sum, count); `seconds` are each worker's seconds of its
-    last update, loading, forward and backward; `unused` are the numbers of the parameters that got no gradient on any
-    worker; `tune` are those that want codecs to be chosen again; `digests` are of each worker's weights before the
-    step, in steps that compare them, and `look` wishes that the next one does; `spent` is where the time of each worker
-    went, by part: data and compute of this step, the rest of the one before. `spread` are squares of gradients, as
-    sums, of some rows or tokens of each worker, `spread_count` and `spread_squares` how many, and the squares of that.
-    `streams` are the workers that read an iterable dataset, `read` and `read_squares` the sums of the rows that they
-    read and of their squares.
+    `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches,
+    `no_split` on dividing them; `failed` is the number of workers where dividing failed, `news` the number of those
+    that have a message for the user; `stop`, `save` and `enter` (the planned generation) are requests; `writing` and
+    `written` are the workers whose part of a checkpoint is under way or done; `metrics` maps names to (sum, count);
+    `seconds` are each worker's seconds of its last update, loading, forward and backward; `unused` are the numbers of
+    the parameters that got no gradient on any worker; `tune` counts the workers that want codecs to be chosen again;
+    `digests` are of each worker's weights before the step, in steps that compare them, and `look` requests this of the
+    next step; `spent` is where the time of each worker went, by part: data and compute of this step, the rest of the
+    one before. `sq_norm` sums the squared gradient norms of a sample of each worker's rows or tokens, `sq_norm_rows`
+    the sizes of these samples, and `sq_norm_squares` the squares of the sizes. `streams` is the number of workers that
+    read an iterable dataset, `read` and `read_squares` the sums of the numbers of rows that they read and of their
+    squares.
     """
 
     count: float
@@ -244,8 +247,8 @@ class VectorLayout:
         ends = [len(_FIELDS), 2 * len(self.metrics), self.workers, self.workers, self.params, self._lanes]
         cuts = [sum(ends[:part]) for part in range(len(ends) + 1)]
         head, pairs, seconds, digests, used, lanes = (vector[a:b] for a, b in pairwise(cuts))
-        whole = [*head[: len(_NUMBERS)], *map(round, head[len(_NUMBERS) :])]
-        fields: dict[str, Any] = dict(zip(_FIELDS, whole, strict=True))
+        values = [*head[: len(_NUMBERS)], *map(round, head[len(_NUMBERS) :])]
+        fields: dict[str, Any] = dict(zip(_FIELDS, values, strict=True))
         return Agreed(
             **fields,
             metrics={name: (pairs[2 * i], pairs[2 * i + 1]) for i, name in enumerate(self.metrics)},
@@ -341,9 +344,11 @@ class Transaction:
         return self.done
 
     def prepared(self) -> None:
+        """Marks the step as prepared: all its reductions have arrived."""
         self._move(Moment.COMPUTING, Moment.PREPARED)
 
     def updating(self) -> None:
+        """Marks the beginning of the update: from now on the step cannot be aborted."""
         self._move(Moment.PREPARED, Moment.UPDATING)
 
     def applied(self) -> int:
@@ -408,14 +413,15 @@ class Versions(Generic[_T]):
 
 
 class StateLostError(Exception):
-    """No replica is left that has a whole state: what was written last must be read."""
+    """No replica with a complete state is left: the latest checkpoint must be loaded."""
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """How a generation begins: all go on from `step` steps done. The workers in `forward`, as (replica, place), apply
-    the sums that they hold; the replicas in `sources` take the state of the one named there over; all others keep what
-    they have, and void what they have begun.
+    """How a generation begins: all workers continue after `step` steps.
+
+    The workers in `forward`, as (replica, shard index), apply the sums that they hold. Each replica in `sources` takes
+    over the state of the replica that `sources` names. All others keep their state, and void the step they had begun.
     """
 
     step: int
@@ -424,31 +430,34 @@ class Resolution:
 
 
 def resolve(team: Sequence[Sequence[Status]]) -> Resolution:
-    """What the members of a new generation do, from the statuses of all their workers, by replica and place.
+    """Decides how a new generation begins, from the statuses of all its workers, by replica and shard index.
 
-    A pure function, so all come to the same without asking anybody. Where one replica has applied a step, each that
-    holds the same sums rolls forward; a replica stands where its workers stand or can roll forward to; the rest take
-    over. Where none has, the step is redone. Raises StateLostError.
+    This is a pure function, so that all workers decide the same without communication. Where one replica has applied a
+    step, each that holds the same sums rolls forward. A replica counts as applied if all its workers have applied the
+    step or can roll forward to it. The other replicas take the state over. Where no replica has applied the step, it is
+    repeated. Raises StateLostError.
     """
     stands = [_stand(replica) for replica in team]
-    whole = [stand for stand in stands if stand is not None]
-    if not whole:
+    complete = [stand for stand in stands if stand is not None]
+    if not complete:
         raise StateLostError
-    step, applied = max(whole)
+    step, applied = max(complete)
     ahead = [number for number, stand in enumerate(stands) if stand == (step, applied)]
     forward: set[tuple[int, int]] = set()
     sources: dict[int, int] = {}
     for number, replica in enumerate(team):
         if all(_reaches(status, step, applied) for status in replica):
-            forward |= {(number, place) for place, status in enumerate(replica) if status.done != step}
+            forward |= {(number, shard_index) for shard_index, status in enumerate(replica) if status.done != step}
         else:
             sources[number] = ahead[len(sources) % len(ahead)]
     return Resolution(step, frozenset(forward), sources)
 
 
-def spread(sources: Mapping[int, int], hosts: Sequence[int]) -> dict[int, int]:
-    """From whom each worker takes the state over, one after another, where `hosts` has each worker's host: from one of
-    its own host, wherever somebody there has it by then; a host that has nobody gets it once.
+def route_transfers(sources: Mapping[int, int], hosts: Sequence[int]) -> dict[int, int]:
+    """Chooses from whom each worker receives the state, {receiver: sender}; transfers happen one after another.
+
+    `hosts` has each worker's host. A worker receives from one of its own host, if a worker there has the state by then,
+    so that the state crosses the network once per host.
     """
     near: dict[int, list[int]] = {}
     for worker, host in enumerate(hosts):
@@ -456,9 +465,9 @@ def spread(sources: Mapping[int, int], hosts: Sequence[int]) -> dict[int, int]:
             near.setdefault(host, []).append(worker)
     routes: dict[int, int] = {}
     for taker, source in sources.items():
-        here = near.setdefault(hosts[taker], [])
-        routes[taker] = here[len(routes) % len(here)] if here else source
-        here.append(taker)
+        senders = near.setdefault(hosts[taker], [])
+        routes[taker] = senders[len(routes) % len(senders)] if senders else source
+        senders.append(taker)
     return routes
 
 

@@ -29,8 +29,8 @@ class Coloured(str):
     """Text whose escape sequences are ours, or were found to be colours: it is printed as it is."""
 
 
-def _visible(found: re.Match[str]) -> str:
-    char = found[0]
+def _visible(match: re.Match[str]) -> str:
+    char = match[0]
     if "\udc80" <= char <= "\udcff":  # a byte of a name that is no UTF-8
         return f"\\x{ord(char) - 0xDC00:02x}"
     return _SHORT.get(char) or (f"\\x{ord(char):02x}" if ord(char) < 128 else f"\\u{ord(char):04x}")
@@ -94,14 +94,16 @@ def last_painted(line: bytes) -> str:
 
 
 class Passing:
-    """What other processes write, passed on to a stream of ours: byte for byte to a file or pipe; to a terminal line by
-    line, in which colours alone stay.
+    """Passes what other processes write on to a stream of this one.
+
+    A file or pipe gets it byte for byte, a terminal line by line, without control characters other than colours.
     """
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._rest = out, b""
 
     def write(self, data: bytes) -> None:
+        """Passes data on; to a terminal only up to the last end of a line, and the rest later."""
         if hasattr(self._out, "buffer") and not self._out.isatty():
             self._out.flush()
             self._out.buffer.write(data)

@@ -119,22 +119,25 @@ THREADS = {"OMP_NUM_THREADS": rf"{_ONE}(?:,\s*[0-9]+\s*)*", "MKL_NUM_THREADS": _
 
 
 def threads_asked(env: Mapping[str, str] = os.environ) -> dict[str, int | None]:
-    """How many threads the variables of `THREADS` that are set ask for; None: it is no number, and is ignored."""
-    found = {name: re.fullmatch(form, env[name], re.ASCII) for name, form in THREADS.items() if name in env}
-    return {name: int(match[1]) if match else None for name, match in found.items()}
+    """Returns the number of threads that each variable of `THREADS` asks for, if it is set.
+
+    None stands for a value that is not a number, which OpenMP and MKL ignore.
+    """
+    matches = {name: re.fullmatch(form, env[name], re.ASCII) for name, form in THREADS.items() if name in env}
+    return {name: int(match[1]) if match else None for name, match in matches.items()}
 
 
 def doubt_threads(used: int, env: Mapping[str, str] = os.environ) -> list[str]:
-    """What is to be said of numbers of threads that the environment asks for, where torch `used` so many."""
+    """Returns warnings about the numbers of threads that the environment asks for; torch uses `used` threads."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    found = []
+    warnings = []
     for name, number in threads_asked(env).items():
         what = f"{name}={shown(env[name])}"
         if number is None:
-            found.append(f"{what} is no number of threads, and torch uses {used}: give one in digits, or unset it")
+            warnings.append(f"{what} is no number of threads, and torch uses {used}: give one in digits, or unset it")
         elif number > cores and used > cores:
-            found.append(f"{what} is more threads than this process has cores, which are {cores}: unset it")
-    return found
+            warnings.append(f"{what} is more threads than this process has cores, which are {cores}: unset it")
+    return warnings
 
 
 def _first(env: Mapping[str, str], *names: str, default: int) -> int:
@@ -145,21 +148,21 @@ def _first(env: Mapping[str, str], *names: str, default: int) -> int:
 
 
 def _derived(env: Mapping[str, str], launcher: str) -> tuple[str, str]:
-    """Worker 0's host and a number of this start, as far as the launcher's own variables tell them."""
+    """Returns worker 0's host and a number of this start, or "" for what the launcher's own variables do not have."""
     if launcher == "mpirun":
-        here = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == env.get("OMPI_COMM_WORLD_SIZE")
-        return "127.0.0.1" if here else "", env.get("PMIX_NAMESPACE", "")
+        is_one_host = env.get("OMPI_COMM_WORLD_LOCAL_SIZE") == env.get("OMPI_COMM_WORLD_SIZE")
+        return "127.0.0.1" if is_one_host else "", env.get("PMIX_NAMESPACE", "")
     if launcher == "srun":
-        here = env.get("SLURM_STEP_NUM_NODES") == "1"
-        host = "127.0.0.1" if here else _first_host(env.get("SLURM_STEP_NODELIST", ""))
+        is_one_host = env.get("SLURM_STEP_NUM_NODES") == "1"
+        host = "127.0.0.1" if is_one_host else _first_host(env.get("SLURM_STEP_NODELIST", ""))
         return host, ".".join(filter(None, (env.get("SLURM_JOB_ID"), env.get("SLURM_STEP_ID"))))
     return "", ""
 
 
 def _first_host(nodes: str) -> str:
     """The first of Slurm's list of nodes: ``gpu07`` of ``gpu[07-09,12],login1``."""
-    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", found[0]) if found else ""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^-,\]]*)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def _address(env: Mapping[str, str], launcher: str, rank: int) -> tuple[tuple[str, int], str]:
@@ -353,14 +356,16 @@ def address_towards(host: str, port: int = 9, family: int = socket.AF_INET) -> s
 
 
 def tunnel(env: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
-    """Where hosts reach each other through ssh alone: this one's address, and the socket where `way_to` asks."""
-    own, _, asked = env.get("PACELINE_TUNNEL", "").partition("=")
-    return (own, asked) if own else None
+    """Returns (this host's address, path of the agent's socket that `way_to` asks) where hosts are connected by ssh
+    only; else None.
+    """
+    local_address, _, agent_socket = env.get("PACELINE_TUNNEL", "").partition("=")
+    return (local_address, agent_socket) if local_address else None
 
 
-def enter_tunnel(own: str, asked: str) -> None:
-    """From now on, and for all processes that we start."""
-    os.environ["PACELINE_TUNNEL"] = f"{own}={asked}"
+def enter_tunnel(local_address: str, agent_socket: str) -> None:
+    """Makes this process, and all that it starts from now on, reach other hosts through the tunnel."""
+    os.environ["PACELINE_TUNNEL"] = f"{local_address}={agent_socket}"
 
 
 def way_to(host: str, port: int, later: bool = False) -> tuple[str, int]:
@@ -415,25 +420,28 @@ NODES = {
 
 
 def read_nodes(env: Mapping[str, str] = os.environ) -> tuple[int, int, str, int]:
-    """This node's number, how many there are (0: that may change), the first one's address, and its GPUs (0: not said).
-    UsageError: nobody says so, or two disagree.
+    """Returns this node's number, the number of nodes (0: it may change), the first node's address, and this node's
+    number of GPUs (0: unknown).
+
+    Raises UsageError if no variables of a known launcher are set, or those of two disagree.
     """
-    found = {}
-    for name, (rank, count, first, here, own) in NODES.items():
+    nodes = {}
+    for name, (rank, count, first, gpu_count, own_address) in NODES.items():
         # Kubernetes numbers pods for everybody's purposes: it counts where our manifest, or one like it, says more.
         if env.get(rank) and (count or env.get(first)):
-            number, gpus = _number(env, rank, 0), env.get(here, "")
-            address = [*env.get(first, "").split(), ""][0] if number or not own else env.get(own, "")
+            number, gpus = _number(env, rank, 0), env.get(gpu_count, "")
+            is_own = own_address and not number
+            address = env.get(own_address, "") if is_own else [*env.get(first, "").split(), ""][0]
             many = _number(env, count, 1, 1) if count else 0
-            found[name] = (number, many, address, int(gpus) if gpus.isdecimal() else 0)
-    if not found:
+            nodes[name] = (number, many, address, int(gpus) if gpus.isdecimal() else 0)
+    if not nodes:
         what = f"--nodes auto finds no variables of {', '.join(NODES)}"
         raise UsageError(what, "say --listen on the first node and --join on the others")
-    if len(set(found.values())) > 1:
+    if len(set(nodes.values())) > 1:
         raise UsageError(
-            f"the variables of {' and '.join(found)} disagree about the nodes", "unset those of another start"
+            f"the variables of {' and '.join(nodes)} disagree about the nodes", "unset those of another start"
         )
-    return next(iter(found.values()))
+    return next(iter(nodes.values()))
 
 
 def read_call(env: Mapping[str, str] = os.environ) -> tuple[str, str]:
@@ -478,29 +486,28 @@ def offer_nccl_interface(name: str) -> None:
 
 
 def memory_groups(process: int | str = "self") -> list[Path]:
-    """Where the memory cgroup of a process, of version 1 or 2, may be seen: its folder, or the mount itself, as a
-    container has its own part only.
+    """Returns the folders that may describe the memory cgroup (version 1 or 2) of a process.
+
+    These are its own folder and the mount itself, since a container sees only its own part of the hierarchy.
     """
-    found = []
+    folders = []
     for line in Path(f"/proc/{process}/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers or "memory" in controllers.split(","):
             mount = Path("/sys/fs/cgroup", "memory" if controllers else "")
-            found += [mount / path.lstrip("/"), mount]
-    return found
+            folders += [mount / path.lstrip("/"), mount]
+    return folders
 
 
 def memory_free() -> float:
-    """Bytes that nobody needs in this host and in this process's memory cgroups; infinite where that is not told."""
-    found = [math.inf]
+    """Returns the bytes that are free in this host and in this process's memory cgroups; infinite if unknown."""
+    free = [math.inf]
     with contextlib.suppress(OSError):
-        found += [
-            1024.0 * int(n) for n in re.findall(r"^MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(), re.M)
-        ]
+        free += [1024.0 * int(n) for n in re.findall(r"^MemAvailable: +(\d+)", Path("/proc/meminfo").read_text(), re.M)]
         for folder in {above for group in memory_groups() for above in (group, *group.parents)}:
             for limit, usage in (("limit_in_bytes", "usage_in_bytes"), ("max", "current")):
                 with contextlib.suppress(OSError, ValueError):  # "max"
                     room, used = (int((folder / f"memory.{name}").read_text()) for name in (limit, usage))
                     cached = re.findall(r"^(?:total_)?inactive_file (\d+)", (folder / "memory.stat").read_text(), re.M)
-                    found.append(room - used + int(cached[-1]))
-    return min(found)
+                    free.append(room - used + int(cached[-1]))
+    return min(free)

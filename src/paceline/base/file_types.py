@@ -10,16 +10,16 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from msgspec import Meta
 
-Whole = Annotated[int, Meta(ge=0, le=2**53)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 
 
 class Listening(TypedDict):
-    """coordinator.json"""
+    """The content of coordinator.json: where the coordinator listens."""
 
     host: str
     port: Annotated[int, Meta(ge=1, le=65535)]
-    epoch: NotRequired[Whole]
+    epoch: NotRequired[Count]
 
 
 class Targets(TypedDict):
@@ -37,21 +37,25 @@ class FlightHead(TypedDict):
 
 
 class FlightRecord(TypedDict):
+    """A line of a worker's file of the flight recorder: one collective."""
+
     name: str
     group: str | None
     begun: NotRequired[Annotated[float, Meta(ge=0, le=1e11)]]
     ended: NotRequired[Annotated[float, Meta(ge=0, le=1e11)] | None]
-    number: NotRequired[Whole | None]
+    number: NotRequired[Count | None]
 
 
 class Fired(TypedDict):
-    """A line of the faults that have struck."""
+    """A line of the file of faults that have been injected."""
 
     at: Annotated[float, Meta(ge=0, le=1e11)]
     fault: str
 
 
 class TokenShard(TypedDict):
+    """A file of tokens, as tokens.json lists it."""
+
     file: Annotated[str, Meta(pattern=r"^[\w-][\w.-]*$")]
     tokens: Positive
     bytes: Positive
@@ -59,7 +63,7 @@ class TokenShard(TypedDict):
 
 
 class TokenIndex(TypedDict):
-    """tokens.json"""
+    """The content of tokens.json, the index of a folder of tokens."""
 
     format: int
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"]
@@ -70,6 +74,8 @@ class TokenIndex(TypedDict):
 
 
 class UsedTokenizer(TypedDict):
+    """The tokenizer that makes a folder of tokens: its name and the hash of its file."""
+
     name: str
     sha256: str
 
@@ -82,13 +88,17 @@ class MadeFrom(TypedDict):
     inputs: dict[str, Any]
 
 
-class NextPlace(TypedDict):
-    file: Whole
-    offset: Whole
-    skip: Whole
-    documents: Whole
+class NextInput(TypedDict):
+    """Where the making of a folder of tokens continues: an input file, by number, and a position in it."""
+
+    file: Count
+    offset: Count
+    skip: Count
+    documents: Count
 
 
 class TokenProgress(TypedDict):
-    next: NextPlace
+    """How far the making of a folder of tokens has come: the next input, and the shards that are complete."""
+
+    next: NextInput
     shards: list[TokenShard]

@@ -22,19 +22,19 @@ SIZE = KEPT * _RECORD.size  # bytes
 
 
 class FlightRecorder:
-    """The worker's side. From any thread."""
+    """Writes the records of a worker's collectives, from any thread."""
 
     def __init__(self) -> None:
         self._turns, self._newest = itertools.count(1), 0
         self._ring: Any = bytearray(SIZE)
 
     def take(self, ring: Any) -> None:
-        """From now on others see it. What another program of this worker's left there goes."""
+        """Writes into shared memory from now on, and erases what an earlier program of this worker left there."""
         ring[:] = bytes(SIZE)
         self._ring = ring
 
     def begin(self, group: str, number: int, name: str, site: str, size: int) -> int:
-        """A collective of so many bytes begins; its turn."""
+        """Records the beginning of a collective of `size` bytes, and returns its turn."""
         turn = self._newest = next(self._turns)
         about = turn, number, time.monotonic(), 0.0, size
         # A path that is no UTF-8 has surrogates.
@@ -43,7 +43,7 @@ class FlightRecorder:
         return turn
 
     def end(self, turn: int, well: bool) -> None:
-        """It has ended. Should a later one have its place by now, nothing is written."""
+        """Records the end of a collective. Writes nothing if a later collective has overwritten the record by now."""
         if self._newest - turn < KEPT:
             now = time.monotonic()
             _ENDED.pack_into(self._ring, turn % KEPT * _RECORD.size + _AT, now if well else -now)
@@ -53,25 +53,27 @@ FLIGHT_RECORDER = FlightRecorder()
 
 
 def read_flight(ring: bytes) -> list[dict[str, Any]]:
-    """The records, oldest first. `begun` and `ended` in Unix seconds of this host's clock; `ended` is null of what is
-    under way, and `failed` is there where it ended with an error.
+    """Returns the records, oldest first.
+
+    `begun` and `ended` are in Unix seconds of this host's clock. `ended` is None while a collective is under way.
+    `failed` is only present where it ended with an error.
     """
     offset = time.time() - time.monotonic()
     records = [*_RECORD.iter_unpack(ring[:SIZE])]
     newest = max(record[0] for record in records)
-    found = []
-    for place, (turn, number, begun, ended, size, *texts) in enumerate(records):
-        if turn % KEPT != place or not newest - KEPT < turn or turn <= 0:
+    flight = []
+    for position, (turn, number, begun, ended, size, *texts) in enumerate(records):
+        if turn % KEPT != position or not newest - KEPT < turn or turn <= 0:
             continue
         group, name, site = (text.rstrip(b"\0").decode("utf-8", "replace") for text in texts)
         record = {"turn": turn, "group": group, "number": number, "name": name, "site": site, "bytes": size}
         record["begun"], record["ended"] = round(begun + offset, 6), round(abs(ended) + offset, 6) if ended else None
-        found.append({**record, "failed": True} if ended < 0 else record)
-    found.sort(key=lambda record: record["turn"])
-    return found
+        flight.append({**record, "failed": True} if ended < 0 else record)
+    flight.sort(key=lambda record: record["turn"])
+    return flight
 
 
 def flight_lines(about: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
-    """As they are kept in a run folder: `about` whom, and a line for each."""
+    """Returns the text of a file in the run folder: a line with what the records are `about`, and one per record."""
     encode = json.JSONEncoder(ensure_ascii=False).encode
     return "".join(f"{encode(line)}\n" for line in (about, *records))

@@ -24,53 +24,62 @@ Opened = TypeVar("Opened")
 
 
 def make_key(token: bytes, salt: str) -> bytes:
-    """What both ends have; `salt` is that of who listens."""
+    """Returns the key that both ends of a connection have; `salt` is that of the listener."""
     return hmac.new(token, f"greeting {salt}".encode(), "sha256").digest()
 
 
 def make_nonce() -> bytes:
+    """Returns a new random nonce."""
     return secrets.token_bytes(NONCE)
 
 
-def prove_caller(key: bytes, nonce: bytes, own: bytes, text: bytes) -> bytes:
-    """What who calls sends: its `own` nonce, the proof for that of who listens, and what it says of itself."""
-    return own + hmac.new(key, b"calls" + nonce + own + text, "sha256").digest() + text
+def prove_caller(key: bytes, nonce: bytes, caller_nonce: bytes, text: bytes) -> bytes:
+    """Returns a caller's greeting: its own nonce, its proof for the listener's `nonce`, and its `text` about itself."""
+    return caller_nonce + hmac.new(key, b"calls" + nonce + caller_nonce + text, "sha256").digest() + text
 
 
-def read_caller(key: bytes, nonce: bytes, said: bytes) -> tuple[bytes, bytes] | None:
-    """The proof to answer with, and what a caller says of itself; None: it has not the key."""
-    own, text = said[:NONCE], said[NONCE + PROOF :]
-    if not hmac.compare_digest(said, prove_caller(key, nonce, own, text)):
+def read_caller(key: bytes, nonce: bytes, greeting: bytes) -> tuple[bytes, bytes] | None:
+    """Returns (the proof to answer with, the caller's text about itself); None if the caller does not have the key."""
+    caller_nonce, text = greeting[:NONCE], greeting[NONCE + PROOF :]
+    if not hmac.compare_digest(greeting, prove_caller(key, nonce, caller_nonce, text)):
         return None
-    return prove_listener(key, nonce, own), text
+    return prove_listener(key, nonce, caller_nonce), text
 
 
-def prove_listener(key: bytes, nonce: bytes, theirs: bytes) -> bytes:
-    return hmac.new(key, b"listens" + nonce + theirs, "sha256").digest()
+def prove_listener(key: bytes, nonce: bytes, caller_nonce: bytes) -> bytes:
+    """Returns the listener's proof that it has the key, too."""
+    return hmac.new(key, b"listens" + nonce + caller_nonce, "sha256").digest()
 
 
 def is_proof(given: bytes | bytearray, expected: bytes) -> bool:
+    """Whether a proof is the expected one; the comparison takes the same time wherever they differ."""
     return hmac.compare_digest(given, expected)
 
 
 def introduce(link: socket.socket, key: bytes, nonce: bytes, text: bytes = b"") -> bool:
-    """Says to who listens, whose `nonce` has come, the proof and a `text`, and waits. Whether it has the key, too."""
-    own = make_nonce()
-    link.sendall(prove_caller(key, nonce, own, text))
-    return is_proof(link.recv(PROOF, socket.MSG_WAITALL), prove_listener(key, nonce, own))
+    """Sends a caller's greeting to the listener whose `nonce` has arrived, and waits for the answer.
+
+    Returns whether the listener has the key, too.
+    """
+    caller_nonce = make_nonce()
+    link.sendall(prove_caller(key, nonce, caller_nonce, text))
+    return is_proof(link.recv(PROOF, socket.MSG_WAITALL), prove_listener(key, nonce, caller_nonce))
 
 
 class MessageSeals:
-    """The seals of what one end of a connection says, one part after another: an HMAC, of which half is sent (RFC 2104,
-    section 5), over the part and how many there were before it. The key is made for this connection and this end.
+    """Seals what one end of a connection sends, one part after another.
+
+    A seal is an HMAC, of which half is sent (RFC 2104, section 5), over the part and its number. Its key is made for
+    this connection and this end.
     """
 
-    def __init__(self, key: bytes, nonce: bytes, theirs: bytes, calls: bool) -> None:
-        """`nonce` is that of who listens, `theirs` that of who calls; `calls`: the end is who called."""
-        own = hmac.digest(key, b"seals" + nonce + theirs + bytes([calls]), "sha256")
-        self._begun, self._count = hmac.new(own, digestmod="sha256"), 0
+    def __init__(self, key: bytes, nonce: bytes, caller_nonce: bytes, calls: bool) -> None:
+        """`nonce` is the listener's; `calls` says whether this end is the caller."""
+        seal_key = hmac.digest(key, b"seals" + nonce + caller_nonce + bytes([calls]), "sha256")
+        self._begun, self._count = hmac.new(seal_key, digestmod="sha256"), 0
 
     def next(self, part: bytes | bytearray | memoryview) -> bytes:
+        """Returns the seal of the next part."""
         self._count += 1
         seal = self._begun.copy()
         seal.update(self._count.to_bytes(8, "little"))
@@ -79,8 +88,10 @@ class MessageSeals:
 
 
 class NewConnections(Generic[Opened]):
-    """Connections that have not shown yet that they are known, the oldest first: each for a few seconds, and few in all
-    and from one address. One too many takes the place of the oldest.
+    """Connections that have not proved yet that they have the key, the oldest first.
+
+    Each may stay for a few seconds, and their number is limited, in all and from one address: one more replaces the
+    oldest.
     """
 
     def __init__(self, of_one: int = OF_ONE, in_all: int = STRANGERS) -> None:
@@ -91,7 +102,7 @@ class NewConnections(Generic[Opened]):
         return iter([*self._since])
 
     def come(self, one: Opened, address: str, now: float) -> Opened | None:
-        """The one that is to be closed instead, if any."""
+        """Adds a connection, and returns the one that must be closed instead, if any."""
         same = [other for other, (_, where) in self._since.items() if where == address]
         oldest = None
         if len(same) >= self._of_one:
@@ -104,9 +115,9 @@ class NewConnections(Generic[Opened]):
         return oldest
 
     def go(self, one: Opened) -> None:
-        """It is known now, or closed."""
+        """Forgets a connection that has proved itself, or is closed."""
         self._since.pop(one, None)
 
     def late(self, now: float) -> list[Opened]:
-        """Those whose time is over."""
+        """Returns the connections that took too long."""
         return [one for one, (since, _) in self._since.items() if now - since > HELLO]

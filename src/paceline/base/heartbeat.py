@@ -164,5 +164,6 @@ class HeartbeatView:
         return read_flight(os.pread(self.fd, SIZE, PAGE))
 
     def close(self) -> None:
+        """Unmaps the shared page, and closes the file."""
         self._page.close()
         os.close(self.fd)

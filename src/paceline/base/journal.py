@@ -50,10 +50,15 @@ def plain(value: Any) -> Any:
 
 
 class EventListener(Protocol):
-    """Who wants to know of a journal in this process."""
+    """Something in this process that is called when a journal changes."""
 
-    def hear(self) -> None: ...
-    def close(self) -> None: ...
+    def hear(self) -> None:
+        """Called after each event that was written."""
+        ...
+
+    def close(self) -> None:
+        """Called when the journal is closed."""
+        ...
 
 
 class Journal:
@@ -161,6 +166,7 @@ class Journal:
         return 0
 
     def close(self) -> None:
+        """Appends what `steps` still keeps, and closes the file."""
         self.flush()
         if self._fd is not None:
             os.close(self._fd)
@@ -194,21 +200,23 @@ def event_of(line: bytes) -> Event:
 
 
 def lines_from_end(path: Path, since: int = 0) -> Iterator[bytes]:
-    """The lines that begin at byte `since` or later, the last one first, read in blocks: who looks for the last of a
-    kind does not read all. A last one without its end is left out: it is being written, or was torn.
+    """Yields the lines that begin at byte `since` or later, the last one first.
+
+    The file is read in blocks, so that a search for the last line of a kind does not read all of it. A last line
+    without an end is left out: it is being written, or a crash tore it.
     """
     with open_file(path) as file:
-        start, rest, whole = file.seek(0, os.SEEK_END), b"", False
+        start, rest, has_end = file.seek(0, os.SEEK_END), b"", False
         while start > since:
             end, start = start, max(since, start - BLOCK)
             file.seek(start)
             rest = file.read(end - start) + rest
             rest, *lines = rest.split(b"\n")
-            if lines and not whole:  # what follows the last end of a line
+            if lines and not has_end:  # what follows the last end of a line
                 lines.pop()
-                whole = True
+                has_end = True
             yield from reversed(lines)
-        if whole:
+        if has_end:
             yield rest
 
 
@@ -287,11 +295,11 @@ def thinned(events: list[Event]) -> list[Event]:
             single = dict.fromkeys(single)
         elif event["event"] == "step":
             trainer = event.get("trainer")
-            place = single.get(trainer)
-            if place is not None:
-                event = added(kept[place] or {}, event)
-                kept[place] = None
-            single[trainer] = None if place is not None or trainer not in single else len(kept)
+            position = single.get(trainer)
+            if position is not None:
+                event = added(kept[position] or {}, event)
+                kept[position] = None
+            single[trainer] = None if position is not None or trainer not in single else len(kept)
         kept.append(event)
     return [event for event in kept if event is not None]
 

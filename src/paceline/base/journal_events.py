@@ -31,20 +31,28 @@ ByWorker = dict[Number, Seconds]
 
 
 class Journaled(TypedDict):
+    """The fields that all events have."""
+
     at: NotRequired[Time]
     event: str
     trainer: NotRequired[Count | None]
 
 
 class VersionEvent(Journaled):
+    """The first line of a journal: its version."""
+
     version: NotRequired[Count]
 
 
 class TrainerEvent(Journaled):
+    """The fields that the events of one trainer have."""
+
     step: NotRequired[Count | None]
 
 
 class StepEvent(TrainerEvent):
+    """A record of one or several steps."""
+
     epoch: NotRequired[int | None]
     loss: NotRequired[Real | None]
     lr: NotRequired[Real | None]
@@ -63,6 +71,8 @@ class StepEvent(TrainerEvent):
 
 
 class StartEvent(Journaled):
+    """The start of an attempt: workers, plan, script and versions."""
+
     workers: NotRequired[Few | None]
     hosts: NotRequired[int | list[str] | None]
     plan: NotRequired[str | None]
@@ -80,13 +90,15 @@ class StartEvent(Journaled):
 
 
 class GenerationEvent(Journaled):
+    """A new generation that the coordinator has planned."""
+
     number: Count
     workers: list[Worker]
     at_once: NotRequired[Count]
 
 
 class MembersEvent(Journaled):
-    """Of a team: those who are in it, or whom it lost."""
+    """The members of a new generation, or the workers that a team lost."""
 
     workers: NotRequired[list[Worker] | None]
     step: NotRequired[Count | None]
@@ -97,6 +109,8 @@ class MembersEvent(Journaled):
 
 
 class EndedEvent(Journaled):
+    """The end of an attempt, and why it ended."""
+
     step: NotRequired[Count | None]
     worker: NotRequired[Worker | None]
     host: NotRequired[str | None]
@@ -108,6 +122,8 @@ class EndedEvent(Journaled):
 
 
 class ProcessEvent(Journaled):
+    """A worker's process was started, stopped, continued or ended, or is lost."""
+
     worker: Worker
     host: NotRequired[str | None]
     what: NotRequired[str | None]
@@ -115,6 +131,8 @@ class ProcessEvent(Journaled):
 
 
 class HangEvent(Journaled):
+    """A worker made no progress for so many seconds."""
+
     worker: Worker
     seconds: Seconds
     line: NotRequired[str | None]
@@ -122,22 +140,30 @@ class HangEvent(Journaled):
 
 
 class HealedEvent(TrainerEvent):
+    """Workers whose weights differed took those of a majority."""
+
     workers: list[Worker]
     tensors: list[str]
 
 
 class LateEvent(TrainerEvent):
+    """A merge of a round without an island, or with one that missed a part of the round."""
+
     late: NotRequired[list[Worker] | None]
     missed: NotRequired[dict[Number, tuple[Count, Count, Count]] | None]
     merged: NotRequired[list[Worker] | None]
 
 
 class UncountedEvent(TrainerEvent):
+    """Rows of a late island that no merge will count."""
+
     island: Worker
     rows: Count
 
 
 class WindowEvent(TrainerEvent):
+    """The end of a window of asynchronous updates."""
+
     workers: list[tuple[Worker, Count]]
     missed: list[tuple[Count, Count]]
     dropped: Count
@@ -145,15 +171,21 @@ class WindowEvent(TrainerEvent):
 
 
 class CompareEvent(Journaled):
+    """The workers and the speed of the run that this one is compared with."""
+
     workers: NotRequired[Few | None]
     samples_per_second: NotRequired[Amount | None]
 
 
 class CollectivesEvent(Journaled):
+    """How many collectives of each kind the run had, with their bytes and seconds."""
+
     kinds: dict[str, tuple[Count, Amount, Seconds]]
 
 
 class SavedEvent(Journaled):
+    """A checkpoint was written."""
+
     step: NotRequired[Count | None]
     path: NotRequired[str | None]
     seconds: NotRequired[Seconds | None]
@@ -162,11 +194,15 @@ class SavedEvent(Journaled):
 
 
 class EvaluatedEvent(TrainerEvent):
+    """Results of an evaluation, or values that the script logs."""
+
     results: NotRequired[dict[str, Value] | None]
     values: NotRequired[dict[str, Value] | None]
 
 
 class GridEvent(TrainerEvent):
+    """The beginning of a loop: how its global batches are divided."""
+
     phase: NotRequired[int | None]
     model: NotRequired[str | None]
     rows: NotRequired[Count | None]
@@ -181,11 +217,15 @@ class GridEvent(TrainerEvent):
 
 
 class SharesEvent(TrainerEvent):
+    """New shares of the global batch for the workers."""
+
     workers: list[Worker]
     parts: list[Seconds]
 
 
 class MemoryEvent(TrainerEvent):
+    """The most bytes that worker 0 held."""
+
     parameters: NotRequired[Amount | None]
     gradients: NotRequired[Amount | None]
     optimizer: NotRequired[Amount | None]
@@ -193,6 +233,8 @@ class MemoryEvent(TrainerEvent):
 
 
 class HeldFigures(TypedDict):
+    """What one worker holds and sends, predicted or measured."""
+
     parameters: NotRequired[Amount | None]
     gradients: NotRequired[Amount | None]
     optimizer: NotRequired[Amount | None]
@@ -204,6 +246,8 @@ class HeldFigures(TypedDict):
 
 
 class StageFigures(TypedDict):
+    """The blocks of one pipeline stage, and the seconds that they take."""
+
     blocks: NotRequired[str | int | None]
     passes: NotRequired[Amount | None]
     forward: NotRequired[Amount]
@@ -211,6 +255,8 @@ class StageFigures(TypedDict):
 
 
 class FiguredEvent(Journaled):
+    """Predicted and measured memory, traffic and time of the workers of a replica."""
+
     plan: str
     workers: Annotated[int, Meta(ge=1, le=1 << 16)]
     model: NotRequired[str | None]
@@ -222,6 +268,8 @@ class FiguredEvent(Journaled):
 
 
 class CodecEvent(TrainerEvent):
+    """How many bytes worker 0 sent with a codec."""
+
     codec: NotRequired[str | None]
     kind: NotRequired[str | None]
     to: NotRequired[str | None]
@@ -230,23 +278,31 @@ class CodecEvent(TrainerEvent):
 
 
 class NoiseEvent(TrainerEvent):
+    """The gradient noise scale, in rows."""
+
     scale: NotRequired[Seconds | None]
     looks: NotRequired[Count | None]
 
 
 class LinksEvent(Journaled):
+    """The measured speed of the links between hosts."""
+
     pairs: NotRequired[list[tuple[list[Worker], list[Worker], Amount, Seconds]] | None]
     over: NotRequired[str | None]
     rate: NotRequired[Amount | None]
 
 
 class TextEvent(TrainerEvent):
+    """A note for the user, or a decision and its reason."""
+
     text: NotRequired[str | None]
     what: NotRequired[str | None]
     why: NotRequired[str | None]
 
 
 class LoadedEvent(Journaled):
+    """How long the workers of a host waited for rows, and what they sent to other hosts."""
+
     host: str
     workers: dict[Number, tuple[Seconds, Count]]
     sent: NotRequired[dict[str, Amount] | None]
@@ -255,15 +311,21 @@ class LoadedEvent(Journaled):
 
 
 class EachEvent(TrainerEvent):
+    """Each worker's seconds of forward and backward, in teams that are too large for step records to list them."""
+
     steps: NotRequired[Count | None]
     computed: NotRequired[ByWorker | None]
 
 
 class ConfigEvent(TrainerEvent):
+    """The configuration that the script logs."""
+
     values: NotRequired[dict[str, Value] | None]
 
 
 class EnvironmentEvent(Journaled):
+    """Installed packages, and the commit that the script is of."""
+
     packages: NotRequired[dict[str, str | None] | None]
     commit: NotRequired[str | None]
     remote: NotRequired[str | None]
@@ -271,10 +333,14 @@ class EnvironmentEvent(Journaled):
 
 
 class AccountEvent(Journaled):
+    """Seconds of the run by account."""
+
     seconds: NotRequired[By | None]
 
 
 class MediumEvent(TrainerEvent):
+    """An image, a histogram or another medium that the script logs."""
+
     name: NotRequired[str | None]
     kind: NotRequired[str | None]
     file: NotRequired[str]
@@ -288,12 +354,16 @@ class MediumEvent(TrainerEvent):
 
 
 class ClockEvent(Journaled):
+    """The offset of another host's clock."""
+
     host: str
     offset: Seconds
     workers: list[Worker]
 
 
 class MergeEvent(Journaled):
+    """The coordinator's decision about which islands a merge includes."""
+
     turn: Count
     number: Count
     step: Count

@@ -12,23 +12,25 @@ FULL = 0.9  # of the room that a plan may take, besides what forward and backwar
 _PARTS = ("the parameters", "the gradients", "the optimizer's state")
 
 
-def whole_memory() -> int:
-    """Bytes of this machine."""
+def machine_memory() -> int:
+    """Returns the bytes of this machine's main memory."""
     if sys.platform == "win32":
         return sys.maxsize  # not known
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def advice(plans: Sequence[tuple[str, Sequence[int]]], besides: int, room: int) -> tuple[str, str]:
-    """Where a worker ran out of memory: what did not fit into its `room`, and what to do. Of `plans`, each with what it
-    makes a worker hold by category, the first was tried and the others are less and less like it; `besides` is what a
-    worker takes before it has any of that.
+    """Explains why a worker ran out of memory: returns (what did not fit into its `room`, what to do).
+
+    `plans` has, for each plan, the bytes that a worker holds of parameters, gradients and optimizer state. The first
+    plan was tried, and the others resemble it less and less. `besides` are the bytes that a worker takes before it has
+    any of these.
     """
     (tried, held), *others = plans
     sums = [besides + sum(held[: count + 1]) for count in range(len(held))]
     what = next((part for part, total in zip(_PARTS, sums, strict=True) if total > room), "")
     parameters, gradients, state = map(size_of, held)
-    told = (
+    description = (
         f"the plan {tried!r} makes a worker hold {parameters} of parameters, {gradients} of gradients and {state} of "
         f"the optimizer's state, and {size_of(besides)} besides, in {size_of(room)}"
     )
@@ -39,9 +41,9 @@ def advice(plans: Sequence[tuple[str, Sequence[int]]], besides: int, room: int) 
         if smaller:
             cure += f", or --plan {smaller[0][0]!r}, which leaves room for {size_of(sum(held) - smaller[0][1])} more"
         cure += ", or a smaller micro= in the plan, which changes the mathematics"
-        return f"what forward and backward keep did not fit: {told}", cure
+        return f"what forward and backward keep did not fit: {description}", cure
     if fitting:
-        return f"{what} did not fit: {told}", f"say --plan {fitting[0][0]!r}: that is {size_of(fitting[0][1])}"
+        return f"{what} did not fit: {description}", f"say --plan {fitting[0][0]!r}: that is {size_of(fitting[0][1])}"
     least, size = min(((text, sum(sizes)) for text, sizes in plans), key=lambda plan: plan[1])
     cure = f"take more workers, on other hosts: {least!r}, which takes least, is {size_of(size)}"
-    return f"{what} did not fit: {told}", cure
+    return f"{what} did not fit: {description}", cure

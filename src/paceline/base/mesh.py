@@ -13,7 +13,7 @@ AXES = ("data", "shard", "pipeline", "context", "tensor")  # outer to inner: nei
 
 
 def run_of(rank: int, count: int) -> range:
-    """Of the runs of `count` ranks, one after another from 0 on, the one that has this rank."""
+    """Divides the ranks into runs of `count`, from 0 on, and returns the run that contains this rank."""
     return range(rank - rank % count, rank - rank % count + count)
 
 
@@ -22,8 +22,8 @@ class Mesh:
     """The sizes of the axes. `data` and `shard` divide the rows of a batch, the others the model.
 
     A *unit* computes a micro-batch together; a *replica* is the units that together hold one copy of the state, and
-    `data` is the number of replicas. The *place* of a worker is where it is in its replica; its *twins* have the same
-    place, and therefore hold the same.
+    `data` is the number of replicas. The *shard index* of a worker is its position in its replica; its *twins* have the
+    same shard index, and therefore hold the same.
     """
 
     data: int = 1
@@ -51,45 +51,50 @@ class Mesh:
         return self.data * self.replica
 
     def over(self, workers: int) -> Mesh:
-        """As many replicas like these as so many workers make; none, where they are too few for one."""
+        """Returns a mesh of as many such replicas as these workers make; `data` is 0 if they are too few for one."""
         return replace(self, data=workers // self.replica)
 
     def _step(self, axis: str) -> int:
-        """From a rank to the next one along an axis."""
+        """Returns the distance from a rank to the next one along an axis."""
         return math.prod(astuple(self)[AXES.index(axis) + 1 :])
 
     def coordinate(self, rank: int, axis: str) -> int:
+        """Returns the coordinate of a rank along an axis."""
         size: int = getattr(self, axis)
         return rank // self._step(axis) % size
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
-        """The ranks, in order, that differ from this one along these axes alone; itself is one of them."""
+        """Returns the ranks, in order, that differ from this one along these axes only, `rank` among them."""
         steps = [(axis, self._step(axis)) for axis in AXES if axis in axes]
         first = rank - sum(self.coordinate(rank, axis) * step for axis, step in steps)
         return tuple(first + sum(at) for at in product(*(range(0, getattr(self, a) * step, step) for a, step in steps)))
 
     def twins(self, rank: int) -> tuple[int, ...]:
+        """Returns the ranks with the same shard index in all replicas, `rank` among them."""
         return self.peers(rank, "data")
 
     def teams(self, count: int) -> list[range]:
-        """The ranks of so many teams, the first ones larger by one replica where that does not divide them; of no more
-        than there are replicas.
+        """Divides the ranks into `count` teams of whole replicas, or into one team per replica if there are fewer.
+
+        The first teams have one replica more if `count` does not divide the replicas.
         """
         runs = deal(self.data, [1.0] * min(count, self.data))
         return [range(run.start * self.replica, run.stop * self.replica) for run in runs]
 
     def shard_index_of(self, rank: int) -> int:
+        """Returns the position of a rank in its replica."""
         return rank % self.replica
 
     def unit_of(self, rank: int) -> int:
-        """Which unit it is of, counted through all replicas."""
+        """Returns the number of the unit that a rank belongs to, counted over all replicas."""
         return rank // self.unit
 
     def speaks(self, rank: int) -> bool:
-        """Whether it is the one of its unit that tells loss, counts and outputs: the first that has the last stage."""
+        """Whether a rank reports loss, counts and outputs of its unit: the first rank that has the last stage."""
         return rank % self.unit == (self.pipeline - 1) * self.context * self.tensor
 
     def replica_of(self, rank: int) -> int:
+        """Returns the number of the replica that a rank belongs to."""
         return rank // self.replica
 
     @property
@@ -99,7 +104,8 @@ class Mesh:
 
 
 def holders(part: int, servers: int, copies: int) -> list[int]:
-    """The parameter servers that hold the part of one: itself first, and whoever has copies. The first of them that
-    lives counts for it.
+    """Returns the parameter servers that hold a part: its own server, then those with copies.
+
+    The first of them that is alive is responsible for the part.
     """
     return [(part + further) % servers for further in range(copies + 1)]

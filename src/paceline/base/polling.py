@@ -10,7 +10,9 @@ from typing import Protocol, TypeVar
 class HasFileno(Protocol):
     """A socket, a pipe, or what else has a file descriptor."""
 
-    def fileno(self) -> int: ...
+    def fileno(self) -> int:
+        """Returns the file descriptor."""
+        ...
 
 
 Watched = TypeVar("Watched", bound=int | HasFileno)

@@ -109,8 +109,8 @@ def find_wrong(value: Any, kind: Any) -> str:
     why, _, where = text.rpartition(" - at ")
     steps = re.findall(r"\.([^.\[`]+)|\[(\d+|\.\.\.)\]", where)
     path: list[Any] = []
-    for name, place in steps:
-        path.append(name or (_key(value, kind, text, path) if place == "..." else int(place)))
+    for name, index in steps:
+        path.append(name or (_key(value, kind, text, path) if index == "..." else int(index)))
     why = re.sub(" matching regex .*", " of another form", (why or text).replace("`", ""))
     return f"{_path_text(path)}{why[:1].lower()}{why[1:]}"
 
@@ -137,8 +137,8 @@ def _key(value: Any, kind: Any, text: str, path: list[Any]) -> str:
     keys = [*held]
     while len(keys) > 1:
         half = keys[: len(keys) // 2]
-        there = _trouble(_with(value, path, {key: held[key] for key in half}), kind) == text
-        keys = half if there else keys[len(half) :]
+        is_in_half = _trouble(_with(value, path, {key: held[key] for key in half}), kind) == text
+        keys = half if is_in_half else keys[len(half) :]
     return str(keys[0])
 
 
@@ -163,8 +163,8 @@ def _path_text(path: Iterable[Any]) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"the name {json.dumps(twice[:_SHOWN])} is there twice")
-    return found
+    return unique

@@ -1,8 +1,8 @@
 """Sharding specs: which block of a tensor a worker holds.
 
 A tensor may be cut along any dimension, in one or several sections, and what that leaves by rows once more. Whatever
-saves, hands over, compares or counts it speaks of pieces and blocks, and knows no axis. Torch is not needed: tensors
-are only asked for views of themselves.
+saves, hands over, compares or counts it speaks of pieces and blocks, and knows no axis. This module does not import
+torch: it only takes views of the tensors that it gets.
 """
 
 from __future__ import annotations
@@ -17,40 +17,43 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Indices = tuple[int, ...]
-_LINE = 16  # elements: stretches of different places share no line of a cache
+_LINE = 16  # elements: the shards of two workers share no cache line
 
 
 @dataclass(frozen=True)
 class RowShards:
-    """`count` workers that share the rows of each tensor, as torch.chunk and fully_shard cut them, of whom this one is
-    `me`. With one, all rows are its own. A tensor without dimensions is a row of one.
+    """Divides the rows of each tensor among `count` workers, as torch.chunk and fully_shard do.
+
+    `me` is the shard index of this worker. With one worker, it has all rows. A tensor without dimensions counts as one
+    row.
     """
 
     count: int = 1
     me: int = 0
 
-    def rows(self, length: int, place: int) -> range:
-        """Of so many rows those of one place, maybe none."""
+    def rows(self, length: int, shard_index: int) -> range:
+        """Returns the rows of one shard, which may be none, of a tensor with `length` rows."""
         step = -(-length // self.count)
-        return range(min(place * step, length), min((place + 1) * step, length))
+        return range(min(shard_index * step, length), min((shard_index + 1) * step, length))
 
-    def size(self, shape: Sequence[int], place: int) -> int:
-        """The elements of a place."""
+    def size(self, shape: Sequence[int], shard_index: int) -> int:
+        """Returns how many elements one shard of a tensor of this shape has."""
         length, *rest = [*shape, 1] if shape else (1, 1)
-        return len(self.rows(length, place)) * math.prod(rest)
+        return len(self.rows(length, shard_index)) * math.prod(rest)
 
     def width(self, shape: Sequence[int]) -> int:
-        """The elements of the place that has most."""
+        """Returns how many elements the largest shard has."""
         return self.size(shape, 0)
 
     def aligned(self, elements: int) -> int:
+        """Rounds a number of elements up to whole cache lines, unless one worker has all rows."""
         return elements if self.count == 1 else -(-elements // _LINE) * _LINE
 
-    def of(self, whole: Tensor, place: int) -> Tensor:
-        """The rows of a place, in the memory of the whole."""
-        whole = whole if whole.dim() else whole.view(1)
-        rows = self.rows(len(whole), place)
-        return whole[rows.start : rows.stop]
+    def of(self, full: Tensor, shard_index: int) -> Tensor:
+        """Returns the rows of one shard as a view of the full tensor."""
+        full = full if full.dim() else full.view(1)
+        rows = self.rows(len(full), shard_index)
+        return full[rows.start : rows.stop]
 
 
 ALONE = RowShards()
@@ -58,25 +61,29 @@ ALONE = RowShards()
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a whole tensor: its first indices there, its shape, and its first indices in the tensor that has it."""
+    """A block of a full tensor that a local tensor holds.
+
+    `at` are the block's first indices in the full tensor, `start` those in the local tensor.
+    """
 
     at: Indices
     shape: Indices
     start: Indices
 
     def rows(self, rows: range) -> Block:
-        """Some of its rows, counted from its own first one."""
+        """Returns the block of some of its rows, which are counted from the first row of this block."""
         if not self.shape:
             return self
         at, start = ((first[0] + rows.start, *first[1:]) for first in (self.at, self.start))
         return Block(at, (len(rows), *self.shape[1:]), start)
 
     def of(self, local: Tensor) -> Tensor:
-        """It, in the memory of the tensor that has it."""
+        """Returns this block as a view of the local tensor that holds it."""
         return _narrowed(local, self.start, self.shape)
 
-    def of_whole(self, whole: Tensor) -> Tensor:
-        return _narrowed(whole, self.at, self.shape)
+    def of_whole(self, full: Tensor) -> Tensor:
+        """Returns this block as a view of the full tensor."""
+        return _narrowed(full, self.at, self.shape)
 
 
 def _narrowed(tensor: Tensor, first: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -88,7 +95,7 @@ def _narrowed(tensor: Tensor, first: Sequence[int], shape: Sequence[int]) -> Ten
 
 @dataclass(frozen=True)
 class LocalShard:
-    """What one place holds: a tensor of this `shape`, which the blocks fill."""
+    """What one worker of a replica holds: a local tensor of this `shape`, which the blocks fill."""
 
     shape: Indices
     blocks: tuple[Block, ...]
@@ -98,7 +105,7 @@ class LocalShard:
         return math.prod(self.shape)
 
     def rows(self, rows: range) -> LocalShard:
-        """Some rows of its tensor."""
+        """Returns the shard that consists of some rows of this one."""
         blocks = []
         for block in self.blocks:
             begin, length = (block.start or (0,))[0], (block.shape or (1,))[0]
@@ -108,62 +115,69 @@ class LocalShard:
                 blocks.append(replace(part, start=(first - rows.start, *part.start[1:])) if block.shape else block)
         return LocalShard((len(rows), *self.shape[1:]), tuple(blocks))
 
-    def of(self, whole: Tensor) -> Tensor:
-        """Its values of a whole tensor; where that is one block, in the memory of the whole."""
+    def of(self, full: Tensor) -> Tensor:
+        """Returns this shard of a full tensor: a view if the shard is one block, else a copy."""
         if len(self.blocks) == 1:
-            return self.blocks[0].of_whole(whole).view(self.shape)
-        made = (whole if whole.dim() else whole.view(1))[:0].new_empty(self.shape)
-        self.put(whole, made)
-        return made
+            return self.blocks[0].of_whole(full).view(self.shape)
+        local = (full if full.dim() else full.view(1))[:0].new_empty(self.shape)
+        self.put(full, local)
+        return local
 
-    def put(self, whole: Tensor, local: Tensor) -> None:
-        """Writes the values of a whole tensor into its own."""
+    def put(self, full: Tensor, local: Tensor) -> None:
+        """Copies this shard of a full tensor into a local tensor."""
         for block in self.blocks:
-            block.of(local).copy_(block.of_whole(whole))
+            block.of(local).copy_(block.of_whole(full))
 
 
 @dataclass(frozen=True)
 class ShardingSpec:
-    """How a tensor of this `shape` is divided in a replica: the piece of each place. Blocks of two places are the same
-    part of the whole, or have nothing in common.
+    """Says how a tensor of this `shape` is divided in a replica: `pieces` has the shard of each worker of the replica.
+
+    Two blocks are the same part of the full tensor, or do not overlap.
     """
 
     shape: Indices
     pieces: tuple[LocalShard, ...]
 
     @classmethod
-    def unsharded(cls, shape: Sequence[int], places: int = 1) -> ShardingSpec:
-        """All of it everywhere."""
+    def unsharded(cls, shape: Sequence[int], shards: int = 1) -> ShardingSpec:
+        """Returns the spec of a tensor that each of the `shards` workers of a replica has in full."""
         shape, first = tuple(shape), (0,) * len(shape)
-        return cls(shape, (LocalShard(shape, (Block(first, shape, first),)),) * places)
+        return cls(shape, (LocalShard(shape, (Block(first, shape, first),)),) * shards)
 
     @classmethod
     def split(
         cls, shape: Sequence[int], dim: int, count: int, sections: Sequence[int] | None = None, each: int = 1
     ) -> ShardingSpec:
-        """Cut `count` times along a dimension, as torch.chunk cuts, and so in each of `sections` of these lengths, as
-        the three of a fused attention weight: a place holds its part of every one. `each` part is held by so many
-        places.
+        """Returns the spec of a tensor that is cut into `count` shards along a dimension, as torch.chunk cuts.
+
+        With `sections`, the dimension consists of sections of these lengths, such as the three of a fused attention
+        weight: each is cut so, and a shard has its part of every section. Each shard is held by `each` consecutive
+        workers.
         """
-        whole = tuple(shape)
-        lengths = (whole[dim],) if sections is None else sections
+        full_shape = tuple(shape)
+        lengths = (full_shape[dim],) if sections is None else sections
 
         def first(index: int) -> Indices:
-            return tuple(index if number == dim else 0 for number in range(len(whole)))
+            return tuple(index if number == dim else 0 for number in range(len(full_shape)))
 
         pieces: list[LocalShard] = []
-        for place in range(count):
-            blocks, begins, own = [], 0, 0
+        for shard_index in range(count):
+            blocks, section_start, local_length = [], 0, 0
             for length in lengths:
-                mine = RowShards(count).rows(length, place)
-                size = (*whole[:dim], len(mine), *whole[dim + 1 :])
-                blocks += [Block(first(begins + mine.start), size, first(own))] if mine else []
-                begins, own = begins + length, own + len(mine)
-            pieces += [LocalShard((*whole[:dim], own, *whole[dim + 1 :]), tuple(blocks))] * each
-        return cls(whole, tuple(pieces))
+                cut = RowShards(count).rows(length, shard_index)
+                size = (*full_shape[:dim], len(cut), *full_shape[dim + 1 :])
+                blocks += [Block(first(section_start + cut.start), size, first(local_length))] if cut else []
+                section_start, local_length = section_start + length, local_length + len(cut)
+            local_shape = (*full_shape[:dim], local_length, *full_shape[dim + 1 :])
+            pieces += [LocalShard(local_shape, tuple(blocks))] * each
+        return cls(full_shape, tuple(pieces))
 
     def in_rows(self, count: int) -> ShardingSpec:
-        """The tensor of each place cut once more by its rows among `count`, which are the outer places now."""
+        """Returns the spec whose shards are those of this one, each cut once more by rows among `count` workers.
+
+        The workers that share the rows of a shard are a whole period of this spec apart.
+        """
         if count == 1:
             return self
         shards = RowShards(count)
@@ -172,32 +186,38 @@ class ShardingSpec:
         ]
         return ShardingSpec(self.shape, tuple(parts))
 
-    def place_of(self, rank: int) -> int:
-        """A replica begins at each multiple of its workers."""
+    def shard_index_of(self, rank: int) -> int:
+        """Returns the position of a worker in its replica; a replica begins at each multiple of its workers."""
         return rank % len(self.pieces)
 
     def at(self, rank: int) -> LocalShard:
-        return self.pieces[self.place_of(rank)]
+        """Returns the shard that a worker holds."""
+        return self.pieces[self.shard_index_of(rank)]
 
     @cached_property
     def blocks(self) -> Mapping[tuple[Indices, Indices], Mapping[int, Block]]:
-        """Every part of the whole, by first indices and shape: who holds it, and as which block of theirs. The first of
-        these counts it.
-        """
-        found: dict[tuple[Indices, Indices], dict[int, Block]] = {}
-        for place, piece in enumerate(self.pieces):
-            for block in piece.blocks:
-                found.setdefault((block.at, block.shape), {})[place] = block
-        return found
+        """The blocks of the full tensor, by first indices and shape: {shard index: that worker's block}.
 
-    def counted(self, place: int) -> list[Block]:
-        """The blocks of a place that it is the first to hold: what is counted once, as a norm, counts these."""
-        return [held[place] for held in self.blocks.values() if next(iter(held)) == place]
+        The first worker of a block counts it, see `counted`.
+        """
+        holders: dict[tuple[Indices, Indices], dict[int, Block]] = {}
+        for shard_index, piece in enumerate(self.pieces):
+            for block in piece.blocks:
+                holders.setdefault((block.at, block.shape), {})[shard_index] = block
+        return holders
+
+    def counted(self, shard_index: int) -> list[Block]:
+        """Returns the blocks that this worker of a replica is the first to hold.
+
+        Whatever must count each element once, such as a norm, sums over these.
+        """
+        return [held[shard_index] for held in self.blocks.values() if next(iter(held)) == shard_index]
 
 
 def stacked(cut: ShardingSpec, rows: Sequence[int | None]) -> ShardingSpec:
-    """How tensors that are cut so and differ from worker to worker lie one upon another: the worker of each rank has a
-    row, or none.
+    """Returns the spec of a stack of tensors that differ from worker to worker, each sharded by `cut`.
+
+    `rows` has the row of the stack that each rank's tensor is, or None where the rank has none.
     """
     pieces = []
     for rank, row in enumerate(rows):
@@ -207,16 +227,17 @@ def stacked(cut: ShardingSpec, rows: Sequence[int | None]) -> ShardingSpec:
     return ShardingSpec((1 + max(row for row in rows if row is not None), *cut.shape), tuple(pieces))
 
 
-def counting(cuts: Sequence[ShardingSpec], place: int) -> list[list[Block]] | None:
-    """Of each tensor the blocks that count at a place; None where all do, since nobody holds them before."""
-    found = [cut.counted(cut.place_of(place)) for cut in cuts]
-    pieces = (cut.pieces[cut.place_of(place)] for cut in cuts)
-    return None if all(len(some) == len(piece.blocks) for some, piece in zip(found, pieces, strict=True)) else found
+def counting(cuts: Sequence[ShardingSpec], rank: int) -> list[list[Block]] | None:
+    """Returns, for each tensor, the blocks that a worker counts; None if it counts all blocks that it holds."""
+    counted = [cut.counted(cut.shard_index_of(rank)) for cut in cuts]
+    pieces = (cut.pieces[cut.shard_index_of(rank)] for cut in cuts)
+    is_complete = all(len(blocks) == len(piece.blocks) for blocks, piece in zip(counted, pieces, strict=True))
+    return None if is_complete else counted
 
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """The `tensor` that a place holds of one that is cut."""
+    """A sharded tensor: `tensor` is the local shard of the worker with this `shard_index`."""
 
     tensor: Tensor
     cut: ShardingSpec
@@ -227,17 +248,18 @@ class ShardedTensor:
         return self.cut.shape
 
 
-def assemble(whole: Tensor, parts: Iterable[tuple[Sequence[int], Any]], first: int = 0) -> Tensor:
-    """Writes parts, each with its first indices in a whole tensor, to where they belong: into rows of it, from the
-    `first` on.
+def assemble(target: Tensor, parts: Iterable[tuple[Sequence[int], Any]], first: int = 0) -> Tensor:
+    """Copies parts, each given with its first indices in the full tensor, into `target`, and returns it.
+
+    `target` has the rows of the full tensor from `first` on; what lies outside of them is left out.
     """
     for at, part in parts:
         if not at:
-            whole.copy_(part)
+            target.copy_(part)
             continue
         start = max(first, at[0])
-        length = min(first + len(whole), at[0] + len(part)) - start
+        length = min(first + len(target), at[0] + len(part)) - start
         if length > 0:
-            target = _narrowed(whole, (start - first, *at[1:]), (length, *part.shape[1:]))
-            target.copy_(part.narrow(0, start - at[0], length))
-    return whole
+            block = _narrowed(target, (start - first, *at[1:]), (length, *part.shape[1:]))
+            block.copy_(part.narrow(0, start - at[0], length))
+    return target

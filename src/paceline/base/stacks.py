@@ -32,8 +32,10 @@ class CodeLine:
 
 @dataclass(frozen=True)
 class Hung:
-    """What a worker does that has done nothing for so many seconds: whether it computes, and where it stands, or
-    another process, with which it loads.
+    """What a worker that has made no progress for so many `seconds` is doing.
+
+    `busy` says whether it computes, `code_line` where it stands. `loader` is set where this describes a loader process
+    of the worker instead.
     """
 
     seconds: float
@@ -60,18 +62,20 @@ class Hung:
 
 
 def read_place(text: str, child: bool = False) -> CodeLine | None:
-    """Where the main thread stands, in all stacks of a process: at the user's innermost line, or else at the innermost.
-    None: it has no stack, or it is a `child` that does nothing of the user's.
+    """Returns the line at which the main thread stands, from all stacks of a process.
+
+    That is the user's innermost line, or else the innermost line. Returns None if the process has no stack, or is a
+    `child` that runs no code of the user's.
     """
     frames = _frames(text)
     if child:
-        own = next((at for at, frame in enumerate(frames) if frame["path"].endswith(_FORKED)), 0)
-        frames = [frame for frame in frames[:own] if is_users(frame["path"])]
+        fork = next((at for at, frame in enumerate(frames) if frame["path"].endswith(_FORKED)), 0)
+        frames = [frame for frame in frames[:fork] if is_users(frame["path"])]
     if not frames:
         return None
-    found = next((frame for frame in frames if is_users(frame["path"])), frames[0])
-    path, number = found["path"], int(found["line"])
-    return CodeLine(f"{named(path)}:{number} in {found['name']}", linecache.getline(path, number).strip()[:WIDEST])
+    innermost = next((frame for frame in frames if is_users(frame["path"])), frames[0])
+    path, number = innermost["path"], int(innermost["line"])
+    return CodeLine(f"{named(path)}:{number} in {innermost['name']}", linecache.getline(path, number).strip()[:WIDEST])
 
 
 def read_within(text: str) -> str:
@@ -82,14 +86,14 @@ def read_within(text: str) -> str:
     users = next((at for at, frame in enumerate(frames) if is_users(frame["path"])), len(frames))
     if users == 0 or not is_ours(frames[users - 1]["path"]):
         return ""
-    found = next(frame for frame in frames if is_ours(frame["path"]))
-    return f"{found['name']} ({os.path.basename(found['path'])})"
+    innermost = next(frame for frame in frames if is_ours(frame["path"]))
+    return f"{innermost['name']} ({os.path.basename(innermost['path'])})"
 
 
 def _frames(text: str) -> list[re.Match[str]]:
-    """Of the main thread, the innermost first, in all stacks of a process."""
+    """Returns the frames of the main thread, innermost first, from all stacks of a process."""
     threads = [part for part in text.split("\n\n") if "\n  File " in part]
-    return [found for line in threads[-1].splitlines() if (found := FRAME.match(line))] if threads else []
+    return [frame for line in threads[-1].splitlines() if (frame := FRAME.match(line))] if threads else []
 
 
 def catches(pid: int, number: int, writes: int) -> bool:
@@ -114,11 +118,11 @@ def held_up(pid: int, number: int) -> int:
 
 def computed(pids: Iterable[int]) -> dict[int, float]:
     """Seconds that each process has computed so far, or stood in line for a core, with all its threads."""
-    found = {}
+    seconds = {}
     for pid in pids:
         with suppress(OSError):
-            found[pid] = sum(_computed(task) for task in Path(f"/proc/{pid}/task").iterdir())
-    return found
+            seconds[pid] = sum(_computed(task) for task in Path(f"/proc/{pid}/task").iterdir())
+    return seconds
 
 
 def _computed(task: Path) -> float:

@@ -14,9 +14,13 @@ from paceline.base.console import Coloured, printable
 
 
 class Terminal(Console):
-    """All that is laid out by rich goes through here; what rich itself sends to move the cursor stays."""
+    """A console of rich that makes control characters in texts visible.
+
+    The sequences that rich itself sends to move the cursor stay.
+    """
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
+        """Renders as rich does, with control characters made visible."""
         if isinstance(renderable, Text) and (shown := printable(renderable.plain)) != renderable.plain:
             text = renderable  # its marks would be at other characters
             renderable = Text(
@@ -28,7 +32,7 @@ class Terminal(Console):
 
 
 class TextPage:
-    """Collects what is laid out, for its `text`: `width` columns, with a terminal's colours or without."""
+    """Collects what rich lays out as one `text`, in `width` columns, with or without a terminal's colours."""
 
     def __init__(self, width: int, colour: bool) -> None:
         self._out = io.StringIO()

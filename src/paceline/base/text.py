@@ -32,21 +32,21 @@ def rounded(value: float) -> float:
 
 def clock(seconds: float) -> str:
     """Time left: `0:34`, `12:05`, `1:02:03`."""
-    whole = round(seconds)
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+    rounded_seconds = round(seconds)
+    hours, minutes, rest = rounded_seconds // 3600, rounded_seconds // 60 % 60, rounded_seconds % 60
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def duration(seconds: float) -> str:
     """Time spent: `34.2 s`, `12 min 5 s`, `3 h 20 min`, `2 d 4 h`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s" if seconds >= 0.05 or seconds == 0 else f"{seconds * 1000:.2g} ms"
-    whole = round(seconds)
+    rounded_seconds = round(seconds)
     for size, unit, below, small in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // below
-            return f"{whole // size} {unit} {rest} {small}" if rest else f"{whole // size} {unit}"
-    return f"{whole} s"
+        if rounded_seconds >= size:
+            count, rest = rounded_seconds // size, rounded_seconds % size // below
+            return f"{count} {unit} {rest} {small}" if rest else f"{count} {unit}"
+    return f"{rounded_seconds} s"
 
 
 def size_of(count: float) -> str:
@@ -65,13 +65,16 @@ def rate_of(bytes_: float) -> str:
 
 
 def links_of(event: Mapping[str, Any]) -> str:
-    """The slowest of measured links between hosts: (workers of one, workers of the other, bytes a second, seconds)."""
+    """Describes the slowest measured link between hosts.
+
+    `pairs` of the event has (workers of one host, workers of the other, bytes a second, seconds) of each link.
+    """
     one, other, rate, latency = min(event["pairs"], key=lambda pair: pair[2])
     hosts = len({tuple(end) for pair in event["pairs"] for end in pair[:2]})
-    told = f"{rate_of(rate)}, {1000 * latency:.1f} ms"
+    description = f"{rate_of(rate)}, {1000 * latency:.1f} ms"
     if hosts > 2:
-        told += f" between {ranks(one)} and {ranks(other)}, the slowest of {len(event['pairs'])} pairs"
-    return f"{told}, {hosts} hosts" + (f", over {event['over']}" if event.get("over") else "")
+        description += f" between {ranks(one)} and {ranks(other)}, the slowest of {len(event['pairs'])} pairs"
+    return f"{description}, {hosts} hosts" + (f", over {event['over']}" if event.get("over") else "")
 
 
 def plural(count: float, word: str) -> str:
@@ -115,17 +118,17 @@ def ranks(workers: Iterable[int]) -> str:
     """`worker 2`, `workers 0-3`, `workers 0, 2-3`, `worker 1 and server 0`."""
     numbers = {*workers}
     servers = {number for number in numbers if number >= SERVERS}
-    some = ("worker", sorted(numbers - servers)), ("server", sorted(number - SERVERS for number in servers))
-    return " and ".join(spans(kind, those) for kind, those in some if those or (kind == "worker" and not servers))
+    kinds = ("worker", sorted(numbers - servers)), ("server", sorted(number - SERVERS for number in servers))
+    return " and ".join(spans(kind, those) for kind, those in kinds if those or (kind == "worker" and not servers))
 
 
 def spans(kind: str, numbers: Sequence[int]) -> str:
     """`host 2`, `hosts 0, 2-3`, of numbers in order."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in numbers:
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
         else:
-            found.append([number, number])
-    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in found)
+            runs.append([number, number])
+    text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
     return f"{kind}{'s' if len(numbers) > 1 else ''} {text}"

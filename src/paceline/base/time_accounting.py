@@ -16,12 +16,12 @@ COSTS = ("starting", "waiting", "saving", "detection", "forming", "hand-over", "
 
 
 def process_began() -> float:
-    """Unix seconds of when this process was to start, by its agent, or did, to a hundredth; where nobody knows, of
-    now.
+    """Returns when this process began, in Unix seconds: when its agent began to start it, or else when it started, to
+    a hundredth of a second. If neither is known, returns the present time.
     """
-    told = began()
-    if told is not None:
-        return told
+    agent_start = began()
+    if agent_start is not None:
+        return agent_start
     try:
         ticks = float(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text().split()[0])

@@ -35,12 +35,12 @@ def read_trace(errors: Sequence[str], crash: bool = False) -> tuple[str, str | N
     frames: list[tuple[str, str]] = []
     exception = ""
     for at in range(starts[-1] + 1 if starts else len(lines), len(lines)):
-        found = FRAME.match(lines[at])
-        if found:
-            path, number = found["path"], int(found["line"])
+        frame = FRAME.match(lines[at])
+        if frame:
+            path, number = frame["path"], int(frame["line"])
             source = linecache.getline(path, number) if crash else "".join(lines[at + 1 : at + 2])
             source = "" if FRAME.match(source) else source.strip()
-            where = f"{named(path)}:{number}" + (f" in {found['name']}" if found["name"] else "")
+            where = f"{named(path)}:{number}" + (f" in {frame['name']}" if frame["name"] else "")
             frames.append((path, f"{where}: {source}" if source else where))
         elif frames and not lines[at].startswith(" "):
             exception = "" if crash else lines[at].removeprefix("paceline.errors.")
@@ -53,11 +53,13 @@ def read_trace(errors: Sequence[str], crash: bool = False) -> tuple[str, str | N
 
 
 def is_users(path: str) -> bool:
+    """Whether a source file is the user's: neither installed, nor of Python's library, nor of Paceline."""
     installed = "/site-packages/" in path or "/dist-packages/" in path
     return not installed and not path.startswith(("<", _LIBRARY, _PACKAGE))
 
 
 def is_ours(path: str) -> bool:
+    """Whether a source file is one of Paceline's."""
     return path.startswith(_PACKAGE)
 
 

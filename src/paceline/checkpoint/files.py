@@ -353,7 +353,7 @@ def _divide_blocks(name: str, cut: ShardingSpec, writers: Sequence[int]) -> list
     shares: list[list[Slice]] = [[] for _ in writers]
     at: dict[int, list[int]] = {}
     for number, rank in enumerate(writers):
-        at.setdefault(cut.place_of(rank), []).append(number)
+        at.setdefault(cut.shard_index_of(rank), []).append(number)
     for (first, shape), held in cut.blocks.items():
         holders = sorted((number, shard_index) for shard_index in held for number in at.get(shard_index, ()))
         begin, length = (first or (0,))[0], (shape or (1,))[0]

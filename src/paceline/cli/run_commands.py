@@ -108,7 +108,7 @@ def showing(add: Callable[..., Any]) -> None:
     option("--hosts", metavar="A,B,..", help="look at these, over ssh, and at the links between them")
     option("--python", default="python3", metavar="PATH", help="their Python (default: python3)")
     option("--engine", metavar="OPTIONS", help="options for ssh, as --engine='-F config'")
-    option("--here", action="store_true", help=argparse.SUPPRESS)
+    option("--here", dest="serves", action="store_true", help=argparse.SUPPRESS)
     option = add(
         "trace",
         late("observe.timeline", "trace"),

@@ -102,9 +102,9 @@ class OptimizerUpdate:
 
     def state(self) -> dict[str, Any]:
         """State of optimizers and schedulers for a checkpoint, by parameter name; shards are marked as such."""
-        cuts, place = self.job.kept_cuts, self.job.shard_index
+        cuts, shard_index = self.job.kept_cuts, self.job.shard_index
         return {
-            "optimizers": [optimizer_state(one, self.names, cuts, place) for one in self.job.optimizers],
+            "optimizers": [optimizer_state(one, self.names, cuts, shard_index) for one in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
             "exact": dict(zip(self.job.named, self.home.largest, strict=False)),
         }

@@ -6,6 +6,8 @@ from typing import Any
 
 
 class _Launch(ModuleType):
+    """The type of this package, which makes the package callable."""
+
     def __call__(self, *given: Any, **options: Any) -> Any:
         from paceline.launch.function import launch
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.environment import memory_groups
-from paceline.base.memory import whole_memory
+from paceline.base.memory import machine_memory
 
 _PDEATHSIG, _NAME, _SUBREAPER = 1, 15, 36  # PR_SET_... of linux/prctl.h
 _DEAD = "ZX"  # states in proc(5): ended and not yet reaped, and gone
@@ -171,7 +171,7 @@ class MemoryKills:
         bytes for it alone.
         """
         is_same_group = memory_groups() == self._folders
-        limits = [whole_memory()]
+        limits = [machine_memory()]
         for folder in {above for group in self._folders for above in (group, *group.parents)}:
             for name in ("memory.limit_in_bytes", "memory.max"):
                 with suppress(OSError, ValueError):  # "max"

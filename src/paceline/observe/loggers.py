@@ -168,20 +168,20 @@ class TensorBoard:
                 summary.value.add(tag=tag, simple_value=value)
         self._put(step=step, summary=summary)
 
-    def media(self, step: int, name: str, told: Mapping[str, Any]) -> None:
-        """Adds a histogram, or the picture in the PNG ``file``; `told` are the fields of its event."""
+    def media(self, step: int, name: str, event: Mapping[str, Any]) -> None:
+        """Adds a histogram, or the picture in the PNG ``file``; `event` has the fields of its journal event."""
         from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 
         summary = Summary()
-        if told["kind"] == "histogram":
-            counts, mean = told["counts"], told["mean"]
+        if event["kind"] == "histogram":
+            counts, mean = event["counts"], event["mean"]
             count = sum(counts)
-            squares = count * (told["deviation"] ** 2 + mean**2)
-            about = {"min": told["edges"][0], "max": told["edges"][-1], "num": count, "sum": count * mean}
-            limits = {"bucket_limit": told["edges"][1:], "bucket": counts}
+            squares = count * (event["deviation"] ** 2 + mean**2)
+            about = {"min": event["edges"][0], "max": event["edges"][-1], "num": count, "sum": count * mean}
+            limits = {"bucket_limit": event["edges"][1:], "bucket": counts}
             summary.value.add(tag=name, histo=HistogramProto(**about, sum_squares=squares, **limits))
-        elif (file := Path(told["file"])).exists():
-            size = {"height": told["height"], "width": told["width"], "colorspace": 4}
+        elif (file := Path(event["file"])).exists():
+            size = {"height": event["height"], "width": event["width"], "colorspace": 4}
             summary.value.add(tag=name, image=Summary.Image(**size, encoded_image_string=read_file(file)))
         self._put(step=step, summary=summary)
 

@@ -412,7 +412,7 @@ class SyncReplica(ServerReplica):
         self._round = generation, 0
 
     def run(
-        self, micro_batches: Sequence[MicroBatch], options: StepOptions, heard: OnReduced | None = None
+        self, micro_batches: Sequence[MicroBatch], options: StepOptions, on_reduced: OnReduced | None = None
     ) -> StepSums:
         """Computes this worker's micro-batches and pushes their gradients."""
         self.key = (options.step, *self._round)

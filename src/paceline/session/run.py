@@ -22,7 +22,7 @@ from paceline.base.batching import Agreed
 from paceline.base.console import say
 from paceline.base.environment import World, doubt_threads
 from paceline.base.journal import Journal, plain
-from paceline.base.memory import advice, whole_memory
+from paceline.base.memory import advice, machine_memory
 from paceline.base.terminal import Terminal
 from paceline.base.text import duration, plural, ranks, size_of
 from paceline.base.time_accounting import process_began
@@ -443,7 +443,7 @@ class Run:
             yield
         except torch.OutOfMemoryError as error:
             cuda = device.type == "cuda"
-            room = torch.cuda.mem_get_info(device)[1] if cuda else whole_memory()
+            room = torch.cuda.mem_get_info(device)[1] if cuda else machine_memory()
             what, cure = advice(self._needs(), 0 if cuda else self.baseline_bytes, room)
             raise OutOfMemoryError(f"{what} ({first_line(error)})", cure) from error
 

@@ -31,7 +31,7 @@ from paceline.base.handshake import (
     make_nonce,
     read_caller,
 )
-from paceline.base.memory import whole_memory
+from paceline.base.memory import machine_memory
 from paceline.base.polling import can_read, wait_for
 from paceline.checkpoint.tree import flatten, pack, packed, raw, unpack
 from paceline.team.agent_commands import At
@@ -382,7 +382,7 @@ class StateReceiver:
         assert self._link is not None
         head = _exactly(self._link, 8, given_up)
         length = -1 if head is None else struct.unpack("<q", bytes(head.tolist()))[0]
-        return _exactly(self._link, length, given_up) if 0 <= length <= whole_memory() else None
+        return _exactly(self._link, length, given_up) if 0 <= length <= machine_memory() else None
 
 
 def _exactly(link: socket.socket, length: int, given_up: Callable[[], bool]) -> torch.Tensor | None:

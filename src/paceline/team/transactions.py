@@ -17,7 +17,7 @@ from typing import Any, Never, Protocol
 
 import torch
 
-from paceline.base.batching import Moment, StateLostError, Status, Transaction, resolve, spread
+from paceline.base.batching import Moment, StateLostError, Status, Transaction, resolve, route_transfers
 from paceline.base.console import say
 from paceline.base.environment import World
 from paceline.base.heartbeat import HEARTBEAT
@@ -389,7 +389,7 @@ class Operations:
             self.reached("hand-over")
         tree: Any = None
         hosts = group.hosts
-        for taker, source in spread(sources, [hosts[twin] for twin in twins]).items():
+        for taker, source in route_transfers(sources, [hosts[twin] for twin in twins]).items():
             taker, source = twins[taker], twins[source]
             if group.rank == source:
                 tree = tree or [tx.done, tx.applied_in, holder.hand_over()]

@@ -71,7 +71,7 @@ class Replica:
         self.runner = Runner(*made) if pipeline is None else PipelineRunner(pipeline, *made)
         self.over = None if job.over is None else GradCache(self.runner)
         self.updater = OptimizerUpdate(job, self.grad_buffers)
-        full_spec = partial(ShardingSpec.unsharded, places=mesh.replica)
+        full_spec = partial(ShardingSpec.unsharded, shards=mesh.replica)
         cuts = {
             name: job.local_cuts.get(name) or full_spec(param.shape)
             for name, param in [*job.local_params.items()][: len(job.dense)]

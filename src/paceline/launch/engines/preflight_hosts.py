@@ -49,13 +49,14 @@ BUFFER = 1 << 18
 APART = 1.0  # seconds between two clocks, above which the difference is reported
 
 
-def doctor(folder: Path | None, hosts: str | None, python: str, engine: str | None, here: bool) -> int | str:
+def doctor(folder: Path | None, hosts: str | None, python: str, engine: str | None, serves: bool) -> int | str:
     """Returns a diagnosis of a run as text, if its `folder` is given. Else it prints the findings about this host, or
-    about `hosts` and the links between them, and returns 1 if a run may fail. UsageError: `folder` is no run folder.
+    about `hosts` and the links between them, and returns 1 if a run may fail. With `serves` it answers the questions of
+    the `doctor` that started it over ssh instead. UsageError: `folder` is no run folder.
     """
     if folder is not None:
         return observe.doctor(folder)
-    if here:
+    if serves:
         return serve()
     tell = partial(say, out=sys.stdout)
     findings = [*checkup(Path())] if hosts is None else look_at(hosts, python, engine, tell)

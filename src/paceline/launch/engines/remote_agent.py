@@ -56,7 +56,7 @@ def hosted() -> int:
             return _run(launcher_input, job)
         from paceline.launch.engines.tunnel import inside  # asyncio, not with every agent
 
-        with inside(**job["tunnel"]):
+        with inside(*(job["tunnel"][key] for key in ("own", "goes", "comes"))):
             return _run(launcher_input, job)
 
 

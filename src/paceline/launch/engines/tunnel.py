@@ -72,12 +72,12 @@ class Tunnel:
 
 
 @contextmanager
-def inside(own: str, goes: str, comes: str) -> Iterator[None]:
+def inside(address: str, goes: str, comes: str) -> Iterator[None]:
     """The host's side, in its agent. Its socket files are removed at the end."""
-    ways, asked = _Ways(own, goes), f"{comes}-ask"
+    ways, asked = _Ways(address, goes), f"{comes}-ask"
     try:
         _serve((Path(comes), ways.arrive), (Path(asked), ways.ask))
-        enter_tunnel(own, asked)
+        enter_tunnel(address, asked)
         yield
     finally:
         for path in (goes, comes, asked):
