@@ -301,7 +301,7 @@ def launcher() -> Any:
     engine = fake(way=lambda _: {"own": "a", "goes": "b", "comes": "c"}, listen=None)
     vars(one).update(_job=HostJob(options, "python", "~/a", files=b"abc"), _token="ab", _engine=engine, _listens="a:1")
     vars(one).update(sent=[], value=bytearray(), _hosts=[fake(spec=Host("a"))])
-    one._send = lambda _, data: one.bytes_sent.append(data.partition(b"\n")[0])
+    one._send = lambda _, data: one.sent.append(data.partition(b"\n")[0])
     return one
 
 

@@ -317,7 +317,7 @@ def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
         given = {i: [delta.clone() for delta in each[i]] for i in each}
         for island, one in work.items():
             for name, delta in zip(names, given[island], strict=True):
-                delta += one.inner.beside.get("left", {}).get(name, 0.0)
+                delta += one.inner.extra.get("left", {}).get(name, 0.0)
         flight = InFlightFragment(
             [torch.zeros(shape, dtype=torch.float64) for shape in shapes], torch.ones(2, dtype=torch.float64)
         )
@@ -326,7 +326,7 @@ def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
         coded.keep(flight, [0, 1, 2])
         sent += torch.cat([total.view(-1) for total in flight.totals])
         deltas += sum(torch.cat([delta.view(-1) for delta in some]) for some in each.values())
-        left = sum(one.inner.beside["left"][name].view(-1).sum() for one in work.values() for name in names)
+        left = sum(one.inner.extra["left"][name].view(-1).sum() for one in work.values() for name in names)
         assert float(sent.sum() + left) == pytest.approx(float(deltas.sum()), abs=1e-11)
         apart.append(float((sent - deltas).abs().max()))
     assert max(apart) < (0.1 if word == "int8" else 1.6)

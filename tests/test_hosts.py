@@ -66,7 +66,7 @@ if team.rank in (1, 4):
     message = torch.ones(3)
     (team.group.receive if team.rank == 1 else team.group.send)(message, 5 - team.rank)
 said.append(connections())
-team.group.enter("exchange")
+team.group.declare("exchange")
 team.group.exchange([torch.ones(1)] * 6, [torch.empty(1) for _ in range(6)])
 print(*said, connections())
 """
@@ -103,7 +103,7 @@ for call in (
     lambda: group.sum(ones(64)),
     lambda: group.broadcast(ones(505, torch.uint8), 1),
 ):
-    group.enter("some", check=False)
+    group.declare("some", check=False)
     made.clear()
     found = call()
     print(len(made), found.unique().tolist())
@@ -141,10 +141,10 @@ def test_hosts_that_come_to_different_collectives_say_so(hosts: Hosts, tmp_path:
 import torch
 group = team.group
 if team.rank == 0:
-    group.enter("one", check=False)
+    group.declare("one", check=False)
     {one}
 else:
-    group.enter("another", check=False)
+    group.declare("another", check=False)
     {another}
 """
     (tmp_path / "train.py").write_text(JOIN + body)

@@ -151,7 +151,7 @@ def test_a_grid_without_rows_is_refused():
 COUNTS = st.integers(0, 2**40).map(float)
 
 
-VECTOR = ("count", "loss", "tested", "strict", "stop", "save", "enter", "writing", "written", "look")
+VECTOR = ("count", "loss", "tested", "no_merge", "stop", "save", "enter", "writing", "written", "look")
 
 
 @given(st.data())
@@ -261,21 +261,21 @@ def streams(request, monkeypatch):
 
 @pytest.mark.parametrize("generator", DRAWS)
 def test_a_draw_from_any_generator_is_noticed(streams, generator):
-    mark = streams.mark()
-    assert not streams.moved(mark)
+    before = streams.snapshot()
+    assert not streams.has_changed(before)
     DRAWS[generator]()
-    assert streams.moved(mark)
-    streams.restore(mark)
-    assert not streams.moved(mark)
+    assert streams.has_changed(before)
+    streams.restore(before)
+    assert not streams.has_changed(before)
 
 
 def test_the_second_normal_of_a_pair_is_noticed_too(streams):
     """Generators that make normals in pairs draw nothing for the second: only a flag says that it is gone."""
     for draw in (lambda: random.gauss(0, 1), np.random.normal):
         draw()
-        mark = streams.mark()
+        before = streams.snapshot()
         draw()
-        assert streams.moved(mark)
+        assert streams.has_changed(before)
 
 
 @pytest.mark.parametrize("generator", SEEDS)
@@ -283,11 +283,11 @@ def test_a_seed_set_anew_is_noticed_also_after_draws(streams, generator):
     for before in (lambda: None, draw_all):
         streams.seed(99)
         before()
-        mark = streams.mark()
+        before = streams.snapshot()
         SEEDS[generator](12345)
-        assert streams.moved(mark)
-        streams.restore(mark)
-        assert not streams.moved(mark)
+        assert streams.has_changed(before)
+        streams.restore(before)
+        assert not streams.has_changed(before)
 
 
 def numpys() -> tuple[bytes, object]:
@@ -315,7 +315,7 @@ def test_a_mark_of_numpys_leaves_it_where_it_is_and_brings_back_all_of_it(seed, 
         assert numpys() == before
         follows = [np.random.normal() for _ in range(3)]
         assert streams.has_changed(mark)
-        streams.restore(mark)
+        streams.restore(before)
         assert numpys() == before
         assert [np.random.normal() for _ in range(3)] == follows
 
@@ -324,10 +324,10 @@ def test_words_that_come_again_with_a_normal_left_are_another_state(streams):
     """One normal and two after the same seed leave the same words."""
     np.random.seed(7)
     first, second = np.random.normal(), np.random.normal()
-    streams.mark()
+    streams.snapshot()
     np.random.seed(7)
     assert np.random.normal() == first
-    with streams.lent():
+    with streams.preserved():
         streams.seed(1)
     assert np.random.normal() == second
 
@@ -365,12 +365,12 @@ def test_a_seed_starts_every_generator_afresh(streams):
 
 
 def test_lent_streams_come_back_where_they_were_also_after_an_error(streams):
-    mark = streams.mark()
+    before = streams.snapshot()
     expected = draw_all()
-    streams.restore(mark)
-    with pytest.raises(ZeroDivisionError), streams.lent():
+    streams.restore(before)
+    with pytest.raises(ZeroDivisionError), streams.preserved():
         streams.seed(1)
-        with streams.lent():
+        with streams.preserved():
             draw_all()
             raise ZeroDivisionError
     assert draw_all() == expected

@@ -148,7 +148,7 @@ def deal_rows(cuts: Sequence[range], weights: Sequence[float], grain: int | None
 class Agreed:
     """What all workers know after a step's vector was summed: the same on each of them, bit for bit.
 
-    `count` and `loss` are sums over the global batch; `tested` and `strict` are votes on merging micro-batches,
+    `count` and `loss` are sums over the global batch; `tested` and `no_merge` are votes on merging micro-batches,
     `no_split` on dividing them; `failed` is the number of workers where dividing failed, `news` the number of those
     that have a message for the user; `stop`, `save` and `enter` (the planned generation) are requests; `writing` and
     `written` are the workers whose part of a checkpoint is under way or done; `metrics` maps names to (sum, count);
@@ -196,7 +196,7 @@ class Agreed:
 
 NOTHING = Agreed(0.0, 0.0, 0, 0, 0, 0, 0, 0, 0, {}, (), ())
 Part = tuple[int, float, float, dict[str, tuple[float, float]]]  # a micro-batch's number, loss, count, metrics
-_VOTES = ("tested", "strict", "no_split", "failed", "news")
+_VOTES = ("tested", "no_merge", "no_split", "failed", "news")
 _NUMBERS = ("count", "loss", "sq_norm", "sq_norm_rows", "sq_norm_squares")  # the rest are whole ones
 _STREAMS = ("streams", "read", "read_squares")
 _FIELDS = (*_NUMBERS, *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune", *_STREAMS)

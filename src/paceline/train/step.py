@@ -611,7 +611,7 @@ class StepRunner:
             "count": sums.count if speaks else 0.0,
             "loss": sums.loss if speaks else 0.0,
             "tested": sums.tested,
-            "strict": sums.no_merge,
+            "no_merge": sums.no_merge,
             "no_split": sums.no_split or step.indivisible,
             "failed": sums.failed,
             "news": bool(self.untold()),
