@@ -163,7 +163,7 @@ class Trainer(TrainerLogging):
         self._compare(describe_model(self.model, {**arguments, "plan": str(replace(self.plan, data=None))}), known)
         with self._streams.preserved():  # blocks may be run to see what can be cut
             self._replica = build_replica(
-                self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks
+                self.plan, job, self._group, run.team.transactions.elastic, known, tensor, pipeline_blocks
             )
         for what, why in job.decisions:
             run.decide(self._number, what, why)
@@ -330,7 +330,7 @@ class Trainer(TrainerLogging):
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self.plan.mesh(self._group.size)
-        if run.team.operations.elastic and run.members:
+        if run.team.transactions.elastic and run.members:
             refuse_other_places(mesh.replica, self._group.mesh.replica)
         self._group.mesh = max(self._group.mesh, run_plan.mesh(self._group.size), key=lambda mesh: mesh.replica)
         run.begin(str(run_plan), origin, self._seed, self._device)
@@ -555,11 +555,11 @@ class Trainer(TrainerLogging):
         """
         if ahead and not feed.has(phase.done + ahead):
             return None
-        if warning := alike.compare(self._group, self._run.team.operations.number):
+        if warning := alike.compare(self._group, self._run.team.transactions.number):
             self._run.say(warning, once=True)
         epoch, rows, micro_batches = feed.at(phase.done + ahead)
         if warning := alike.compare_stream(
-            self._group, self._run.team.operations.number, feed, phase.done + ahead, epoch
+            self._group, self._run.team.transactions.number, feed, phase.done + ahead, epoch
         ):
             self._run.say(warning, once=True)
         full = rows == feed.grid.global_batch
@@ -588,7 +588,7 @@ class Trainer(TrainerLogging):
         ends = (loss, metrics, one.batch.rows, seconds, one.lr, one.norm, one.steps)
         report = StepReport(self.steps_done, one.batch.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report
-        workers = dict(zip(run.team.operations.members, agreed.seconds, strict=False))
+        workers = dict(zip(run.team.transactions.members, agreed.seconds, strict=False))
         lanes = dict(zip(workers, agreed.spent, strict=False))
         self._ledger.add(report.step, report.samples, one.spent, workers, one.steps, lanes)
         if self._ledger.due():
@@ -598,7 +598,7 @@ class Trainer(TrainerLogging):
 
     def flush(self) -> None:
         """Writes the steps since the last record to the journal and the progress line."""
-        report, account = self._last, self._run.team.operations.account
+        report, account = self._last, self._run.team.transactions.account
         if not self._run.main:
             self._ledger.forget()
             account.take()
@@ -713,7 +713,7 @@ class Trainer(TrainerLogging):
             what = f"these weights are not trained: {why}"
             self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
-        self._run.team.operations.run(settling(partial(self._write, Path(path))))
+        self._run.team.transactions.run(settling(partial(self._write, Path(path))))
 
     def _write(self, path: Path) -> None:
         self._group.declare(f"export(){self._of}", kind="export()")
@@ -729,7 +729,7 @@ class Trainer(TrainerLogging):
     def _together(self, name: str) -> None:
         """Enters a collective that all workers call, or none."""
         self._run.need_team()
-        self._run.team.operations.run(settling(partial(self._group.declare, name)))
+        self._run.team.transactions.run(settling(partial(self._group.declare, name)))
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -760,11 +760,11 @@ class Trainer(TrainerLogging):
             "said": self._script_settings.saved(),
         }
 
-    def follow(self) -> None:
+    def continue_journal(self) -> None:
         """Continues the journal after its last step: this worker writes it from now on."""
         self._ledger.go_on_after(self._run.journal.last_step(self._number))
 
-    def prepare(self, saved: dict[str, Any]) -> None:
+    def load_base(self, saved: dict[str, Any]) -> None:
         """Loads a state that is some steps old, ahead of the steps that follow it."""
         if "closed" not in saved:
             self._replica.load(saved)
@@ -806,9 +806,9 @@ class Trainer(TrainerLogging):
         if self.parts:
             mark_copies({key: value for key, (_, value) in self.state.saved().items()}, self._job)
 
-    def hear(self, message: list[Any]) -> None:
+    def apply_step(self, message: list[Any]) -> None:
         """Applies a part of a step that the team made before this newcomer joined."""
-        self._stepper.hear(message)
+        self._stepper.apply_step(message)
 
     def restore(self, newcomer: bool) -> None:
         """Loads this trainer's part of the checkpoint, or of the state that another worker handed over. A worker that

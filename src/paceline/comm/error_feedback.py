@@ -21,7 +21,7 @@ from paceline.comm.compression import Codec, Feedback
 from paceline.comm.gradient_buckets import GradSink
 
 
-class Transactions(Protocol):
+class TransactionRunner(Protocol):
     """The transactions that a team of workers makes together; `done` counts those that took effect."""
 
     @property
@@ -187,7 +187,7 @@ class ErrorFeedback:
 
     # -- before a change --------------------------------------------------------------------------------------------
 
-    def consolidate(self, team: Transactions) -> Generator[Any, Any, None]:
+    def consolidate(self, team: TransactionRunner) -> Generator[Any, Any, None]:
         """A transaction that sums all residuals before workers leave; each worker then owes the total."""
         pooled, names = self.shared(), list(self.cuts)
         if self.codec is not None:
@@ -429,7 +429,7 @@ class Differing(Protocol):
     def differs(self) -> bool:
         """Whether workers may hold different state now."""
 
-    def consolidate(self, team: Transactions) -> Generator[Any, Any, None]:
+    def consolidate(self, team: TransactionRunner) -> Generator[Any, Any, None]:
         """A transaction after which all workers hold the same state."""
 
     def meet(self, done: int) -> Iterator[str]:
@@ -450,7 +450,7 @@ class AllErrorFeedback(list[Differing]):
         self[:] = [feedback for feedback in self if feedback.trainer != trainer]
         return figures
 
-    def consolidate(self, team: Transactions) -> None:
+    def consolidate(self, team: TransactionRunner) -> None:
         """Sums the state that differs, trainer by trainer, so that all workers hold the total. Collective."""
         for feedback in (each for each in self if each.differs):
             team.run(partial(feedback.consolidate, team), "forming")

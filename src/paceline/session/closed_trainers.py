@@ -100,16 +100,16 @@ class Ended:
     def restore(self, newcomer: bool) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
-    def follow(self) -> None:
+    def continue_journal(self) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
-    def prepare(self, saved: dict[str, Any]) -> None:
+    def load_base(self, saved: dict[str, Any]) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
     def complete_step(self) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
-    def hear(self, message: list[Any]) -> None:
+    def apply_step(self, message: list[Any]) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
     def mark_copies(self) -> None:
@@ -129,7 +129,7 @@ def line_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 def release(run: Run) -> None:
     """Releases the trainers that have ended on all workers. Collective."""
-    operations = run.team.operations
+    operations = run.team.transactions
     stays = run.servers is not None or run.serving is not None  # see above
     if not run.classes or stays or operations.waiting or (run.passing and not run.took_step):
         return
@@ -160,7 +160,7 @@ def _common(run: Run, numbers: list[int]) -> list[int]:
         run.team.group.declare("which trainers have ended", kind="figures")
         return sorted(set.intersection(*map(set, run.team.group.gather_json(numbers))))
 
-    return numbers if run.team.group.size == 1 else list(run.team.operations.run(settling(gather)))
+    return numbers if run.team.group.size == 1 else list(run.team.transactions.run(settling(gather)))
 
 
 def _release(run: Run, number: int) -> list[Any]:

@@ -136,7 +136,7 @@ class Replica:
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
         work = self.team.start_sum(small)
         self.transit.finish()
-        options.reached("summed")
+        options.fault_point("summed")
         self.team.finish(work)
         if self.job.sparse:
             self.add_up_rows(options)
@@ -201,7 +201,7 @@ class Replica:
 
     # -- a step of others -------------------------------------------------------------------------------------------
 
-    def follow(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
+    def apply_step(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Applies a step of other workers from the gradients that were written into the sums."""
         self.grad_buffers.assign_grads()
         self.update(sums, agreed, options, norm)
