@@ -393,6 +393,22 @@ def definitions(tree: ast.Module) -> Iterator[tuple[ast.ClassDef | ast.FunctionD
 # ---- violations that are older than their rule
 
 
+def members_of_classes(modules: Modules) -> dict[str, set[str]]:
+    """What each class defines, or takes over from a class of the package: methods, fields and attributes of `self`."""
+    classes = {node.name: node for tree in modules.values() for node in walk(tree) if isinstance(node, ast.ClassDef)}
+
+    def members(node: ast.ClassDef) -> set[str]:
+        named = {one.name for one in ast.walk(node) if isinstance(one, FUNCTIONS)}
+        named |= {
+            one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        }
+        named |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+        bases = [dotted(getattr(base, "value", base)).split(".")[-1] for base in node.bases]
+        return named.union(*(members(classes[base]) for base in bases if base in classes))
+
+    return {name: members(node) for name, node in classes.items()}
+
+
 def violations(modules: Modules) -> dict[str, list[str]]:
     """{rule: one line per violation}."""
     return {rule.__name__: [*rule(modules)] for rule in RULES}

@@ -136,23 +136,20 @@ class Trainer(TrainerLogging):
         release(run)
         run.measure_baseline(model)
         self._group = run.team.group
-        self._number = len(run.classes)
-        self._seed = seed
+        self._number, self._seed = len(run.classes), seed
         self._device = device_of(run.team.world.local_rank)
-        mesh = self._mesh = self._choose_plan(plan)
         self._streams = RngState(self._device)
-        self.model, model_fields = build_model(
-            model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart
-        )
-        form = AnnotatedCallable(
-            check_callable("forward", forward or default_forward), "forward", default=forward is None
-        )
-        plan_fields = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
+        mesh = self._mesh = self._choose_plan(plan)
+        model_seed = stream_seed(seed, 0, -1)
+        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan.apart)
+        form = check_callable("forward", forward or default_forward)
+        form = AnnotatedCallable(form, "forward", default=forward is None)
         judge = AnnotatedCallable(check_callable("loss", loss), "loss")
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
-        kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, **plan_fields, **model_fields}
-        objective = cached_loss if loss_over else judge
+        kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, "exact": self.plan.exact}
+        kept |= {"offload": self.plan.offload is not None, **model_fields}
+        objective = cached_loss if over else judge
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
@@ -162,9 +159,8 @@ class Trainer(TrainerLogging):
         arguments = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
         self._compare(describe_model(self.model, {**arguments, "plan": str(replace(self.plan, data=None))}), known)
         with self._streams.preserved():  # blocks may be run to see what can be cut
-            self._replica = build_replica(
-                self.plan, job, self._group, run.team.transactions.elastic, known, tensor, pipeline_blocks
-            )
+            elastic = run.team.transactions.elastic
+            self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
@@ -173,9 +169,8 @@ class Trainer(TrainerLogging):
         self._compare(describe_optimizers(optimizers, self._script_settings.options, job.local_params), known)
         schedulers = schedulers_of(schedule, optimizers, self.plan)
         self._replica.build(optimizers, schedulers)
-        for name in enable_fused(
-            optimizers, next(iter(job.local_params.values())).device, self.plan.exact, job.in_rows
-        ):
+        device = next(iter(job.local_params.values())).device
+        for name in enable_fused(optimizers, device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = MergePolicy(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := self._weights(job, mesh))
@@ -183,12 +178,11 @@ class Trainer(TrainerLogging):
         about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
         about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
         self._stepper = build_stepper(mesh, about, self._grid)
-        self._ledger = StepTotals()
+        self._ledger, self._loader = StepTotals(), dict[str, Any]()
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
-        self._loader: dict[str, Any] = {}
         self.state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
         self.plateau = PlateauFollower(schedule, schedulers, run.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]

@@ -79,7 +79,7 @@ def limit_writers(writers: list[int], size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateSnapshot:
     """What a checkpoint saves: the number of steps, the state tree (its tensors are not copies), the parameters in it,
     further fields of the manifest, and a part of the collective that compares all workers' states. `pool` collects
     state that differs between workers.
@@ -189,7 +189,7 @@ class CheckpointManager:
 
     # -- the way of one ---------------------------------------------------------------------------------------------
 
-    def begin(self, subject: Snapshot, still: bool = False, mirror: bool = False) -> None:
+    def begin(self, subject: StateSnapshot, still: bool = False, mirror: bool = False) -> None:
         """Begins a checkpoint, or with `mirror` a copy in memory. Errors go to the news. Collective."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
         # Whoever has state of its own writes it; if not all can, there must be none.
@@ -204,7 +204,7 @@ class CheckpointManager:
             self.asked = self._again = False
             self.begun, self._saved_at = subject.step, time.monotonic()
 
-    def put_aside(self, subject: Snapshot, storage: Storage) -> list[str] | None:
+    def put_aside(self, subject: StateSnapshot, storage: Storage) -> list[str] | None:
         """Writes a subject to a `storage` of its own, beside the checkpoints, and waits for it. Returns the error, the
         same on all workers, or None. Collective.
         """
@@ -217,7 +217,7 @@ class CheckpointManager:
         self.open = True
         return self.finish()
 
-    def _prepare(self, subject: Snapshot) -> Any:
+    def _prepare(self, subject: StateSnapshot) -> Any:
         group = self.team.group
         group.declare("a checkpoint")
         self.team.transactions.fault_point("saving")
@@ -273,7 +273,7 @@ class CheckpointManager:
         return self._writers[1], None
 
     @_no_collection()
-    def _start(self, subject: Snapshot, still: bool, settled: Any) -> Any:
+    def _start(self, subject: StateSnapshot, still: bool, settled: Any) -> Any:
         began = time.monotonic()
         self._part = self._draft = self._outcome = None
         self._attempt, writers = settled["by"]

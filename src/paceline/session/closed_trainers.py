@@ -31,7 +31,7 @@ from paceline.comm.shared_memory import give_back
 from paceline.errors import UsageError
 from paceline.parallel.tensor_parallel.redistribute import Redistributor
 from paceline.session.best_checkpoint import BestCheckpoint
-from paceline.session.checkpoint_manager import Snapshot
+from paceline.session.checkpoint_manager import StateSnapshot
 from paceline.session.trainer_consistency import Description
 from paceline.session.training_loop import LoopState, RegisteredTrainer, State
 from paceline.team.transactions import settling
@@ -179,7 +179,7 @@ def _written(run: Run, number: int, line: dict[str, Any], model: nn.Module) -> d
     if saving.storage is None:  # nobody resumes, or joins
         return {name: value for name, value in line.items() if name not in _TENSORS}
     tree: dict[str, Any] = {"trainers": [{}] * number + [{name: line[name] for name in _TENSORS}], "results": []}
-    subject = Snapshot(run.step, lambda: tree, model.parameters, run.about)
+    subject = StateSnapshot(run.step, lambda: tree, model.parameters, run.about)
     trouble = saving.put_aside(subject, last_weights(saving.storage, number))
     run.tell_saved()
     if trouble is not None:

@@ -43,7 +43,7 @@ from paceline.observe.report import write_report
 from paceline.observe.step_totals import BytesSent
 from paceline.parallel.tensor_parallel.script_view import without_script_view
 from paceline.session.best_checkpoint import best_now, keep_best
-from paceline.session.checkpoint_manager import CheckpointManager, Snapshot, load_user_streams, user_streams
+from paceline.session.checkpoint_manager import CheckpointManager, StateSnapshot, load_user_streams, user_streams
 from paceline.session.closed_trainers import Ended, release
 from paceline.session.consistency import ConsistencyChecker
 from paceline.session.script_info import (
@@ -658,9 +658,9 @@ class Run:
         self.tell_saved()
         return trouble is None and saving.committed == self.step
 
-    def _subject(self) -> Snapshot:
+    def _subject(self) -> StateSnapshot:
         pool = partial(self.error_feedback.consolidate, self.team.transactions) if self.error_feedback.differ else None
-        return Snapshot(self.step, self._tree, self._params, self.about, self._meet, pool)
+        return StateSnapshot(self.step, self._tree, self._params, self.about, self._meet, pool)
 
     def _meet(self) -> None:
         self.agreement.meet()
