@@ -137,7 +137,7 @@ class ErrorFeedback:
             )
             has_same_leaders = self.codec is not None and self.codec.lossy and sum(leads) == count * self.mesh.replica
             if not (resumed and has_same_leaders and max(row or 0 for row in rows) == count - 1):
-                yield from self.add_saved()
+                yield from self._add_saved()
             self._saved_residuals, row = {}, rows[self.group.rank] if self._saved_residuals else None
             if row is not None:
                 self._restore(
@@ -157,7 +157,7 @@ class ErrorFeedback:
             for number, part in bucket.split(flat):
                 part.copy_(named[names[number]].view(part.shape))
 
-    def add_saved(self) -> Iterator[str]:
+    def _add_saved(self) -> Iterator[str]:
         """Applies the rule `add` to saved residuals and yields the message about it."""
         if not self._saved_residuals:
             return
@@ -388,7 +388,7 @@ class ErrorFeedback:
 
     def meet(self, done: int) -> Iterator[str]:
         """Prepares for a checkpoint; yields messages for the user. Collective."""
-        yield from self.add_saved()
+        yield from self._add_saved()
         self._row_of_rank = self._rows_of(self.group.gather_json(bool(self._left(done))))
 
     def state(self, done: int) -> dict[str, Any]:

@@ -733,7 +733,7 @@ class Run:
             cure = "give a larger count= or epochs= to continue it, or another --run-dir"
             self.say(f"this run was finished at step {self.step}: nothing was left to do; {cure}", once=True)
 
-    def refuse_untouched(self) -> None:
+    def _refuse_untouched(self) -> None:
         """Raises UsageError at the end of a script that called steps() and trained nothing."""
         left = [phase.site for one in self.members for phase in one.untouched if not phase.complete]
         if left and not self.took_step and self.serving is None:
@@ -779,4 +779,4 @@ class Run:
                 say(write_report(self.folder, console.width, console.is_terminal, short=True))
         self.journal.close()
         if not failed and not self._left:
-            self.refuse_untouched()
+            self._refuse_untouched()

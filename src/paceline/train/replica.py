@@ -139,7 +139,7 @@ class Replica:
         options.fault_point("summed")
         self.team.finish(work)
         if self.job.sparse:
-            self.add_up_rows(options)
+            self._add_up_rows(options)
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
@@ -147,7 +147,7 @@ class Replica:
         self.error_feedback.add(options.expected)
         return vector
 
-    def add_up_rows(self, options: StepOptions) -> None:
+    def _add_up_rows(self, options: StepOptions) -> None:
         """Sums sparse gradients over all workers. Collective."""
         self.outer.declare(f"rows of step {options.step + 1}", check=False, kind="rows")
         add_up(self.job.in_rows, self.outer)
