@@ -73,8 +73,8 @@ PATIENT = """
 import json, sys
 from paceline.team import coordinator_server as server
 server.SILENT = server.PATIENCE = 1e9
-make = server.Server.__init__
-server.Server.__init__ = lambda *args, **more: make(*args, **{**more, "idle_connection_timeout": 1e6})
+make = server.LimitedServer
+server.LimitedServer = lambda routes, **more: make(routes, **{**more, "idle_connection_timeout": 1e6})
 server.main(int(sys.argv[1]), json.loads(sys.argv[2]))
 """
 

@@ -419,7 +419,7 @@ def test_bytes_beside_those_of_whole_sums(word: str, most: float) -> None:
 
 
 @given(st.integers(2, 9), st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))))
-def test_hosts_meet_once_that_do_not_know_each_other(hosts: int, known: set[links.Pair]) -> None:
+def test_hosts_meet_once_that_do_not_know_each_other(hosts: int, known: set[links.HostPair]) -> None:
     """One at a time."""
     some = {(low, high): links.HostLink([low], [high], 1.0, 0.0) for low, high in known if low < high < hosts}
     met = links.rounds(hosts, some)

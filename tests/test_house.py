@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 from house_rules import (
@@ -24,6 +25,7 @@ from house_rules import (
     long_functions,
     many_parameters,
     many_public_methods,
+    members_of_classes,
     missing_captions,
     missing_docstrings,
     modules_outside_of_folders,
@@ -218,6 +220,22 @@ def test_the_rule_finds_what_breaks_it(rule: Rule, snippets: str | dict[str, str
 
 def test_every_rule_is_shown_to_find_something() -> None:
     assert {rule for rule, _, found in BREACHES if found} == set(RULES)
+
+
+def test_documents_name_members_and_files_that_exist() -> None:
+    """`Class.member` of a class of the package, and `folder/module.py`."""
+    root, members, wrong = PAGE.parent.parent, members_of_classes(package()), list[str]()
+    for document in [*root.glob("docs/*.md"), root / "README.md", root / "CONTRIBUTING.md"]:
+        for quoted in re.findall(r"`([^`\n]+)`", document.read_text()):
+            wrong += [
+                f"{document.name}: {name}.{member}"
+                for name, member in re.findall(r"\b([A-Z]\w+)\.([a-z_]\w*)", quoted)
+                if name in members and member not in members[name]
+            ]
+            if re.fullmatch(r"\w+(/\w+)+\.py", quoted) and quoted != "parallel/NAME.py":
+                places = root / quoted, root / "src" / "paceline" / quoted
+                wrong += [] if any(path.exists() for path in places) else [f"{document.name}: {quoted}"]
+    assert wrong == []
 
 
 def test_folders_and_root_modules_keep_their_budgets() -> None:

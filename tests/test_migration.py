@@ -30,17 +30,17 @@ def key_of(salt: str) -> bytes:
 STATE = {"weights": torch.arange(10.0), "bias": torch.zeros(0), "steps": 3, "name": "ä"}
 
 
-class Learner:
+class Owner:
     """Keeps what it is told."""
 
     def __init__(self) -> None:
         self.states: list[Any] = []
         self.heard: list[list[Any]] = []
 
-    def prepare(self, tree: Any) -> None:
+    def load_base(self, tree: Any) -> None:
         self.states.append(tree)
 
-    def hear(self, said: list[Any]) -> None:
+    def apply_step(self, said: list[Any]) -> None:
         self.heard.append(said)
 
 
@@ -48,7 +48,7 @@ class Newcomer:
     """A Taker that follows in a thread."""
 
     def __init__(self) -> None:
-        self.taker, self.learner = StateReceiver("127.0.0.1", key_of), Learner()
+        self.taker, self.owner = StateReceiver("127.0.0.1", key_of), Owner()
         self.admitted: int | None = None
         self.current = 0
         self.followed: bool | None = None
@@ -56,7 +56,7 @@ class Newcomer:
         self.thread.start()
 
     def _follow(self) -> None:
-        self.followed = self.taker.follow(self.learner, lambda: self.admitted, self._current)
+        self.followed = self.taker.follow(self.owner, lambda: self.admitted, self._current)
 
     def _current(self) -> None:
         self.current += 1
@@ -74,7 +74,7 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
     first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
-    assert torch.equal(newcomer.learner.states[0]["weights"], STATE["weights"])
+    assert torch.equal(newcomer.owner.states[0]["weights"], STATE["weights"])
     sums = torch.ones(3)
     step = first.step(0, sends_all_sums=False)
     step.sum(0, sums)
@@ -84,8 +84,8 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
     newcomer.admitted = 0
     newcomer.thread.join(20)
     assert newcomer.followed
-    assert torch.equal(newcomer.learner.heard[0][2], torch.ones(3))
-    assert newcomer.learner.heard[1:] == [[0, {"count": 2.0}, 1.5, 2.0, None]]
+    assert torch.equal(newcomer.owner.heard[0][2], torch.ones(3))
+    assert newcomer.owner.heard[1:] == [[0, {"count": 2.0}, 1.5, 2.0, None]]
 
 
 def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
@@ -110,7 +110,7 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
         until(lambda: stranger.recv(1) == b"")
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
-    assert len(newcomer.learner.states) == 1
+    assert len(newcomer.owner.states) == 1
 
 
 def test_who_calls_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +171,7 @@ def test_another_takes_the_place_of_one_that_is_lost() -> None:
     until(lambda: newcomer.current == 1)  # its host is cut off: nothing closes the connection
     begun(first, newcomer)
     until(lambda: newcomer.current == 2)
-    assert len(newcomer.learner.states) == 2
+    assert len(newcomer.owner.states) == 2
     first.enter([6])
     newcomer.thread.join(20)
     assert newcomer.followed

@@ -476,7 +476,7 @@ def test_who_comes_with_the_last_step_of_a_loop_is_not_of_it(count, ending, form
         "    trainer.save()\n"
         "    if report.step == 5 and os.environ['PACELINE_CHAOS']:\n"
         "        open('fifth', 'w').close()\n"
-        "        while not paceline.join().operations.newcomers:\n"
+        "        while not paceline.join().transactions.newcomers:\n"
         "            time.sleep(0.01)\n"
         f"{ending}"
         "trainer.export('weights.safetensors')\n"

@@ -136,23 +136,20 @@ class Trainer(TrainerLogging):
         release(run)
         run.measure_baseline(model)
         self._group = run.team.group
-        self._number = len(run.classes)
-        self._seed = seed
+        self._number, self._seed = len(run.classes), seed
         self._device = device_of(run.team.world.local_rank)
-        mesh = self._mesh = self._choose_plan(plan)
         self._streams = RngState(self._device)
-        self.model, model_fields = build_model(
-            model, self._device, self._streams, stream_seed(seed, 0, -1), self.plan.apart
-        )
-        form = AnnotatedCallable(
-            check_callable("forward", forward or default_forward), "forward", default=forward is None
-        )
-        plan_fields = {"exact": self.plan.exact, "offload": self.plan.offload is not None}
+        mesh = self._mesh = self._choose_plan(plan)
+        model_seed = stream_seed(seed, 0, -1)
+        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan.apart)
+        form = check_callable("forward", forward or default_forward)
+        form = AnnotatedCallable(form, "forward", default=forward is None)
         judge = AnnotatedCallable(check_callable("loss", loss), "loss")
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
-        kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, **plan_fields, **model_fields}
-        objective = cached_loss if loss_over else judge
+        kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, "exact": self.plan.exact}
+        kept |= {"offload": self.plan.offload is not None, **model_fields}
+        objective = cached_loss if over else judge
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
@@ -162,9 +159,8 @@ class Trainer(TrainerLogging):
         arguments = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
         self._compare(describe_model(self.model, {**arguments, "plan": str(replace(self.plan, data=None))}), known)
         with self._streams.preserved():  # blocks may be run to see what can be cut
-            self._replica = build_replica(
-                self.plan, job, self._group, run.team.operations.elastic, known, tensor, pipeline_blocks
-            )
+            elastic = run.team.transactions.elastic
+            self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
         for what, why in job.decisions:
             run.decide(self._number, what, why)
             run.say(what)
@@ -173,9 +169,8 @@ class Trainer(TrainerLogging):
         self._compare(describe_optimizers(optimizers, self._script_settings.options, job.local_params), known)
         schedulers = schedulers_of(schedule, optimizers, self.plan)
         self._replica.build(optimizers, schedulers)
-        for name in enable_fused(
-            optimizers, next(iter(job.local_params.values())).device, self.plan.exact, job.in_rows
-        ):
+        device = next(iter(job.local_params.values())).device
+        for name in enable_fused(optimizers, device, self.plan.exact, job.in_rows):
             run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
         merging = MergePolicy(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := self._weights(job, mesh))
@@ -183,12 +178,11 @@ class Trainer(TrainerLogging):
         about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
         about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
         self._stepper = build_stepper(mesh, about, self._grid)
-        self._ledger = StepTotals()
+        self._ledger, self._loader = StepTotals(), dict[str, Any]()
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
         self._spare: MicroBatch | None = None  # of what this worker brought
-        self._loader: dict[str, Any] = {}
         self.state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
         self.plateau = PlateauFollower(schedule, schedulers, run.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
@@ -330,7 +324,7 @@ class Trainer(TrainerLogging):
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self.plan.mesh(self._group.size)
-        if run.team.operations.elastic and run.members:
+        if run.team.transactions.elastic and run.members:
             refuse_other_places(mesh.replica, self._group.mesh.replica)
         self._group.mesh = max(self._group.mesh, run_plan.mesh(self._group.size), key=lambda mesh: mesh.replica)
         run.begin(str(run_plan), origin, self._seed, self._device)
@@ -555,11 +549,11 @@ class Trainer(TrainerLogging):
         """
         if ahead and not feed.has(phase.done + ahead):
             return None
-        if warning := alike.compare(self._group, self._run.team.operations.number):
+        if warning := alike.compare(self._group, self._run.team.transactions.number):
             self._run.say(warning, once=True)
         epoch, rows, micro_batches = feed.at(phase.done + ahead)
         if warning := alike.compare_stream(
-            self._group, self._run.team.operations.number, feed, phase.done + ahead, epoch
+            self._group, self._run.team.transactions.number, feed, phase.done + ahead, epoch
         ):
             self._run.say(warning, once=True)
         full = rows == feed.grid.global_batch
@@ -588,7 +582,7 @@ class Trainer(TrainerLogging):
         ends = (loss, metrics, one.batch.rows, seconds, one.lr, one.norm, one.steps)
         report = StepReport(self.steps_done, one.batch.epoch, *ends)
         run.took_step, run.team.step, self._last = True, run.step, report
-        workers = dict(zip(run.team.operations.members, agreed.seconds, strict=False))
+        workers = dict(zip(run.team.transactions.members, agreed.seconds, strict=False))
         lanes = dict(zip(workers, agreed.spent, strict=False))
         self._ledger.add(report.step, report.samples, one.spent, workers, one.steps, lanes)
         if self._ledger.due():
@@ -598,7 +592,7 @@ class Trainer(TrainerLogging):
 
     def flush(self) -> None:
         """Writes the steps since the last record to the journal and the progress line."""
-        report, account = self._last, self._run.team.operations.account
+        report, account = self._last, self._run.team.transactions.account
         if not self._run.main:
             self._ledger.forget()
             account.take()
@@ -713,7 +707,7 @@ class Trainer(TrainerLogging):
             what = f"these weights are not trained: {why}"
             self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
-        self._run.team.operations.run(settling(partial(self._write, Path(path))))
+        self._run.team.transactions.run(settling(partial(self._write, Path(path))))
 
     def _write(self, path: Path) -> None:
         self._group.declare(f"export(){self._of}", kind="export()")
@@ -729,7 +723,7 @@ class Trainer(TrainerLogging):
     def _together(self, name: str) -> None:
         """Enters a collective that all workers call, or none."""
         self._run.need_team()
-        self._run.team.operations.run(settling(partial(self._group.declare, name)))
+        self._run.team.transactions.run(settling(partial(self._group.declare, name)))
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -760,11 +754,11 @@ class Trainer(TrainerLogging):
             "said": self._script_settings.saved(),
         }
 
-    def follow(self) -> None:
+    def continue_journal(self) -> None:
         """Continues the journal after its last step: this worker writes it from now on."""
         self._ledger.go_on_after(self._run.journal.last_step(self._number))
 
-    def prepare(self, saved: dict[str, Any]) -> None:
+    def load_base(self, saved: dict[str, Any]) -> None:
         """Loads a state that is some steps old, ahead of the steps that follow it."""
         if "closed" not in saved:
             self._replica.load(saved)
@@ -806,9 +800,9 @@ class Trainer(TrainerLogging):
         if self.parts:
             mark_copies({key: value for key, (_, value) in self.state.saved().items()}, self._job)
 
-    def hear(self, message: list[Any]) -> None:
+    def apply_step(self, message: list[Any]) -> None:
         """Applies a part of a step that the team made before this newcomer joined."""
-        self._stepper.hear(message)
+        self._stepper.apply_step(message)
 
     def restore(self, newcomer: bool) -> None:
         """Loads this trainer's part of the checkpoint, or of the state that another worker handed over. A worker that

@@ -81,7 +81,7 @@ def loss(output: torch.Tensor, batch: Any) -> Any:
     seen.setdefault(begun, set()).update(ROWS[float(x[0])] for x in batch[0])
     (FOLDER / f"seen-{WORKER}-{os.getpid()}.json").write_text(json.dumps({k: sorted(v) for k, v in seen.items()}))
     if (late := _given("LATE")) and MADE[begun] == late[0] and late[1] <= begun < late[2]:
-        team = Run.current().team.operations
+        team = Run.current().team.transactions
         wait_for(lambda: team.merge is not None or team.interrupted)
         wait_for(lambda: not AFTER or begun < AFTER[1] or (FOLDER / "killed").exists())
     if _given("HOLD") == [begun] and MADE[begun] == 1 and not (FOLDER / "held").exists():

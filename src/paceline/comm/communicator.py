@@ -244,7 +244,10 @@ class Group:
         """
         hosts = [[self.names[rank] for rank in host] for host in self.channel.hosts.hosts] if self.size > 1 else []
         links_by_pair = links.between([links.HostLink(*link) for link in known], hosts)
-        pairings, results = links.rounds(len(hosts), links_by_pair) if len(hosts) > 1 else [], dict[links.Pair, Any]()
+        pairings, results = (
+            links.rounds(len(hosts), links_by_pair) if len(hosts) > 1 else [],
+            dict[links.HostPair, Any](),
+        )
         if pairings:
             self.declare("the links between hosts", check=False, kind="figures")
             with self._declaring():

@@ -21,7 +21,7 @@ from paceline.comm.compression import Codec, Feedback
 from paceline.comm.gradient_buckets import GradSink
 
 
-class Transactions(Protocol):
+class TransactionRunner(Protocol):
     """The transactions that a team of workers makes together; `done` counts those that took effect."""
 
     @property
@@ -137,7 +137,7 @@ class ErrorFeedback:
             )
             has_same_leaders = self.codec is not None and self.codec.lossy and sum(leads) == count * self.mesh.replica
             if not (resumed and has_same_leaders and max(row or 0 for row in rows) == count - 1):
-                yield from self.add_saved()
+                yield from self._add_saved()
             self._saved_residuals, row = {}, rows[self.group.rank] if self._saved_residuals else None
             if row is not None:
                 self._restore(
@@ -157,7 +157,7 @@ class ErrorFeedback:
             for number, part in bucket.split(flat):
                 part.copy_(named[names[number]].view(part.shape))
 
-    def add_saved(self) -> Iterator[str]:
+    def _add_saved(self) -> Iterator[str]:
         """Applies the rule `add` to saved residuals and yields the message about it."""
         if not self._saved_residuals:
             return
@@ -187,7 +187,7 @@ class ErrorFeedback:
 
     # -- before a change --------------------------------------------------------------------------------------------
 
-    def consolidate(self, team: Transactions) -> Generator[Any, Any, None]:
+    def consolidate(self, team: TransactionRunner) -> Generator[Any, Any, None]:
         """A transaction that sums all residuals before workers leave; each worker then owes the total."""
         pooled, names = self.shared(), list(self.cuts)
         if self.codec is not None:
@@ -388,7 +388,7 @@ class ErrorFeedback:
 
     def meet(self, done: int) -> Iterator[str]:
         """Prepares for a checkpoint; yields messages for the user. Collective."""
-        yield from self.add_saved()
+        yield from self._add_saved()
         self._row_of_rank = self._rows_of(self.group.gather_json(bool(self._left(done))))
 
     def state(self, done: int) -> dict[str, Any]:
@@ -429,7 +429,7 @@ class Differing(Protocol):
     def differs(self) -> bool:
         """Whether workers may hold different state now."""
 
-    def consolidate(self, team: Transactions) -> Generator[Any, Any, None]:
+    def consolidate(self, team: TransactionRunner) -> Generator[Any, Any, None]:
         """A transaction after which all workers hold the same state."""
 
     def meet(self, done: int) -> Iterator[str]:
@@ -450,7 +450,7 @@ class AllErrorFeedback(list[Differing]):
         self[:] = [feedback for feedback in self if feedback.trainer != trainer]
         return figures
 
-    def consolidate(self, team: Transactions) -> None:
+    def consolidate(self, team: TransactionRunner) -> None:
         """Sums the state that differs, trainer by trainer, so that all workers hold the total. Collective."""
         for feedback in (each for each in self if each.differs):
             team.run(partial(feedback.consolidate, team), "forming")

@@ -32,7 +32,7 @@ from paceline.base.environment import address_towards, gloo_interface
 from paceline.comm import shm_collectives as collectives
 from paceline.comm.c10d_arguments import Reduction
 from paceline.comm.gloo_tunnel import with_ways
-from paceline.comm.link_speed import BandwidthEstimate, Pair, measure
+from paceline.comm.link_speed import BandwidthEstimate, HostPair, measure
 from paceline.comm.message_reader import decode_message
 from paceline.comm.peer_status import Ask, agree, asker, run_in_thread
 from paceline.comm.progress_engine import Begun, Final, Steps, last, not_last
@@ -554,7 +554,9 @@ class HierarchicalTransport:
         for out, part in zip(outs, taken.split(takes), strict=True):
             out.copy_(part)
 
-    def measure(self, pairings: Sequence[Sequence[Pair]], results: dict[Pair, tuple[float, float]], fp: int) -> Steps:
+    def measure(
+        self, pairings: Sequence[Sequence[HostPair]], results: dict[HostPair, tuple[float, float]], fp: int
+    ) -> Steps:
         """Measures links as `link_speed.measure` does; workers that lead no host take no part."""
         if self.leaders is not None:
             yield from self.leaders.same(fp)

@@ -19,7 +19,7 @@ FIRST, MOST = 1 << 16, 1 << 22  # bytes of an exchange; the first one fills the 
 ROUNDS = 9  # at most; with more than ten hosts not all pairs meet
 PIECES = 8  # of an exchange at most, of FIRST bytes or more
 ENOUGH = 1 << 18  # bytes of a collective that tells the rate
-Pair = tuple[int, int]
+HostPair = tuple[int, int]
 
 
 class HostLink(NamedTuple):
@@ -57,9 +57,9 @@ class BandwidthEstimate:
         self._best = 0.0
 
 
-def between(links: Sequence[HostLink], hosts: Sequence[Sequence[int]]) -> dict[Pair, HostLink]:
+def between(links: Sequence[HostLink], hosts: Sequence[Sequence[int]]) -> dict[HostPair, HostLink]:
     """The links between the present `hosts`, by host numbers. Workers of a host may have changed since."""
-    links_by_pair: dict[Pair, HostLink] = {}
+    links_by_pair: dict[HostPair, HostLink] = {}
     host_of = {worker: number for number, host in enumerate(hosts) for worker in host}
     for link in links:
         ends = [next((host_of[worker] for worker in end if worker in host_of), None) for end in link[:2]]
@@ -69,7 +69,7 @@ def between(links: Sequence[HostLink], hosts: Sequence[Sequence[int]]) -> dict[P
     return links_by_pair
 
 
-def rounds(hosts: int, known: Mapping[Pair, HostLink]) -> list[list[Pair]]:
+def rounds(hosts: int, known: Mapping[HostPair, HostLink]) -> list[list[HostPair]]:
     """Pairs up hosts in rounds, each host once at most in a round, until all pairs without a known link have met."""
     ring = list(range(hosts + hosts % 2))
     pairings = []
@@ -81,7 +81,9 @@ def rounds(hosts: int, known: Mapping[Pair, HostLink]) -> list[list[Pair]]:
     return [pairs for pairs in pairings if pairs]
 
 
-def measure(leaders: Gloo, pairings: Sequence[Sequence[Pair]], results: dict[Pair, tuple[float, float]]) -> Steps:
+def measure(
+    leaders: Gloo, pairings: Sequence[Sequence[HostPair]], results: dict[HostPair, tuple[float, float]]
+) -> Steps:
     """Measures the rate and the latency of this host's pairs and writes them to `results`. Collective among leaders."""
     for pairs in pairings:
         own_pair = next((pair for pair in pairs if leaders.rank in pair), None)
@@ -110,9 +112,9 @@ def _swap(leaders: Gloo, mate: int | None, size: int) -> Any:
     return time.perf_counter() - began
 
 
-def combined(reports: Sequence[Sequence[Any]], hosts: Sequence[Sequence[int]]) -> dict[Pair, HostLink]:
+def combined(reports: Sequence[Sequence[Any]], hosts: Sequence[Sequence[int]]) -> dict[HostPair, HostLink]:
     """Merges the leaders' reports of (pair, rate, latency): each link has the slower of its two directions."""
-    links_by_pair: dict[Pair, HostLink] = {}
+    links_by_pair: dict[HostPair, HostLink] = {}
     for (low, high), rate, latency in (entry for report in reports for entry in report):
         previous = links_by_pair.get((low, high), HostLink((), (), math.inf, 0.0))
         links_by_pair[low, high] = HostLink(

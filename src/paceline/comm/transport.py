@@ -20,7 +20,7 @@ from paceline.base.environment import gloo_interface
 from paceline.base.flight_recorder import FLIGHT_RECORDER
 from paceline.comm.c10d_arguments import CollectiveRequest, Reduction
 from paceline.comm.hierarchical import Between, HierarchicalTransport, LinkError, own_address
-from paceline.comm.link_speed import Pair
+from paceline.comm.link_speed import HostPair
 from paceline.comm.nccl import Nccl
 from paceline.comm.peer_status import PATIENCE, PeerStatus, asker, call_site, unless
 from paceline.comm.point_to_point import Mailbox
@@ -161,7 +161,9 @@ class Transport:
         request = CollectiveRequest("all_to_all", torch.uint8)
         return self.start(request, size, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp), options)
 
-    def measure(self, pairings: Sequence[Sequence[Pair]], results: dict[Pair, tuple[float, float]]) -> Operation:
+    def measure(
+        self, pairings: Sequence[Sequence[HostPair]], results: dict[HostPair, tuple[float, float]]
+    ) -> Operation:
         """Measures the links between pairs of hosts, as `link_speed.measure` does."""
         return self.start(
             CollectiveRequest("links", torch.uint8), 0, 0, lambda fp: self.hosts.measure(pairings, results, fp)

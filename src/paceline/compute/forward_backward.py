@@ -66,7 +66,7 @@ class Runner:
         def send(bucket: Bucket) -> None:
             sent.append(bucket)
             if len(sent) == 1:
-                options.reached("backward")
+                options.fault_point("backward")
             if options.noise_sample == "all":
                 self._squares += squares([bucket.flat])
             ready(bucket)
@@ -150,7 +150,7 @@ class Runner:
                 self._run_dummy(chunk, options, last=not queue)
                 continue
             if not parts:
-                options.reached("forward")
+                options.fault_point("forward")
             part = self._run(chunk, sums, options, last=not queue)
             if part is not None:
                 parts.append(part)

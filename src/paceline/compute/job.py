@@ -135,7 +135,7 @@ class StepOptions:
     reverse: bool = False
     hooked: bool = False
     advice: str = ""
-    reached: Callable[[str], None] = lambda moment: None
+    fault_point: Callable[[str], None] = lambda moment: None
     transaction: int = 0
     noise_sample: str = ""
 

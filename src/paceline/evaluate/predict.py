@@ -64,7 +64,7 @@ class _Outputs:
 
     def windows(self) -> Iterator[tuple[range, Any]]:
         """Computes one window after another, and yields rows and output of each micro-batch on the main worker."""
-        run = partial(self._sweep.team.operations.run, settling(self._window), "evaluating")
+        run = partial(self._sweep.team.transactions.run, settling(self._window), "evaluating")
         try:
             while run() is not None:
                 got, self._got = self._got, None

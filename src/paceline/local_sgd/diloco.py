@@ -21,7 +21,7 @@ from paceline.base.text import plural
 from paceline.checkpoint.tree import flatten_pieces, pack, unflatten, unpack
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec
-from paceline.comm.error_feedback import Transactions, wide
+from paceline.comm.error_feedback import TransactionRunner, wide
 from paceline.comm.torch_private import pytree
 from paceline.compute.state_dict import held, load_optimizer, local, optimizer_state
 from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
@@ -225,7 +225,7 @@ class DiLoCo:
                     tree |= {"inner": InnerOptimizerState.of(tree["inner"], self.steps), "unused": {*tree["unused"]}}
                     self.work[island] = IslandProgress(**tree)
 
-    def consolidate(self, team: Transactions) -> Generator[Any, Any, None]:
+    def consolidate(self, team: TransactionRunner) -> Generator[Any, Any, None]:
         """Brings every island's state to all workers before some of them leave, as a transaction. Collective."""
         replicas = len(self.mesh.over(self.group.size).replicas)
         self.group.declare("the state of all islands", check=False, kind="islands")

@@ -26,7 +26,7 @@ class MergeQuorum:
 
     def begin(self, teams: int) -> None:
         """Begins a round among `teams` teams."""
-        self.waits = self.least is not None and teams > 1 and self.run.team.operations.elastic
+        self.waits = self.least is not None and teams > 1 and self.run.team.transactions.elastic
         if self.least is not None and teams > 1 and not self.waits:
             what = f"quorum={self.least} has no coordinator here"
             self.run.say(f"{what}, which decides who is late: merges wait for all islands", once=True)
@@ -34,7 +34,7 @@ class MergeQuorum:
     @property
     def decided(self) -> list[int] | None:
         """The islands of the merge once they are decided, else None; empty if the round is void."""
-        return self.run.team.operations.merge
+        return self.run.team.transactions.merge
 
     @property
     def stops(self) -> bool:
@@ -50,11 +50,11 @@ class MergeQuorum:
 
     def void(self, step: int) -> None:
         """Reports that the round is void."""
-        if self.run.team.operations.elastic:
+        if self.run.team.transactions.elastic:
             self._tell(step, (), (), self.count, void=True)
 
     def _tell(self, step: int, made: Sequence[int], ready: Sequence[int], quorum: int, void: bool = False) -> None:
-        operations = self.run.team.operations
+        operations = self.run.team.transactions
         report: dict[str, Any] = {"turn": operations.done, "number": operations.number, "trainer": self.trainer}
         report |= {
             "step": step,
@@ -69,7 +69,7 @@ class MergeQuorum:
     def wait(self) -> None:
         """Waits, after the round's last step, for the decision which islands are merged, or until all workers stop."""
         if self.waits:
-            self.run.team.operations.await_merge(lambda: self.run.notice is not None)
+            self.run.team.transactions.await_merge(lambda: self.run.notice is not None)
 
     def write(self) -> None:
         """Writes the late islands to the journal. A new generation does so again: the worker that wrote may be lost."""

@@ -25,7 +25,7 @@ from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
 from paceline.local_sgd.quorum import MergeQuorum, missed, part, report_dropped_rows
 from paceline.local_sgd.streaming_diloco import StreamingDiLoCo
 from paceline.session.worker_batch import WorkerBatch
-from paceline.team.transactions import Attempt, ReformedError
+from paceline.team.transactions import ReformedError, TransactionBody
 from paceline.train.step import StepAttempt, StepRunner
 
 
@@ -191,7 +191,7 @@ class LocalSgdRunner(StepRunner):
         """The number of micro-batches of each unit, as islands are assigned at first; `weights` do not matter."""
         return self.diloco.shares(batches)
 
-    def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> Attempt:
+    def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> TransactionBody:
         isles = self.diloco
         with ExitStack() as undo:
             began = time.perf_counter()
@@ -225,7 +225,7 @@ class LocalSgdRunner(StepRunner):
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
         yield [dict(vars(step.agreed)), step.norm, step.lr, [step.batch.rows, step.batch.epoch], step.steps, self._late]
-        self.operations.reached("applied")
+        self.transactions.fault_point("applied")
         self.replica.complete()
         step.spent["update"] += time.perf_counter() - ended
 
@@ -254,7 +254,7 @@ class LocalSgdRunner(StepRunner):
             step.steps, last = step.steps + 1, portion.last
             self._sizes.append(portion.rows)
             for island in due:
-                if self.operations.interrupted:
+                if self.transactions.interrupted:
                     raise ReformedError("another generation forms", "wait")
                 before, ready = ready, [i for i in isles.team_islands if isles.work[i].steps >= self.every]
                 if isles.speaks and ready != before:
@@ -392,7 +392,7 @@ def meet(
     wants = {
         "stop": run.notice is not None,
         "save": run.wants_save(step.steps),
-        "enter": stepper.operations.newcomers,
+        "enter": stepper.transactions.newcomers,
         "look": group.rank == 0 and group.size > 1 and stepper.weights.wish,
         **run.saving.fields,
     }

@@ -23,7 +23,7 @@ from paceline.local_sgd.round import BrokenOffError, meet, same
 from paceline.param_server.client import AsyncReplica, ServerClient, ServerReplica
 from paceline.session.worker_batch import WorkerBatch
 from paceline.team.auth import handshake_key
-from paceline.team.transactions import Attempt
+from paceline.team.transactions import TransactionBody
 from paceline.train.step import StepAttempt, StepRunner
 
 LOOK = 0.3  # seconds between two looks at whether somebody was asked to stop
@@ -39,7 +39,7 @@ class SyncServerRunner(StepRunner):
         super().__post_init__()
         run, count, copies = self.run, self.plan.server or 0, self.plan.copies or 0
         if run.servers is None:
-            operations = self.operations
+            operations = self.transactions
             operations.ahead = False
             find, key = (lambda: operations.orders.servers), partial(handshake_key, run.team.world.run_dir)
             run.servers = ServerClient(count, copies, operations.worker, find, key, self._look)
@@ -66,7 +66,7 @@ class SyncServerRunner(StepRunner):
     def _give(self, servers: ServerClient) -> None:
         """Sends the training state, with the optimizer state of the other servers, to servers that lack it."""
         if empty := servers.empty:
-            state = pack(self.run.hand_over(self.operations.done))
+            state = pack(self.run.hand_over(self.transactions.done))
             for server in empty:
                 servers.give(server, state)
 
@@ -75,7 +75,7 @@ class SyncServerRunner(StepRunner):
         super().rebind(name)
         self.replica.prepare()
         self._meet()
-        self.replica.met(self.operations.number)
+        self.replica.met(self.transactions.number)
 
     def _meet(self) -> None:
         """Waits until the servers have the state, without those that are lost and whose parts others hold. Ends the run
@@ -97,7 +97,7 @@ class SyncServerRunner(StepRunner):
             met, stops, *counts = group.sum(torch.tensor(flags, dtype=torch.int64)).tolist()
             used = {n for n in everybody if counts[n] == group.size}
             if all(n in used or (met and not counts[servers.count + n]) for n in everybody):
-                servers.use(used, self.operations.number)
+                servers.use(used, self.transactions.number)
                 if servers.has_all_parts:
                     return
             if stops and not met:
@@ -175,15 +175,15 @@ class AsyncWindowRunner(SyncServerRunner):
             self.run.agreed(end.agreed)
             return None
 
-    def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> Attempt:
+    def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> TransactionBody:
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)
             self._open(step, name)
             self._share = 0, 1
-            if self._compared != self.operations.number:
+            if self._compared != self.transactions.number:
                 deal(0)
-                self._compared = self.operations.number
+                self._compared = self.transactions.number
             undo.callback(self.replica.abort)
             alike = False
             while not alike:
@@ -204,7 +204,7 @@ class AsyncWindowRunner(SyncServerRunner):
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
         yield [dict(vars(step.agreed)), step.norm, step.lr, [step.batch.rows, step.batch.epoch], step.steps]
-        self.operations.reached("applied")
+        self.transactions.fault_point("applied")
 
     def _taken(self, step: StepAttempt, _: Any, result: Any) -> None:
         super()._taken(step, _, result[:4])
@@ -219,7 +219,7 @@ class AsyncWindowRunner(SyncServerRunner):
         wish, has_worked = dict[str, Any](), False
         self.replica.begin(self.done)
         while True:
-            leaves = has_worked and self.operations.newcomers and not self.operations.interrupted
+            leaves = has_worked and self.transactions.newcomers and not self.transactions.interrupted
             wish |= {"updates": updates, "stop": self.stops or leaves}
             answer, wish = self.replica.deal(self.done, wish), {}
             if "log" in answer:

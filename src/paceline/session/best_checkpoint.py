@@ -76,8 +76,8 @@ def keep_best(run: Run) -> None:
     if run.saving.storage is None or not any(best.step == step for best in due):
         return
     is_saved, number = False, -1
-    while number != run.team.operations.number:
-        number, run.saving.asked = run.team.operations.number, True
+    while number != run.team.transactions.number:
+        number, run.saving.asked = run.team.transactions.number, True
         is_saved = run.save(wait=True)
     for best, (value, at) in zip(due if not is_saved else (), before, strict=False):
         best.value, best.step = value, at

@@ -79,7 +79,7 @@ def limit_writers(writers: list[int], size: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateSnapshot:
     """What a checkpoint saves: the number of steps, the state tree (its tensors are not copies), the parameters in it,
     further fields of the manifest, and a part of the collective that compares all workers' states. `pool` collects
     state that differs between workers.
@@ -189,14 +189,14 @@ class CheckpointManager:
 
     # -- the way of one ---------------------------------------------------------------------------------------------
 
-    def begin(self, subject: Snapshot, still: bool = False, mirror: bool = False) -> None:
+    def begin(self, subject: StateSnapshot, still: bool = False, mirror: bool = False) -> None:
         """Begins a checkpoint, or with `mirror` a copy in memory. Errors go to the news. Collective."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
         # Whoever has state of its own writes it; if not all can, there must be none.
-        if subject.pool is not None and 0 < len(self.team.operations.run(settling(self._writing))) < self.team.size:
+        if subject.pool is not None and 0 < len(self.team.transactions.run(settling(self._writing))) < self.team.size:
             subject.pool()
         attempt = settling(partial(self._prepare, subject), partial(self._start, subject, still))
-        self.team.operations.run(attempt, "saving")
+        self.team.transactions.run(attempt, "saving")
         self.open = True
         if mirror:
             self._mirrored = subject.step
@@ -204,23 +204,23 @@ class CheckpointManager:
             self.asked = self._again = False
             self.begun, self._saved_at = subject.step, time.monotonic()
 
-    def put_aside(self, subject: Snapshot, storage: Storage) -> list[str] | None:
+    def put_aside(self, subject: StateSnapshot, storage: Storage) -> list[str] | None:
         """Writes a subject to a `storage` of its own, beside the checkpoints, and waits for it. Returns the error, the
         same on all workers, or None. Collective.
         """
         if self.open:
             self.finish()
         self._into = storage
-        self.team.operations.run(
+        self.team.transactions.run(
             settling(partial(self._prepare, subject), partial(self._start, subject, True)), "saving"
         )
         self.open = True
         return self.finish()
 
-    def _prepare(self, subject: Snapshot) -> Any:
+    def _prepare(self, subject: StateSnapshot) -> Any:
         group = self.team.group
         group.declare("a checkpoint")
-        self.team.operations.reached("saving")
+        self.team.transactions.fault_point("saving")
         subject.agree()
         writers, trouble = self._who_writes()
         self._gather_streams(writers)
@@ -229,7 +229,7 @@ class CheckpointManager:
 
     def _gather_streams(self, writers: Sequence[int]) -> None:
         """Sends the users' random streams to the first writer if they differ: those of a thousand workers are 25 MB."""
-        group, own_streams, members = self.team.group, user_streams(), self.team.operations.members
+        group, own_streams, members = self.team.group, user_streams(), self.team.transactions.members
         digest = hashlib.sha256(repr(own_streams).encode()).hexdigest()
         self._streams = [own_streams]
         if len({*group.gather_json(digest)}) == 1 or not writers:
@@ -250,7 +250,7 @@ class CheckpointManager:
         """Returns the workers that see the storage (those that see a file which the first worker puts there), and the
         error if that fails.
         """
-        operations, group, storage = self.team.operations, self.team.group, self._into
+        operations, group, storage = self.team.transactions, self.team.group, self._into
         if not isinstance(storage, Folder) or (self._mirror is not None and storage is self._mirror[1]):
             return list(operations.members), None
         if self._writers is None or self._writers[0] != operations.number:
@@ -273,11 +273,11 @@ class CheckpointManager:
         return self._writers[1], None
 
     @_no_collection()
-    def _start(self, subject: Snapshot, still: bool, settled: Any) -> Any:
+    def _start(self, subject: StateSnapshot, still: bool, settled: Any) -> Any:
         began = time.monotonic()
         self._part = self._draft = self._outcome = None
         self._attempt, writers = settled["by"]
-        me = self.team.operations.worker
+        me = self.team.transactions.worker
         if settled["trouble"] is not None:
             if self.team.rank == 0:
                 self._done(None, settled["trouble"])
@@ -290,7 +290,7 @@ class CheckpointManager:
             main_only = {name: tensor for name, tensor in full_tensors.items() if name not in common}
             if not cut:
                 writers = limit_writers(writers, sum(tensor.nbytes for tensor in common.values()))
-            ranks = [self.team.operations.members.index(writer) for writer in writers]
+            ranks = [self.team.transactions.members.index(writer) for writer in writers]
             plan = layout(main_only, common, cut, ranks, self._attempt)
             shapes = tensor_infos(tensors)
             table = [(name, *shapes[name]) for group in (common, cut) for name in group]
@@ -298,7 +298,7 @@ class CheckpointManager:
             manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
             if me in writers:
                 self._number = writers.index(me)
-                files, reached = plan[self._number], self.team.operations.reached
+                files, reached = plan[self._number], self.team.transactions.fault_point
                 need = partial(bytes_of, subject.step, plan, shapes, manifest)
                 self._part = WriterJob(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
             if me == writers[0]:
@@ -309,7 +309,7 @@ class CheckpointManager:
     def copied(self) -> None:
         """Waits, before an update, until the state may change."""
         if self._part is not None:
-            with self.team.operations.account.of("saving"):
+            with self.team.transactions.account.of("saving"):
                 blocked = self._part.copied()
             if self._draft is not None:
                 self._draft.blocked += blocked
@@ -320,7 +320,7 @@ class CheckpointManager:
         """
         if self._collect:
             self._collect = False
-            self.team.operations.run(settling(self._tell, self._end), "saving")
+            self.team.transactions.run(settling(self._tell, self._end), "saving")
         if self._commit is not None and self._commit.over:
             self._done(self._commit.result, self._commit.trouble)
             self._commit = None
@@ -334,7 +334,9 @@ class CheckpointManager:
         if part is not None:
             report = [self._attempt, self._number, self._table, part.result, part.trouble]
         reports = self.team.group.gather_json(report)
-        return [[worker, *parts] for worker, parts in zip(self.team.operations.members, reports, strict=True) if parts]
+        return [
+            [worker, *parts] for worker, parts in zip(self.team.transactions.members, reports, strict=True) if parts
+        ]
 
     def _end(self, reports: Any) -> Any:
         draft, work = self._draft, self._work(reports)
@@ -408,7 +410,7 @@ class CheckpointManager:
         """Waits for the end of the last checkpoint that was begun. Returns its error or None; all workers then know the
         same. Collective.
         """
-        trouble: list[str] | None = self.team.operations.run(settling(self._wait, self._close), "saving")
+        trouble: list[str] | None = self.team.transactions.run(settling(self._wait, self._close), "saving")
         return trouble
 
     @HEARTBEAT.waiting()  # for a disk, or a store
@@ -416,7 +418,7 @@ class CheckpointManager:
         group = self.team.group
         group.declare("the end of a checkpoint")
         while any(work is not None and not work.over for work in (self._part, self._commit)):
-            if self.team.operations.interrupted:
+            if self.team.transactions.interrupted:
                 break  # the next collective says so
             time.sleep(_LOOK)
         work = self._work(self._gather())

@@ -31,7 +31,7 @@ from paceline.comm.shared_memory import give_back
 from paceline.errors import UsageError
 from paceline.parallel.tensor_parallel.redistribute import Redistributor
 from paceline.session.best_checkpoint import BestCheckpoint
-from paceline.session.checkpoint_manager import Snapshot
+from paceline.session.checkpoint_manager import StateSnapshot
 from paceline.session.trainer_consistency import Description
 from paceline.session.training_loop import LoopState, RegisteredTrainer, State
 from paceline.team.transactions import settling
@@ -100,16 +100,16 @@ class Ended:
     def restore(self, newcomer: bool) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
-    def follow(self) -> None:
+    def continue_journal(self) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
-    def prepare(self, saved: dict[str, Any]) -> None:
+    def load_base(self, saved: dict[str, Any]) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
     def complete_step(self) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
-    def hear(self, message: list[Any]) -> None:
+    def apply_step(self, message: list[Any]) -> None:
         """Does nothing: the state of an ended trainer is final."""
 
     def mark_copies(self) -> None:
@@ -129,7 +129,7 @@ def line_of(snapshot: Mapping[str, Any]) -> dict[str, Any]:
 
 def release(run: Run) -> None:
     """Releases the trainers that have ended on all workers. Collective."""
-    operations = run.team.operations
+    operations = run.team.transactions
     stays = run.servers is not None or run.serving is not None  # see above
     if not run.classes or stays or operations.waiting or (run.passing and not run.took_step):
         return
@@ -160,7 +160,7 @@ def _common(run: Run, numbers: list[int]) -> list[int]:
         run.team.group.declare("which trainers have ended", kind="figures")
         return sorted(set.intersection(*map(set, run.team.group.gather_json(numbers))))
 
-    return numbers if run.team.group.size == 1 else list(run.team.operations.run(settling(gather)))
+    return numbers if run.team.group.size == 1 else list(run.team.transactions.run(settling(gather)))
 
 
 def _release(run: Run, number: int) -> list[Any]:
@@ -179,7 +179,7 @@ def _written(run: Run, number: int, line: dict[str, Any], model: nn.Module) -> d
     if saving.storage is None:  # nobody resumes, or joins
         return {name: value for name, value in line.items() if name not in _TENSORS}
     tree: dict[str, Any] = {"trainers": [{}] * number + [{name: line[name] for name in _TENSORS}], "results": []}
-    subject = Snapshot(run.step, lambda: tree, model.parameters, run.about)
+    subject = StateSnapshot(run.step, lambda: tree, model.parameters, run.about)
     trouble = saving.put_aside(subject, last_weights(saving.storage, number))
     run.tell_saved()
     if trouble is not None:

@@ -249,7 +249,7 @@ class ConsistencyChecker:
         """Compares all weights at the end of training, if no checkpoint is written there. Collective."""
         if step != self._ended:
             noted = self._noted[1] if self._noted[0] == step else None
-            self.team.operations.run(settling(partial(self.meet, noted, "the end of the training")))
+            self.team.transactions.run(settling(partial(self.meet, noted, "the end of the training")))
         self._ended = step
 
     def meet(self, noted: list[float | None] | None = None, name: str = "") -> None:

@@ -16,7 +16,7 @@ from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.consistency import Weights
 from paceline.session.reported_values import Followed, agree
 from paceline.session.run import Run
-from paceline.team.transactions import Attempt, settling
+from paceline.team.transactions import TransactionBody, settling
 
 
 def _medium(name: str, value: Any) -> Any:
@@ -82,7 +82,7 @@ class TrainerLogging:
         if reported:
             self._report(settling(partial(agree, self._group, reported, whose), self._offer))
 
-    def _report(self, make: Callable[[], Attempt], spends: str = "script") -> dict[str, Any]:
+    def _report(self, make: Callable[[], TransactionBody], spends: str = "script") -> dict[str, Any]:
         """Returns values that all workers compute together, and updates what follows them; in a resumed run the
         recorded values.
         """

@@ -43,7 +43,7 @@ from paceline.observe.report import write_report
 from paceline.observe.step_totals import BytesSent
 from paceline.parallel.tensor_parallel.script_view import without_script_view
 from paceline.session.best_checkpoint import best_now, keep_best
-from paceline.session.checkpoint_manager import CheckpointManager, Snapshot, load_user_streams, user_streams
+from paceline.session.checkpoint_manager import CheckpointManager, StateSnapshot, load_user_streams, user_streams
 from paceline.session.closed_trainers import Ended, release
 from paceline.session.consistency import ConsistencyChecker
 from paceline.session.script_info import (
@@ -62,7 +62,7 @@ from paceline.session.validation import private_memory, refused_exports
 from paceline.team.agent_commands import Generation
 from paceline.team.coordinator import STOPPED
 from paceline.team.team import Team, join
-from paceline.team.transactions import Attempt, LeftError, Taken, settling
+from paceline.team.transactions import LeftError, Taken, TransactionBody, settling
 
 
 class ServerProcess(Protocol):
@@ -133,7 +133,7 @@ class Run:
         self._plan = ""
         self.baseline_bytes = 0
         self._opened = self.main
-        team.operations.holder = self
+        team.transactions.state_owner = self
         alone = self.main and world.launcher != "paceline"  # without an agent, which holds the lock for its workers
         self._lock = hold_lock(self.folder) if self.folder is not None and alone else None
         self.profiles = Profiles(self.folder, world.rank)
@@ -162,7 +162,7 @@ class Run:
                 self.say(change)  # the run continues with the new script
         self._may_handle = threading.current_thread() is threading.main_thread()
         # With an agent, SIGUSR2 is its word that the whole run is to stop; the others tell this worker alone to leave.
-        alone_too = self._leave_alone if team.operations.elastic else self._notice
+        alone_too = self._leave_alone if team.transactions.elastic else self._notice
         handlers = {"SIGUSR1": alone_too, "SIGTERM": alone_too, "SIGUSR2": self._notice}
         for name, handler in handlers.items() if self._may_handle else ():
             if hasattr(signal, name):
@@ -172,7 +172,7 @@ class Run:
     @property
     def main(self) -> bool:
         """Whether this worker prints and writes for the team."""
-        return self.team.rank == 0 and not self.team.operations.waiting and self.serving is None
+        return self.team.rank == 0 and not self.team.transactions.waiting and self.serving is None
 
     # -- trainers -------------------------------------------------------------------------------------------------
 
@@ -229,7 +229,7 @@ class Run:
             group.declare("what workers held and sent", kind="figures")
             return group.gather_json(measurements)
 
-        reports = [measurements] if group.size == 1 else self.team.operations.run(settling(gather))
+        reports = [measurements] if group.size == 1 else self.team.transactions.run(settling(gather))
         for number in measurements:
             if all(number in one for one in reports):
                 members[int(number)].measured([one[number] for one in reports])
@@ -262,7 +262,7 @@ class Run:
         self.refuse_differences(tree)
         self.tree, (self.saving.begun, self.saving.open) = tree, tree["saved"]
         if newcomer and "exact" in self._plan.split() and tree["capability"] != get_cpu_capability():
-            worker, usual = self.team.operations.worker, tree["capability"]
+            worker, usual = self.team.transactions.worker, tree["capability"]
             raise WorkersDifferError(
                 f"worker {worker} computes with {get_cpu_capability()} and the others with {usual}: their bits differ",
                 "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
@@ -279,7 +279,7 @@ class Run:
         for member in self.members:
             member.complete_step()
 
-    def changing(self) -> int:
+    def step_bytes(self) -> int:
         """Returns the bytes of the gradient sums of a step."""
         return sum(p.nbytes for model in self.models for p in model.parameters() if p.requires_grad)
 
@@ -287,23 +287,23 @@ class Run:
         """Raises WorkersDifferError if a model of this worker differs from the team's. Other settings of the script are
         not compared: a newcomer continues with the team's.
         """
-        whose = "the other workers", ranks([self.team.operations.worker])
+        whose = "the other workers", ranks([self.team.transactions.worker])
         for member, described in zip(self.members, tree.get("described", ()), strict=False):
             refuse_difference(described, member.described, whose, OF_MODEL)
 
-    def prepare(self, tree: Any) -> None:
+    def load_base(self, tree: Any) -> None:
         """Loads a state that is some steps old, ahead of the steps that follow it."""
         self.refuse_differences(tree)
         for member, saved in zip(self.members, tree["trainers"], strict=False):
-            member.prepare(saved)
+            member.load_base(saved)
 
-    def hear(self, message: list[Any]) -> None:
+    def apply_step(self, message: list[Any]) -> None:
         """Passes a part of a step to the trainer that it belongs to."""
         trainer, *what = message
         if trainer < len(self.members):
             self.members[trainer].hear(what)
 
-    def gives(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
+    def on_state_sent(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
         """Journals that a worker is about to receive `size` bytes of state, of `full_size` in all, and tells the user
         if that takes more than a second.
         """
@@ -317,7 +317,7 @@ class Run:
         if self.main and not self._opened:  # those before it are gone
             self._opened, self.journal = True, Journal(self.folder, self.loggers)
             for member in self.members:
-                member.follow()
+                member.continue_journal()
         self.saving.losses += not generation.planned
         self.journal.write(
             "formed", number=generation.number, workers=list(generation.members), step=self.step, seconds=seconds
@@ -329,11 +329,11 @@ class Run:
 
     def need_team(self) -> None:
         """Makes a newcomer wait until it is admitted: where its script first needs something of the team."""
-        if self.team.operations.waiting and self.serving is not None:
-            tree, self.team.operations.waiting = self.serving.take(), False
+        if self.team.transactions.waiting and self.serving is not None:
+            tree, self.team.transactions.waiting = self.serving.take(), False
             self.take_over(tree, newcomer=True)
-        elif self.team.operations.waiting:
-            self.team.operations.admit()
+        elif self.team.transactions.waiting:
+            self.team.transactions.admit()
 
     # -- beginning ----------------------------------------------------------------------------------------------
 
@@ -524,7 +524,7 @@ class Run:
         """
         self.need_team()
         if self.serving is not None:
-            self.serving.serve(self.team.operations.reached)
+            self.serving.serve(self.team.transactions.fault_point)
         saved = self._streams
         if self.imported and not self.took_step and len(self.members) < len(self.tree["trainers"]):
             what = f"the weights imported from {self.imported} are for trainer {len(self.tree['trainers']) - 1}"
@@ -551,7 +551,7 @@ class Run:
         self._stop_due |= agreed.stop > 0
         self._enter_due |= agreed.enter > 0
         self.saving.agreed(agreed)
-        self.profiles.between_steps(self.step, self.team.operations.orders.profile)
+        self.profiles.between_steps(self.step, self.team.transactions.orders.profile)
 
     def between(self, ends: bool = False) -> None:
         """Does what was agreed on, when the outermost loop asks for the next step. If the loop `ends`, newcomers wait
@@ -570,23 +570,23 @@ class Run:
         elif save:
             release(self)
             self.saving.begin(self._subject(), mirror=True)
-        while not ends and (self._enter_due or self.team.operations.hold):
+        while not ends and (self._enter_due or self.team.transactions.hold):
             self._enter_due = False
-            self.error_feedback.consolidate(self.team.operations)
+            self.error_feedback.consolidate(self.team.transactions)
             try:
-                self.team.operations.enter_next()
+                self.team.transactions.enter_next()
             except LeftError:
                 self._left = self.team.left = True
                 raise SystemExit(STOPPED) from None
-        self.team.operations.between_steps()
+        self.team.transactions.between_steps()
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
-    def outside(self, make: Callable[[], Attempt], spends: str = "script", taken: Taken | None = None) -> Any:
+    def outside(self, make: Callable[[], TransactionBody], spends: str = "script", taken: Taken | None = None) -> Any:
         """Returns the result of a collective outside of loops; in a resumed run before its first step, the recorded
         result. For `taken` see `Operations.run`.
         """
-        results = self.recorded() or [self.team.operations.run(make, spends, taken)]
+        results = self.recorded() or [self.team.transactions.run(make, spends, taken)]
         self.record(results[0])
         return results[0]
 
@@ -658,13 +658,13 @@ class Run:
         self.tell_saved()
         return trouble is None and saving.committed == self.step
 
-    def _subject(self) -> Snapshot:
-        pool = partial(self.error_feedback.consolidate, self.team.operations) if self.error_feedback.differ else None
-        return Snapshot(self.step, self._tree, self._params, self.about, self._meet, pool)
+    def _subject(self) -> StateSnapshot:
+        pool = partial(self.error_feedback.consolidate, self.team.transactions) if self.error_feedback.differ else None
+        return StateSnapshot(self.step, self._tree, self._params, self.about, self._meet, pool)
 
     def _meet(self) -> None:
         self.agreement.meet()
-        for text in self.error_feedback.meet(self.team.operations.done):
+        for text in self.error_feedback.meet(self.team.transactions.done):
             self.say(text)
 
     def tell_saved(self) -> None:
@@ -680,7 +680,7 @@ class Run:
         self.saving.news.clear()
 
     def _tree(self) -> Any:
-        return {"trainers": [m.snapshot(self.team.operations.done) for m in self.members], "results": self.results}
+        return {"trainers": [m.snapshot(self.team.transactions.done) for m in self.members], "results": self.results}
 
     def _params(self) -> Iterator[torch.Tensor]:
         return (param for model in self.models for param in model.parameters())
@@ -692,7 +692,7 @@ class Run:
             "script": script_text(),
             "script_name": script_name(),
             "workers": self.team.size,
-            "generation": self.team.operations.number,
+            "generation": self.team.transactions.number,
             "best": best_now(self),
             "versions": VERSIONS,
         }
@@ -725,7 +725,7 @@ class Run:
 
     def _close_account(self) -> None:
         if self.took_step:
-            self.journal.write("account", seconds=self.team.operations.account.take())
+            self.journal.write("account", seconds=self.team.transactions.account.take())
 
     def say_finished(self) -> None:
         """Tells the user that a resumed run is finished, before code after its loops misses their reports."""
@@ -733,7 +733,7 @@ class Run:
             cure = "give a larger count= or epochs= to continue it, or another --run-dir"
             self.say(f"this run was finished at step {self.step}: nothing was left to do; {cure}", once=True)
 
-    def refuse_untouched(self) -> None:
+    def _refuse_untouched(self) -> None:
         """Raises UsageError at the end of a script that called steps() and trained nothing."""
         left = [phase.site for one in self.members for phase in one.untouched if not phase.complete]
         if left and not self.took_step and self.serving is None:
@@ -779,4 +779,4 @@ class Run:
                 say(write_report(self.folder, console.width, console.is_terminal, short=True))
         self.journal.close()
         if not failed and not self._left:
-            self.refuse_untouched()
+            self._refuse_untouched()

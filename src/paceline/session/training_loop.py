@@ -43,10 +43,10 @@ class RegisteredTrainer(Protocol):
     def restore(self, newcomer: bool) -> None:
         """Loads this trainer's part of the run's state tree. A `newcomer` also gets the state of its loops."""
 
-    def follow(self) -> None:
+    def continue_journal(self) -> None:
         """Continues the journal after its last step: this worker writes it from now on."""
 
-    def prepare(self, saved: dict[str, Any]) -> None:
+    def load_base(self, saved: dict[str, Any]) -> None:
         """Loads a state that is some steps old, ahead of the steps that follow it."""
 
     def complete_step(self) -> None:
@@ -74,7 +74,7 @@ class RegisteredTrainer(Protocol):
     def dismantle(self) -> list[Any]:
         """Frees the trainer's memory. Returns weak references to its model and optimizers."""
 
-    def hear(self, message: list[Any]) -> None:
+    def apply_step(self, message: list[Any]) -> None:
         """Applies a part of a step that the team made before this newcomer joined."""
 
     def mark_copies(self) -> None:

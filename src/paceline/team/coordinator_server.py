@@ -133,9 +133,10 @@ class Service:
     def answer(self, what: str, session: Session | None, body: bytes) -> Any:
         """Answers a signed request. FormatError: its body has the wrong type; RefusalError."""
         request = read_json(body, REQUESTS[what], _REQUEST.format(what), SAME_VERSION)
-        return getattr(self, what)(request) if session is None else getattr(self, what)(session, request)
+        respond = getattr(self, f"_answer_{what}")
+        return respond(request) if session is None else respond(session, request)
 
-    def join(self, request: Mapping[str, Any]) -> Any:
+    def _answer_join(self, request: Mapping[str, Any]) -> Any:
         """Answers POST /join. RefusalError: the agent's script, plan or torch differs from the run's (412)."""
         agent = request["agent"]
         if self._coordinator.moved is not None:
@@ -158,7 +159,7 @@ class Service:
         self._publish()
         return {"session": key, "numbers": numbers, "epoch": self._coordinator.epoch, "run": self._run["run"]}
 
-    def fence(self, request: Mapping[str, Any]) -> Any:
+    def _answer_fence(self, request: Mapping[str, Any]) -> Any:
         """Answers POST /fence: this coordinator is over, and refers agents to the one at `address`."""
         (host, port), epoch = request["address"], request["epoch"]
         if epoch <= self._coordinator.epoch:
@@ -170,7 +171,7 @@ class Service:
         self._publish()
         return {}
 
-    def stop(self, _: Mapping[str, Any]) -> Any:
+    def _answer_stop(self, _: Mapping[str, Any]) -> Any:
         """Answers POST /stop: the run saves a checkpoint and stops."""
         if self._coordinator.moved is not None:
             raise RefusalError(409, "this coordinator was taken over from")
@@ -193,7 +194,7 @@ class Service:
         loaded = {worker: [seconds, int(steps)] for worker, (seconds, steps) in loading.items()}
         self._record("loaded", host=session.host, workers=loaded, **traffic)
 
-    def stacks(self, request: Mapping[str, Any]) -> Any:
+    def _answer_stacks(self, request: Mapping[str, Any]) -> Any:
         """Answers POST /stacks: asks all agents for stacks, or returns the answers so far."""
         if not request.get("asked"):
             self._stack_requests.ask(session.agent for session in self._sessions.values() if not session.lost)
@@ -201,7 +202,7 @@ class Service:
             self._publish()
         return self._stack_requests.answer()
 
-    def profile(self, request: Mapping[str, Any]) -> Any:
+    def _answer_profile(self, request: Mapping[str, Any]) -> Any:
         """Answers POST /profile: asks workers to profile their next steps."""
         workers = [*self._coordinator.roster.members]
         steps, which = request["steps"], request["workers"] or workers
@@ -214,14 +215,14 @@ class Service:
         self._publish()
         return {**self._profile, "folder": str(Path(self._run["folder"]).absolute())}
 
-    def stands(self, session: Session, stand: Mapping[str, Any]) -> Any:
+    def _answer_stands(self, session: Session, stand: Mapping[str, Any]) -> Any:
         """Answers POST /stands: keeps the stacks of one worker."""
         if not stand.get("last"):
             check(stand, STAND, _REQUEST.format("stands"), SAME_VERSION)
         self._stack_requests.take(session.agent, stand)
         return {}
 
-    def report(self, session: Session, report: Mapping[str, Any]) -> Any:
+    def _answer_report(self, session: Session, report: Mapping[str, Any]) -> Any:
         """Answers POST /report: passes the state of an agent's workers on to the coordinator."""
         received = time.time()
         if report["epoch"] != self._coordinator.epoch:

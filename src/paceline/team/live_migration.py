@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -35,6 +35,7 @@ from paceline.base.memory import machine_memory
 from paceline.base.polling import can_read, wait_for
 from paceline.checkpoint.tree import flatten, pack, packed, raw, unpack
 from paceline.team.agent_commands import At
+from paceline.team.state_owner import StateOwner
 
 MEET, LOOK = 10.0, 0.1  # seconds to wait for a connection, and between two looks at the orders
 _GIVER = struct.Struct("<q")  # a sender's introduction: its worker number
@@ -257,16 +258,6 @@ class Migration:
             sender.close()
 
 
-class Learner(Protocol):
-    """Applies the state and the steps that a newcomer receives before it is admitted."""
-
-    def prepare(self, tree: Any) -> None:
-        """Takes the state, in the form of a hand-over."""
-
-    def hear(self, message: list[Any]) -> None:
-        """Takes a part of a later step of the team."""
-
-
 class StateReceiver:
     """Receives the state at a newcomer. `at` is its address, with the salt of the `key` that a sender must have."""
 
@@ -280,8 +271,8 @@ class StateReceiver:
         self.at: At = (host, self._listener.getsockname()[1], secrets.token_hex(16))
         self._key = key(self.at[2])
 
-    def follow(self, learner: Learner, admitted: Callable[[], int | None], current: Callable[[], None]) -> bool:
-        """Passes what arrives on to `learner` until the sender ends; returns whether there was a state.
+    def follow(self, owner: StateOwner, admitted: Callable[[], int | None], current: Callable[[], None]) -> bool:
+        """Passes what arrives on to `owner` until the sender ends; returns whether there was a state.
 
         `admitted` returns the first worker of the generation that this worker is to enter, once there is one.
         `current` is called when this worker has nothing more to wait for.
@@ -291,17 +282,17 @@ class StateReceiver:
         while (frame := frames.get()) is not None:
             message = unpack(frame, copy=False)
             if message[0] == "state":
-                learner.prepare(unpack(frame)[1])  # it keeps some of these
+                owner.load_base(unpack(frame)[1])  # it keeps some of these
                 prepared = True
             elif message[0] == "current":
                 current()
             else:
-                learner.hear(message)
+                owner.apply_step(message)
         current()
         return prepared
 
     def _listen(self, deliver: Callable[[torch.Tensor | None], None], admitted: Callable[[], int | None]) -> None:
-        """Receives frames in a thread, so that the connection does not stall while the learner applies them."""
+        """Receives frames in a thread, so that the connection does not stall while the owner applies them."""
         deadline = time.monotonic() + MEET
 
         def another() -> bool:

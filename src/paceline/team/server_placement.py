@@ -54,7 +54,7 @@ class ServerPlacement:
                 slots[number] = WorkerSlot(hosts[host_index or int(last)], newcomer=True)
         return any(number in slots for number in new)
 
-    def _home(self, number: int) -> str:
+    def pick_host(self, number: int) -> str:
         """The agent that starts a worker again. A server of a lost host goes to the host with the fewest servers that
         does not hold its copies.
         """
@@ -67,7 +67,7 @@ class ServerPlacement:
 
     def restart(self, number: int, life: int, failures: int = 0, newcomer: bool = True) -> None:
         """Replaces a worker's slot by one with this life, on another host if its own is lost."""
-        before, agent = self.slots[number], self._home(number)
+        before, agent = self.slots[number], self.pick_host(number)
         if agent != before.agent:
             self._left.setdefault(before.agent, {})[number] = WorkerSlot(agent, before.life, True, out=True).wanted
         self.slots[number] = WorkerSlot(agent, life, newcomer, failures=failures)

@@ -25,7 +25,7 @@ from paceline.comm.peer_status import call_site
 from paceline.data.loader import Assignment
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
 from paceline.team.exit_reports import ExitReports, describe_exception
-from paceline.team.transactions import Operations, settling
+from paceline.team.transactions import Transactions, settling
 
 T = TypeVar("T")
 _NO_GROUP = "Default process group has not been initialized"  # torch's error in a collective
@@ -60,7 +60,7 @@ class Team:
     def __init__(self, world: World) -> None:
         self.world = world
         self.group = Group(world)
-        self.operations = Operations(world, self.group)
+        self.transactions = Transactions(world, self.group)
         self.left = False
         self.code: int | None = None  # the exit code of this worker if it failed
         self.ends_late = False  # whether it failed after the script had ended
@@ -82,12 +82,12 @@ class Team:
         """How the micro-batches of a trainer with this mesh are assigned to units at present, and to which of these
         units this worker belongs.
         """
-        rank, units = self.rank, _weights(self.operations.members, self.world.shares, mesh.unit)
+        rank, units = self.rank, _weights(self.transactions.members, self.world.shares, mesh.unit)
         speaks = mesh.speaks(rank)
-        return Assignment(mesh.unit_of(rank), units, self.operations.number, together=together, speaks=speaks)
+        return Assignment(mesh.unit_of(rank), units, self.transactions.number, together=together, speaks=speaks)
 
     def _run_collective(self, compute: Callable[[], T]) -> T:
-        result: T = self.operations.run(settling(compute))
+        result: T = self.transactions.run(settling(compute))
         return result
 
     def _greet(self) -> None:
@@ -186,7 +186,7 @@ class Team:
 
     def close(self) -> None:
         """Ends this worker's part in the team; called automatically when the script ends."""
-        alone = self.code is not None or self.left or self.operations.waiting
+        alone = self.code is not None or self.left or self.transactions.waiting
         if not alone:
             with HEARTBEAT.waiting():
                 self._run_collective(self.group.meet)
@@ -240,8 +240,8 @@ def _check_identity(world: World) -> None:
 def _refuse_in_child(team: Team) -> None:
     """Keeps a process that the worker forked out of the training; it reports nothing to the agent when it ends."""
     atexit.unregister(_end)
-    worker = team.operations.worker
-    team.operations.refusal = UsageError(
+    worker = team.transactions.worker
+    team.transactions.refusal = UsageError(
         f"process {os.getpid()} was forked from worker {worker}, and is not it", _TWINS
     )
 

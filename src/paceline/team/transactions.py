@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Never, Protocol
+from typing import Any, Never
 
 import torch
 
@@ -28,7 +28,8 @@ from paceline.errors import PeerLostError, UsageError
 from paceline.team.agent_commands import AgentCommands, Coming, Generation
 from paceline.team.auth import handshake_key
 from paceline.team.fault_injection import FaultInjector
-from paceline.team.live_migration import Learner, Migration, StateReceiver, digests
+from paceline.team.live_migration import Migration, StateReceiver, digests
+from paceline.team.state_owner import StateOwner
 
 LARGE = 1 << 16  # bytes from which on a tensor is handed over in a message of its own
 PAUSE = 0.05  # seconds between two looks at the orders
@@ -51,51 +52,21 @@ class LeftError(Exception):
 #     ...                     changes the state of this worker, without collectives
 #     yield result            the transaction counts; `result` is a tree of plain values and tensors
 #     ...                     what is left to do, by collectives; `StateOwner.complete` does it if they fail
-Attempt = Generator[Any, Any, None]
+TransactionBody = Generator[Any, Any, None]
 Taken = Callable[[Any, Any], Any]
 
 
-def settling(compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None) -> Callable[[], Attempt]:
+def settling(compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None) -> Callable[[], TransactionBody]:
     """Makes attempts at something without a state: `compute` uses collectives, and `apply` maps its result."""
 
-    def attempt() -> Attempt:
+    def attempt() -> TransactionBody:
         settled = yield compute
         yield settled if apply is None else apply(settled)
 
     return attempt
 
 
-class StateOwner(Learner, Protocol):
-    """Holds the state of the training, and hands it over to other workers or takes it over from them."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-
-    def hand_over(self) -> Any:
-        """Returns the full state, as a tree of plain values and tensors."""
-
-    def take_over(self, tree: Any, newcomer: bool) -> None:
-        """Takes the state that another worker handed over; a worker that is no newcomer keeps its position in its
-        script.
-        """
-
-    def complete(self) -> None:
-        """Does what a step that counts may have left to do. Collective among the workers of a replica."""
-
-    def changing(self) -> int:
-        """The bytes of a step's sums."""
-
-    def gives(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
-        """Reports that this worker is about to give `size` of the state's `full_size` bytes to a worker, which takes so
-        many seconds, if that is known.
-        """
-
-    def formed(self, generation: Generation, seconds: float) -> None:
-        """Assigns memory and shares again after a generation has formed, which took so many seconds. Collective."""
-
-
-class Operations:
+class Transactions:
     """Runs transactions in the present generation, and forms the next generations.
 
     `number` is the number of the generation. A `waiting` worker is a newcomer: a world of one until it is admitted.
@@ -110,7 +81,7 @@ class Operations:
         self.account = Account()
         self._detection = 0.0  # seconds for which the last loss was not known
         self.hold = False  # there are too few workers to make another step
-        self.holder: StateOwner | None = None
+        self.state_owner: StateOwner | None = None
         self.refusal: UsageError | None = None  # why this process takes no part in the team, if it does not
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
         self._last: Any = None  # the last settled values, and the result
@@ -131,7 +102,7 @@ class Operations:
     @property
     def elastic(self) -> bool:
         """Whether the team can survive losses: there is an agent, and a state to hand over."""
-        return self.world.orders_fd is not None and self.holder is not None
+        return self.world.orders_fd is not None and self.state_owner is not None
 
     @property
     def done(self) -> int:
@@ -161,11 +132,11 @@ class Operations:
         if self.interrupted:
             raise ReformedError("another generation forms", "wait")
 
-    def reached(self, moment: str) -> None:
+    def fault_point(self, moment: str) -> None:
         """Marks a moment at which a fault may be injected."""
         HEARTBEAT.beat()
-        if self._chaos is not None and self.holder is not None:
-            self._chaos.reached(moment, self.holder.step, len(self.members))
+        if self._chaos is not None and self.state_owner is not None:
+            self._chaos.reached(moment, self.state_owner.step, len(self.members))
 
     def _on_urgent_generation(self, order: Generation) -> None:
         with self._entering:
@@ -180,8 +151,8 @@ class Operations:
         """Between two steps: sends the state ahead to newcomers on other hosts, and waits if the agent asks for it."""
         if self.orders.coming:
             self._meet_newcomers(self.orders.coming)
-        if self.holder is not None:
-            self.migration.begin_sending(self.holder.hand_over, self.holder.changing)
+        if self.state_owner is not None:
+            self.migration.begin_sending(self.state_owner.hand_over, self.state_owner.step_bytes)
         if self.orders.paused_by_agent:
             with self.account.of("paused"), HEARTBEAT.waiting():
                 while self.orders.paused_by_agent and not self.orders.has_newer(self.number):
@@ -189,7 +160,7 @@ class Operations:
 
     # -- one thing ----------------------------------------------------------------------------------------------
 
-    def run(self, make: Callable[[], Attempt], spends: str = "script", taken: Taken | None = None) -> Any:
+    def run(self, make: Callable[[], TransactionBody], spends: str = "script", taken: Taken | None = None) -> Any:
         """Runs one transaction: makes attempts, through as many generations as it takes, and returns the result.
 
         Its time goes to the account `spends`. If this worker took over the state of another one together with the
@@ -240,7 +211,7 @@ class Operations:
                 self._form(error, None)
             return result
 
-    def _take_result(self, make: Callable[[], Attempt], taken: Taken | None) -> Any:
+    def _take_result(self, make: Callable[[], TransactionBody], taken: Taken | None) -> Any:
         """The result of a transaction that counts, although this worker's part of it was lost."""
         settled, result = self._last
         if taken is not None:
@@ -258,13 +229,13 @@ class Operations:
         if not ended:
             self.account.move(tried - unknown, "redone")
 
-    def _end(self, attempt: Attempt, settled: Any) -> Any:
+    def _end(self, attempt: TransactionBody, settled: Any) -> Any:
         self._tx.updating()
         self._last = [settled, attempt.send(settled)]
         self._tx.applied()
         return self._last[1]
 
-    def _void(self, attempt: Attempt | None) -> None:
+    def _void(self, attempt: TransactionBody | None) -> None:
         self._tx.abort()
         if attempt is not None:
             attempt.close()
@@ -277,7 +248,7 @@ class Operations:
 
     def admit(self) -> None:
         """Waits until this newcomer belongs to the team and has its state."""
-        assert self.holder is not None
+        assert self.state_owner is not None
         assert self.world.store is not None
         if self._group.mesh.replica > 1 or not self.ahead:  # its shard of the state is not known before
             self.world.tell("waiting", replica=self._group.mesh.replica)
@@ -285,7 +256,7 @@ class Operations:
             taker = StateReceiver(self.world.store[0], self._key)
             self.world.tell("waiting", at=taker.at)
             with HEARTBEAT.waiting():
-                self._followed = taker.follow(self.holder, self._first, partial(self.world.tell, "current"))
+                self._followed = taker.follow(self.state_owner, self._first, partial(self.world.tell, "current"))
         self._form(None, None)
         self.waiting = False
 
@@ -294,12 +265,12 @@ class Operations:
         order = self.orders.newest
         return order.members[0] if order is not None and self.worker in order.members else None
 
-    def _form(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
+    def _form(self, error: PeerLostError | None, attempt: TransactionBody | None) -> bool:
         """Enters the newest generation; returns whether the attempt has been completed meanwhile."""
         with self.account.of("forming"):
             return self._enter(error, attempt)
 
-    def _enter(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
+    def _enter(self, error: PeerLostError | None, attempt: TransactionBody | None) -> bool:
         began = time.monotonic()
         self._took = False
         done = self._tx.done
@@ -324,8 +295,8 @@ class Operations:
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
                 if self._chaos is not None:
                     self._chaos.formed()
-                if self.holder is not None:
-                    self.holder.formed(order, time.monotonic() - began)
+                if self.state_owner is not None:
+                    self.state_owner.formed(order, time.monotonic() - began)
                 break
             except PeerLostError as again:
                 error = again
@@ -351,10 +322,10 @@ class Operations:
         say(f"paceline: worker {self.worker} {why}, and ends")
         os._exit(REFUSED)
 
-    def _resolve(self, attempt: Attempt | None) -> None:
+    def _resolve(self, attempt: TransactionBody | None) -> None:
         group, tx = self._group, self._tx
         group.declare(f"the beginning of generation {self.number}", kind="forming")
-        self.reached("forming")
+        self.fault_point("forming")
         status = tx.status
         statuses = group.gather_json([status.done, status.applied, status.sums])
         team = [[Status(*statuses[rank]) for rank in replica] for replica in group.mesh.replicas]
@@ -374,19 +345,19 @@ class Operations:
             self._end(attempt, last[0])
         elif attempt is not None:
             self._void(attempt)
-        if self.holder is not None and replica not in resolution.sources:
-            self.holder.complete()
+        if self.state_owner is not None and replica not in resolution.sources:
+            self.state_owner.complete()
         if resolution.sources:
             with self.account.of("hand-over"):
                 self._hand_over(resolution.sources, last)
 
     def _hand_over(self, sources: Mapping[int, int], last: Any) -> None:
         """Hands the state over from replicas that have it to those that need it, between workers of the same shard."""
-        group, tx, holder = self._group, self._tx, self.holder
+        group, tx, holder = self._group, self._tx, self.state_owner
         assert holder is not None
         replica, twins = group.mesh.replica_of(group.rank), group.mesh.twins(group.rank)
         if replica in sources or replica in sources.values():
-            self.reached("hand-over")
+            self.fault_point("hand-over")
         tree: Any = None
         hosts = group.hosts
         for taker, source in route_transfers(sources, [hosts[twin] for twin in twins]).items():
@@ -416,8 +387,10 @@ class Operations:
         shapes = {name: [t.dtype, list(t.shape)] for name, t in large.items()}
         number, sender = self._group.names[taker], self.migration.senders.get(self._group.names[taker])
         size, full_size = (sum(tensor.nbytes for tensor in group.values()) for group in (changed, tensors))
-        if self.holder is not None:
-            self.holder.gives(number, size, full_size, size / sender.speed if sender and sender.speed else None)
+        if self.state_owner is not None:
+            self.state_owner.on_state_sent(
+                number, size, full_size, size / sender.speed if sender and sender.speed else None
+            )
         self._group.send_bytes(pack([skeleton, {n: t for n, t in changed.items() if n not in large}, shapes]), taker)
         for tensor in large.values():
             self._group.send(raw(tensor), taker)

@@ -136,10 +136,10 @@ class Replica:
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
         work = self.team.start_sum(small)
         self.transit.finish()
-        options.reached("summed")
+        options.fault_point("summed")
         self.team.finish(work)
         if self.job.sparse:
-            self.add_up_rows(options)
+            self._add_up_rows(options)
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
         if sums.maxima is not None:
@@ -147,7 +147,7 @@ class Replica:
         self.error_feedback.add(options.expected)
         return vector
 
-    def add_up_rows(self, options: StepOptions) -> None:
+    def _add_up_rows(self, options: StepOptions) -> None:
         """Sums sparse gradients over all workers. Collective."""
         self.outer.declare(f"rows of step {options.step + 1}", check=False, kind="rows")
         add_up(self.job.in_rows, self.outer)
@@ -201,7 +201,7 @@ class Replica:
 
     # -- a step of others -------------------------------------------------------------------------------------------
 
-    def follow(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
+    def apply_step(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Applies a step of other workers from the gradients that were written into the sums."""
         self.grad_buffers.assign_grads()
         self.update(sums, agreed, options, norm)

@@ -38,7 +38,7 @@ from paceline.session.run import Run
 from paceline.session.validation import memory_now, peak_memory
 from paceline.session.worker_batch import WorkerBatch
 from paceline.team.live_migration import Migration
-from paceline.team.transactions import Attempt
+from paceline.team.transactions import TransactionBody
 from paceline.train.nonfinite import Refusal
 from paceline.train.replica import Replica
 
@@ -139,14 +139,14 @@ class StepRunner:
     )
 
     def __post_init__(self) -> None:
-        self.operations = self.run.team.operations
+        self.transactions = self.run.team.transactions
         self.kinds = {name: (param.dtype, param.device) for name, param in self.job.named.items()}
         self.group = self.replica.team  # the workers who make a step together
         plan, unit = self.plan, self.replica.mesh.unit
         balanced = self.lockstep and self.run.team.world.shares is None and plan.together == 1
         if self.grid is not None and balanced:
             never = self.run.reverse or plan.one_by_one
-            self.balance = Balance(self.grid, self.operations.members, never, unit)
+            self.balance = Balance(self.grid, self.transactions.members, never, unit)
         self.scaling = LossScale() if plan.precision == "fp16" else None
         self.replica.error_feedback.trainer = self.trainer
         self.run.error_feedback.append(self.replica.error_feedback)
@@ -169,7 +169,7 @@ class StepRunner:
         step = StepAttempt(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
         with self.run.explains_memory(self.job.device):
             try:
-                self.operations.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
+                self.transactions.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
             except RuntimeError as error:
                 refuse_other_kinds(self.kinds, dict(self.job.model.named_parameters()), error)
                 raise
@@ -183,7 +183,7 @@ class StepRunner:
         HEARTBEAT.step()
         return step
 
-    def _attempt(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str) -> Attempt:
+    def _attempt(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str) -> TransactionBody:
         """One attempt at a step in the present generation, as `Operations.run` makes it."""
         with ExitStack() as undo:
             began = time.perf_counter()
@@ -205,7 +205,7 @@ class StepRunner:
         self.updated = ended - reduced
         step.spent |= {"reduce": reduced - computed, "update": self.updated}
         yield [dict(vars(step.agreed)), norm, step.lr, [step.batch.rows, step.batch.epoch]]
-        self.operations.reached("applied")
+        self.transactions.fault_point("applied")
         self.replica.complete()
         step.spent["update"] += time.perf_counter() - ended
 
@@ -213,10 +213,10 @@ class StepRunner:
 
     def _open(self, step: StepAttempt, name: str) -> None:
         """Begins an attempt: takes memory in a new generation, and a digest of the weights where they are compared."""
-        group, step.generation = self.run.team.group, self.operations.number
+        group, step.generation = self.run.team.group, self.transactions.number
         if self.bound_generation != step.generation:
             self.rebind(name)
-        self.operations.reached("loading")
+        self.transactions.fault_point("loading")
         for member in self.run.members:
             member.state.step_begins()
         looks, self.weights.refused = group.size > 1 and self.weights.looks(step.number), True
@@ -239,8 +239,8 @@ class StepRunner:
             reverse=self.run.reverse,
             hooked="hooks" in self.announced,
             advice=step.batch.cure,
-            reached=self.operations.reached,
-            transaction=self.operations.done,
+            fault_point=self.transactions.fault_point,
+            transaction=self.transactions.done,
         )
 
     def _load(self, step: StepAttempt, deal: Callable[[], WorkerBatch]) -> None:
@@ -255,7 +255,7 @@ class StepRunner:
         """Computes gradients and agrees on the step's sums, again if the workers agree to repeat it. Returns the time
         at which this worker's own gradients were complete.
         """
-        options, migration = step.options, self.operations.migration
+        options, migration = step.options, self.transactions.migration
         if step.batch.single and step.batch.micro_batches and self.replica.mesh.pipeline == 1:
             self._try_single_row(step)
         sends_all_sums = bool(self.plan.exact or self.scaling or self.plan.local or self.job.sparse)
@@ -333,7 +333,7 @@ class StepRunner:
 
     def _norm(self, step: StepAttempt) -> float:
         """Returns the norm of the mean gradient. Once all workers know it, all sums have arrived everywhere."""
-        self.operations.reached("reduced")
+        self.transactions.fault_point("reduced")
         norm = step.norm or self.replica.norm(step.agreed, step.options)
         if not math.isfinite(norm):
             raise self._refusal(step).of_gradient(step.agreed.loss / step.agreed.count)
@@ -367,11 +367,11 @@ class StepRunner:
         step.agreed, step.batch = Agreed(**agreed), WorkerBatch([], 0, rows, epoch)
         step.sums, step.spent = None, {}
 
-    def hear(self, message: list[Any]) -> None:
+    def apply_step(self, message: list[Any]) -> None:
         """Applies a part of a step that the team made before this newcomer joined: one bucket of sums, or the step's
         agreed values.
         """
-        if self.bound_generation != self.operations.number:
+        if self.bound_generation != self.transactions.number:
             self.rebind("a step of others")
         if len(message) == 2:
             index, bucket_sum = message
@@ -379,7 +379,7 @@ class StepRunner:
             return
         agreed, norm, expected, records = message
         options = StepOptions(step=self.done, expected=expected, micro_batches=0)
-        self.replica.follow(StepSums(records=records), Agreed(**agreed), options, norm)
+        self.replica.apply_step(StepSums(records=records), Agreed(**agreed), options, norm)
         self.done += 1
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ class StepRunner:
             self._tell(step.news)
         # Only in the generation that it was computed in: its members know the same, and those of the next one tell
         # each other.
-        if self.balance is not None and step.generation == self.operations.number:
+        if self.balance is not None and step.generation == self.transactions.number:
             self._weigh(self.balance, step)
         if step.agreed.count <= 0:
             self._tell_of_nothing(step)
@@ -489,7 +489,7 @@ class StepRunner:
         of speeds and links. Collective. It does not happen earlier, since newcomers reach the places where a script
         makes its trainers at other times than the other workers.
         """
-        operations, group = self.operations, self.run.team.group
+        operations, group = self.transactions, self.run.team.group
         balance, feedback = self.balance, self.replica.error_feedback
         group.declare(name)
         self.replica.rebind()
@@ -617,7 +617,7 @@ class StepRunner:
             "news": bool(self.untold()),
             "stop": self.stops,
             "save": run.wants_save(),
-            "enter": self.operations.newcomers,
+            "enter": self.transactions.newcomers,
             "look": group.rank == 0 and group.size > 1 and self.weights.wish,
             "tune": self.replica.error_feedback.wishes,
             "sq_norm": sums.sq_norms[0] * step.options.expected**2,

@@ -92,7 +92,7 @@ class PipelineRunner(Runner):
             with chunk.noted, self._timed(seconds, stage):
                 if action.kind == FORWARD:
                     if not passed_forward:
-                        options.reached("forward")
+                        options.fault_point("forward")
                     loss = self._forward(chunk, sums, options)
                     assert loss is not None
                     passed_forward[stage, number] = loss, pipeline.take_passed(stage)
@@ -147,7 +147,7 @@ class PipelineRunner(Runner):
         of the line. Without memory for the full model, it is computed block by block or not at all.
         """
         pipeline, has_full_model = self.pipeline, self.pipeline.line.rank == self.pipeline.last_worker
-        trial_options = replace(options, reached=_ignore_moment, noise_sample="")
+        trial_options = replace(options, fault_point=_ignore_moment, noise_sample="")
         self.observer.why("")
         way = self._fits(chunk)
         if not way:

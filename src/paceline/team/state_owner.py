@@ -1,0 +1,43 @@
+"""StateOwner: what holds the state of the training, as the team asks for it, hands it over and takes it over."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from paceline.team.agent_commands import Generation
+
+
+class StateOwner(Protocol):
+    """Holds the state of the training, and hands it over to other workers or takes it over from them."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+
+    def hand_over(self) -> Any:
+        """Returns the full state, as a tree of plain values and tensors."""
+
+    def take_over(self, tree: Any, newcomer: bool) -> None:
+        """Takes the state that another worker handed over; a worker that is no newcomer keeps its position in its
+        script.
+        """
+
+    def complete(self) -> None:
+        """Does what a step that counts may have left to do. Collective among the workers of a replica."""
+
+    def step_bytes(self) -> int:
+        """The bytes of a step's sums."""
+
+    def on_state_sent(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
+        """Reports that this worker is about to give `size` of the state's `full_size` bytes to a worker, which takes so
+        many seconds, if that is known.
+        """
+
+    def formed(self, generation: Generation, seconds: float) -> None:
+        """Assigns memory and shares again after a generation has formed, which took so many seconds. Collective."""
+
+    def load_base(self, tree: Any) -> None:
+        """Takes, at a newcomer that is not admitted yet, a state that is some steps old, in the form of a hand-over."""
+
+    def apply_step(self, message: list[Any]) -> None:
+        """Takes, after `prepare`, a part of a later step of the team."""
