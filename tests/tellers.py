@@ -88,7 +88,7 @@ def in_step(ear: Ear) -> Any:
     runner = fake(carried=fake(merge=lambda _: None))
     job, home = fake(exact=True), fake(largest=[0.5, float("inf")])
     about = {"number": 0, "key": (3, 1, 0), "_rates": lambda: [[0.1], [0.2, 0.3]]}
-    return fake(servers=servers, team=fake(rank=0, size=2), job=job, home=home, runner=runner, **about)
+    return fake(servers=servers, team=fake(rank=0, size=2), job=job, grad_buffers=home, runner=runner, **about)
 
 
 def since(worker: Any = None) -> bytes:

@@ -299,7 +299,7 @@ class Two:
     def __init__(self) -> None:
         self.other, self.told = list[Any](), list[Any]()
 
-    def enter(self, name: str, kind: str) -> None:
+    def declare(self, name: str, kind: str) -> None:
         pass
 
     def gather_json(self, mine: Any) -> list[Any]:

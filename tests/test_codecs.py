@@ -61,7 +61,7 @@ class Leaders:
         return list(range(self.size))
 
     @property
-    def leads(self) -> bool:
+    def is_host_leader(self) -> bool:
         return self.size > 1
 
     def start_sum(self, flat: torch.Tensor, between: Callable[..., Steps] | None = None) -> None:

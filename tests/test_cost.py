@@ -28,7 +28,7 @@ BODY = f"""
 import json
 from pathlib import Path
 from paceline.parallel.plan_cost import cost, facts_of
-from paceline.parallel.tensor_parallel.script_view import call_by_pieces
+from paceline.parallel.tensor_parallel.script_view import call_without_script_view
 from staging import gpt2, ids, words
 def layers():
     blocks = [nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)) for _ in range(4)]
@@ -43,7 +43,7 @@ sums = lambda: {{{{kind: told[1] for kind, told in t._group.ledger.items() if ki
 for report in t.steps(rows, count={STEPS}):
     first, rest = (sums(), {STEPS} - report.turn) if report.step == report.turn else (first, rest)
 team = paceline.join()
-facts, memory = call_by_pieces(lambda: (facts_of(t._job), t._stepper.memory()))
+facts, memory = call_without_script_view(lambda: (facts_of(t._job), t._stepper.memory()))
 found = cost(t.plan, facts, team.size, 24 // 3 // (team.size // t.plan.mesh(team.size).unit))
 sent = {{{{kind: (sum - first[kind]) / rest for kind, sum in sums().items()}}}}
 told = [found.held, found.sent, found.in_flight, list(memory.values()), sent, sums()]

@@ -56,7 +56,8 @@ from basics import *
 NAME = {NAME!r}
 group = lambda params: torch.optim.SGD([{{"params": list(params), "about": NAME}}], lr=0.1)
 t = paceline.Trainer(net, cross_entropy, group, global_batch=24)
-for report in t.steps(data, epochs=2):
+saved = lambda: list(Path(os.environ["PACELINE_RUN_DIR"], "checkpoints").glob("*/manifest.json"))
+for report in t.steps(data, epochs=1000):
     if report.step == 2:
         t.log(**{{NAME: 1.0}})
         t.evaluate(data, lambda output, batch: {{NAME: (output.sum(), len(output))}})
@@ -64,11 +65,9 @@ for report in t.steps(data, epochs=2):
     if report.step == 4:
         while os.path.exists("wait"):
             time.sleep(0.01)
-    if report.step == 6:
+    if report.step >= 6 and saved():
         print(NAME, file=sys.stderr)
         print("\\x1b[32mgreen\\x1b[2J", file=sys.stderr)
-        while not list(Path(os.environ["PACELINE_RUN_DIR"], "checkpoints").glob("*/manifest.json")):
-            time.sleep(0.01)
         raise ValueError(NAME)
 """
 

@@ -246,7 +246,7 @@ def follow(orders: dict[str, Any], tell: Callable[[Any], Any] = json.dumps) -> A
     again: Callable[..., None] = lambda *_: None
     workers = SimpleNamespace(all=[worker], now={0: worker}, lose=again, again=again, start=again, preparing=False)
     link = SimpleNamespace(take=lambda: orders, move=again, newest=orders)
-    output = SimpleNamespace(failing=again, lead=again)
+    output = SimpleNamespace(failing=again, show_lines_of=again)
     vars(agent).update(_lines=0, _wanted={}, _number=(0, 0), _coming={}, _merge=None, _servers={}, _profile={})
     vars(agent).update(_failing={}, _since={}, _stop=None, _over=False, _standby_address=("127.0.0.1", 1), _declined={})
     vars(agent).update(_coordinator=None, _held_back=False, _link=link, _workers=workers, _output=output)

@@ -129,7 +129,7 @@ def test_groups_by_attributes_are_the_same_with_whole_shapes() -> None:
         rest = [param for _, param in params if not getattr(param, "no_decay", False)]
         return torch.optim.AdamW([{"params": rest}, {"params": free, "weight_decay": 0.0}])
 
-    job = SimpleNamespace(own=own, own_cuts={}, named=own, in_rows=[])
+    job = SimpleNamespace(local_params=own, local_cuts={}, named=own, in_rows=[])
     found, groups = coupling_of(make, job)  # type: ignore[arg-type]
     assert found.scope == Scope.ELEMENT
     assert groups == {name: (0, int(name == "a.bias")) for name in SHAPES}

@@ -315,7 +315,7 @@ def test_a_mark_of_numpys_leaves_it_where_it_is_and_brings_back_all_of_it(seed, 
         assert numpys() == before
         follows = [np.random.normal() for _ in range(3)]
         assert streams.has_changed(mark)
-        streams.restore(before)
+        streams.restore(mark)
         assert numpys() == before
         assert [np.random.normal() for _ in range(3)] == follows
 

@@ -122,8 +122,8 @@ class Group:
         mesh.
 
         Along all axes it is this group itself. The object is the same in all generations. In each it connects at its
-        first `enter`, `lending` or `allocate`, which is collective among its workers: a newcomer was not present when
-        the others made it.
+        first `declare`, `declared_torch_group` or `allocate`, which is collective among its workers: a newcomer was not
+        present when the others made it.
         """
         mesh = replace(mesh or self.mesh, data=1)  # replicas come and go
         if "data" in axes and all(axis in axes or getattr(mesh, axis) == 1 for axis in AXES):

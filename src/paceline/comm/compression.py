@@ -175,8 +175,8 @@ class TopK:
 class Feedback:
     """What a worker keeps for the next step.
 
-    `left` is the residual of each bucket, by index and unscaled; `basis` the basis that each matrix begins with, by its
-    parameter's number; `squares` the squared norm of each leader's residual, by the leader's name.
+    `residual` is the residual of each bucket, by index and unscaled; `basis` the basis that each matrix begins with, by
+    its parameter's number; `squares` the squared norm of each leader's residual, by the leader's name.
     """
 
     residual: dict[int, torch.Tensor] = field(default_factory=dict)

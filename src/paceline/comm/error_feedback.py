@@ -38,12 +38,12 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class ErrorFeedback:
-    """The error-feedback residual of one worker: what its `codec`, if it has one, left out of the gradients at `home`.
+    """The error-feedback residual of one worker: what its `codec`, if it has one, left out of the gradients in `grad_buffers`.
 
     The gradients are summed over the group `outer`. Parameters go by name; `cuts` gives the rows of each that this
-    worker holds. `owed` is the part of the residual that is equal on all workers: unscaled, by parameter name, it goes
-    into the next gradient. `chosen` is equal on all workers, too: with `auto`, the codec of each bucket (`words`), the
-    `rate` of the link and the number of `hosts` for which it was chosen.
+    worker holds. `pending_residual` is the part of the residual that is equal on all workers: unscaled, by parameter
+    name, it goes into the next gradient. `chosen` is equal on all workers, too: with `auto`, the codec of each bucket
+    (`words`), the `rate` of the link and the number of `hosts` for which it was chosen.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ErrorFeedback:
         self.coded = codec
         self.to = "other hosts"
         self.group, self.outer, self.mesh = group, outer, mesh
-        self.home, self.cuts = home, cuts
+        self.grad_buffers, self.cuts = home, cuts
         self.pending_residual: dict[str, torch.Tensor] = {}
         self.chosen: dict[str, Any] = {}
         self._tried: tuple[int, codec_tuning.Trials] = 0, {}  # (number of hosts, what was measured for it)
@@ -83,7 +83,7 @@ class ErrorFeedback:
         left, names = {} if self.codec is None else self.codec.kept.at(done).residual, list(self.cuts)
         return {
             names[number]: part
-            for bucket in self.home.buckets
+            for bucket in self.grad_buffers.buckets
             if bucket.index in left
             for number, part in bucket.split(left[bucket.index])
         }
@@ -152,7 +152,7 @@ class ErrorFeedback:
         """Writes residuals, by parameter name, into the codec's buckets."""
         assert self.codec is not None
         names, left = list(self.cuts), self.codec.kept.value.residual
-        for bucket in self.home.buckets:
+        for bucket in self.grad_buffers.buckets:
             flat = left[bucket.index] = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
             for number, part in bucket.split(flat):
                 part.copy_(named[names[number]].view(part.shape))
@@ -193,7 +193,7 @@ class ErrorFeedback:
         if self.codec is not None:
             was = self.codec.kept.at(team.done)
             self.outer.declare("what codecs have left out", kind="gradients")
-            for bucket in (one for one in self.home.buckets if one.local_shard.is_floating_point()):
+            for bucket in (one for one in self.grad_buffers.buckets if one.local_shard.is_floating_point()):
                 flat = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
                 self.outer.sum(flat.add_(was.residual.get(bucket.index, 0.0)))
                 for number, part in bucket.split(flat):
@@ -272,7 +272,7 @@ class ErrorFeedback:
         if self._comparison is not None:
             yield from self._run_on(self._comparison)
             return
-        hosts, buckets, tried = len(self.outer.leaders), self.home.buckets, codec_tuning.Trials()
+        hosts, buckets, tried = len(self.outer.leaders), self.grad_buffers.buckets, codec_tuning.Trials()
         if self.outer.is_host_leader:
             if anew or self._tried[0] != hosts:
                 candidates_tried = codec_tuning.ROUNDING + (
@@ -333,7 +333,9 @@ class ErrorFeedback:
         """
         hosts, (rate, latency) = len(self.outer.leaders), self.link
         buckets = [
-            bucket for bucket in self.home.buckets if bucket.local_shard.is_floating_point() and len(bucket.local_shard)
+            bucket
+            for bucket in self.grad_buffers.buckets
+            if bucket.local_shard.is_floating_point() and len(bucket.local_shard)
         ]
         gradient_bytes = sum(bucket.local_shard.nbytes for bucket in buckets)
         sent = 2 * gradient_bytes * (hosts - 1) / hosts
@@ -355,7 +357,7 @@ class ErrorFeedback:
 
     def add(self, expected: float) -> None:
         """Adds the owed gradients, divided by `expected`, to gradients that are equal on all workers."""
-        for name, param in zip(self.cuts, self.home.local_params, strict=True):
+        for name, param in zip(self.cuts, self.grad_buffers.local_params, strict=True):
             if name in self.pending_residual:
                 more = (self.pending_residual[name].view(param.shape) / expected).to(param)
                 param.grad = more if param.grad is None else param.grad.add_(more)
@@ -373,7 +375,7 @@ class ErrorFeedback:
 
     def unused(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Of these parameters without a gradient, those that get nothing from earlier steps either."""
-        grads = [(number, self.home.local_params[number].grad) for number in numbers]
+        grads = [(number, self.grad_buffers.local_params[number].grad) for number in numbers]
         return tuple(number for number, grad in grads if grad is None or not bool(grad.any()))
 
     # -- state ------------------------------------------------------------------------------------------------------
@@ -396,7 +398,7 @@ class ErrorFeedback:
         rows, left, tensors = self._row_of_rank, self._left(done) if self._row_of_rank else {}, {}
         if max((-1 if row is None else row for row in rows), default=-1) < 0:
             return {}
-        for param, (name, cut) in zip(self.home.local_params, self.cuts.items(), strict=True):
+        for param, (name, cut) in zip(self.grad_buffers.local_params, self.cuts.items(), strict=True):
             stack = stacked(cut, rows)
             shape, rank = stack.at(self.group.rank).shape, self.group.rank
             residual = left[name].view(shape) if name in left else torch.zeros(shape, dtype=wide(param.dtype))

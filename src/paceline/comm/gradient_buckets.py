@@ -310,7 +310,9 @@ class Buckets(GradSink):
 
     def _take(self, number: int, param: torch.Tensor) -> None:
         """Takes a gradient that autograd has made: a hook of the parameter."""
-        if self._ready is None or self._weight is not None:  # not in a step, or it lands in `close`, with its weight
+        if (
+            self._ready is None or self._weight is not None
+        ):  # not in a step, or it lands in `end_backward`, with its weight
             return
         self._land(number, param, first=number not in self._touched)
         self._touched.add(number)

@@ -424,7 +424,7 @@ class HierarchicalTransport:
         """Reduces `flat` in place on all workers.
 
         `arena` has the tensors of this host's workers in shared memory, one of which is `flat`. `between` replaces the
-        sum over leaders. `answer` is what `ask` returned.
+        sum over leaders. `answer` is what `prefetch_check` returned.
         """
         shared, asked = self.shared, fp
         fp ^= arena is not None  # workers of a host act alike; another host may have no memory to share

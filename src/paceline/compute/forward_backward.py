@@ -31,7 +31,7 @@ _MERGED = "say how it is merged with paceline.buffer"
 
 
 class Runner:
-    """Computes micro-batches of a job in chunks; gradients go to the `landing` as autograd makes them. What forwards
+    """Computes micro-batches of a job in chunks; gradients go to the `grad_sink` as autograd makes them. What forwards
     leave in buffers is `carried` to the end of the step.
     """
 

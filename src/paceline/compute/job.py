@@ -46,10 +46,10 @@ class Judge:
 class TrainingJob:
     """What is trained, in the user's own objects, and where: the model is already on `device`.
 
-    `named` are the trainable parameters, `own` the tensors that this worker's optimizers hold for them: the parameters
-    themselves or some of their rows, with `offload` as copies in host memory. The last `sparse` of them have sparse
-    gradients. `cuts` has the sharding of the model's tensors by name, `own_cuts` that of the optimizers' tensors; this
-    worker holds the shard number `place` of its `replica`.
+    `named` are the trainable parameters, `local_params` the tensors that this worker's optimizers hold for them: the
+    parameters themselves or some of their rows, with `offload` as copies in host memory. The last `sparse` of them have
+    sparse gradients. `cuts` has the sharding of the model's tensors by name, `local_cuts` that of the optimizers'
+    tensors; this worker holds the shard number `shard_index` of its `replica`.
     """
 
     model: nn.Module
@@ -71,7 +71,7 @@ class TrainingJob:
     local_params: dict[str, nn.Parameter] = field(default_factory=dict)
     cuts: dict[str, ShardingSpec] = field(default_factory=dict)
     local_cuts: dict[str, ShardingSpec] = field(default_factory=dict)
-    whole_copies: bool = False  # whether `own` are whole copies of the parameters that the cuts are of
+    whole_copies: bool = False  # whether `local_params` are whole copies of the parameters that the cuts are of
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters, under all of their names
     assembled: bool = False  # of a model in stages all is here for the moment, to compare with
     passing: bool = False  # a forward is under way through a stage of a model in stages
@@ -117,11 +117,12 @@ class TrainingJob:
 class StepOptions:
     """The settings of one step: its number, the count that scales its gradients, its size, and how it may be executed.
 
-    `merge` is how many micro-batches a chunk may hold, `test` asks for an observation of whether they may be merged
-    at all, `probe` to look once at the loss also where they may not, `collect` for BatchNorm's statistics per
-    micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has gradient hooks. `cure` helps
-    against micro-batches of a single row. `reached` is told of moments in it. `turn` counts the team's transactions.
-    `noise_sample`: measure the squared norm of this worker's gradients, of "all" or of the "first" of several chunks.
+    `merge` is how many micro-batches a chunk may hold. `test_merging` asks for an observation of whether micro-batches
+    may be merged at all, `check_loss` to look once at the loss also where they may not, `record_buffers` for
+    BatchNorm's statistics per micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has
+    gradient hooks. `advice` says what helps against micro-batches of a single row. `fault_point` is called at the
+    moments of a step at which faults may be injected. `transaction` counts the team's transactions. `noise_sample`:
+    measure the squared norm of this worker's gradients, of "all" or of the "first" of several chunks.
     """
 
     step: int
@@ -144,15 +145,15 @@ class StepOptions:
 class StepSums:
     """Sums over one worker's share of a step. Gradients stay in their buffers, as sums divided by `expected`.
 
-    `strict`: micro-batches must run one by one, and `why`. `no_split`: they must not be divided among workers.
+    `no_merge`: micro-batches must run one by one, and `why`. `no_split`: they must not be divided among workers.
     `failed`: a merged or divided chunk failed, and the step is repeated without. `news` are messages to the user by
     kind: what, and why if it is a decision.
 
-    `records` are of what forwards leave in buffers, zero where another worker computed it; `cramped` says that the
-    memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
-    micro-batch, `maxima` the largest gradient of each parameter, and `redo` says that the sums do not hold it. `waited`
-    are the seconds of it in which this worker waited for other stages. `sq_norms` is the squared norm of the
-    gradients of some rows, and their count in the loss.
+    `records` are of what forwards leave in buffers, zero where another worker computed it; `out_of_memory` says
+    that the memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
+    micro-batch, `maxima` the largest gradient of each parameter, and `sums_overflowed` says that the sums do not hold
+    it. `bad_samples` names the samples whose loss is not finite. `waited` are the seconds in which this worker waited
+    for other stages. `sq_norms` is the squared norm of the gradients of some rows, and their count in the loss.
     """
 
     loss: float = 0.0

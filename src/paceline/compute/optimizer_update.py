@@ -22,14 +22,14 @@ from paceline.errors import UsageError
 
 
 class OptimizerUpdate:
-    """Applies the optimizers of a job to its summed gradients, which are in `home`.
+    """Applies the optimizers of a job to its summed gradients, which are in `grad_buffers`.
 
     `rows` are this worker's rows of the parameters, `params` the tensors that the optimizers hold: the same ones, or
     copies in host memory or of full parameters.
     """
 
     def __init__(self, job: TrainingJob, home: GradSink) -> None:
-        self.job, self.home = job, home
+        self.job, self.grad_buffers = job, home
         self.rows = list(job.local_params.values())
         self.hosted: CpuOffloadedParams | FullParameterCopies | None = (
             CpuOffloadedParams(self.rows) if job.offload else None
@@ -64,14 +64,14 @@ class OptimizerUpdate:
         whole global batch there is no mean: the optimizers rest, and the schedule goes on.
         """
         if agreed.count <= 0:
-            self.home.applied()
+            self.grad_buffers.applied()
             self.follow_schedule(agreed)
             return
         # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
         factor = options.expected / agreed.count
         if self.job.clip_norm is not None:
             factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
-        grads = [*self.home.sums, *(rows_of(self.job.in_rows) if self.job.sparse else ())]
+        grads = [*self.grad_buffers.sums, *(rows_of(self.job.in_rows) if self.job.sparse else ())]
         if factor != 1.0 and grads:
             torch._foreach_mul_(grads, factor)
         for number in agreed.unused:
@@ -83,7 +83,7 @@ class OptimizerUpdate:
             self._looks = False
             for optimizer in self.job.optimizers:
                 refuse_odd_state(optimizer, self.names, self.job.kept_cuts)
-        self.home.applied()
+        self.grad_buffers.applied()
         self.follow_schedule(agreed)
 
     def follow_schedule(self, agreed: Agreed) -> None:
@@ -106,7 +106,7 @@ class OptimizerUpdate:
         return {
             "optimizers": [optimizer_state(one, self.names, cuts, shard_index) for one in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
-            "exact": dict(zip(self.job.named, self.home.largest, strict=False)),
+            "exact": dict(zip(self.job.named, self.grad_buffers.largest, strict=False)),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -117,6 +117,6 @@ class OptimizerUpdate:
             load_optimizer(optimizer, saved, self.names, self.job.kept_cuts, self.job.shard_index)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
-        if self.job.exact and self.home.largest:
+        if self.job.exact and self.grad_buffers.largest:
             largest = state.get("exact") or {}
-            self.home.largest = [float(largest.get(name, 0.0)) for name in self.job.named]
+            self.grad_buffers.largest = [float(largest.get(name, 0.0)) for name in self.job.named]

@@ -34,7 +34,7 @@ class _Numpy:
         return self._words is not None
 
     def snapshot(self, rand: Any) -> Any:
-        """The generator's state, to be compared by `moved` or brought back by `restore`."""
+        """The generator's state, to be compared by `has_changed` or brought back by `restore`."""
         if not self._in_place(rand):
             return json.dumps(rand.get_state(legacy=False), default=lambda array: array.tolist())
         words = bytes(self._words)
@@ -44,13 +44,15 @@ class _Numpy:
         return mark
 
     def has_changed(self, rand: Any, mark: Any) -> bool:
-        """Whether anything was drawn since `mark`. If no half of a pair of normals was left, every draw takes words."""
+        """Whether anything was drawn since `snapshot`. If no half of a pair of normals was left, every draw takes
+        words.
+        """
         if isinstance(mark, str) or mark[1] is not None or not self._in_place(rand):
             return bool(self.snapshot(rand) != mark)
         return bool(bytes(self._words) != mark[0])
 
     def restore(self, rand: Any, mark: Any) -> None:
-        """Sets the generator to a state that `mark` returned."""
+        """Sets the generator to a state that `snapshot` returned."""
         if isinstance(mark, str):
             rand.set_state(json.loads(mark))
         elif mark[1] is None and self._in_place(rand):
@@ -89,7 +91,7 @@ class RngState:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """The generators' state, to be compared by `moved` or brought back by `restore`."""
+        """The generators' state, to be compared by `has_changed` or brought back by `restore`."""
         marks: list[Any] = [generator.get_state() for generator in self._generators]
         marks.append(random.getstate())
         if "numpy" in sys.modules:
@@ -97,7 +99,7 @@ class RngState:
         return tuple(marks)
 
     def has_changed(self, mark: tuple[Any, ...]) -> bool:
-        """Whether anything was drawn since `mark`, as far as can be told: numpy may have come in between."""
+        """Whether anything was drawn since `snapshot`, as far as can be told: numpy may have come in between."""
         count = len(self._generators)
         if any(not torch.equal(g.get_state(), s) for g, s in zip(self._generators, mark, strict=False)):
             return True
@@ -106,7 +108,7 @@ class RngState:
         return len(mark) > count + 1 and _NUMPY.has_changed(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
     def restore(self, mark: tuple[Any, ...]) -> None:
-        """Sets all generators to a state that `mark` returned."""
+        """Sets all generators to a state that `snapshot` returned."""
         count = len(self._generators)
         for generator, state in zip(self._generators, mark, strict=False):
             generator.set_state(state)
@@ -114,16 +116,16 @@ class RngState:
         if len(mark) > count + 1:
             _NUMPY.restore(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
-    def changes_since(self, mark: tuple[Any, ...]) -> list[Any]:
-        """The generators that have drawn since `mark`: pairs of number and current state, for JSON."""
-        pairs = enumerate(zip(self.snapshot(), mark, strict=False))
-        return [[number, _encode_state(now)] for number, (now, before) in pairs if not _same(now, before)]
+    def changes_since(self, before: tuple[Any, ...]) -> list[Any]:
+        """The generators that have drawn since `snapshot`: pairs of number and current state, for JSON."""
+        pairs = enumerate(zip(self.snapshot(), before, strict=False))
+        return [[number, _encode_state(now)] for number, (now, old) in pairs if not _same(now, old)]
 
-    def apply_changes(self, moves: list[Any]) -> None:
-        """Sets generators to the states in `moves`, which another worker with the same seed returned."""
-        if moves:
+    def apply_changes(self, changes: list[Any]) -> None:
+        """Sets generators to the states in `changes`, which another worker with the same seed returned."""
+        if changes:
             marks = list(self.snapshot())
-            for number, encoded in moves:
+            for number, encoded in changes:
                 marks[number] = _decode_state(encoded)
             self.restore(tuple(marks))
 

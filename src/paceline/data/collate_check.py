@@ -25,7 +25,9 @@ class Collated:
         self._first_mismatch = ""  # describes the first mismatch
 
     def look(self, micro_batch: MicroBatch) -> MicroBatch:
-        """Checks a micro-batch that has all of its rows; sets its `odd` to the first mismatch once that is certain."""
+        """Checks a micro-batch that has all of its rows; sets its `row_mismatch` to the first mismatch once that is
+        certain.
+        """
         tensors = [tensor for tensor in tensors_of(micro_batch.batch) if tensor.dim()]
         first, second = {t.shape[0] for t in tensors}, {t.shape[1] for t in tensors if t.dim() > 1}
         if micro_batch.rows == self._micro and len(first) == 1:

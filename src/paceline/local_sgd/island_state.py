@@ -21,7 +21,7 @@ from paceline.train.replica import Replica
 @dataclass
 class InnerOptimizerState:
     """What the optimizers and schedules of an island keep, which stand `at` a step, the count that its gradients are
-    divided by before it is known, and what fragments keep `beside`: rows by the names of parameters, and numbers. It is
+    divided by before it is known, and what fragments keep `extra`: rows by the names of parameters, and numbers. It is
     that of the live ones or, where it came from elsewhere, a tree by logical names.
     """
 
@@ -99,7 +99,7 @@ class InnerOptimizerState:
         return InnerOptimizerState(states, groups, schedulers, self.expected, self.at, clone(self.extra), self.tree)
 
     def forget(self, key: str) -> None:
-        """Removes a key from `beside`."""
+        """Removes a key from `extra`."""
         self.extra.pop(key, None)
         if self.tree is not None:
             self.tree.get("fragments", {}).pop(key, None)

@@ -70,7 +70,9 @@ def _read_number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, objec
     if unit is None or all(placement.is_replicate() for placement in tensor.placements):
         return local(tensor).item()
     refuse_in_metric("each worker has a part under zero=2 and zero=3")
-    with unit.lending("a number that the script reads of weights, of which each worker has a part", "shard"):
+    with unit.declared_torch_group(
+        "a number that the script reads of weights, of which each worker has a part", "shard"
+    ):
         return tensor.full_tensor().item()
 
 

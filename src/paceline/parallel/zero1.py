@@ -48,7 +48,7 @@ class Zero1(Layout):
         self.replica, self.shards = replica, RowShards(replica.size, replica.rank)
         self.route = (ReduceStep("scatter", replica),)
 
-    def land(self) -> Buckets:
+    def make_grad_sink(self) -> Buckets:
         """Builds the buckets that gradients are collected in."""
         self._buckets = self.buckets()
         return self._buckets

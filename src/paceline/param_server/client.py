@@ -421,7 +421,7 @@ class SyncReplica(ServerReplica):
         self.push_rows()
         return sums
 
-    def add_up_rows(self, options: StepOptions) -> None:
+    def _add_up_rows(self, options: StepOptions) -> None:
         """Does nothing: servers add up the rows."""
 
     def norm(self, agreed: Agreed, options: StepOptions) -> float:

@@ -584,7 +584,7 @@ class Run:
 
     def outside(self, make: Callable[[], TransactionBody], spends: str = "script", taken: Taken | None = None) -> Any:
         """Returns the result of a collective outside of loops; in a resumed run before its first step, the recorded
-        result. For `taken` see `Operations.run`.
+        result. For `taken` see `Transactions.run`.
         """
         results = self.recorded() or [self.team.transactions.run(make, spends, taken)]
         self.record(results[0])

@@ -40,4 +40,4 @@ class StateOwner(Protocol):
         """Takes, at a newcomer that is not admitted yet, a state that is some steps old, in the form of a hand-over."""
 
     def apply_step(self, message: list[Any]) -> None:
-        """Takes, after `prepare`, a part of a later step of the team."""
+        """Takes, after `load_base`, a part of a later step of the team."""

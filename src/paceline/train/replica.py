@@ -178,7 +178,7 @@ class Replica:
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Updates the weights. `norm` is that of the mean gradient, for clipping."""
         self.runner.carried.merge(sums.records)
-        if agreed.count <= 0:  # what was sent is not used: codecs and `owed` keep what they have
+        if agreed.count <= 0:  # what was sent is not used: codecs and `pending_residual` keep what they have
             if self.codec is not None:
                 self.codec.kept.void()
             self.updater.apply(agreed, options, norm)

@@ -98,9 +98,9 @@ class StepAttempt:
 class StepRunner:
     """Computes the steps of one trainer. `done` counts them. `expected` is the count of the last global batch, which
     divides gradients before the present count is known. `waiting_since` is the time at which the last step ended.
-    `balance` divides the work among workers. `housed` is the generation that gave the memory of gradient sums.
-    `weights` compares the weights with those of other workers. In `lockstep`, all workers make the same step in a turn
-    of the user's loop, and their shares of it may be balanced.
+    `balance` divides the work among workers. `bound_generation` is the generation that gave the memory of gradient
+    sums. `weights` compares the weights with those of other workers. In `lockstep`, all workers make the same step in a
+    turn of the user's loop, and their shares of it may be balanced.
     """
 
     lockstep: ClassVar[bool] = True
@@ -184,7 +184,7 @@ class StepRunner:
         return step
 
     def _attempt(self, step: StepAttempt, deal: Callable[[], WorkerBatch], name: str) -> TransactionBody:
-        """One attempt at a step in the present generation, as `Operations.run` makes it."""
+        """One attempt at a step in the present generation, as `Transactions.run` makes it."""
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)

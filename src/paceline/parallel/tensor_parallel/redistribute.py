@@ -51,7 +51,7 @@ class ShardPlacement:
 
     def __reduce__(self) -> Any:
         """Pickles as an empty value: a parameter that a script pickles has full values, so it is not sharded."""
-        return OrderedDict, ()  # torch.load accepts it from a file, and `part_of` treats it as None
+        return OrderedDict, ()  # torch.load accepts it from a file, and `placement_of` treats it as None
 
     def rows(self, index: int) -> list[range]:
         """Returns the ranges of the shard `index` in each section, counted from the section's start."""
@@ -152,7 +152,7 @@ def summed(x: torch.Tensor, unit: Group) -> torch.Tensor:
 class Redistributor:
     """Moves shards between the workers of a `unit`.
 
-    `sent` counts the bytes of sums and gathers: those of the forward, and those that its backward will move.
+    `bytes_sent` counts the bytes of sums and gathers: those of the forward, and those that its backward will move.
     """
 
     def __init__(self, unit: Group) -> None:
@@ -254,7 +254,7 @@ class DryRunRedistributor(Redistributor):
     """Tracks placements in one process without moving data: tensors marked as sharded stay full."""
 
     def __init__(self, size: int) -> None:
-        self.size, self.sent = size, 0
+        self.size, self.bytes_sent = size, 0
 
     def shape(self, full_shape: Sequence[int], placement: ShardPlacement) -> tuple[int, ...]:
         return tuple(full_shape)

@@ -179,8 +179,8 @@ def without_script_view(function: Callable[P, T]) -> Callable[P, T]:
 def call_without_script_view(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Calls a function so that it sees shards.
 
-    Use `partial(call_by_pieces, bound_method)` where the result is deep-copied: then the copy is bound to the copied
-    object.
+    Use `partial(call_without_script_view, bound_method)` where the result is deep-copied: then the copy is bound to the
+    copied object.
     """
     if not _state.views:
         return function(*args, **kwargs)
