@@ -38,7 +38,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 class ErrorFeedback:
-    """The error-feedback residual of one worker: what its `codec`, if it has one, left out of the gradients in `grad_buffers`.
+    """The error-feedback residual of one worker: what its `codec`, if it has one, left out of `grad_buffers`.
 
     The gradients are summed over the group `outer`. Parameters go by name; `cuts` gives the rows of each that this
     worker holds. `pending_residual` is the part of the residual that is equal on all workers: unscaled, by parameter
