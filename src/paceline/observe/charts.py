@@ -25,9 +25,9 @@ def ticks(low: float, high: float, count: int = 4, integers: bool = False) -> li
     With `integers` they are whole numbers. At least two from a `count` of 4 on, unless the range is too narrow.
     """
     span = high - low
-    if not math.isfinite(span) or span <= max(abs(low), abs(high)) * 1e-9:
-        return [low]
     rough = span / count
+    if not math.isfinite(span) or span <= max(abs(low), abs(high)) * 1e-9 or not rough:
+        return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = min((power * factor for factor in (1, 2, 5, 10)), key=lambda step: abs(math.log(step / rough)))
     if integers:

@@ -301,7 +301,7 @@ class Run:
         """Passes a part of a step to the trainer that it belongs to."""
         trainer, *what = message
         if trainer < len(self.members):
-            self.members[trainer].hear(what)
+            self.members[trainer].apply_step(what)
 
     def on_state_sent(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
         """Journals that a worker is about to receive `size` bytes of state, of `full_size` in all, and tells the user
