@@ -238,6 +238,21 @@ def test_documents_name_members_and_files_that_exist() -> None:
     assert wrong == []
 
 
+def test_comments_name_modules_that_exist() -> None:
+    """As `forked_worker.py` or `base/text.py`."""
+    root = PAGE.parent.parent
+    modules = {path.name for folder in ("src", "tests", "benchmarks") for path in (root / folder).rglob("*.py")}
+    others = {"train.py", "process.py", "dataloader.py", "version.py"}  # users' files, Python's and torch's
+    wrong = [
+        f"{path.relative_to(root)}: {name}"
+        for path in (root / "src").rglob("*.py")
+        for text in re.findall(r'"""(.*?)"""|(#.*)', path.read_text(), re.DOTALL)
+        for name in re.findall(r"\b[a-z_0-9]+\.py\b", "".join(text))
+        if name not in modules | others
+    ]
+    assert wrong == []
+
+
 def test_folders_and_root_modules_keep_their_budgets() -> None:
     allowed = budgets()
     assert {name: lines for name, lines in sizes().items() if lines > allowed.get(name, 0)} == {}

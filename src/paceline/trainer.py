@@ -1,4 +1,4 @@
-"""The Trainer: the class that users train with."""
+"""The Trainer that users train with: loops over steps, makes each step's report and its journal record."""
 
 from __future__ import annotations
 

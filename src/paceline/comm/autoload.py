@@ -24,7 +24,7 @@ def register() -> None:
     if dist.is_available() and "paceline" not in dist.Backend.backend_list:
         dist.Backend.register_backend("paceline", _make, devices=["cpu", "cuda"])
         # Torch 2.15 attaches its flight recorder to the groups of every backend that does not record by itself, which
-        # fails for groups of a class derived from its own. Paceline has a flight recorder (flight.py).
+        # fails for groups of a class derived from its own. Paceline has a flight recorder (base/flight_recorder.py).
         recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add("paceline")
 

@@ -1,7 +1,7 @@
 """The `paceline` backend of torch.distributed.
 
 CPU tensors travel over our own channel, CUDA tensors over NCCL. Here c10d's calls are only taken apart: into flat
-tensors, and what to copy where at the end. What cannot be done is refused before anything is sent (tensors.py).
+tensors, and what to copy where at the end. What cannot be done is refused before anything is sent (c10d_arguments.py).
 """
 # Torch's stubs also offer its classes' older calling conventions, which none of its parts uses.
 # mypy: disable-error-code="override, assignment"

@@ -1,4 +1,4 @@
-"""Side channel over the store that finds mismatched, finished or failed workers while collectives wait.
+"""Explains a long wait through the store: who is in another collective, has ended or has failed.
 
 A worker that waits long says what for, and looks what the others wait for; so a mismatch, an end or a failure becomes
 an error with call sites and not a hang.

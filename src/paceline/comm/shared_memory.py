@@ -1,4 +1,4 @@
-"""Memory that the processes of one host share.
+"""Memory that the workers of one host share, and which of their processes have ended.
 
 The memory is a file without a name (memfd), which the others open through the maker's /proc entry. So nothing is left
 behind by any kind of end, the size of /dev/shm does not matter, and only processes of the same user can open it.

@@ -1,7 +1,7 @@
-"""Moves flat tensors among the workers of a group and turns failures into errors.
+"""Moves flat tensors among the workers of a group; notices dead peers while it waits, and says what is wrong.
 
-Paceline's own steps call it through group.py; torch's calls come through backend.py, which translates them. A
-collective that a peer enters differently, or never because it died, ends with an error that says so; `interrupt` ends
+Paceline's own steps call it through communicator.py; torch's calls come through c10d_backend.py, which translates them.
+A collective that a peer enters differently, or never because it died, ends with an error that says so; `interrupt` ends
 them all.
 """
 

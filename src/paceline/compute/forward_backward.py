@@ -1,4 +1,4 @@
-"""Forward and backward of one worker's micro-batches: seeds, autocast, loss, scaled gradients."""
+"""Forward and backward of one worker's micro-batches: seeds, autocast, loss, gradients divided by a count."""
 
 from __future__ import annotations
 

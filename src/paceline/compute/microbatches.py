@@ -1,4 +1,4 @@
-"""Cuts batches into micro-batches and into the chunks that are executed together."""
+"""Cuts batches into micro-batches, and joins micro-batches into chunks that are computed together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The optimizer update: division by the global count, clipping, `optimizer.step()`, schedulers, state by name."""
+"""The optimizer update: corrects gradients to the global count, clips, runs `optimizer.step()` and schedules."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ class OptimizerUpdate:
         self.follow_schedule(agreed)
 
     def follow_schedule(self, agreed: Agreed) -> None:
-        """The rates of the next step. One that follows a value moves when that is reported: see following.py."""
+        """The rates of the next step. One that follows a value moves when that is reported: see
+        session/reported_values.py.
+        """
         for scheduler in self.job.schedulers:
             if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()

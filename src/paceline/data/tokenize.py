@@ -1,4 +1,4 @@
-"""`paceline tokenize`: writes token files from text.
+"""`paceline tokenize`: writes texts as one stream of tokens into token files.
 
 What is written is a function of the texts, the tokenizer and the options alone: documents follow one another in the
 order of the inputs, each with the end token behind it, and shards are cut at a number of tokens. Every shard is written

@@ -1,4 +1,4 @@
-"""A dataset of token files, memory-mapped or read by byte range.
+"""A dataset of fixed-length token sequences, cut from token files, by memory map or by byte ranges.
 
 The format (docs/data.md): a folder with raw little-endian shards and ``tokens.json``, which is written last. A single
 ``.npy`` or raw file will do as well. Nothing is read but the index and the rows that are asked for.

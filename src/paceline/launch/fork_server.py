@@ -1,6 +1,6 @@
 """Starts workers by forking a process that has already imported torch.
 
-What that does is in forked.py.
+What that does is in forked_worker.py.
 
 A worker costs a tenth of a second so, instead of the seconds that torch and its compiler take to be imported. No torch.
 """

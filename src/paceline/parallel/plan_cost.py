@@ -1,4 +1,4 @@
-"""Computes what a plan costs each worker in bytes held and sent."""
+"""Predicts by formula what a plan makes a worker hold in memory and send, without activations."""
 
 from __future__ import annotations
 

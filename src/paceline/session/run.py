@@ -1,4 +1,4 @@
-"""The run of this process: folder, journal, checkpoints, signals and end."""
+"""The run of this process: opens its folder, journal and checkpoints, resumes, handles signals, ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One data-parallel optimizer step of the team."""
+"""One data-parallel optimizer step of the team: gradients, sums of losses and counts over workers, update."""
 
 from __future__ import annotations
 
