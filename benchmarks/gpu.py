@@ -131,7 +131,7 @@ def start(options: argparse.Namespace, folder: str, side: str, address: str) -> 
     fixed = ["--workers", str(options.workers), "--shares", ",".join("1" * options.workers), "--max-restarts", "0"]
     command = [
         "-m",
-        "paceline.cli.main",
+        "paceline",
         "run",
         *fixed,
         "--quiet",

@@ -131,7 +131,7 @@ def join(members: int, mbit: int) -> dict[str, Any]:
         for host in net.hosts:
             host.cap(mbit)
         speed = plain(net.hosts)
-        launch = [sys.executable, "-m", "paceline.cli.main", "run", "--save-every", "3600s"]
+        launch = [sys.executable, "-m", "paceline", "run", "--save-every", "3600s"]
         script = [__file__, "--as", "train", base]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
 

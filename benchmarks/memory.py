@@ -155,7 +155,7 @@ def measure(side: str, workers: int) -> dict[str, float]:
         if side in BY_HAND:
             launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(workers)]
         else:
-            launcher = ["-m", "paceline.cli.main", "run", "--quiet", "--workers", str(workers), "--max-restarts", "0"]
+            launcher = ["-m", "paceline", "run", "--quiet", "--workers", str(workers), "--max-restarts", "0"]
             launcher += ["--run-dir", f"{folder}/run", "--save-every", "1000000"]
         subprocess.run([sys.executable, *launcher, *script], check=True, env=environment)
         told = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(workers)]

@@ -138,7 +138,7 @@ def worker(side: str, address: str, workers: int, *sizes: int) -> None:
 
 
 def run(workers: int, folder: Path, *options: str) -> list[str]:
-    command = ["-m", "paceline.cli.main", "run", "--quiet", "--workers", str(workers), "--run-dir", str(folder)]
+    command = ["-m", "paceline", "run", "--quiet", "--workers", str(workers), "--run-dir", str(folder)]
     return [sys.executable, *command, "--save-every", "1000000", "--max-restarts", "0", *options]
 
 

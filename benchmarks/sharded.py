@@ -106,7 +106,7 @@ def start(model: str, level: int, steps: int, folder: Path, before: Path | None,
         environment |= {"PYTHONPATH": str(before)} if side == "before" else {}
         command = [
             "-m",
-            "paceline.cli.main",
+            "paceline",
             "run",
             "--quiet",
             "--workers",

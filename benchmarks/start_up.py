@@ -82,7 +82,7 @@ def ways_back(folder: Path, workers: int) -> Iterator[float]:
 def take(python: list[str], workers: int, name: str, source: Path, taken: dict[str, list[float]]) -> None:
     """One round of a version of ours."""
     environment = {**os.environ, "PYTHONPATH": str(source / "src")}
-    run = [*python, "-m", "paceline.cli.main", "run"]
+    run = [*python, "-m", "paceline", "run"]
     for team in (workers, 1):
         found = seconds([*run, "--workers", str(team), "once.py"], environment)
         taken.setdefault(f"{name}, first step of {team}", []).append(found)

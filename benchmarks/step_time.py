@@ -123,7 +123,7 @@ def start(side: str, address: str, model: str, steps: int, folder: Path, before:
         environment |= {"PYTHONPATH": str(before)} if side == "before" else {}
         command = [
             "-m",
-            "paceline.cli.main",
+            "paceline",
             "run",
             "--quiet",
             "--workers",

@@ -129,7 +129,7 @@ def start(model: str, width: int, steps: int, folder: Path, side: str, address: 
     if side == "trainer":
         command = [
             "-m",
-            "paceline.cli.main",
+            "paceline",
             "run",
             "--quiet",
             "--workers",

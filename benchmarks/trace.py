@@ -116,7 +116,7 @@ def launched(workers: int) -> list[Call]:
         team = ["--workers", str(workers), "--shares", ",".join(["1"] * workers)]
         run = ["run", "--quiet", *team, "--run-dir", str(Path(folder) / "run"), "--save-every", "3600"]
         script = [__file__, "--worker", str(workers), str(out)]
-        subprocess.run([sys.executable, "-m", "paceline.cli.main", *run, *script], check=True)
+        subprocess.run([sys.executable, "-m", "paceline", *run, *script], check=True)
         return [(depth, file, name) for depth, file, name in json.loads(out.read_text())]
 
 

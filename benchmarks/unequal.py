@@ -69,7 +69,7 @@ def run(
     with tempfile.TemporaryDirectory() as folder, groups(shares) as made:
         out, workers = Path(folder), str(len(shares))
         launcher = {
-            "paceline": ["paceline.cli.main", "run", "--quiet", "--workers", workers, "--run-dir", str(out / "run")],
+            "paceline": ["paceline", "run", "--quiet", "--workers", workers, "--run-dir", str(out / "run")],
             "ddp": ["torch.distributed.run", "--standalone", "--nproc-per-node", workers],
         }[role]
         count = steps if then is None else 2 * steps

@@ -137,7 +137,7 @@ def start(folder: Path, numbers: list[int], side: str, address: str) -> Processe
     if side in ("trainer", "sum"):
         command = [
             "-m",
-            "paceline.cli.main",
+            "paceline",
             "run",
             "--quiet",
             "--workers",
