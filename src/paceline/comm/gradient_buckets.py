@@ -1,4 +1,4 @@
-"""Packs gradients into flat buckets whose reductions overlap with backward.
+"""Packs gradients into flat buckets during backward, and hands each full bucket on to be reduced.
 
 As in torch's DistributedDataParallel (Li et al., "PyTorch Distributed", VLDB 2020): buckets follow the reverse order of
 the parameters, the first is small, a bucket is handed on when its last gradient is there, and always in the same order.

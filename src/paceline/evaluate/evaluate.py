@@ -1,4 +1,4 @@
-"""Evaluation: every row once, with the same result on any number of workers."""
+"""Evaluation: every row once; adds metrics' sums and counts over workers; the same result on any number of them."""
 
 from __future__ import annotations
 

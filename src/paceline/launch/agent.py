@@ -1,4 +1,4 @@
-"""The agent: starts and watches the workers of one host and obeys the coordinator."""
+"""The agent of a host: obeys the coordinator, and decides which of its workers start, start again and end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes stacks and last collectives of workers and describes them."""
+"""The agent's side of `paceline stacks`: where its workers stand, and their last collectives."""
 
 from __future__ import annotations
 

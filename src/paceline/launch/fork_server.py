@@ -1,4 +1,4 @@
-"""Starts workers by forking a process that has already imported torch.
+"""The agent's side of the fork server: keeps a process that has imported torch, and asks it for workers.
 
 What that does is in forked_worker.py.
 

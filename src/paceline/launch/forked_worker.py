@@ -1,4 +1,4 @@
-"""The program of the fork server and of the workers that it forks.
+"""The process that has imported torch and forks workers (`os.fork`), and what each of them then runs.
 
 Its program is `PROGRAM`, followed by the descriptor of its socket to the agent and, to be found by, the script with its
 arguments. A worker is forked twice, so that the agent, which adopts orphans, becomes its parent. What it then runs goes
@@ -260,7 +260,7 @@ def _first_path(program: Sequence[str], folder: str) -> str:
 
 
 def become(given: Mapping[str, Any]) -> None:
-    """Runs the script as ``python SCRIPT ARGUMENTS`` would; `given` is what `launch.warm` asks for."""
+    """Runs the script as ``python SCRIPT ARGUMENTS`` would; `given` is what `ForkServer` asks for."""
     gate, stdout, stderr, *numbered = given["descriptors"]
     os.setsid()
     while os.getppid() == given["between"]:

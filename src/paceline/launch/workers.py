@@ -1,4 +1,4 @@
-"""Starts, watches and commands the worker processes of this host."""
+"""The worker processes of a host: starts them, reads what they report, gives them orders, ends them."""
 
 from __future__ import annotations
 

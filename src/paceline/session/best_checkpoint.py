@@ -1,4 +1,4 @@
-"""Tracks the best checkpoint by a reported value."""
+"""Keeps the best checkpoint by a reported value: writes one whenever the value is the best so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collects the stacks of all workers through their agents."""
+"""The coordinator's side of `paceline stacks`: asks agents where workers stand, and gathers the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paceline launch ssh`: starts agents over OpenSSH."""
+"""`paceline launch ssh`: the ssh command that starts an agent on each host, and what its end means."""
 
 from __future__ import annotations
 
