@@ -1,4 +1,4 @@
-"""Keeps optimizer state and parameters in host memory (ZeRO-Offload)."""
+"""Copies of parameters in host memory that optimizers hold, so their state is there, too (ZeRO-Offload)."""
 
 from __future__ import annotations
 

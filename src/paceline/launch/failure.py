@@ -1,4 +1,4 @@
-"""Explains why a run failed: worker, line of the script, and what to do."""
+"""The text about a failed run: which worker is the cause, what it reported, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers for large batches: LARS and LAMB."""
+"""The public names of the optimizers for large batches, LARS and LAMB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent tells its worker: new generations, pauses and stops."""
+"""Receives what an agent tells its worker: new generations, pauses, newcomers, servers, merges, profiles."""
 
 from __future__ import annotations
 

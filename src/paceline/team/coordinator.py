@@ -1,4 +1,4 @@
-"""The coordinator's decisions: membership, failures, generations.
+"""The coordinator: acts on agents' reports (failures, restarts, pauses) and announces generations.
 
 No torch, no sockets; time is an argument.
 

@@ -1,4 +1,4 @@
-"""Reports how a script ended: exception or exit code.
+"""Describes how a script ended: the exception in one sentence with the user's line, or the exit code.
 
 An exit handler cannot ask for the code that the interpreter ends with. So the functions that scripts exit by take note
 of it; whether the script has really ended there, its own frame tells: it has not where somebody caught the exit. (A

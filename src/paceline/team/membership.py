@@ -1,4 +1,4 @@
-"""Membership rules as pure functions.
+"""Who is in the team, and which generation follows a loss, an arrival or a leave.
 
 No torch, no clock, no sockets.
 """

@@ -1,4 +1,4 @@
-"""Handles workers that are suspended (SIGSTOP)."""
+"""Tracks workers that are suspended (SIGSTOP), and how long the run waits for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs what the team does together, whole or not at all; admits newcomers and hands the state over to them.
+"""Runs what the team does together, whole or not at all; waits while it is paused; hands the state to newcomers.
 
 An optimizer step is one, a checkpoint or an evaluation another. When a generation forms, its members tell each other
 where they stand, and `step.resolve` says what each has to do: nothing, to end what it attempts with the sums that it

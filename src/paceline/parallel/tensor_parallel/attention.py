@@ -1,4 +1,4 @@
-"""nn.MultiheadAttention with the heads divided among workers."""
+"""The forward of nn.MultiheadAttention on this worker's heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor-parallel layers: column, row and vocabulary splits.
+"""Cuts layers for tensor parallelism: by column, row, vocabulary and heads.
 
 A *column* split divides the outputs of a layer (*gathered*: and gathers them again; ``column:3``: each third of them,
 as in a fused weight for query, key and value), a *row* split its inputs, a *vocabulary* split the entries of an
