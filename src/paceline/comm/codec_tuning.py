@@ -1,4 +1,4 @@
-"""Measures which compression codec is cheapest for each bucket."""
+"""Measures compression codecs, and decides which one each bucket uses."""
 
 from __future__ import annotations
 

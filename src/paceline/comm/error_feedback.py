@@ -1,4 +1,4 @@
-"""Saves, restores and redistributes the residuals of gradient compression, with which workers differ.
+"""The residuals of gradient compression in checkpoints and when the team changes; when codecs are chosen anew.
 
 In a checkpoint such tensors lie one upon another, as rows of one with a dimension more; each is written by the worker
 that has it. Beside them is the rule for another team or plan, which is `add`: their sum goes into the next gradient.

@@ -1,4 +1,4 @@
-"""Runs the user's gradient hooks on the mean gradient of each micro-batch.
+"""Finds the user's gradient hooks, and weighs each micro-batch's mean gradient after they have seen it.
 
 A hook may do to a gradient what is not linear, as clipping is: then it matters what it is shown, and neither a sum
 over several micro-batches nor another scale will do.

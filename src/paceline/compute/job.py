@@ -1,4 +1,4 @@
-"""A training job, the options of a step, and the sums that a step produces."""
+"""A training job (model, loss, optimizers, autocast), the options of a step, and the sums that it produces."""
 
 from __future__ import annotations
 

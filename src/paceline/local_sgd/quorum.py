@@ -1,4 +1,4 @@
-"""Merges by quorum: late islands are reported, excluded and named."""
+"""A team's side of merges by quorum: reports its islands, waits for the decision, names the late ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asynchronous parameter server: assigns work items and applies pushes in one order.
+"""Asynchronous parameter server: answers requests for work items, and applies pushes in one order.
 
 A push counts once it is whole at every server: the others tell the first one what they have, which gives it the number
 of an update and tells them. So each ticket is applied by all servers or by none, in one order, whoever is lost.

@@ -1,4 +1,4 @@
-"""Stale-synchronous (SSP) scheduling and the choice of backup workers: who may compute which work item.
+"""Assigns work items to workers: stale-synchronous (SSP) scheduling and the choice of backup workers.
 
 A *ticket* is one global batch, computed by one worker, whose push is one update. Tickets of a *window* are dealt until
 they are out; it ends when all are applied, each once, whoever is lost. A worker's clock *ticks* with each of its

@@ -1,4 +1,4 @@
-"""Decides which islands take part in a merge.
+"""Decides, in the coordinator, which islands a merge takes and which are late and left out.
 
 No torch, no clock, no sockets.
 """
