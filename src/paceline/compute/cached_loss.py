@@ -180,7 +180,7 @@ class GradCache:
         leaves = [x.requires_grad_() for x in columns if x.is_floating_point()]
         self.runner.streams.seed(stream_seed(job.seed, options.step, options.micro_batches))
         output = filled(like, columns)
-        with job.arithmetic(), self.runner.guard():
+        with job.autocast(), self.runner.guard():
             result = job.over(output, None)
         moved = self.runner.carried.moved(values=True) or self.runner.watch.changed(values=False)
         if moved:

@@ -92,7 +92,7 @@ class Runner:
         for chunk in self._forwards([Chunk([m], m.batch) for m in micro_batches]):
             (one,) = chunk.micro_batches
             self.streams.seed(stream_seed(self.job.seed, options.step, one.index))
-            with chunk.noted, _explain_single_row(chunk, options), torch.no_grad(), self.job.arithmetic(), self.guard():
+            with chunk.noted, _explain_single_row(chunk, options), torch.no_grad(), self.job.autocast(), self.guard():
                 output = self.job.forward(self.job.model, chunk.batch)
                 if output is not ELSEWHERE:
                     outputs.append((one, self.job.gather_output(output)))
@@ -245,7 +245,7 @@ class Runner:
 
     def _loss(self, chunk: Chunk) -> Loss:
         job = self.job
-        with job.arithmetic(), self.guard():
+        with job.autocast(), self.guard():
             output = job.forward(job.model, chunk.batch)
             if output is ELSEWHERE:
                 return Loss(torch.zeros((), dtype=torch.float64), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)

@@ -106,7 +106,7 @@ class TrainingJob:
         """The others."""
         return [*self.named.values()][len(self.named) - self.sparse :]
 
-    def arithmetic(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward and loss: autocast where the plan says `precision`."""
         if self.precision is None:
             return nullcontext()

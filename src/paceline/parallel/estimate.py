@@ -112,7 +112,7 @@ def _measure(job: ParallelJob, micro_batch: MicroBatch, stages: StagePartition) 
         for number, name in enumerate(stages.blocks)
     ]
     with saved_tensors_hooks(save, lambda tensor: tensor):
-        with job.arithmetic():
+        with job.autocast():
             result = job.loss(job.forward(job.model, chunk.batch), chunk.batch)
         loss = Loss.of(result, chunk, trainable=True).total
         add_time("forward", stages.count - 1)

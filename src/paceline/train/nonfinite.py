@@ -249,7 +249,7 @@ class Refusal:
         if self.sums is not None and self.sums.records is not None:
             runner.carried.restore()
         runner.streams.seed(stream_seed(job.seed, self.options.step, one.index))
-        with job.arithmetic():
+        with job.autocast():
             with seen.watched():
                 output = job.forward(job.model, one.batch)
             end = autograd_nodes_made()

@@ -117,7 +117,7 @@ class PipelineRunner(Runner):
         """Surveys all kinds of forwards before the schedule: during it workers run different chunks."""
         for chunk in chunks:
             if not self.pipeline.knows(self.job.model, chunk.batch):
-                with chunk.noted, self.job.arithmetic():
+                with chunk.noted, self.job.autocast():
                     self.pipeline.survey(self.job.model, chunk.batch)
 
     @contextmanager
@@ -185,7 +185,7 @@ class PipelineRunner(Runner):
         where a replica has no other workers than the line's.
         """
         pipeline, sizes = self.pipeline, list[int]()
-        with weighing(self.job.model, sizes), self.job.arithmetic():
+        with weighing(self.job.model, sizes), self.job.autocast():
             pipeline.survey(self.job.model, chunk.batch)
         pipeline.line.declare("memory for the whole model", check=False, kind="comparison")
         by_worker = pipeline.line.gather_json([sum(sizes), sum(p.nbytes for p in self.params)])
@@ -257,7 +257,7 @@ class PipelineRunner(Runner):
         news, wrong = "", ""
         if loss is not None and full_loss is not None:
             stage_gradients = _StageGradients(pipeline, local_gradients, expected, computed)
-            with self.job.arithmetic():  # in a coarse dtype, sums of three numbers in another order are 1e-2 apart
+            with self.job.autocast():  # in a coarse dtype, sums of three numbers in another order are 1e-2 apart
                 name, distance = farthest(stage_gradients, expected, [full_loss.total], most_allowed=3e-2)
             # The arithmetic is the same; only the order of sums that the device chooses may differ.
             rounding = 1e-9 if full_loss.total.dtype == torch.float64 else 1e-5
