@@ -299,8 +299,8 @@ def test_the_journal_tells_what_a_worker_holds(tmp_path: Path) -> None:
     wanted = {
         "data=2": (whole, whole, 2 * whole),
         "shard=2 zero=1": (whole, whole, 2 * part),
-        "shard=2 zero=2": (part + whole, part + 3 * layer, 2 * part),
-        "shard=2 zero=3": (part + layer, part + 3 * layer, 2 * part),
+        "shard=2 zero=2": (part + whole, part + 2 * layer, 2 * part),
+        "shard=2 zero=3": (part + layer, part + 2 * layer, 2 * part),
     }
     for plan, bytes_ in wanted.items():
         folder = tmp_path / plan
