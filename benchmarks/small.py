@@ -23,9 +23,7 @@ SAVED = 5.0  # seconds between the checkpoints of the loop by hand
 
 def command(role: str, out: Path, steps: int, options: Sequence[str], loaders: int = 0) -> list[str]:
     """What starts it, with the launcher's options."""
-    launcher = (
-        ["paceline", "run"] if role == "paceline" else ["torch.distributed.run", "--monitor-interval", "0.1"]
-    )
+    launcher = ["paceline", "run"] if role == "paceline" else ["torch.distributed.run", "--monitor-interval", "0.1"]
     return [sys.executable, "-m", *launcher, *options, __file__, role, str(out), str(steps), str(loaders)]
 
 
