@@ -373,7 +373,7 @@ def test_a_stop_drops_what_a_late_island_had_begun(tmp_path: Path) -> None:
         until((tmp_path / "held").exists)
         stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == STOPPED, stdout + stderr
-    assert "stopped after step 4; saved" in stdout + stderr
+    assert "stopped after step 4; saved" in stdout + stderr, stdout + stderr
     said = trained(tmp_path, 2, "local=3 every=2 quorum=2")
     assert (
         "island 2 was late when the checkpoint was taken: the 8 rows of the 2 steps that it had begun are not trained "
