@@ -410,7 +410,7 @@ def members_of_classes(modules: Modules) -> dict[str, set[str]]:
         named |= {
             one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
         }
-        named |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute)}
+        named |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and dotted(one.value) == "self"}
         bases = [dotted(getattr(base, "value", base)).split(".")[-1] for base in node.bases]
         return named.union(*(members(classes[base]) for base in bases if base in classes))
 
