@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 _T = TypeVar("_T")
 _MASK = (1 << 64) - 1
 PARTS = ("data", "compute", "reduce", "update", "other")  # where the time of a step goes
-LISTED_WORKERS = 64  # workers, of which each one's own seconds are told
+LISTED_WORKERS = 64  # the largest team whose workers' seconds are reported one by one
 NOWHERE: Mapping[str, float] = {}
 
 
@@ -151,15 +151,15 @@ class Agreed:
     `count` and `loss` are sums over the global batch; `tested` and `no_merge` are votes on merging micro-batches,
     `no_split` on dividing them; `failed` is the number of workers where dividing failed, `news` the number of those
     that have a message for the user; `stop`, `save` and `enter` (the planned generation) are requests; `writing` and
-    `written` are the workers whose part of a checkpoint is under way or done; `metrics` maps names to (sum, count);
-    `seconds` are each worker's seconds of its last update, loading, forward and backward; `unused` are the numbers of
-    the parameters that got no gradient on any worker; `tune` counts the workers that want codecs to be chosen again;
-    `digests` are of each worker's weights before the step, in steps that compare them, and `look` requests this of the
-    next step; `spent` is where the time of each worker went, by part: data and compute of this step, the rest of the
-    one before. `sq_norm` sums the squared gradient norms of a sample of each worker's rows or tokens, `sq_norm_rows`
-    the sizes of these samples, and `sq_norm_squares` the squares of the sizes. `streams` is the number of workers that
-    read an iterable dataset, `read` and `read_squares` the sums of the numbers of rows that they read and of their
-    squares.
+    `written` count the workers that are writing their part of a checkpoint, or have written it; `metrics` maps names to
+    (sum, count); `seconds` are each worker's seconds of its last update, loading, forward and backward; `unused` are
+    the numbers of the parameters that got no gradient on any worker; `tune` counts the workers that want codecs to be
+    chosen again; `digests` are of each worker's weights before the step, in steps that compare them, and `look`
+    requests this of the next step; `spent` is where the time of each worker went, by part: data and compute of this
+    step, the rest of the one before. `sq_norm` sums the squared gradient norms of a sample of each worker's rows or
+    tokens, `sq_norm_rows` the sizes of these samples, and `sq_norm_squares` the squares of the sizes. `streams` is the
+    number of workers that read an iterable dataset, `read` and `read_squares` the sums of the numbers of rows that they
+    read and of their squares.
     """
 
     count: float

@@ -24,7 +24,7 @@ Opened = TypeVar("Opened")
 
 
 def make_key(token: bytes, salt: str) -> bytes:
-    """Returns the key that both ends of a connection have; `salt` is that of the listener."""
+    """Returns the key that both ends of a connection share; `salt` is the listener's."""
     return hmac.new(token, f"greeting {salt}".encode(), "sha256").digest()
 
 
@@ -69,8 +69,8 @@ def introduce(link: socket.socket, key: bytes, nonce: bytes, text: bytes = b"") 
 class MessageSeals:
     """Seals what one end of a connection sends, one part after another.
 
-    A seal is an HMAC, of which half is sent (RFC 2104, section 5), over the part and its number. Its key is made for
-    this connection and this end.
+    A seal is an HMAC over the part and its number, truncated to half its length (RFC 2104, section 5). Each end of
+    each connection has its own key.
     """
 
     def __init__(self, key: bytes, nonce: bytes, caller_nonce: bytes, calls: bool) -> None:

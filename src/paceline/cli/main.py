@@ -393,7 +393,8 @@ def _far(option: Callable[..., Any], engine: str) -> None:
 
 
 def _parser(wanted: str | None) -> argparse.ArgumentParser:
-    """The parser of the command `wanted`, which takes a tenth of the time, or of all commands if there is no such one.
+    """Returns a parser of the command `wanted`, or of all commands if there is no such command: ten times as slow.
+
     The options of a command have the names of its function's parameters.
     """
     parser = argparse.ArgumentParser(

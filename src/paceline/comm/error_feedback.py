@@ -52,7 +52,7 @@ class ErrorFeedback:
         group: Group,
         outer: Group,
         mesh: Mesh,
-        home: GradSink,
+        grad_buffers: GradSink,
         cuts: Mapping[str, ShardingSpec],
     ) -> None:
         self.codec: Codec | None = codec
@@ -61,7 +61,7 @@ class ErrorFeedback:
         self.coded = codec
         self.to = "other hosts"
         self.group, self.outer, self.mesh = group, outer, mesh
-        self.grad_buffers, self.cuts = home, cuts
+        self.grad_buffers, self.cuts = grad_buffers, cuts
         self.pending_residual: dict[str, torch.Tensor] = {}
         self.chosen: dict[str, Any] = {}
         self._tried: tuple[int, codec_tuning.Trials] = 0, {}  # (number of hosts, what was measured for it)

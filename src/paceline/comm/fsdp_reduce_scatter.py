@@ -74,7 +74,8 @@ class _Block:
 
 
 class FsdpReduceScatter(GradSink):
-    """Takes full gradients of parameters of these `shapes` and sums this worker's rows of each in the buckets `home`.
+    """Takes full gradients of parameters of these `shapes` and sums this worker's rows of each in the buckets
+    `grad_buffers`.
 
     `blocks` has every parameter's number once; blocks leave in this order on all workers of `group`. Blocks that are
     laid out alike share memory. `ended` is called at the end of each backward, before the remaining blocks leave; what
@@ -84,22 +85,22 @@ class FsdpReduceScatter(GradSink):
 
     def __init__(
         self,
-        home: Buckets,
+        grad_buffers: Buckets,
         shapes: Sequence[torch.Size],
         blocks: Sequence[Sequence[int]],
         group: Group,
         ended: Callable[[], dist.Work | None] = lambda: None,
         patient: bool = True,
     ) -> None:
-        super().__init__(home.params)
-        self._home, self.group, self._ended, self._patient = home, group, ended, patient
-        self.maxima = home.maxima
+        super().__init__(grad_buffers.params)
+        self._grad_buffers, self.group, self._ended, self._patient = grad_buffers, group, ended, patient
+        self.maxima = grad_buffers.maxima
         self.shards = RowShards(group.size, group.rank)
         self._shapes = shapes
         self._pools: dict[tuple[Any, ...], _Pool] = {}
         self._blocks: list[_Block] = []
         for members in blocks:
-            kind = tuple((shapes[number], home.params[number].dtype) for number in members)
+            kind = tuple((shapes[number], grad_buffers.params[number].dtype) for number in members)
             pool = self._pools.setdefault(kind, _Pool([]))
             self._blocks.append(_Block(list(members), pool, pool.blocks))
             pool.blocks += 1
@@ -128,7 +129,7 @@ class FsdpReduceScatter(GradSink):
 
     @property
     def grad_buffers(self) -> Buckets:
-        return self._home
+        return self._grad_buffers
 
     def release(self) -> list[torch.Tensor]:
         """Gives up gradients, stages and hooks; returns the memory that was allocated for sums."""

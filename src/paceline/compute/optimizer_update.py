@@ -28,8 +28,8 @@ class OptimizerUpdate:
     copies in host memory or of full parameters.
     """
 
-    def __init__(self, job: TrainingJob, home: GradSink) -> None:
-        self.job, self.grad_buffers = job, home
+    def __init__(self, job: TrainingJob, grad_buffers: GradSink) -> None:
+        self.job, self.grad_buffers = job, grad_buffers
         self.rows = list(job.local_params.values())
         self.hosted: CpuOffloadedParams | FullParameterCopies | None = (
             CpuOffloadedParams(self.rows) if job.offload else None

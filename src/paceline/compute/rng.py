@@ -1,4 +1,4 @@
-"""Seeds each micro-batch's random generators; saves and restores those that user code draws from."""
+"""Seeds the random generators for each micro-batch; saves and restores the generators that user code draws from."""
 
 from __future__ import annotations
 
