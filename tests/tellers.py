@@ -42,7 +42,7 @@ from paceline.param_server.parameter_shard import Client
 from paceline.param_server.protocol import Kind
 from paceline.param_server.server import ParameterServer
 from paceline.param_server.ssp_clock import BackupScheduler, SspScheduler
-from paceline.param_server.worker_steps import AsyncWindowRunner
+from paceline.param_server.window import ticket_report
 from paceline.team.etcd_lease import Lease
 
 AT = ("127.0.0.1", 29501, "salt")
@@ -108,18 +108,10 @@ def wish(ear: Ear, answer: bytes, said: dict[str, Any]) -> dict[str, Any]:
 
 def pushed(ear: Ear) -> None:
     """As a worker tells of a ticket that it has computed."""
-
-    def compute(one: Any, *_: Any) -> None:
-        one.agreed, one.sums = AGREED, fake(records=None)
-
     servers = fake(count=2, copies=0, used={0: AT}, put=ear.tell, advance=lambda: None)
     of = fake(servers=servers, push_rows=lambda: None, number=0, key=(3, 7, 0))
-    replica = fake(push=lambda *about: AsyncReplica.push(of, *about), abort=lambda: None)
-    done: Callable[..., Any] = lambda *_: None
-    stepper = fake(replica=replica, plan=fake(backup=None), options=lambda _: OPTIONS, _load=done, _compute=compute)
-    vars(stepper).update(_refuse=done, _norm=lambda _: 0.5, _merge=done)
-    part = fake(rows=12)
-    AsyncWindowRunner._ticket(stepper, {"ticket": 3, "dealing": 7}, cast(Any, fake(share=[part], count=8, epoch=0)))
+    batch = fake(share=[fake(rows=12)], count=8, epoch=0)
+    AsyncReplica.push(of, fake(records=None), ticket_report(AGREED, 0.5, OPTIONS, batch))
 
 
 def stage(ear: Ear) -> None:

@@ -103,13 +103,13 @@ def _nothing_is_left() -> Any:
 
 
 def feed_of(data: Any, steps: int, **options: Any) -> Feed:
-    source, place = Source.of(data, 3, None, None, options), Assignment(0, (1.0,))
-    return Feed(source, Grid(8, 4), (0, steps, 1), lambda: place, lambda *_, **__: None, watched=True)
+    source = Source.of(data, 3, None, None, options)
+    return Feed(source, Grid(8, 4), (0, steps, 1), lambda *_, **__: None, watched=True)
 
 
 def values(feed: Feed, step: int) -> list[int]:
     assert feed.has(step)
-    return [value for taken in feed.at(step)[2] for value in taken.batch.tolist()]
+    return [value for taken in feed.at(step, Assignment(0, (1.0,)))[2] for value in taken.batch.tolist()]
 
 
 def expected(step: int, plus: int, rows: int = 64) -> list[int]:
@@ -211,11 +211,10 @@ def test_processes_that_were_asked_for_are_forked_anew_at_each_epoch_where_chang
 def test_an_order_of_the_scripts_is_asked_when_its_rows_are_wanted() -> None:
     first = [0]
     data = Rows()
-    place = Assignment(0, (1.0,))
     for options in ({}, {"num_workers": 1}):
         first[0] = 0
         source = Source.of(data, 3, None, lambda position, *_: (first[0] + position) % 64, options)
-        feed = Feed(source, Grid(8, 4), (0, 4, 1), lambda: place, lambda *_, **__: None, watched=True)
+        feed = Feed(source, Grid(8, 4), (0, 4, 1), lambda *_, **__: None, watched=True)
         for step in range(4):
             assert values(feed, step) == [(10 * step + position) % 64 for position in range(8 * step, 8 * step + 8)]
             first[0] += 10
@@ -235,9 +234,9 @@ class Stream(IterableDataset[int]):
 def test_an_iterable_is_read_when_its_rows_are_wanted_and_anew_at_each_epoch_by_a_process(processes: int) -> None:
     """Also the first row of a global batch; of 20 rows in batches of 8 each third batch is an epoch's last."""
     data = Stream()
-    place, options = Assignment(0, (1.0,)), {"num_workers": 1} if processes else {}
+    options = {"num_workers": 1} if processes else {}
     source = Source.of(data, 3, None, None, options)
-    feed = Feed(source, Grid(8, 4), (0, None, 3), lambda: place, lambda *_, **__: None, watched=True)
+    feed = Feed(source, Grid(8, 4), (0, None, 3), lambda *_, **__: None, watched=True)
     for step in range(9):
         plus = 100 * step if not processes else 300 * (step // 3)
         assert values(feed, step) == [plus + index for index in range(20)[8 * (step % 3) : 8 * (step % 3) + 8]]

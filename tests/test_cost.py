@@ -43,7 +43,7 @@ sums = lambda: {{{{kind: told[1] for kind, told in t._group.ledger.items() if ki
 for report in t.steps(rows, count={STEPS}):
     first, rest = (sums(), {STEPS} - report.turn) if report.step == report.turn else (first, rest)
 team = paceline.join()
-facts, memory = call_without_script_view(lambda: (facts_of(t._job), t._stepper.memory()))
+facts, memory = call_without_script_view(lambda: (facts_of(t._job), t._strategy.memory()))
 found = cost(t.plan, facts, team.size, 24 // 3 // (team.size // t.plan.mesh(team.size).unit))
 sent = {{{{kind: (sum - first[kind]) / rest for kind, sum in sums().items()}}}}
 told = [found.held, found.sent, found.in_flight, list(memory.values()), sent, sums()]

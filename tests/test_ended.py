@@ -138,7 +138,10 @@ def test_what_a_trainer_held_is_gone_without_a_collection_of_garbage(run):
         mine = trainer()
         for _ in mine.steps(data(), count=2):
             pass
-        held = [weakref.ref(one) for one in (mine, mine.model, mine._job.optimizers[0], mine._stepper, mine._replica)]
+        held = [
+            weakref.ref(one)
+            for one in (mine, mine.model, mine._job.optimizers[0], mine._strategy, mine._context, mine._replica)
+        ]
         del mine
         assert held[0]() is None
         trainer()

@@ -23,9 +23,9 @@ from paceline.data.order import sample_index
 from paceline.session.training_loop import grid_text, idle_text
 
 
-def feed_of(grid: Grid, rows: int, batches: int, place: Assignment, told: list[Any], **options: Any) -> Feed:
+def feed_of(grid: Grid, rows: int, batches: int, told: list[Any], **options: Any) -> Feed:
     source = Source.of(torch.arange(rows), 0, None, None, options)
-    return Feed(source, grid, (0, batches, 1), lambda: place, lambda *event, **more: told.append((*event, more)))
+    return Feed(source, grid, (0, batches, 1), lambda *event, **more: told.append((*event, more)))
 
 
 @given(
@@ -42,7 +42,7 @@ def test_slots_are_those_of_every_batch_in_turn(
     grid = Grid(global_batch, min(micro, global_batch))
     for rank in range(len(weights)):
         place = Assignment(rank, tuple(weights), fine=fine)
-        feed = feed_of(grid, rows, 30, place, [])
+        feed = feed_of(grid, rows, 30, [])
         one_by_one = []
         for step in range(start, 30):
             epoch, first, cuts = feed.grid_of(step)
@@ -73,10 +73,10 @@ def test_a_worker_with_an_empty_share_looks_at_no_batch_ahead(
 ) -> None:
     """However long the phase is; and it starts no loader process, which would have nothing to load."""
     told: list[Any] = []
-    feed = feed_of(Grid(8, 4), 8 * 1000, 10**7, Assignment(2, weights), told, num_workers=1)
+    feed, assignment = feed_of(Grid(8, 4), 8 * 1000, 10**7, told, num_workers=1), Assignment(2, weights)
     looked = looks_at(feed, monkeypatch)
-    assert [feed.at(step) for step in range(3)] == [(0, 8, [])] * 3
-    assert list(feed.slots(3, Assignment(2, weights))) == []
+    assert [feed.at(step, assignment) for step in range(3)] == [(0, 8, [])] * 3
+    assert list(feed.slots(3, assignment)) == []
     assert (looked, told) == ([0, 1, 2], [])
 
 
@@ -84,9 +84,9 @@ def test_a_worker_with_a_share_of_an_epochs_last_batch_alone_looks_at_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The paradox of the largest remainder: of three micro-batches worker 0 gets one, of four none."""
-    feed = feed_of(Grid(16, 4), 16 * 999 + 12, 10**7, Assignment(0, (1.0, 3.0, 3.0)), [])
+    feed = feed_of(Grid(16, 4), 16 * 999 + 12, 10**7, [])
     looked = looks_at(feed, monkeypatch)
-    slots = feed.slots(5, feed.get_assignment())
+    slots = feed.slots(5, Assignment(0, (1.0, 3.0, 3.0)))
     assert [next(slots).epoch for _ in range(3)] == [0, 1, 2]
     assert looked == [999, 1999, 2999]
 
@@ -228,8 +228,8 @@ def test_what_is_not_plainly_tensors_is_loaded_row_by_row() -> None:
     place = Assignment(0, (1.0,))
     for data, expected in ((TensorDataset(rows), [0, 1]), (Doubled(rows), [0, 2])):
         source = Source.of(data, 0, None, lambda position, *_: position, {})
-        feed = Feed(source, Grid(4, 2), (0, 1, 1), lambda: place, lambda *_, **__: None)
-        assert feed.at(0)[2][0].batch[0].tolist() == expected
+        feed = Feed(source, Grid(4, 2), (0, 1, 1), lambda *_, **__: None)
+        assert feed.at(0, place)[2][0].batch[0].tolist() == expected
 
 
 def test_a_collate_of_tensors_that_the_script_has_registered_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +242,11 @@ def test_a_collate_of_tensors_that_the_script_has_registered_is_used(monkeypatch
 def test_with_any_loader_the_rows_are_the_same_and_the_own_streams_stay(options: dict[str, Any]) -> None:
     data = TensorDataset(torch.arange(24.0), torch.arange(24))
     source = Source.of(data, 3, None, None, options)
-    feed = Feed(source, Grid(8, 4), (0, 3, 1), lambda: Assignment(0, (1.0,)), lambda *_, **__: None)
+    feed = Feed(source, Grid(8, 4), (0, 3, 1), lambda *_, **__: None)
     before = torch.get_rng_state()
-    found = [row for _, _, share in feed for taken in share for row in taken.batch[0].tolist()]
+    found = [
+        row for _, _, share in feed.all(Assignment(0, (1.0,))) for taken in share for row in taken.batch[0].tolist()
+    ]
     assert sorted(found) == list(range(24))
     assert found == [sample_index(position, 24, 3, 0) for position in range(24)]
     assert torch.equal(torch.get_rng_state(), before)
@@ -272,8 +274,8 @@ def test_of_a_part_of_a_micro_batch_no_other_rows_are_loaded(options: dict[str, 
     found: dict[str, list[Any]] = {}
     for name, collate in (("usual", None), ("own", lambda rows: default_collate(rows))):
         source = Source.of(Drawn(tmp_path / name, odd), 3, collate, in_order, options)
-        feed = Feed(source, Grid(8, 8), (0, 3, 1), lambda: place, lambda *_, **__: None)
-        for _, count, share in feed:
+        feed = Feed(source, Grid(8, 8), (0, 3, 1), lambda *_, **__: None)
+        for _, count, share in feed.all(place):
             assert count == 8
             found.setdefault(name, []).append([taken for taken in share if taken.take_part()])
     loaded = {name: [*map(int, (tmp_path / name).read_text().split())][8:] for name in found}  # seen to draw, and again
@@ -294,5 +296,8 @@ def test_of_a_part_of_a_micro_batch_no_other_rows_are_loaded(options: dict[str, 
 def test_rows_of_other_processes_are_pinned_where_there_is_a_gpu() -> None:
     torch.cuda.init()
     source = Source.of(TensorDataset(torch.arange(8.0)), 0, None, None, {"num_workers": 1})
-    feed = Feed(source, Grid(8, 4), (0, 1, 1), lambda: Assignment(0, (1.0,)), lambda *_, **__: None)
-    assert [taken.batch[0].is_pinned() for _, _, share in feed for taken in share] == [True, True]
+    feed = Feed(source, Grid(8, 4), (0, 1, 1), lambda *_, **__: None)
+    assert [taken.batch[0].is_pinned() for _, _, share in feed.all(Assignment(0, (1.0,))) for taken in share] == [
+        True,
+        True,
+    ]

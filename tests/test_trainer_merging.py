@@ -71,8 +71,8 @@ def merging(model: nn.Module, loss: Any, data: Any, **more: Any) -> Trainer:
     mine = trainer(Sizes(model), loss, global_batch=32, plan="micro=4", **more)
     for report in mine.steps(data, epochs=3):
         if report.step == 1:  # how many are merged is otherwise a matter of measured time
-            if mine._stepper.merging._verdict == "merge":
-                mine._stepper.merging.size, mine._stepper.merging._settled = 4, True
+            if mine._context.merging._verdict == "merge":
+                mine._context.merging.size, mine._context.merging._settled = 4, True
             mine.model.sizes.clear()
     return mine
 
@@ -236,8 +236,8 @@ def test_micro_batches_are_not_divided_where_a_part_of_one_fails(run):
     why = f"a part of one fails at {where} (AssertionError: at least four rows)"
     assert decisions(run)["micro-batches are not divided among workers"] == why
     assert MERGED in decisions(run)
-    assert mine._stepper.balance is not None
-    assert not mine._stepper.balance.fine
+    assert mine._context.shares.balance is not None
+    assert not mine._context.shares.balance.fine
 
 
 def for_four(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -282,7 +282,7 @@ def test_a_model_that_begins_to_draw_ends_merging_for_good(draws_at, run):
     for report, step in zip(mine.steps(rows(13, 160, 10), count=9), steps, strict=True):
         plain.step(step)
         if report.step == 1:
-            mine._stepper.merging.size, mine._stepper.merging._settled = 4, True
+            mine._context.merging.size, mine._context.merging._settled = 4, True
         elif report.step == draws_at + 1:  # 16 micro-batches, one by one: of the merged pieces only the first was tried
             assert mine.model.sizes == [8] + [2] * 16
         elif draws_at + 1 < report.step <= draws_at + 2:

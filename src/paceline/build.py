@@ -10,25 +10,28 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paceline.base.batching import Grid
-from paceline.base.mesh import AXES, Mesh
+from paceline.base.mesh import AXES
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec
 from paceline.compute.blocks import compiled, recompute, set_apart
-from paceline.local_sgd.round import LocalSgdRunner, build_local_sgd_runner, leave_islands
+from paceline.local_sgd.round import LocalSgd, build_local_sgd, leave_islands
 from paceline.parallel.data_parallel import share
 from paceline.parallel.layout import Layout
 from paceline.parallel.model_values import ModelValues
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.schedule import KINDS
 from paceline.parallel.zero1 import Zero1
+from paceline.param_server.async_window import AsyncServers
+from paceline.param_server.backup_steps import BackupWorkers
 from paceline.param_server.client import AsyncReplica, SyncReplica
 from paceline.param_server.server import ParameterServer
-from paceline.param_server.worker_steps import AsyncWindowRunner, SyncServerRunner
+from paceline.param_server.server_step import SyncServers
 from paceline.plan import Plan
 from paceline.session.run import Run
+from paceline.train.data_parallel_step import DataParallel
 from paceline.train.replica import Replica
-from paceline.train.step import StepRunner
+from paceline.train.step_context import StepContext
+from paceline.train.strategy import Strategy
 
 
 def build_replica(
@@ -105,25 +108,27 @@ def build_replica(
     return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh, codec=codec, team=team)
 
 
-def build_stepper(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> StepRunner:
+def build_strategy(context: StepContext) -> Strategy:
     """What makes a trainer's turns: data-parallel steps, rounds of local SGD, or steps with parameter servers."""
-    run, plan = about["run"], about["plan"]
-    if run.serving is not None:
-        run.serving.steppers.append(stepper := StepRunner(**about, grid=grid))
-        return stepper
+    plan, serving = context.plan, context.run.serving
+    if serving is not None:
+        serving.contexts.append(context)
+        return DataParallel(context)
     if plan.local:
-        return build_local_sgd_runner(mesh, about, grid)
-    if plan.in_windows:
-        return AsyncWindowRunner(**about, grid=grid)
-    return SyncServerRunner(**about, grid=grid) if plan.server else StepRunner(**about, grid=grid)
+        return build_local_sgd(context)
+    if plan.server is None:
+        return DataParallel(context)
+    if plan.backup:
+        return BackupWorkers(context)
+    return AsyncServers(context) if plan.in_windows else SyncServers(context)
 
 
-def load_stepper(stepper: StepRunner, saved: dict[str, Any], newcomer: bool) -> None:
-    """Gives a stepper the state that one of any plan has saved. Only a `newcomer` takes what islands kept."""
-    stepper.load(saved, newcomer)
+def load_strategy(strategy: Strategy, saved: dict[str, Any], newcomer: bool) -> None:
+    """Gives a strategy the state that one of any plan has saved. Only a `newcomer` takes what islands kept."""
+    strategy.load(saved, newcomer)
     islands = saved.get("islands") or {}
-    if newcomer and "each" in islands and not isinstance(stepper, LocalSgdRunner):
-        leave_islands(stepper, islands)
+    if newcomer and "each" in islands and not isinstance(strategy, LocalSgd):
+        leave_islands(strategy.context, islands)
 
 
 def current_run() -> Run:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import weakref
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 
 from paceline.base.batching import Grid, stream_seed
 from paceline.base.mesh import AXES, Mesh
-from paceline.build import build_replica, build_stepper, current_run, load_stepper
+from paceline.build import build_replica, build_strategy, current_run, load_strategy
 from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
@@ -32,11 +31,12 @@ from paceline.compute.rng import RngState
 from paceline.compute.state_dict import copies_in_pieces, hidden_in, model_state, own_copies
 from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
-from paceline.data.loader import Assignment, Feed, Source
+from paceline.data.loader import Feed, Source
 from paceline.errors import CheckpointError, UsageError
 from paceline.evaluate.evaluate import EvalPass, evaluate
 from paceline.evaluate.predict import predicted
 from paceline.observe.step_totals import StepTotals
+from paceline.parallel.estimate import forecast
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor
@@ -53,6 +53,7 @@ from paceline.session.best_checkpoint import BestCheckpoint, keep_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
 from paceline.session.error_hints import AnnotatedCallable
 from paceline.session.logging import TrainerLogging
+from paceline.session.loop_batches import BroughtBatch, LoopBatches
 from paceline.session.reported_values import PlateauFollower
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
 from paceline.session.training_loop import LoopState, SavedFields, State, describe_grid, idle_text, resumed_grid
@@ -80,9 +81,9 @@ from paceline.session.validation import (
     trainable,
     whole_number,
 )
-from paceline.session.worker_batch import WorkerBatch, gather_batches
-from paceline.team.transactions import settling
-from paceline.train.step import StepReport
+from paceline.train.step import Step, StepReport
+from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
+from paceline.train.step_verbs import load_batch
 
 
 class Trainer(TrainerLogging):
@@ -175,9 +176,10 @@ class Trainer(TrainerLogging):
         merging = MergePolicy(self._device, never=run.reverse or self.plan.one_by_one)
         run.agreement.weights.append(weights := self._weights(job, mesh))
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
-        about: dict[str, Any] = {"run": run, "trainer": self._number, "job": job, "replica": self._replica}
-        about |= {"plan": self.plan, "streams": self._streams, "merging": merging, "weights": weights}
-        self._stepper = build_stepper(mesh, about, self._grid)
+        self._context = StepContext(
+            run, self._number, job, self._replica, self.plan, self._streams, merging, weights, self._grid
+        )
+        self._strategy = build_strategy(self._context)
         self._ledger, self._loader = StepTotals(), dict[str, Any]()
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
@@ -245,7 +247,7 @@ class Trainer(TrainerLogging):
         more.
         """
         self._replica.load({"model": saved["model"]})
-        self._stepper.done, self._stepper.expected = saved["steps"], saved["expected"]
+        self._context.done, self._context.expected = saved["steps"], saved["expected"]
         self._line = {name: value for name, value in saved.items() if name not in ("model", "state")}
         self._run.forget(self._number)
         self._run.view_models()
@@ -278,7 +280,8 @@ class Trainer(TrainerLogging):
         if mesh.unit > 1 or (mesh.shard > 1 and self.plan.zero != 1):
             refuse_calls(job.model)
         parts = (
-            self._stepper,
+            self._strategy,
+            self._context,
             replica.runner,
             replica.updater,
             replica.layout,
@@ -310,7 +313,7 @@ class Trainer(TrainerLogging):
     @property
     def steps_done(self) -> int:
         """Optimizer steps done in the whole training, resumed ones included."""
-        return self._run.members[self._number].steps_done if self._closed else self._stepper.done
+        return self._run.members[self._number].steps_done if self._closed else self._context.done
 
     @property
     def _of(self) -> str:
@@ -436,13 +439,13 @@ class Trainer(TrainerLogging):
         if not phase.complete:
             self._need_optimizer()
         if not phase.complete:
-            assignment = self._get_assignment()
-            dealt = self._stepper.shares(len(grid.cut(grid.global_batch)), assignment.weights)
+            assignment = self._context.current_assignment()
+            dealt = self._strategy.shares(len(grid.cut(grid.global_batch)), assignment.weights)
             unit = self._mesh.unit
             fields = describe_grid(grid, dealt, rows, total, unit, self._number, self._run.classes)
             fields |= {"phase": number, "epochs": epochs, "done": [member.steps_done for member in self._run.members]}
             self._run.show("grid", **fields, steps=None if total is None else self.steps_done - phase.done + total)
-            idle = None if assignment.fine or not self._stepper.lockstep else idle_text(grid, assignment.weights, unit)
+            idle = None if assignment.fine or not self._strategy.lockstep else idle_text(grid, assignment.weights, unit)
             if idle is not None:
                 self._run.decide(self._number, *idle)
                 self._run.say(": ".join(idle), once=True)
@@ -461,16 +464,14 @@ class Trainer(TrainerLogging):
             run.say(
                 f"reading past the first {phase.done} global batches: an iterable dataset has no middle to start in"
             )
-        cure = grid.against_single_rows(phase.rows or grid.global_batch)
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
-        feed = Feed(
-            source, grid, span, self._stepper.get_assignment or self._get_assignment, run.team.world.tell, watched=True
-        )
-        self._stepper.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
-        alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=self._stepper.lockstep)
+        feed = Feed(source, grid, span, run.team.world.tell, watched=True)
+        self._context.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
+        alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=self._strategy.lockstep)
+        batches = LoopBatches(feed, phase, alike, run.team, run.say, looks_ahead=self.plan.quorum is not None)
         with closing(feed), run.loop(phase):
             while feed.has(phase.done):
-                report = self._advance(partial(self._deal, alike, feed, phase, cure), f"step {self.steps_done + 1}")
+                report = self._advance(batches)
                 if report is None:
                     run.between()
                     break
@@ -487,7 +488,7 @@ class Trainer(TrainerLogging):
                 if self._stopped:
                     break
             else:
-                if source.rows is None and self._stepper.lockstep:  # it may be longer on other workers
+                if source.rows is None and self._strategy.lockstep:  # it may be longer on other workers
                     self._together("the end of the iterable dataset of steps()")
             outermost = run.is_outermost(phase)
         self.flush()
@@ -513,7 +514,7 @@ class Trainer(TrainerLogging):
         self._need_open()
         self._need_optimizer()
         run = self._run
-        if not self._stepper.lockstep:
+        if not self._strategy.lockstep:
             word = self.plan.several
             what = f"step() brings the rows of one step, and under {word} a turn of the loop has several"
             raise UsageError(what, f"use steps(), or leave {word} out")
@@ -525,70 +526,49 @@ class Trainer(TrainerLogging):
         if first:
             run.team.world.tell("phase")
         when = "their first step()" if first else f"step {number}"
-        deal = partial(self._brought, batch, when if looks else "")
-        report = self._advance(deal, f"the gradients of step {number}")
+        micro = self._grid.micro if self._grid else self.plan.micro
+        unit = self._group.subgroup(*AXES[2:], mesh=self._mesh)
+        name = f"step {number} by step(){self._of}"
+        brought = BroughtBatch(
+            batch, micro, self._group, unit, self.plan.together, self._spare, name, when if looks else ""
+        )
+        report = self._advance(brought)
+        self._spare = brought.spare
         assert report is not None
         return report
 
-    def _brought(self, batch: Any, looks: str) -> WorkerBatch:
-        """Returns the rows that this worker brings to step(), numbered among those of all workers. `looks` names the
-        step if equal rows of two workers are to be refused.
-        """
-        micro = self._grid.micro if self._grid else self.plan.micro
-        step, together = self.steps_done + 1, self.plan.together
-        self._group.declare(f"step {step} by step(){self._of}", kind="step()")
-        unit = self._group.subgroup(*AXES[2:], mesh=self._mesh)
-        worker_batch = gather_batches(self._group, unit, batch, micro, together, self._spare, looks)
-        if together > 1 and worker_batch.share:
-            self._spare = worker_batch.share[0]
-        return worker_batch
-
-    def _deal(self, alike: Fingerprint, feed: Feed, phase: LoopState, cure: str, ahead: int = 0) -> WorkerBatch | None:
-        """Returns this worker's part of the loop's next global batch, or of one that is `ahead`; None if there
-        is none.
-        """
-        if ahead and not feed.has(phase.done + ahead):
-            return None
-        if warning := alike.compare(self._group, self._run.team.transactions.number):
-            self._run.say(warning, once=True)
-        epoch, rows, micro_batches = feed.at(phase.done + ahead)
-        if warning := alike.compare_stream(
-            self._group, self._run.team.transactions.number, feed, phase.done + ahead, epoch
-        ):
-            self._run.say(warning, once=True)
-        full = rows == feed.grid.global_batch
-        last = self.plan.quorum is not None and not feed.has(phase.done + ahead + 1)
-        read, single = len(feed.read), feed.later_single_row(phase.done + ahead)
-        return WorkerBatch(
-            micro_batches, len(feed.grid.cut(rows)), rows, epoch, cure, full, feed.fine, last, read, single
-        )
-
-    def _get_assignment(self) -> Assignment:
-        """Returns how the present team divides a global batch of this trainer."""
-        assignment, balance = self._run.team.get_assignment(self._mesh, self.plan.together), self._stepper.balance
-        # Between the forming of a team and its first step nobody knows what the others know of the workers' speed.
-        if balance is None or len(assignment.weights) == 1 or self._stepper.bound_generation != assignment.generation:
-            return assignment
-        return replace(assignment, weights=balance.weights, fine=balance.fine)
-
-    def _advance(self, deal: Callable[..., Any], name: str) -> StepReport | None:
+    def _advance(self, batches: Batches) -> StepReport | None:
         run = self._run
-        if (one := self._stepper.run_step(deal, name)) is None:
+        if run.explain_request:
+            self._explain(batches, *run.explain_request)
+        try:
+            with run.explains_memory(self._device):
+                step = self._strategy.advance(batches)
+        except RuntimeError as error:
+            refuse_other_kinds(self._context.kinds, dict(self._job.model.named_parameters()), error)
+            raise
+        if step is None:
             return None
-        agreed = one.agreed
-        metrics = {key: total / count if count else math.nan for key, (total, count) in agreed.metrics.items()}
-        loss = agreed.loss / agreed.count if agreed.count else math.nan
-        seconds = sum(one.spent.values()) - one.spent["other"]
-        ends = (loss, metrics, one.batch.rows, seconds, one.lr, one.norm, one.steps)
-        report = StepReport(self.steps_done, one.batch.epoch, *ends)
+        report, agreed = step.report(), step.agreed
         run.took_step, run.team.step, self._last = True, run.step, report
         workers = dict(zip(run.team.transactions.members, agreed.seconds, strict=False))
         lanes = dict(zip(workers, agreed.spent, strict=False))
-        self._ledger.add(report.step, report.samples, one.spent, workers, one.steps, lanes)
+        self._ledger.add(report.step, report.samples, step.spent, workers, step.steps, lanes)
         if self._ledger.due():
             self.flush()
-        run.checking(self._job, self._stepper.merging.mixes)
+        run.checking(self._job, self._context.merging.mixes)
         return report
+
+    def _explain(self, batches: Batches, plan: str, workers: int) -> None:
+        """In a run of `paceline explain`: predicts a step under a plan on so many workers, and ends the script."""
+        batch = batches.load(0, self._context.current_assignment())
+        assert batch is not None
+        load_batch(self._context, step := Step(self._context.done, 0.0), batch)
+        try:
+            prediction = forecast(self._job, step.batch.share[0], step.batch.count, plan, workers)
+        except UsageError as error:
+            prediction = {"refused": [error.what, error.cure]}
+        self._run.answer(prediction)
 
     def flush(self) -> None:
         """Writes the steps since the last record to the journal and the progress line."""
@@ -635,7 +615,7 @@ class Trainer(TrainerLogging):
             self._run.show("evaluate", trainer=self._number, step=self.steps_done, results=results)
             return results
 
-        return self._report(settling(compute, self._offer), "evaluating")
+        return self._report(compute, self._offer, "evaluating")
 
     @without_script_view
     def predict(
@@ -667,7 +647,7 @@ class Trainer(TrainerLogging):
         micro = self._grid.micro if self._grid else (self.plan.micro or 32)
         collate, options = collate or self._loader.get("collate"), self._loader.get("options", {})
         source = Source.of(dataset, self._seed, collate, None, options)
-        undivided = lambda: replace(self._get_assignment(), fine=False)  # noqa: E731
+        undivided = lambda: replace(self._context.current_assignment(), fine=False)  # noqa: E731
         return EvalPass(self._run.team, self._job, model or self.model, source, micro, undivided, self._grid, self._of)
 
     def keep_best(self, name: str, mode: str = "max") -> None:
@@ -707,7 +687,7 @@ class Trainer(TrainerLogging):
             what = f"these weights are not trained: {why}"
             self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
-        self._run.team.transactions.run(settling(partial(self._write, Path(path))))
+        self._run.team.transactions.run(partial(self._write, Path(path)))
 
     def _write(self, path: Path) -> None:
         self._group.declare(f"export(){self._of}", kind="export()")
@@ -723,7 +703,7 @@ class Trainer(TrainerLogging):
     def _together(self, name: str) -> None:
         """Enters a collective that all workers call, or none."""
         self._run.need_team()
-        self._run.team.transactions.run(settling(partial(self._group.declare, name)))
+        self._run.team.transactions.run(partial(self._group.declare, name))
 
     # -- state --------------------------------------------------------------------------------------------------
 
@@ -743,7 +723,7 @@ class Trainer(TrainerLogging):
             more = {"whole": full_copies} if full_copies else {}
             return {**self._line, "model": model_state(self._job), "state": kept, **more}
         return {
-            **self._stepper.state(done),
+            **self._strategy.state(done),
             "own": {} if done is None else self._replica.error_feedback.state(done),
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
             "phases": [phase.saved() for phase in self._phases],
@@ -762,7 +742,7 @@ class Trainer(TrainerLogging):
         """Loads a state that is some steps old, ahead of the steps that follow it."""
         if "closed" not in saved:
             self._replica.load(saved)
-            self._stepper.done = saved["steps"]
+            self._context.done = saved["steps"]
 
     def needs(self) -> list[tuple[str, tuple[int, ...]]]:
         """Returns each plan as text, and the bytes that a worker holds under it by category: this trainer's plan, and
@@ -779,17 +759,20 @@ class Trainer(TrainerLogging):
 
     def held(self) -> int:
         """Returns the bytes that the trainer holds on this worker."""
-        return sum(self._stepper.memory().values())
+        return sum(self._strategy.memory().values())
 
     def measure(self, besides: int) -> list[dict[str, Any]] | None:
         """Returns the predicted and the measured memory and traffic of a step; None before the first step. `besides`
         are the bytes of the process that belong to other trainers.
         """
-        return self._stepper.measure(besides) if self.steps_done and self._line is None else None
+        if not self.steps_done or self._line is not None:
+            return None
+        return self._context.figures.measure(self._strategy.memory(), besides)
 
     def measured(self, reports: list[Any]) -> None:
         """Journals the measurements of all workers for the report."""
-        self._stepper.measured(reports)
+        self._context.figures.write(reports)
+        self._strategy.end_loop()
 
     def look_around(self) -> None:
         """Updates the list of models that this trainer's loss may call."""
@@ -802,7 +785,7 @@ class Trainer(TrainerLogging):
 
     def apply_step(self, message: list[Any]) -> None:
         """Applies a part of a step that the team made before this newcomer joined."""
-        self._stepper.apply_step(message)
+        self._context.apply_step(message)
 
     def restore(self, newcomer: bool) -> None:
         """Loads this trainer's part of the checkpoint, or of the state that another worker handed over. A worker that
@@ -829,7 +812,7 @@ class Trainer(TrainerLogging):
             if newcomer and self._run.resumed is not None:
                 refuse_another_model(self.model, saved["model"], self._number, checkpoint, self._job.cuts)
             if "closed" not in saved:
-                load_stepper(self._stepper, saved, newcomer)
+                load_strategy(self._strategy, saved, newcomer)
             elif newcomer:
                 self._go_on_ended(saved)
             if not newcomer:
@@ -845,4 +828,4 @@ class Trainer(TrainerLogging):
         if saved.get("grid") and self._grid:
             before, now, done = Grid(*saved["grid"]), self._grid, self.steps_done
             self._grid = resumed_grid(before, now, self.plan.micro, done, self._run.say)
-            self._stepper.regrid(self._grid, before.global_batch)
+            self._context.regrid(self._grid, before.global_batch)

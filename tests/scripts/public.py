@@ -423,7 +423,7 @@ def late() -> Outcome:
     sizes = []
     for report in trained.steps(rows(13, 160, 10), count=9):
         if report.step == 1:  # allowed by now; how many is a matter of time, which no test may depend on
-            trained._stepper.merging.size, trained._stepper.merging._settled = 4, True
+            trained._context.merging.size, trained._context.merging._settled = 4, True
         sizes.append(list(trained.model.sizes))
         trained.model.sizes.clear()
         trained.model.draws = report.step >= 6
@@ -435,7 +435,7 @@ def cramped(moment: str) -> Outcome:
     trained = trainer(lambda: Cramped(moment), global_batch=32, plan="micro=2")
     for report in trained.steps(rows(13, 160, 10), count=5):
         if report.step == 1:
-            trained._stepper.merging.size, trained._stepper.merging._settled = 8, True
+            trained._context.merging.size, trained._context.merging._settled = 8, True
     return {"sizes": trained.model.sizes, **trained.model.state_dict()}
 
 

@@ -46,15 +46,23 @@ class Account:
     @contextmanager
     def of(self, account: str) -> Iterator[None]:
         """The time inside belongs to `account`, but for that of such blocks within."""
+        self.begin(account)
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self, account: str) -> None:
+        """From now on the time belongs to `account`, until `end`."""
         self._book()
         if account == "steps":
             self._stack[0] = "script"
         self._stack.append(account)
-        try:
-            yield
-        finally:
-            self._book()
-            self._stack.pop()
+
+    def end(self) -> None:
+        """From now on the time belongs to the account before the last `begin`."""
+        self._book()
+        self._stack.pop()
 
     def move(self, seconds: float, account: str) -> None:
         """So many of the last seconds, on the account of now, belong to another one."""

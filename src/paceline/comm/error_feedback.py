@@ -7,7 +7,7 @@ that has it. Beside them is the rule for another team or plan, which is `add`: t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,8 +28,8 @@ class TransactionRunner(Protocol):
     def done(self) -> int:
         """The number of transactions that took effect."""
 
-    def run(self, make: Callable[[], Generator[Any, Any, None]], spends: str) -> Any:
-        """Runs the transaction that `make` builds; its time is booked under `spends`."""
+    def attempts(self, spends: str) -> Any:
+        """Begins a transaction whose time is booked under `spends`; see `team.transactions.Attempt`."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -187,21 +187,24 @@ class ErrorFeedback:
 
     # -- before a change --------------------------------------------------------------------------------------------
 
-    def consolidate(self, team: TransactionRunner) -> Generator[Any, Any, None]:
-        """A transaction that sums all residuals before workers leave; each worker then owes the total."""
-        pooled, names = self.shared(), list(self.cuts)
-        if self.codec is not None:
-            was = self.codec.kept.at(team.done)
-            self.outer.declare("what codecs have left out", kind="gradients")
-            for bucket in (one for one in self.grad_buffers.buckets if one.local_shard.is_floating_point()):
-                flat = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
-                self.outer.sum(flat.add_(was.residual.get(bucket.index, 0.0)))
-                for number, part in bucket.split(flat):
-                    pooled[names[number]] = part.add_(pooled.get(names[number], 0.0))
-            self.codec.kept.pend(team.done, Feedback(basis=was.basis))
-        yield lambda: None
+    def consolidate(self, team: TransactionRunner) -> None:
+        """Sums all residuals before workers leave, as a transaction; each worker then owes the total. Collective."""
+        for attempt in team.attempts("forming"):
+            with attempt:
+                pooled, names = self.shared(), list(self.cuts)
+                if self.codec is not None:
+                    was = self.codec.kept.at(team.done)
+                    self.outer.declare("what codecs have left out", kind="gradients")
+                    for bucket in (one for one in self.grad_buffers.buckets if one.local_shard.is_floating_point()):
+                        flat = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
+                        self.outer.sum(flat.add_(was.residual.get(bucket.index, 0.0)))
+                        for number, part in bucket.split(flat):
+                            pooled[names[number]] = part.add_(pooled.get(names[number], 0.0))
+                    self.codec.kept.pend(team.done, Feedback(basis=was.basis))
+                attempt.commit(None, partial(self._owe, pooled))
+
+    def _owe(self, pooled: dict[str, torch.Tensor], _: None) -> None:
         self.pending_residual, self._saved_residuals = pooled, {}
-        yield None
 
     # -- the choice -------------------------------------------------------------------------------------------------
 
@@ -431,8 +434,8 @@ class Differing(Protocol):
     def differs(self) -> bool:
         """Whether workers may hold different state now."""
 
-    def consolidate(self, team: TransactionRunner) -> Generator[Any, Any, None]:
-        """A transaction after which all workers hold the same state."""
+    def consolidate(self, team: TransactionRunner) -> None:
+        """Brings the same state to all workers, as a transaction. Collective."""
 
     def meet(self, done: int) -> Iterator[str]:
         """Prepares for a checkpoint; yields messages for the user. Collective."""
@@ -455,7 +458,7 @@ class AllErrorFeedback(list[Differing]):
     def consolidate(self, team: TransactionRunner) -> None:
         """Sums the state that differs, trainer by trainer, so that all workers hold the total. Collective."""
         for feedback in (each for each in self if each.differs):
-            team.run(partial(feedback.consolidate, team), "forming")
+            feedback.consolidate(team)
 
     @property
     def _trainers(self) -> list[ErrorFeedback]:

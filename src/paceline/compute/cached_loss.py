@@ -127,13 +127,15 @@ class GradCache:
     def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
         """Runs a step as the runner's `run` does: leaves gradients, and returns the sums of the loss."""
         local_outputs, units = self.runner.outputs(micro_batches, options), self.job.units
-        options.fault_point("outputs")
+        if options.fault_point is not None:
+            options.fault_point("outputs")
         assert units is not None
         units.declare(f"the outputs of step {options.step + 1}", check=False, kind="outputs")
         share = [(one.index, one.rows, output) for one, output in local_outputs if not one.is_dummy]
         columns, slices = gather_outputs(units, share, self.job.device)
         units.declare(f"step {options.step + 1}", check=False, kind="gradients")
-        options.fault_point("gathered")
+        if options.fault_point is not None:
+            options.fault_point("gathered")
         # Cached gradients are scaled already, and the second run does not test whether micro-batches may be merged.
         second = replace(options, expected=1.0, merge=1, test_merging=False, check_loss=False)
         if not local_outputs:  # outputs are other units', or the last stage's

@@ -65,7 +65,7 @@ class Runner:
 
         def send(bucket: Bucket) -> None:
             sent.append(bucket)
-            if len(sent) == 1:
+            if len(sent) == 1 and options.fault_point is not None:
                 options.fault_point("backward")
             if options.noise_sample == "all":
                 self._squares += squares([bucket.flat])
@@ -149,7 +149,7 @@ class Runner:
             if chunk.micro_batches[0].is_dummy:
                 self._run_dummy(chunk, options, last=not queue)
                 continue
-            if not parts:
+            if not parts and options.fault_point is not None:
                 options.fault_point("forward")
             part = self._run(chunk, sums, options, last=not queue)
             if part is not None:

@@ -121,8 +121,8 @@ class StepOptions:
     may be merged at all, `check_loss` to look once at the loss also where they may not, `record_buffers` for
     BatchNorm's statistics per micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has
     gradient hooks. `advice` says what helps against micro-batches of a single row. `fault_point` is called at the
-    moments of a step at which faults may be injected. `transaction` counts the team's transactions. `noise_sample`:
-    measure the squared norm of this worker's gradients, of "all" or of the "first" of several chunks.
+    moments of a step at which faults may be injected, if there are any. `transaction` counts the team's transactions.
+    `noise_sample`: measure the squared norm of this worker's gradients, of "all" or of the "first" of several chunks.
     """
 
     step: int
@@ -136,7 +136,7 @@ class StepOptions:
     reverse: bool = False
     hooked: bool = False
     advice: str = ""
-    fault_point: Callable[[str], None] = lambda moment: None
+    fault_point: Callable[[str], None] | None = None
     transaction: int = 0
     noise_sample: str = ""
 

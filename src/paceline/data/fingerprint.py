@@ -159,7 +159,7 @@ def first_rows(feed: Feed) -> list[list[str]]:
 def _read_again(feed: Feed, step: int) -> list[list[str]]:
     """The digests of the same rows, read in another pass over the dataset."""
     source = replace(feed.source, options=None)
-    again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), feed.get_assignment, lambda *_, **__: None)
+    again = Feed(source, feed.grid, (feed.start, feed.batches, feed.epochs), lambda *_, **__: None)
     with RngState(torch.device("cpu")).preserved():
         return first_rows(again) if again.has(step) else []
 

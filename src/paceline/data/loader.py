@@ -323,7 +323,7 @@ class Feed:
     """Loads this worker's micro-batches, one global batch after another, from batch `start` of the phase on.
 
     `batches` is the number at which the feed ends (None: when the epochs of an iterable dataset end).
-    `get_assignment` returns how micro-batches are assigned now. `tell` gets events that name the loader processes.
+    `tell` gets events that name the loader processes.
     While the user leaves `num_workers` open, loading moves to a process of its own, ahead of need, if it delays each
     step by more than `SLOW` seconds and a tenth of the step.
 
@@ -345,11 +345,10 @@ class Feed:
         source: Source,
         grid: Grid,
         span: tuple[int, int | None, int],
-        get_assignment: Callable[[], Assignment],
         tell: Callable[..., None],
         watched: bool = False,
     ) -> None:
-        self.source, self.grid, self.get_assignment, self._tell = source, grid, get_assignment, tell
+        self.source, self.grid, self._tell = source, grid, tell
         self.start, self.batches, self.epochs = span
         self.news: dict[str, str] = {}
         self._taken_news = set[str]()  # the news that `take_news` has returned
@@ -448,10 +447,9 @@ class Feed:
             self.close()
         return more
 
-    def at(self, step: int) -> Batch:
-        """Loads this worker's share of a global batch in the current team: the next one, or the last one again."""
+    def at(self, step: int, assignment: Assignment) -> Batch:
+        """Loads this worker's share of a global batch under an assignment: the next one, or the last one again."""
         began = time.perf_counter()
-        assignment = self.get_assignment()
         self.fine = assignment.fine
         if self._stream is not None:
             batch = self._stream.deal(step, assignment)
@@ -489,11 +487,12 @@ class Feed:
             taken.is_part()
         return taken if self.collated is None else self.collated.look(taken)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def all(self, assignment: Assignment) -> Iterator[Batch]:
+        """Yields this worker's shares of all global batches under an assignment."""
         step = self.start
         try:
             while self.has(step):
-                yield self.at(step)
+                yield self.at(step, assignment)
                 step += 1
         finally:
             self.close()

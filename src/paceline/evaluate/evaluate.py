@@ -88,7 +88,7 @@ class EvalPass:
         source = replace(self.source, options=None) if stream else replace(self.source, order=in_order)
         grid = self.grid if full_batches and self.grid else Grid(micro_batches * self.micro, self.micro)
         span = (0, None if source.rows is None else grid.batches(source.rows), 1)
-        return Feed(source, grid, span, self.get_assignment, self.team.world.tell)
+        return Feed(source, grid, span, self.team.world.tell)
 
     @contextmanager
     def resting(self) -> Iterator[None]:
@@ -145,7 +145,8 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
         what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"
         raise UsageError(what, "give global_batch= to the Trainer")
     with MetricObjects.of(metric, sweep.job.device) or Means(metric) as metrics, sweep.resting():
-        for number, (_, count, micro_batches) in enumerate(feed := sweep.feed(8 * group.size, over_batch)):
+        feed = sweep.feed(8 * group.size, over_batch)
+        for number, (_, count, micro_batches) in enumerate(feed.all(sweep.get_assignment())):
             first = first or first_rows(feed)
             if over_batch:
                 sweep.at_once(number, base, micro_batches, metrics.add)

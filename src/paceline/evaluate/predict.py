@@ -28,7 +28,6 @@ from paceline.errors import CheckpointError, UsageError, a
 from paceline.evaluate.evaluate import EvalPass
 from paceline.evaluate.metric_objects import to_main
 from paceline.session.run import Run
-from paceline.team.transactions import settling
 
 _WINDOW = 4  # micro-batches of a worker
 _BLOCK = 1 << 24
@@ -64,7 +63,7 @@ class _Outputs:
 
     def windows(self) -> Iterator[tuple[range, Any]]:
         """Computes one window after another, and yields rows and output of each micro-batch on the main worker."""
-        run = partial(self._sweep.team.transactions.run, settling(self._window), "evaluating")
+        run = partial(self._sweep.team.transactions.run, self._window, spends="evaluating")
         try:
             while run() is not None:
                 got, self._got = self._got, None
@@ -125,7 +124,7 @@ class _Outputs:
             return None
         outputs: list[Any] = []
         with self._sweep.resting():
-            micro_batches = self._feed.at(at)[2]
+            micro_batches = self._feed.at(at, self._sweep.get_assignment())[2]
             self._sweep.over(at * size, micro_batches, lambda n, rows, out, _: outputs.append([n, rows, _plain(out)]))
         if gathered := to_main(group, outputs):
             self._got = sorted((part for parts in gathered for part in parts), key=lambda part: part[0])

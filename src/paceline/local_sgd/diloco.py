@@ -7,7 +7,7 @@ weights of all are the same between two rounds; what a round makes of them becom
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -225,8 +225,17 @@ class DiLoCo:
                     tree |= {"inner": InnerOptimizerState.of(tree["inner"], self.steps), "unused": {*tree["unused"]}}
                     self.work[island] = IslandProgress(**tree)
 
-    def consolidate(self, team: TransactionRunner) -> Generator[Any, Any, None]:
+    def consolidate(self, team: TransactionRunner) -> None:
         """Brings every island's state to all workers before some of them leave, as a transaction. Collective."""
+        for attempt in team.attempts("forming"):
+            with attempt:
+                self._bring_everywhere()
+                attempt.commit(None, self._mark_pooled)
+
+    def _mark_pooled(self, _: None) -> None:
+        self._pooled = self.steps
+
+    def _bring_everywhere(self) -> None:
         replicas = len(self.mesh.over(self.group.size).replicas)
         self.group.declare("the state of all islands", check=False, kind="islands")
         held_islands = self.group.gather_json([*self.kept])
@@ -238,9 +247,6 @@ class DiLoCo:
             for number in range(replicas) if any(has) else ():
                 if not has[number]:
                     self._send(self.kept, island, has.index(True), number)
-        yield lambda: None
-        self._pooled = self.steps
-        yield None
 
     @property
     def _under_way(self) -> list[list[int]]:

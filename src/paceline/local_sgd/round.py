@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from paceline.base.batching import NOTHING, Agreed, Grid, add_metrics, deal
+from paceline.base.batching import add_metrics, deal
 from paceline.base.heartbeat import HEARTBEAT
-from paceline.base.mesh import Mesh
 from paceline.data.loader import Assignment
 from paceline.errors import NonFiniteLossError, UsageError
 from paceline.local_sgd.diloco import OUTER, DiLoCo, unstack_first
@@ -25,17 +23,35 @@ from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
 from paceline.local_sgd.quorum import MergeQuorum, missed, part, report_dropped_rows
 from paceline.local_sgd.streaming_diloco import StreamingDiLoCo
 from paceline.session.worker_batch import WorkerBatch
-from paceline.team.transactions import ReformedError, TransactionBody
-from paceline.train.step import StepAttempt, StepRunner
+from paceline.team.transactions import ReformedError
+from paceline.train.step import Step
+from paceline.train.step_context import Batches, StepContext
+from paceline.train.step_verbs import (
+    account_update,
+    attempts,
+    begin_step,
+    complete,
+    forward_backward,
+    grad_norm,
+    learn_merging,
+    load_batch,
+    must_repeat,
+    open_attempt,
+    publish,
+    reduce,
+    refuse_nonfinite,
+    take_over,
+)
+from paceline.train.turn_reports import BrokenOffError, exchange_reports
 
 
-def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None) -> LocalSgdRunner:
-    """Builds the runner of a trainer whose plan says `local`; `about` has the other arguments of a StepRunner.
+def build_local_sgd(context: StepContext) -> LocalSgd:
+    """Builds the strategy of a trainer whose plan says `local`.
 
     Raises UsageError if the loss needs the whole global batch, or an island would get no micro-batch.
     """
-    run, job, replica, plan = (about[name] for name in ("run", "job", "replica", "plan"))
-    count = plan.local
+    run, job, replica, plan, grid = context.run, context.job, context.replica, context.plan, context.grid
+    count = plan.local or 1
     batches = 0 if grid is None else len(grid.cut(grid.global_batch))
     wrong, cure = "", ""
     if job.over is not None:
@@ -51,7 +67,7 @@ def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None)
     if wrong:
         raise UsageError(f"local={count}: {wrong}", cure)
     streams = plan.fragments or plan.outer_codec
-    islands = (StreamingDiLoCo if streams else DiLoCo)(replica, run.team.group, mesh, plan)
+    islands = (StreamingDiLoCo if streams else DiLoCo)(replica, run.team.group, replica.mesh, plan)
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
     what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
@@ -60,208 +76,216 @@ def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None)
     if plan.quorum:
         what += f"; a merge waits for {plan.quorum} of them and a grace window"
         why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
-    run.decide(about["trainer"], what, why)
-    quorum = MergeQuorum(run, about["trainer"], count, plan.quorum)
-    return LocalSgdRunner(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
+    run.decide(context.trainer, what, why)
+    return LocalSgd(context, islands, MergeQuorum(run, context.trainer, count, plan.quorum or 0))
 
 
-class BrokenOffError(Exception):
-    """The round was broken off since a worker was asked to stop."""
+def local_sgd_round(strategy: LocalSgd, batches: Batches) -> Step:
+    """Makes one round of local SGD: the steps of all islands, each by itself, and the merge of their weights.
 
-    def __init__(self, agreed: Agreed) -> None:
-        super().__init__("a round was broken off")
-        self.agreed = agreed
+    Returns it as a step of as many steps as an island has made. Raises BrokenOffError if all workers stop instead.
+    """
+    context, islands, quorum = strategy.context, strategy.islands, strategy.quorum
+    step = begin_step(context, batches.title.format(context.done + 1))
+    for attempt in attempts(context, islands.rest):  # again after a lost peer
+        with attempt:
+            open_attempt(context, step)
+            islands.begin()
+            with context.streams.preserved():
+                made = strategy.make_steps(step, batches)
+            islands.rest()
+            step.computed = time.perf_counter()
+            if made:
+                quorum.wait()
+            merged, late = strategy.exchange(step, made)  # what all teams and workers have made
+            islands.pend(step.done, merged, late)
+            islands.merge(step.name, merged)
+            islands.guard(step.done, merged)
+            islands.weigh()
+            for member in context.run.members:
+                if member.state:
+                    member.state.step_computed()
+            step.spent["compute"] = step.computed - step.began - step.spent["data"]
+            attempt.commit(lambda: step.agreed.count, partial(strategy.apply, step))
+            complete(context, step)
+    if attempt.taken is not None:
+        *result, step.steps, strategy.late = attempt.taken[1]
+        take_over(context, step, *result)
+    publish(context, step)
+    quorum.name(context.done, strategy.late)
+    return step
 
 
-@dataclass
-class LocalSgdRunner(StepRunner):
-    """Runs one trainer's local-SGD rounds of `every` steps."""
+def island_step(strategy: LocalSgd, island: int, step: Step) -> bool:
+    """Makes one step of an island on all replicas of its team, and returns whether one of their workers stops.
+
+    `step` has the rows that the team's islands have in the global batch.
+    """
+    context, islands = strategy.context, strategy.islands
+    assert context.grid is not None
+    batch, progress = step.batch, islands.enter(island)
+    run, rows = part(context.grid, batch.rows, island, islands.count)
+    if not rows:
+        islands.skip(progress)
+        return False
+    step.batch = replace(batch, micro_batches=[m for m in batch.micro_batches if m.index in run], rows=rows)
+    step.lr = float(context.job.optimizers[0].param_groups[0]["lr"])
+    context.expected = progress.inner.expected
+    step.options, step.began = context.options(step), time.perf_counter()
+    while True:
+        forward_backward(context, step)
+        reduce(context, step)
+        if not must_repeat(context, step):
+            break
+    seconds = time.perf_counter() - step.began
+    refuse_nonfinite(context, step)
+    if step.agreed.count <= 0:
+        context.replica.abort(again=True)
+        islands.skip(progress, rows)
+        return step.agreed.stop > 0
+    norm = grad_norm(context, step)
+    assert step.sums is not None
+    context.run.saving.copied()
+    progress.torn = True
+    context.replica.update(step.sums, step.agreed, step.options, norm)
+    context.replica.complete()
+    progress.torn = False
+    progress.inner.expected = step.agreed.count
+    progress.add(step.agreed, norm, step.lr, rows)
+    learn_merging(context, step, step.sums, seconds)
+    HEARTBEAT.beat()
+    return step.agreed.stop > 0
+
+
+class LocalSgd:
+    """Trains in rounds of local SGD; see train/strategy.py."""
 
     lockstep = False
 
-    every: int = 1
-    islands: DiLoCo | None = None
-    quorum: MergeQuorum | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, context: StepContext, islands: DiLoCo, quorum: MergeQuorum) -> None:
+        self.context, self.islands, self.quorum = context, islands, quorum
+        self.late: dict[str, Any] = {}  # which islands were late in the round, and what they missed
         self._ahead = 0  # the number of the current step within the round
         self._sizes: list[int] = []  # rows of each global batch of the round
-        self._late: dict[str, Any] = {}  # which islands were late in the round, and what they missed
         self._trouble: NonFiniteLossError | None = None  # raised by an island of this team
-        self.get_assignment = self._batch_assignment
-        if self.islands is not None:
-            self.islands.trainer = self.trainer
-            self.run.error_feedback.append(self.islands)
-            self.islands.recall = self._recall
+        islands.trainer = context.trainer
+        context.run.error_feedback.append(islands)
+        islands.recall = self._recall
+        context.on_new_generation = self._rebind
+        context.stops = lambda: quorum.stops
 
-    @property
-    def diloco(self) -> DiLoCo:
-        assert self.islands is not None
-        return self.islands
+    def advance(self, batches: Batches) -> Step | None:
+        """Makes a round. Returns None if it was broken off because all workers stop."""
+        try:
+            return local_sgd_round(self, batches)
+        except BrokenOffError as end:
+            self.context.run.agreed(end.agreed)
+            return None
 
-    @property
-    def merging_by(self) -> MergeQuorum:
-        assert self.quorum is not None
-        return self.quorum
-
-    @property
-    def stops(self) -> bool:
-        return self.merging_by.stops
-
-    def _batch_assignment(self) -> Assignment:
+    def assignment(self) -> Assignment:
         """Assigns the next global batch of the round to those islands of this worker's team that have not had it."""
-        isles, team = self.diloco, self.diloco.team
-        assignment = self.run.team.get_assignment(isles.mesh)
+        isles, team, rank = self.islands, self.islands.team, self.context.run.team.rank
+        assignment = self.context.run.team.get_assignment(isles.mesh)
         units = isles.mesh.over(team.size)
-        first = isles.mesh.unit_of(self.run.team.rank) - units.unit_of(team.rank)
-        weights, due = assignment.weights[first : first + units.units], tuple(self._due())
+        first = isles.mesh.unit_of(rank) - units.unit_of(team.rank)
         return replace(
             assignment,
             rank=units.unit_of(team.rank),
-            weights=weights,
-            together=self.plan.together,
-            islands=(isles.count, due),
+            weights=assignment.weights[first : first + units.units],
+            together=self.context.plan.together,
+            islands=(isles.count, tuple(self._due())),
         )
 
     def _due(self) -> list[int]:
-        return [
-            i for i in self.diloco.team_islands if i not in self.diloco.work or self.diloco.work[i].at <= self._ahead
-        ]
+        islands = self.islands
+        return [i for i in islands.team_islands if i not in islands.work or islands.work[i].at <= self._ahead]
 
-    def rebind(self, name: str) -> None:
-        """Prepares a new generation: assigns islands to its teams, and reports the work that was lost."""
-        super().rebind(name)
-        self.merging_by.write()
-        for message in self.diloco.rebind():
-            self.run.say(message)
-            self.run.decide(self.trainer, *message.split(": ", 1))
-        for island, rows in self.diloco.lost.items():
-            self.run.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
+    def _rebind(self) -> None:
+        """In a new generation: assigns islands to its teams, and reports the work that was lost."""
+        run, trainer = self.context.run, self.context.trainer
+        self.quorum.write()
+        for message in self.islands.rebind():
+            run.say(message)
+            run.decide(trainer, *message.split(": ", 1))
+        for island, rows in self.islands.lost.items():
+            run.journal.write("uncounted", trainer=trainer, step=self.context.done, island=island, rows=rows)
 
     def _recall(self, island: int) -> list[Any]:
         """Reads an island's state from the last checkpoint: [its step, the trainer's steps, the state], or []."""
-        if (checkpoint := self.run.saving.look(self.run.say)) is None:
+        run = self.context.run
+        if (checkpoint := run.saving.look(run.say)) is None:
             return []
-        saved = dict(enumerate(checkpoint[1]["trainers"])).get(self.trainer, {})
+        saved = dict(enumerate(checkpoint[1]["trainers"])).get(self.context.trainer, {})
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
         return [] if kept is None else [checkpoint[0], saved["steps"], unstack_first(kept)]
 
-    def run_step(self, deal: Callable[..., Any], name: str) -> StepAttempt | None:
-        """Runs a round. Returns None if it was broken off because all workers stop."""
-        try:
-            step = super().run_step(deal, name)
-            self.merging_by.name(self.done, self._late)
-            return step
-        except BrokenOffError as end:
-            self.run.agreed(end.agreed)
-            return None
-
     def state(self, done: int | None) -> dict[str, Any]:
         """The trainer's state for a checkpoint, with the state of each island in place of the optimizers'."""
-        state = super().state(done)
+        state = self.context.state()
         common = {key: state[key] for key in ("model", "owed", "steps", "expected", "scaling")}
-        return {**common, "islands": self.diloco.state(done)}
+        return {**common, "islands": self.islands.state(done)}
 
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
         """Loads a state, and says if it changes the mathematics, as another number of islands does."""
-        self.replica.load(saved)
-        self.done, self.expected = saved["steps"], saved["expected"]
+        context, run = self.context, self.context.run
+        context.replica.load(saved)
+        context.done, context.expected = saved["steps"], saved["expected"]
         kept = saved.get("islands") or {}
-        change = self.diloco.load(kept, self.done)
+        change = self.islands.load(kept, context.done)
         if newcomer and "each" in kept:
-            report_dropped_rows(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
+            report_dropped_rows(run, context.trainer, kept.get("late") or {}, context.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
-            change = f"training goes on in {self.diloco.count} islands, each with what the optimizer keeps"
+            change = f"training goes on in {self.islands.count} islands, each with what the optimizer keeps"
         if change:
-            self.run.say(f"changed mathematics: {change}")
+            run.say(f"changed mathematics: {change}")
 
     def memory(self) -> dict[str, int]:
         """The bytes in use by kind, with the weights and optimizer states of islands."""
-        sizes, (weights, kept) = super().memory(), self.diloco.most
+        sizes, (weights, kept) = self.context.replica.memory(), self.islands.most
         return sizes | {"parameters": sizes["parameters"] + weights, "optimizer": max(sizes["optimizer"], kept)}
 
-    def measured(self, reports: Sequence[list[dict[str, Any]]]) -> None:
-        """Ends a loop: what late islands have begun is reported and dropped."""
-        super().measured(reports)
-        report_dropped_rows(self.run, self.trainer, self.diloco.late, self.done, "training was stopped")
-        self.diloco.drop()
+    def end_loop(self) -> None:
+        """Reports and drops what late islands have begun."""
+        context = self.context
+        report_dropped_rows(context.run, context.trainer, self.islands.late, context.done, "training was stopped")
+        self.islands.drop()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         """The number of micro-batches of each unit, as islands are assigned at first; `weights` do not matter."""
-        return self.diloco.shares(batches)
+        return self.islands.shares(batches)
 
-    def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> TransactionBody:
-        isles = self.diloco
-        with ExitStack() as undo:
-            began = time.perf_counter()
-            undo.callback(self._again)
-            self._open(step, name)
-            isles.begin()
-            undo.callback(isles.rest)
-            undo.callback(self.replica.abort)
-            with self.streams.preserved():
-                made = self._run(step, deal)
-            isles.rest()
-            computed = time.perf_counter()
-            if made:
-                self.merging_by.wait()
-            merged, late = self._meet(step, name, computed - began, made)
-            after = step.number + step.steps
-            isles.pend(after, merged, late)
-            isles.merge(name, merged)
-            isles.guard(after, merged)
-            isles.weigh()
-            for member in self.run.members:
-                member.state.step_computed()
-            step.spent["compute"] = computed - began - step.spent["data"]
-            count = yield lambda: step.agreed.count
-            undo.pop_all()
-        reduced = time.perf_counter()
-        self.run.saving.copied()
-        isles.apply(count, after)
-        self.done, self.weights.refused = after, False
-        ended = time.perf_counter()
-        self.updated = ended - reduced
-        step.spent |= {"reduce": reduced - computed, "update": self.updated}
-        yield [dict(vars(step.agreed)), step.norm, step.lr, [step.batch.rows, step.batch.epoch], step.steps, self._late]
-        self.transactions.fault_point("applied")
-        self.replica.complete()
-        step.spent["update"] += time.perf_counter() - ended
+    # -- what islands do by themselves --------------------------------------------------------------------------
 
-    def _taken(self, step: StepAttempt, _: Any, result: Any) -> None:
-        super()._taken(step, _, result[:4])
-        step.steps, self._late = result[4:]
-
-    # -- what islands do by themselves ------------------------------------------------------------------------------
-
-    def _run(self, step: StepAttempt, deal: Callable[..., Any]) -> bool:
-        """Runs the round's steps of this team's islands, and returns whether all were made without a break-off."""
+    def make_steps(self, step: Step, batches: Batches) -> bool:
+        """Makes the round's steps of this team's islands, and returns whether all were made without a break-off."""
+        context, isles, quorum = self.context, self.islands, self.quorum
         step.batch, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
-        isles, quorum, most, last = self.diloco, self.merging_by, self.run.team.world.max_steps, False
+        most, last, every = context.run.team.world.max_steps, False, context.plan.every or 1
         self._sizes, self._trouble, ready = [], None, list[int]()
-        quorum.begin(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
-        for ahead in range(self.every):
+        quorum.begin(len(isles.mesh.over(context.run.team.size).teams(isles.count)))
+        for ahead in range(every):
             self._ahead = ahead
             due, began = self._due(), time.perf_counter()
-            portion = deal(ahead)
+            portion = batches.load(ahead, self.assignment())
             if portion is None:
                 last = True
                 break
-            self._load(one := StepAttempt(self.done + ahead, 0.0), partial(same, portion))
+            load_batch(context, one := Step(context.done + ahead, 0.0), portion)
             step.spent["data"] += time.perf_counter() - began
             step.batch = replace(portion, micro_batches=[])
             step.steps, last = step.steps + 1, portion.last
             self._sizes.append(portion.rows)
             for island in due:
-                if self.transactions.interrupted:
+                if context.transactions.interrupted:
                     raise ReformedError("another generation forms", "wait")
-                before, ready = ready, [i for i in isles.team_islands if isles.work[i].steps >= self.every]
+                before, ready = ready, [i for i in isles.team_islands if isles.work[i].steps >= every]
                 if isles.speaks and ready != before:
                     quorum.tell(step.number, (), ready, last=False)
                 try:
-                    stops = self._step_of(island, replace(one, whose=f" of island {island}"))
-                    if stops and (ahead + 1 < self.every or island != due[-1]):
+                    whose = f" of island {island}"
+                    name = f"step {one.number + 1}{whose}"
+                    stops = island_step(self, island, replace(one, name=name, whose=whose))
+                    if stops and (ahead + 1 < every or island != due[-1]):
                         isles.break_off()
                         return False
                 except NonFiniteLossError as error:
@@ -274,52 +298,18 @@ class LocalSgdRunner(StepRunner):
         if isles.ended():
             return False
         if isles.speaks:
-            quorum.tell(
-                step.number, isles.team_islands, (), last or (most is not None and self.run.step + step.steps >= most)
-            )
+            ends = last or (most is not None and context.run.step + step.steps >= most)
+            quorum.tell(step.number, isles.team_islands, (), ends)
         return True
 
-    def _step_of(self, island: int, step: StepAttempt) -> bool:
-        """Runs one step of an island on all replicas of its team, and returns whether one of their workers stops."""
-        assert self.grid is not None
-        batch, progress = step.batch, self.diloco.enter(island)
-        run, rows = part(self.grid, batch.rows, island, self.diloco.count)
-        if not rows:
-            self.diloco.skip(progress)
-            return False
-        step.batch = replace(batch, micro_batches=[m for m in batch.micro_batches if m.index in run], rows=rows)
-        step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
-        self.expected = progress.inner.expected
-        step.options = self.options(step)
-        began = time.perf_counter()
-        self._compute(step, lambda: step.batch, f"step {step.number + 1} of island {island}", began)
-        seconds = time.perf_counter() - began
-        self._refuse(step)
-        if step.agreed.count <= 0:
-            self.replica.abort(again=True)
-            self.diloco.skip(progress, rows)
-            return step.agreed.stop > 0
-        norm = self._norm(step)
-        assert step.sums is not None
-        self.run.saving.copied()
-        progress.torn = True
-        self.replica.update(step.sums, step.agreed, step.options, norm)
-        self.replica.complete()
-        progress.torn = False
-        progress.inner.expected = step.agreed.count
-        progress.add(step.agreed, norm, step.lr, rows)
-        self._merge(step, step.sums, seconds)
-        HEARTBEAT.beat()
-        return step.agreed.stop > 0
+    # -- what all agree on --------------------------------------------------------------------------------------
 
-    # -- what all agree on ------------------------------------------------------------------------------------------
-
-    def _meet(self, step: StepAttempt, name: str, seconds: float, made: bool) -> tuple[list[int], dict[int, list[int]]]:
+    def exchange(self, step: Step, made: bool) -> tuple[list[int], dict[int, list[int]]]:
         """Exchanges the reports of all teams and workers at the end of the round, and checks that the round counts.
 
         Returns the islands to merge, and {island: [steps, rows]} of the late ones.
         """
-        isles, group, run, decided = self.diloco, self.run.team.group, self.run, self.merging_by.decided
+        context, isles, decided = self.context, self.islands, self.quorum.decided
         team_report = {
             "islands": [[i, *_describe_progress(isles.work[i])] for i in isles.team_islands if i in isles.work]
             if isles.speaks
@@ -327,9 +317,9 @@ class LocalSgdRunner(StepRunner):
             "sizes": self._sizes,
             "epoch": step.batch.epoch,
             "merged": decided,
-            "broken": decided is None and run.notice is not None and (not made or self.merging_by.waits),
+            "broken": decided is None and context.run.notice is not None and (not made or self.quorum.waits),
         }
-        reports = meet(self, step, name, team_report, seconds, self._trouble)
+        reports = exchange_reports(context, step, team_report, step.computed - step.began, self._trouble)
         if any(one["broken"] for one in reports):
             raise BrokenOffError(step.agreed)
         progress = {int(one[0]): one[1:] for report in reports for one in report["islands"]}
@@ -354,66 +344,35 @@ class LocalSgdRunner(StepRunner):
         )
         step.norm, step.lr = islands[0][4:]
         if step.digest is not None:
-            self.weights.judge(group, step.agreed.digests, heal=False)
-        self._refuse(step)
+            context.weights.judge(context.run.team.group, step.agreed.digests, heal=False)
+        refuse_nonfinite(context, step)
         return merged, late
 
     def _count_rows(
-        self, step: StepAttempt, longest: dict[str, Any], progress: dict[int, list[Any]], merged: list[int]
+        self, step: Step, longest: dict[str, Any], progress: dict[int, list[Any]], merged: list[int]
     ) -> None:
         """Counts the rows of this merge, and the rows of the round that no island has taken. `longest` is the report of
         a team that has seen all batches of the round; `progress` has what each island did.
         """
-        assert self.grid is not None
-        sizes, count = longest["sizes"], self.diloco.count
+        grid, sizes, count = self.context.grid, longest["sizes"], self.islands.count
+        assert grid is not None
         at = {island: progress[island][0] if island in progress else 0 for island in range(count)}
-        gone = {str(island): where for island, where in missed(self.grid, sizes, step.number, at, count)}
+        gone = {str(island): where for island, where in missed(grid, sizes, step.number, at, count)}
         late = sorted({*at}.difference(merged))
         took = {str(island): taken for island, taken in at.items()} if late or gone else {}
-        self._late = {"merged": merged, "late": late, "took": took, "missed": gone}
+        self.late = {"merged": merged, "late": late, "took": took, "missed": gone}
         step.steps = len(sizes)
         step.batch = replace(step.batch, rows=sum(progress[island][2] for island in merged), epoch=longest["epoch"])
 
-
-def meet(
-    stepper: StepRunner,
-    step: StepAttempt,
-    name: str,
-    fields: dict[str, Any],
-    seconds: float,
-    trouble: NonFiniteLossError | None,
-) -> list[dict[str, Any]]:
-    """Exchanges all workers' reports at the end of a round or window, and sets `step.agreed` from them. Collective.
-
-    `fields` are the caller's own part of this worker's report. Returns the reports by rank. If a worker has `trouble`,
-    all workers raise it.
-    """
-    group, run = stepper.run.team.group, stepper.run
-    wants = {
-        "stop": run.notice is not None,
-        "save": run.wants_save(step.steps),
-        "enter": stepper.transactions.newcomers,
-        "look": group.rank == 0 and group.size > 1 and stepper.weights.wish,
-        **run.saving.fields,
-    }
-    state = {"trouble": trouble and [trouble.what, trouble.cure], "news": stepper.untold()}
-    group.declare(name, check=False, kind="turns")
-    reports = group.gather_json({**fields, **state, "wants": wants, "seconds": seconds, "digest": step.digest or 0.0})
-    if troubles := [report["trouble"] for report in reports if report["trouble"]]:
-        raise NonFiniteLossError(*troubles[0])
-    for report in reports:
-        step.news = {kind: (what, why) for kind, (what, why) in report["news"].items()} | step.news
-    sums = {key: sum(report["wants"][key] for report in reports) for key in wants} | {
-        "news": sum(bool(report["news"]) for report in reports)
-    }
-    seconds_of, digests = (tuple(report[key] for report in reports) for key in ("seconds", "digest"))
-    step.agreed = replace(NOTHING, seconds=seconds_of, digests=digests, **sums)
-    return reports
-
-
-def same(portion: WorkerBatch) -> WorkerBatch:
-    """Returns the batch, for callers that need a function which loads one."""
-    return portion
+    def apply(self, step: Step, count: float) -> list[Any]:
+        """Makes the merged weights those of all islands. Returns what a worker needs that takes the round over."""
+        context, began = self.context, time.perf_counter()
+        context.run.saving.copied()
+        self.islands.apply(count, step.done)
+        context.done, context.weights.refused = step.done, False
+        account_update(context, step, began)
+        sizes = [step.batch.rows, step.batch.epoch]
+        return [dict(vars(step.agreed)), step.norm, step.lr, sizes, step.steps, self.late]
 
 
 def _describe_progress(one: IslandProgress) -> list[Any]:
@@ -422,14 +381,14 @@ def _describe_progress(one: IslandProgress) -> list[Any]:
     return [one.at, one.steps, one.rows, one.loss, one.count, one.metrics, unused, one.norm, one.lr]
 
 
-def leave_islands(stepper: StepRunner, saved: Mapping[str, Any]) -> None:
+def leave_islands(context: StepContext, saved: Mapping[str, Any]) -> None:
     """Goes on without islands, from island 0's optimizer state in `saved`, the islands' state of a checkpoint."""
     inner = unstack_first(saved["each"]["0"])
-    stepper.replica.updater.load(inner)
-    stepper.expected = inner["expected"]
-    InnerOptimizerState.of(inner, stepper.done).keep_up(stepper.replica, stepper.done)  # it may have been late
-    stepper.run.say(
+    context.replica.updater.load(inner)
+    context.expected = inner["expected"]
+    InnerOptimizerState.of(inner, context.done).keep_up(context.replica, context.done)  # it may have been late
+    context.run.say(
         "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
         "that of the others and of the merges is dropped"
     )
-    report_dropped_rows(stepper.run, stepper.trainer, saved.get("late") or {}, stepper.done, "the checkpoint was taken")
+    report_dropped_rows(context.run, context.trainer, saved.get("late") or {}, context.done, "the checkpoint was taken")

@@ -34,12 +34,12 @@ GRACE = 0.5  # seconds in which a worker whose connection has gone may come agai
 
 
 class ParameterServer:
-    """Serves the parameter shards of all trainers to workers and to other servers; `steppers` are its trainers'."""
+    """Serves the parameter shards of all trainers to workers and to other servers; `contexts` are its trainers'."""
 
     def __init__(self, world: World) -> None:
         assert world.store is not None
         self.world, self.number = world, world.rank - SERVERS
-        self.steppers: list[Steps] = []
+        self.contexts: list[Steps] = []
         self._parts: dict[int, ParameterShard] = {}
         self._listener = socket.create_server((world.store[0], 0), backlog=128)
         self._listener.setblocking(False)
@@ -64,7 +64,7 @@ class ParameterServer:
     def serve(self, reached: Callable[[str], None]) -> Never:
         """To the end of the run, with which the process ends. `reached` hears of moments."""
         self._reached = reached
-        for number, stepper in enumerate(self.steppers):
+        for number, stepper in enumerate(self.contexts):
             if stepper.plan.in_windows:
                 kind = BackupWorkerShard if stepper.plan.backup else AsyncShard
                 self._parts[number] = kind(stepper, number, self.number, reached, self._workers)

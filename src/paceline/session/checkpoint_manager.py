@@ -48,7 +48,6 @@ from paceline.checkpoint.tree import flatten_pieces, pack, reading, unflatten, u
 from paceline.checkpoint.writer import Background, WriterJob
 from paceline.errors import CheckpointError
 from paceline.team.team import Team
-from paceline.team.transactions import settling
 
 _OVERHEAD = 0.03  # of the time, at most, with `--save-every auto`
 _SHORTEST, _LONGEST, _FIRST = 1.0, 1800.0, 60.0  # seconds between two of these, and to the first one
@@ -193,10 +192,9 @@ class CheckpointManager:
         """Begins a checkpoint, or with `mirror` a copy in memory. Errors go to the news. Collective."""
         self._into = self._mirror[1] if mirror and self._mirror is not None else self.storage
         # Whoever has state of its own writes it; if not all can, there must be none.
-        if subject.pool is not None and 0 < len(self.team.transactions.run(settling(self._writing))) < self.team.size:
+        if subject.pool is not None and 0 < len(self.team.transactions.run(self._writing)) < self.team.size:
             subject.pool()
-        attempt = settling(partial(self._prepare, subject), partial(self._start, subject, still))
-        self.team.transactions.run(attempt, "saving")
+        self.team.transactions.run(partial(self._prepare, subject), partial(self._start, subject, still), "saving")
         self.open = True
         if mirror:
             self._mirrored = subject.step
@@ -211,16 +209,14 @@ class CheckpointManager:
         if self.open:
             self.finish()
         self._into = storage
-        self.team.transactions.run(
-            settling(partial(self._prepare, subject), partial(self._start, subject, True)), "saving"
-        )
+        self.team.transactions.run(partial(self._prepare, subject), partial(self._start, subject, True), "saving")
         self.open = True
         return self.finish()
 
     def _prepare(self, subject: StateSnapshot) -> Any:
         group = self.team.group
         group.declare("a checkpoint")
-        self.team.transactions.fault_point("saving")
+        self.team.transactions.reach("saving")
         subject.agree()
         writers, trouble = self._who_writes()
         self._gather_streams(writers)
@@ -298,7 +294,7 @@ class CheckpointManager:
             manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
             if me in writers:
                 self._number = writers.index(me)
-                files, reached = plan[self._number], self.team.transactions.fault_point
+                files, reached = plan[self._number], self.team.transactions.reach
                 need = partial(bytes_of, subject.step, plan, shapes, manifest)
                 self._part = WriterJob(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
             if me == writers[0]:
@@ -320,7 +316,7 @@ class CheckpointManager:
         """
         if self._collect:
             self._collect = False
-            self.team.transactions.run(settling(self._tell, self._end), "saving")
+            self.team.transactions.run(self._tell, self._end, "saving")
         if self._commit is not None and self._commit.over:
             self._done(self._commit.result, self._commit.trouble)
             self._commit = None
@@ -410,7 +406,7 @@ class CheckpointManager:
         """Waits for the end of the last checkpoint that was begun. Returns its error or None; all workers then know the
         same. Collective.
         """
-        trouble: list[str] | None = self.team.transactions.run(settling(self._wait, self._close), "saving")
+        trouble: list[str] | None = self.team.transactions.run(self._wait, self._close, "saving")
         return trouble
 
     @HEARTBEAT.waiting()  # for a disk, or a store

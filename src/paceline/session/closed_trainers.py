@@ -34,7 +34,6 @@ from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.checkpoint_manager import StateSnapshot
 from paceline.session.trainer_consistency import Description
 from paceline.session.training_loop import LoopState, RegisteredTrainer, State
-from paceline.team.transactions import settling
 
 if TYPE_CHECKING:
     from paceline.session.run import Run
@@ -160,7 +159,7 @@ def _common(run: Run, numbers: list[int]) -> list[int]:
         run.team.group.declare("which trainers have ended", kind="figures")
         return sorted(set.intersection(*map(set, run.team.group.gather_json(numbers))))
 
-    return numbers if run.team.group.size == 1 else list(run.team.transactions.run(settling(gather)))
+    return numbers if run.team.group.size == 1 else list(run.team.transactions.run(gather))
 
 
 def _release(run: Run, number: int) -> list[Any]:

@@ -31,7 +31,6 @@ from paceline.compute.state_dict import local
 from paceline.errors import WorkersDifferError
 from paceline.parallel.data_parallel import kinds, share
 from paceline.team.team import Team
-from paceline.team.transactions import settling
 
 SPENT = 0.005  # of the time, at most, after the first steps
 FAR = 1e-5  # of the weights' norm: more than rounding makes
@@ -249,7 +248,7 @@ class ConsistencyChecker:
         """Compares all weights at the end of training, if no checkpoint is written there. Collective."""
         if step != self._ended:
             noted = self._noted[1] if self._noted[0] == step else None
-            self.team.transactions.run(settling(partial(self.meet, noted, "the end of the training")))
+            self.team.transactions.run(partial(self.meet, noted, "the end of the training"))
         self._ended = step
 
     def meet(self, noted: list[float | None] | None = None, name: str = "") -> None:

@@ -16,7 +16,6 @@ from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.consistency import Weights
 from paceline.session.reported_values import Followed, agree
 from paceline.session.run import Run
-from paceline.team.transactions import TransactionBody, settling
 
 
 def _medium(name: str, value: Any) -> Any:
@@ -80,19 +79,19 @@ class TrainerLogging:
             if value is not None and one.seen != (self._run.step, value):  # evaluate() has not just reported it
                 reported[one.name], whose = value, whose or one.whose
         if reported:
-            self._report(settling(partial(agree, self._group, reported, whose), self._offer))
+            self._report(partial(agree, self._group, reported, whose), self._offer)
 
-    def _report(self, make: Callable[[], TransactionBody], spends: str = "script") -> dict[str, Any]:
+    def _report(self, settle: Callable[[], Any], apply: Callable[[Any], Any], spends: str = "script") -> dict[str, Any]:
         """Returns values that all workers compute together, and updates what follows them; in a resumed run the
         recorded values.
         """
         recorded = self._run.replays
-        values = dict(self._run.outside(make, spends, self._take_over))
+        values = dict(self._run.outside(settle, apply, spends, self._take_over))
         for one in self.followed if recorded else ():
             one.replay(values, self._run.step)
         return values
 
-    def _take_over(self, values: dict[str, Any], _: Any) -> dict[str, Any]:
+    def _take_over(self, values: dict[str, Any]) -> dict[str, Any]:
         """Takes values that other workers have computed, after this worker took over their state."""
         for one in self.followed:
             (one.replay if one is not self.best else one.offer)(values, self._run.step)

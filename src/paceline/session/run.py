@@ -62,11 +62,13 @@ from paceline.session.validation import private_memory, refused_exports
 from paceline.team.agent_commands import Generation
 from paceline.team.coordinator import STOPPED
 from paceline.team.team import Team, join
-from paceline.team.transactions import LeftError, Taken, TransactionBody, settling
+from paceline.team.transactions import LeftError
 
 
 class ServerProcess(Protocol):
-    """The interface of the parameter server that the run uses if its process is one."""
+    """The interface of the parameter server that the run uses if its process is one. `contexts` are of its trainers."""
+
+    contexts: list[Any]
 
     def take(self) -> dict[str, Any]:
         """Waits for a worker's state and returns it."""
@@ -229,7 +231,7 @@ class Run:
             group.declare("what workers held and sent", kind="figures")
             return group.gather_json(measurements)
 
-        reports = [measurements] if group.size == 1 else self.team.transactions.run(settling(gather))
+        reports = [measurements] if group.size == 1 else self.team.transactions.run(gather)
         for number in measurements:
             if all(number in one for one in reports):
                 members[int(number)].measured([one[number] for one in reports])
@@ -524,7 +526,7 @@ class Run:
         """
         self.need_team()
         if self.serving is not None:
-            self.serving.serve(self.team.transactions.fault_point)
+            self.serving.serve(self.team.transactions.reach)
         saved = self._streams
         if self.imported and not self.took_step and len(self.members) < len(self.tree["trainers"]):
             what = f"the weights imported from {self.imported} are for trainer {len(self.tree['trainers']) - 1}"
@@ -582,11 +584,17 @@ class Run:
 
     # -- results of collectives outside of the loops ------------------------------------------------------------
 
-    def outside(self, make: Callable[[], TransactionBody], spends: str = "script", taken: Taken | None = None) -> Any:
+    def outside(
+        self,
+        settle: Callable[[], Any],
+        apply: Callable[[Any], Any] | None = None,
+        spends: str = "script",
+        take: Callable[[Any], Any] | None = None,
+    ) -> Any:
         """Returns the result of a collective outside of loops; in a resumed run before its first step, the recorded
-        result. For `taken` see `Transactions.run`.
+        result. The arguments are those of `Transactions.run`.
         """
-        results = self.recorded() or [self.team.transactions.run(make, spends, taken)]
+        results = self.recorded() or [self.team.transactions.run(settle, apply, spends, take)]
         self.record(results[0])
         return results[0]
 

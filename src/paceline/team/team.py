@@ -25,7 +25,7 @@ from paceline.comm.peer_status import call_site
 from paceline.data.loader import Assignment
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
 from paceline.team.exit_reports import ExitReports, describe_exception
-from paceline.team.transactions import Transactions, settling
+from paceline.team.transactions import Transactions
 
 T = TypeVar("T")
 _NO_GROUP = "Default process group has not been initialized"  # torch's error in a collective
@@ -87,7 +87,7 @@ class Team:
         return Assignment(mesh.unit_of(rank), units, self.transactions.number, together=together, speaks=speaks)
 
     def _run_collective(self, compute: Callable[[], T]) -> T:
-        result: T = self.transactions.run(settling(compute))
+        result: T = self.transactions.run(compute)
         return result
 
     def _greet(self) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Literal, Never
 
 import torch
 
@@ -44,26 +44,86 @@ class LeftError(Exception):
     """This worker has left the team as it was asked to."""
 
 
-# One attempt at a transaction of all workers, written from top to bottom:
-#
-#     ...                     up to the last large collective; an attempt that is closed here restores the old state
-#     settled = yield settle  all reductions have completed: `settle()` uses collectives to agree on small plain values
-#                             that all workers need before anything changes; its result is sent back in
-#     ...                     changes the state of this worker, without collectives
-#     yield result            the transaction counts; `result` is a tree of plain values and tensors
-#     ...                     what is left to do, by collectives; `StateOwner.complete` does it if they fail
-TransactionBody = Generator[Any, Any, None]
-Taken = Callable[[Any, Any], Any]
+class Attempt:
+    """A transaction of all workers, attempted in one generation after another until it counts.
+
+        for attempt in transactions.attempts():  # again after a lost peer
+            with attempt:
+                ...                              # up to the last large collective
+                attempt.commit(settle, apply)
+                ...                              # collectives that are left to do
+
+    `commit` calls `settle`, which uses collectives to agree on small plain values that all workers need before anything
+    changes, and then `apply` with these values, which changes the state of this worker without collectives and returns
+    a tree of plain values and tensors. `undo` is called if an attempt ends before that. `result` is what `apply`
+    returned. If this worker lost its part and took over another one's state, `taken` is (settled values, result). If a
+    peer is lost after the commit, `StateOwner.complete` does what was left to do.
+    """
+
+    def __init__(self, transactions: Transactions, account: str, undo: Callable[[], None] | None) -> None:
+        self._transactions, self._account, self._undo = transactions, account, undo
+        self._is_open = self._is_committed = self._ended = False
+        self._began = 0.0
+        self.apply: Callable[[Any], Any] | None = None
+        self.result: Any = None
+        self.taken: tuple[Any, Any] | None = None
+
+    def __iter__(self) -> Attempt:
+        return self
+
+    def __next__(self) -> Attempt:
+        if self._ended:
+            raise StopIteration
+        return self
+
+    def __enter__(self) -> None:
+        self._began = self._transactions.begin(self._account)
+        self._is_open = True
+
+    def commit(self, settle: Callable[[], Any] | None, apply: Callable[[Any], Any] | None = None) -> None:
+        """Agrees on the last values and applies the transaction."""
+        self.apply = apply
+        self.result = self._transactions.commit(self, settle)
+        self._is_committed = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> bool:
+        try:
+            if error is None:
+                self._ended = True
+            elif isinstance(error, PeerLostError) and self._transactions.elastic:
+                self._ended = self._transactions.recover(error, self, self._is_committed, self._began)
+                return True
+            return False
+        finally:
+            self._transactions.end(self)
+
+    def finish(self, settled: Any) -> Any:
+        """Applies the settled values: from here on the transaction cannot be undone."""
+        self._is_open = False
+        return settled if self.apply is None else self.apply(settled)
+
+    def void(self) -> None:
+        """Undoes what was attempted, unless that has been done or the transaction is being applied."""
+        if self._is_open:
+            self._is_open = False
+            if self._undo is not None:
+                self._undo()
 
 
-def settling(compute: Callable[[], Any], apply: Callable[[Any], Any] | None = None) -> Callable[[], TransactionBody]:
-    """Makes attempts at something without a state: `compute` uses collectives, and `apply` maps its result."""
+class NestedAttempt(Attempt):
+    """A transaction inside of another one, of which it is a part: it counts if that does."""
 
-    def attempt() -> TransactionBody:
-        settled = yield compute
-        yield settled if apply is None else apply(settled)
+    def __enter__(self) -> None:
+        pass
 
-    return attempt
+    def commit(self, settle: Callable[[], Any] | None, apply: Callable[[Any], Any] | None = None) -> None:
+        """Agrees on the last values and applies them."""
+        self.apply = apply
+        self.result = self.finish(None if settle is None else settle())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> Literal[False]:
+        self._ended = error is None
+        return False
 
 
 class Transactions:
@@ -84,11 +144,12 @@ class Transactions:
         self.state_owner: StateOwner | None = None
         self.refusal: UsageError | None = None  # why this process takes no part in the team, if it does not
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
-        self._last: Any = None  # the last settled values, and the result
+        self._last: tuple[Any, Any] = None, None  # the last settled values, and the result
         self._is_announced = False  # whether the agent knows that this worker is ready
-        self._chaos = (
-            FaultInjector(world.chaos, world.rank, Path(world.run_dir or ".")) if world.chaos.strip(", ") else None
-        )
+        faults = FaultInjector(world.chaos, world.rank, Path(world.run_dir or ".")) if world.chaos.strip(", ") else None
+        self._faults = faults
+        # Called at the moments of a step at which faults may be injected; None if there are none.
+        self.fault_point: Callable[[str], None] | None = None if faults is None else self.reach
         self._entering = threading.Lock()
         self.migration = Migration(self.worker, self._key)
         self.ahead = True  # whether this worker has the sums of steps, which newcomers receive ahead
@@ -132,11 +193,10 @@ class Transactions:
         if self.interrupted:
             raise ReformedError("another generation forms", "wait")
 
-    def fault_point(self, moment: str) -> None:
-        """Marks a moment at which a fault may be injected."""
-        HEARTBEAT.beat()
-        if self._chaos is not None and self.state_owner is not None:
-            self._chaos.reached(moment, self.state_owner.step, len(self.members))
+    def reach(self, moment: str) -> None:
+        """Injects the fault that is due at a moment of a step, if there is one."""
+        if self._faults is not None and self.state_owner is not None:
+            self._faults.reached(moment, self.state_owner.step, len(self.members))
 
     def _on_urgent_generation(self, order: Generation) -> None:
         with self._entering:
@@ -158,14 +218,11 @@ class Transactions:
                 while self.orders.paused_by_agent and not self.orders.has_newer(self.number):
                     time.sleep(PAUSE)
 
-    # -- one thing ----------------------------------------------------------------------------------------------
+    # -- one transaction ----------------------------------------------------------------------------------------
 
-    def run(self, make: Callable[[], TransactionBody], spends: str = "script", taken: Taken | None = None) -> Any:
-        """Runs one transaction: makes attempts, through as many generations as it takes, and returns the result.
-
-        Its time goes to the account `spends`. If this worker took over the state of another one together with the
-        result, `taken` gets the settled values and the result; without `taken`, this worker applies the settled values,
-        too. UsageError: a newcomer has not been admitted yet.
+    def attempts(self, spends: str = "script", undo: Callable[[], None] | None = None) -> Attempt:
+        """Begins a transaction whose time goes to the account `spends`, to be used as `Attempt` says. UsageError: a
+        newcomer has not been admitted yet.
         """
         if self.refusal is not None:
             raise self.refusal
@@ -178,47 +235,67 @@ class Transactions:
                 f"worker {self.worker} has come back, and cannot take part in what the team did before it trained",
                 "let the script's first collectives be those of its Trainer, whose results are kept for newcomers",
             )
-        if self._tx.moment is not Moment.IDLE:  # called inside of another transaction, of which it is a part
-            attempt = make()
-            return attempt.send(next(attempt)())
-        with self.account.of(spends):
-            while True:
-                began = time.perf_counter()
-                self._tx.begin(self.number)
-                attempt = make()
-                try:
-                    settle = next(attempt)
-                    self._tx.prepared()
-                    result = self._end(attempt, settle())
-                    break
-                except PeerLostError as error:
-                    if not self.elastic:
-                        raise
-                    tried = time.perf_counter() - began
-                    ended = self._form(error, attempt)
-                    self._charge(tried, ended)
-                    if ended:
-                        return self._take_result(make, taken) if self._took else self._last[1]
-                finally:
-                    if self._tx.moment in (Moment.COMPUTING, Moment.PREPARED):
-                        self._void(attempt)
-            HEARTBEAT.beat()
-            try:
-                next(attempt, None)
-            except PeerLostError as error:
-                if not self.elastic:
-                    raise
-                self._form(error, None)
-            return result
+        kind = Attempt if self._tx.moment is Moment.IDLE else NestedAttempt
+        return kind(self, spends, undo)
 
-    def _take_result(self, make: Callable[[], TransactionBody], taken: Taken | None) -> Any:
-        """The result of a transaction that counts, although this worker's part of it was lost."""
-        settled, result = self._last
-        if taken is not None:
-            return taken(settled, result)
-        attempt = make()
-        next(attempt)
-        return attempt.send(settled)
+    def run(
+        self,
+        settle: Callable[[], Any],
+        apply: Callable[[Any], Any] | None = None,
+        spends: str = "script",
+        take: Callable[[Any], Any] | None = None,
+    ) -> Any:
+        """Runs a transaction that computes nothing before it settles, and returns its result.
+
+        If this worker took over another one's state together with the result, it applies the settled values, too; or it
+        calls `take` with the result, if that is given.
+        """
+        for attempt in self.attempts(spends):
+            with attempt:
+                attempt.commit(settle, apply)
+        if attempt.taken is None:
+            return attempt.result
+        settled, result = attempt.taken
+        if take is not None:
+            return take(result)
+        return settled if apply is None else apply(settled)
+
+    def begin(self, account: str) -> float:
+        """Begins an attempt in the present generation. Returns the time."""
+        self.account.begin(account)
+        self._tx.begin(self.number)
+        return time.perf_counter()
+
+    def commit(self, attempt: Attempt, settle: Callable[[], Any] | None) -> Any:
+        """Settles and applies an attempt whose large collectives are over. Returns its result."""
+        self._tx.prepared()
+        return self._finish(attempt, None if settle is None else settle())
+
+    def _finish(self, attempt: Attempt, settled: Any) -> Any:
+        self._tx.updating()
+        self._last = settled, attempt.finish(settled)
+        self._tx.applied()
+        HEARTBEAT.beat()
+        return self._last[1]
+
+    def recover(self, error: PeerLostError, attempt: Attempt, is_committed: bool, began: float) -> bool:
+        """Forms the next generation after a lost peer. Returns whether the transaction counts."""
+        if is_committed:
+            self._form(error, None)
+            return True
+        tried = time.perf_counter() - began
+        ended = self._form(error, attempt)
+        self._charge(tried, ended)
+        if ended:
+            attempt.result = self._last[1]
+            attempt.taken = self._last if self._took else None
+        return ended
+
+    def end(self, attempt: Attempt) -> None:
+        """Ends an attempt, and voids it if an error left it open."""
+        if self._tx.moment is Moment.COMPUTING or self._tx.moment is Moment.PREPARED:
+            self._void(attempt)
+        self.account.end()
 
     def _charge(self, tried: float, ended: bool) -> None:
         """Accounts for an attempt of `tried` seconds that a loss interrupted: the team did no work while the loss was
@@ -229,16 +306,10 @@ class Transactions:
         if not ended:
             self.account.move(tried - unknown, "redone")
 
-    def _end(self, attempt: TransactionBody, settled: Any) -> Any:
-        self._tx.updating()
-        self._last = [settled, attempt.send(settled)]
-        self._tx.applied()
-        return self._last[1]
-
-    def _void(self, attempt: TransactionBody | None) -> None:
+    def _void(self, attempt: Attempt | None) -> None:
         self._tx.abort()
         if attempt is not None:
-            attempt.close()
+            attempt.void()
 
     # -- a new generation ---------------------------------------------------------------------------------------
 
@@ -265,12 +336,12 @@ class Transactions:
         order = self.orders.newest
         return order.members[0] if order is not None and self.worker in order.members else None
 
-    def _form(self, error: PeerLostError | None, attempt: TransactionBody | None) -> bool:
+    def _form(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
         """Enters the newest generation; returns whether the attempt has been completed meanwhile."""
         with self.account.of("forming"):
             return self._enter(error, attempt)
 
-    def _enter(self, error: PeerLostError | None, attempt: TransactionBody | None) -> bool:
+    def _enter(self, error: PeerLostError | None, attempt: Attempt | None) -> bool:
         began = time.monotonic()
         self._took = False
         done = self._tx.done
@@ -293,8 +364,8 @@ class Transactions:
                 self._group.form(order.world(self.world, self.worker), lambda: self.orders.has_newer(self.number, True))
                 self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
-                if self._chaos is not None:
-                    self._chaos.formed()
+                if self._faults is not None:
+                    self._faults.formed()
                 if self.state_owner is not None:
                     self.state_owner.formed(order, time.monotonic() - began)
                 break
@@ -322,10 +393,11 @@ class Transactions:
         say(f"paceline: worker {self.worker} {why}, and ends")
         os._exit(REFUSED)
 
-    def _resolve(self, attempt: TransactionBody | None) -> None:
+    def _resolve(self, attempt: Attempt | None) -> None:
         group, tx = self._group, self._tx
         group.declare(f"the beginning of generation {self.number}", kind="forming")
-        self.fault_point("forming")
+        HEARTBEAT.beat()
+        self.reach("forming")
         status = tx.status
         statuses = group.gather_json([status.done, status.applied, status.sums])
         team = [[Status(*statuses[rank]) for rank in replica] for replica in group.mesh.replicas]
@@ -339,10 +411,10 @@ class Transactions:
         last: Any = None
         if resolution.forward or resolution.sources:
             first = next(rank for rank, row in enumerate(statuses) if row[0] == resolution.step)
-            last = unpack(group.broadcast_bytes(pack(self._last) if group.rank == first else None, first))
+            last = unpack(group.broadcast_bytes(pack(list(self._last)) if group.rank == first else None, first))
         if (replica, shard_index) in resolution.forward:
             assert attempt is not None
-            self._end(attempt, last[0])
+            self._finish(attempt, last[0])
         elif attempt is not None:
             self._void(attempt)
         if self.state_owner is not None and replica not in resolution.sources:
@@ -356,8 +428,9 @@ class Transactions:
         group, tx, holder = self._group, self._tx, self.state_owner
         assert holder is not None
         replica, twins = group.mesh.replica_of(group.rank), group.mesh.twins(group.rank)
+        HEARTBEAT.beat()
         if replica in sources or replica in sources.values():
-            self.fault_point("hand-over")
+            self.reach("hand-over")
         tree: Any = None
         hosts = group.hosts
         for taker, source in route_transfers(sources, [hosts[twin] for twin in twins]).items():
@@ -375,7 +448,7 @@ class Transactions:
                     self._come_back_as_new("was left behind by the team")
                 holder.take_over(state, newcomer)
                 tx.taken(done, applied_in)
-                self._last, self._took, self._followed = last, True, False
+                self._last, self._took, self._followed = (last[0], last[1]), True, False
 
     def _give(self, tree: Any, taker: int) -> None:
         """Sends what the taker does not have: small tensors together, each large one by itself, without a copy."""

@@ -136,7 +136,8 @@ class Replica:
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
         work = self.team.start_sum(small)
         self.transit.finish()
-        options.fault_point("summed")
+        if options.fault_point is not None:
+            options.fault_point("summed")
         self.team.finish(work)
         if self.job.sparse:
             self._add_up_rows(options)

@@ -91,7 +91,7 @@ class PipelineRunner(Runner):
             pipeline.set_stage(stage)
             with chunk.noted, self._timed(seconds, stage):
                 if action.kind == FORWARD:
-                    if not passed_forward:
+                    if options.fault_point is not None and not passed_forward:
                         options.fault_point("forward")
                     loss = self._forward(chunk, sums, options)
                     assert loss is not None
@@ -147,7 +147,7 @@ class PipelineRunner(Runner):
         of the line. Without memory for the full model, it is computed block by block or not at all.
         """
         pipeline, has_full_model = self.pipeline, self.pipeline.line.rank == self.pipeline.last_worker
-        trial_options = replace(options, fault_point=_ignore_moment, noise_sample="")
+        trial_options = replace(options, fault_point=None, noise_sample="")
         self.observer.why("")
         way = self._fits(chunk)
         if not way:
@@ -314,7 +314,3 @@ class _StageGradients(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._reference)
-
-
-def _ignore_moment(moment: str) -> None:
-    """Ignores the moments of a comparison's forward and backward, which belong to no step."""

@@ -1,0 +1,218 @@
+"""What a window of asynchronous updates and one of steps with backup workers have in common: tickets, report, end.
+
+In a window each worker talks to the parameter servers alone. The servers assign global batches, or shares of them, to
+workers as tickets. At the end of the window all workers have the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from paceline.base.batching import NOTHING, Agreed, add_metrics
+from paceline.base.heartbeat import HEARTBEAT
+from paceline.checkpoint.tree import unpack
+from paceline.compute.job import StepOptions
+from paceline.compute.optimizers import DelayedNesterov
+from paceline.data.loader import Assignment
+from paceline.errors import NonFiniteLossError
+from paceline.param_server.client import AsyncReplica
+from paceline.session.worker_batch import WorkerBatch
+from paceline.train.step import Step
+from paceline.train.step_context import Batches, StepContext
+from paceline.train.step_verbs import (
+    account_update,
+    forward_backward,
+    grad_norm,
+    learn_merging,
+    load_batch,
+    must_repeat,
+    reduce,
+    refuse_nonfinite,
+)
+from paceline.train.turn_reports import BrokenOffError, exchange_reports
+
+WINDOW = 256  # updates, unless the plan says another number
+
+
+@dataclass
+class Window:
+    """A window of at most `updates` updates, as this worker goes through it.
+
+    `log` has the updates that the servers made, `dropped` counts the pushes that they left out, `buffers` are those of
+    the model at the end. `trouble` is what a ticket here has come to, `wish` what the next question tells the servers,
+    and `data` are the seconds in which rows were loaded.
+    """
+
+    updates: int
+    wish: dict[str, Any] = field(default_factory=dict)
+    has_worked: bool = False
+    trouble: NonFiniteLossError | None = None
+    log: list[dict[str, Any]] = field(default_factory=list)
+    dropped: int = 0
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    data: float = 0.0
+
+
+def async_replica(context: StepContext) -> AsyncReplica:
+    """Returns the replica of a trainer that talks to servers by itself."""
+    return cast(AsyncReplica, context.replica)
+
+
+def announce_window(context: StepContext, what: str) -> None:
+    """Tells the user what a plan with windows changes, and refuses optimizers that cannot follow it."""
+    plan = context.plan
+    if plan.delayed:
+        DelayedNesterov.refuse_others(context.job.optimizers, plan.delayed)
+    context.run.say(what)
+    word = plan.several.partition("=")[0]
+    why = f"the plan says {word}=: the result depends on who is how fast"
+    context.run.decide(context.trainer, what, why)
+
+
+def begin_window(context: StepContext) -> Window:
+    """Begins a window, in which all workers have the same weights."""
+    async_replica(context).begin(context.done)
+    size, most = context.plan.window or WINDOW, context.run.team.world.max_steps
+    return Window(size if most is None else max(1, min(size, most - context.run.step)))
+
+
+def next_ticket(context: StepContext, window: Window) -> dict[str, Any] | None:
+    """Asks the servers for the next ticket, and for the weights that it is to be computed with. Returns None at the end
+    of the window, whose log this worker then has.
+    """
+    replica, transactions = async_replica(context), context.transactions
+    leaves = window.has_worked and transactions.newcomers and not transactions.interrupted
+    window.wish |= {"updates": window.updates, "stop": context.stops() or leaves}
+    answer, window.wish = replica.deal(context.done, window.wish), {}
+    if "log" in answer:
+        window.log, window.dropped = answer["log"], answer["dropped"]
+        return None
+    window.has_worked = True
+    replica.ask_weights(answer["update"])
+    return answer
+
+
+def load_ticket(
+    context: StepContext, window: Window, ticket: dict[str, Any], batches: Batches, assignment: Assignment
+) -> WorkerBatch | None:
+    """Loads the rows of a ticket's global batch that the assignment gives this worker. Returns None if the loop has no
+    such batch, which the servers are told then.
+    """
+    began = time.perf_counter()
+    batch = batches.load(ticket["ticket"] - context.done, assignment)
+    if batch is None:
+        window.wish["cut"] = ticket["ticket"]
+        return None
+    window.data += time.perf_counter() - began
+    return batch
+
+
+def whole_batch(context: StepContext, share: tuple[int, int] = (0, 1)) -> Assignment:
+    """Returns the assignment of a whole global batch to this worker, or of the share (which, of how many) of one."""
+    rank, count = share
+    assignment = context.run.team.get_assignment(context.replica.mesh)
+    return replace(assignment, rank=rank, weights=(1.0,) * count, scattered=True)
+
+
+def compute_ticket(context: StepContext, window: Window, ticket: dict[str, Any], batch: WorkerBatch) -> None:
+    """Computes the gradients of the ticket's rows, which go to the servers bucket by bucket, and pushes a report of
+    them. A loss that is not finite ends the window.
+    """
+    replica, share = async_replica(context), batch.share
+    replica.await_weights()
+    context.expected = 0.0
+    load_batch(context, step := Step(ticket["ticket"], 0.0, f"ticket {ticket['ticket']}"), batch)
+    step.options = replace(step.options, record_buffers=True)
+    replica.key = ticket["ticket"], ticket["dealing"], 0
+    step.began = time.perf_counter()
+    try:
+        while True:
+            sums = forward_backward(context, step)
+            agreed = reduce(context, step)
+            if not must_repeat(context, step):
+                break
+        norm = 0.0
+        if agreed.count or not context.plan.backup or not math.isfinite(agreed.loss):
+            refuse_nonfinite(context, step)
+            norm = grad_norm(context, step)
+    except NonFiniteLossError as error:
+        window.trouble, window.wish["broken"] = error, True
+        return
+    replica.push(sums, ticket_report(agreed, norm, step.options, batch))
+    if share:
+        learn_merging(context, step, sums, time.perf_counter() - step.began)
+    context.replica.abort()
+    HEARTBEAT.beat()
+
+
+def ticket_report(agreed: Agreed, norm: float, options: StepOptions, batch: WorkerBatch) -> dict[str, Any]:
+    """Returns what servers need of a ticket besides its gradients, with its entry in the window's log."""
+    figures = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "norm": norm}
+    more = {"rows": sum(part.rows for part in batch.share), "epoch": batch.epoch, "metrics": agreed.metrics}
+    return {**figures, "expected": options.expected, "micro_batches": batch.count, "log": figures | more}
+
+
+def end_window(context: StepContext, step: Step, window: Window) -> None:
+    """Reads the weights and the buffers after the last update of the window."""
+    step.steps, step.spent = len(window.log), {"data": window.data}
+    if window.trouble is None:
+        replica = async_replica(context)
+        replica.ask_weights(context.done + len(window.log))
+        replica.await_weights()
+        window.buffers = unpack(torch.frombuffer(replica.buffers(), dtype=torch.uint8))
+    step.computed = time.perf_counter()
+
+
+def exchange_window(context: StepContext, step: Step, window: Window) -> bool:
+    """Exchanges reports at the end of the window, and returns whether all workers made the same updates. They may not
+    have if the first server was lost after it had told only some workers that the window is over.
+    """
+    made = {"made": len(window.log)}
+    reports = exchange_reports(context, step, made, step.computed - step.began, window.trouble)
+    return len({report["made"] for report in reports}) == 1
+
+
+def sum_log(step: Step, log: list[dict[str, Any]]) -> None:
+    """Sums the window's log, which all workers have from the first server. Raises BrokenOffError if it is empty."""
+    if not log:
+        raise BrokenOffError(step.agreed)
+    metrics: dict[str, tuple[float, float]] = {}
+    for one in log:
+        add_metrics(metrics, one["metrics"])
+    unused = set.intersection(*({*one["unused"]} for one in log))
+    loss, count = (math.fsum(one[key] for one in log) for key in ("loss", "count"))
+    step.agreed = replace(step.agreed, loss=loss, count=count, metrics=metrics, unused=tuple(sorted(unused)))
+    last = max(log, key=lambda one: one["ticket"])
+    step.batch = WorkerBatch([], 0, sum(one["rows"] for one in log), last["epoch"])
+    step.norm = log[-1]["norm"]
+
+
+@torch.no_grad()
+def apply_window(context: StepContext, step: Step, window: Window, _: Any) -> list[Any]:
+    """Takes over the window's buffers and moves the schedules on; worker 0 writes the journal. Returns what a worker
+    needs that takes the window over.
+    """
+    began = time.perf_counter()
+    context.run.saving.copied()
+    buffers = dict(context.job.model.named_buffers())
+    for name, value in window.buffers.items():
+        buffers[name].copy_(value)
+    for one in window.log:
+        step.lr = float(context.job.optimizers[0].param_groups[0]["lr"])
+        async_replica(context).follow_schedule(replace(NOTHING, loss=one["loss"], count=one["count"]))
+    context.done, context.weights.refused = step.done, False
+    if context.run.team.group.rank == 0:
+        by = Counter(worker for one in window.log for worker in one.get("workers") or [one["worker"]])
+        missed = Counter(one["missed"] for one in window.log)
+        fields = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": window.dropped}
+        if context.plan.backup:
+            fields["late"] = [[one["ticket"] + 1, *late] for one in window.log for late in one["late"]]
+        context.run.journal.write("window", trainer=context.trainer, step=context.done, updates=step.steps, **fields)
+    account_update(context, step, began)
+    return [dict(vars(step.agreed)), step.norm, step.lr, [step.batch.rows, step.batch.epoch], step.steps]

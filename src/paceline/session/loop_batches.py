@@ -1,0 +1,99 @@
+"""The global batches of a loop over steps(), and those that workers bring to step(), as a step loads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paceline.comm.communicator import Group
+from paceline.comm.user_collectives import refusing
+from paceline.compute.microbatches import MicroBatch
+from paceline.data.fingerprint import Fingerprint
+from paceline.data.loader import Assignment, Feed
+from paceline.session.training_loop import LoopState
+from paceline.session.worker_batch import WorkerBatch, gather_batches
+from paceline.team.team import Team
+
+
+class LoopBatches:
+    """The global batches of one loop over steps(), of which `feed` loads this worker's part.
+
+    In a new generation, workers compare a few rows of their datasets. With `looks_ahead` a batch says whether it is the
+    last one. `cure` says what helps against micro-batches of a single row.
+    """
+
+    title = "step {}"
+
+    def __init__(
+        self,
+        feed: Feed,
+        phase: LoopState,
+        fingerprint: Fingerprint,
+        team: Team,
+        say: Callable[..., None],
+        looks_ahead: bool,
+    ) -> None:
+        self.feed, self._phase, self._fingerprint = feed, phase, fingerprint
+        self._team, self._say, self._looks_ahead = team, say, looks_ahead
+        self._cure = feed.grid.against_single_rows(phase.rows or feed.grid.global_batch)
+
+    def load(self, ahead: int, assignment: Assignment) -> WorkerBatch | None:
+        """Loads this worker's part of a global batch; see `Batches`."""
+        feed, step = self.feed, self._phase.done + ahead
+        if ahead and not feed.has(step):
+            return None
+        group, generation = self._team.group, self._team.transactions.number
+        with refusing("the dataset or collate"):
+            if group.size > 1 and (warning := self._fingerprint.compare(group, generation)):
+                self._say(warning, once=True)
+            epoch, rows, micro_batches = feed.at(step, assignment)
+            if warning := self._fingerprint.compare_stream(group, generation, feed, step, epoch):
+                self._say(warning, once=True)
+        return WorkerBatch(
+            micro_batches,
+            count=len(feed.grid.cut(rows)),
+            rows=rows,
+            epoch=epoch,
+            cure=self._cure,
+            full=rows == feed.grid.global_batch,
+            fine=feed.fine,
+            last=self._looks_ahead and not feed.has(step + 1),
+            read=len(feed.read),
+            single=feed.later_single_row(step),
+        )
+
+
+class BroughtBatch:
+    """The rows that the workers bring to one call of step(), of which `batch` are this worker's.
+
+    `micro` is the size of micro-batches. If `together` workers of a replica must run equally many, a worker repeats its
+    first one or the `spare` one, which it brought before. `looks` names the step if equal rows of two workers are to be
+    refused.
+    """
+
+    title = "the gradients of step {}"
+
+    def __init__(
+        self,
+        batch: Any,
+        micro: int | None,
+        group: Group,
+        unit: Group,
+        together: int,
+        spare: MicroBatch | None,
+        name: str,
+        looks: str,
+    ) -> None:
+        self._batch, self._micro, self._group, self._unit = batch, micro, group, unit
+        self._together, self._name, self._looks = together, name, looks
+        self.spare = spare
+
+    def load(self, ahead: int, assignment: Assignment) -> WorkerBatch | None:
+        """Numbers this worker's rows among those of all workers; see `Batches`. Collective."""
+        self._group.declare(self._name, kind="step()")
+        worker_batch = gather_batches(
+            self._group, self._unit, self._batch, self._micro, self._together, self.spare, self._looks
+        )
+        if self._together > 1 and worker_batch.share:
+            self.spare = worker_batch.share[0]
+        return worker_batch

@@ -1,0 +1,354 @@
+"""The verbs that a turn of a trainer's loop consists of, in the order in which a step uses them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.base.batching import Agreed, VectorLayout
+from paceline.base.heartbeat import HEARTBEAT
+from paceline.compute.job import StepSums
+from paceline.compute.loss_scale import LossScale
+from paceline.compute.microbatches import MicroBatch, cut, in_rows, to_device
+from paceline.data.change_detection import Counters
+from paceline.data.fingerprint import refuse_lengths
+from paceline.errors import MetricError, UsageError
+from paceline.session.worker_batch import WorkerBatch
+from paceline.team.transactions import Attempt
+from paceline.train.nonfinite import Refusal
+from paceline.train.step import Step
+from paceline.train.step_context import StepContext
+from paceline.train.step_notes import describe_changing_counters
+
+
+def begin_step(context: StepContext, name: str) -> Step:
+    """Begins the next step, whose collectives have this name."""
+    if not torch.is_grad_enabled():
+        what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
+        raise UsageError(what, "put these around the part of the body that is meant")
+    if context.run.several:
+        context.run.traffic.turn(context.trainer)
+    return Step(context.done, float(context.job.optimizers[0].param_groups[0]["lr"]), name)
+
+
+def attempts(context: StepContext, undo: Callable[[], None] | None = None) -> Attempt:
+    """Returns the attempts at a step. If one fails, its effects are undone, and `undo` is called."""
+
+    def undo_all() -> None:
+        context.replica.abort()
+        if undo is not None:
+            undo()
+        context.restore_state()
+
+    return context.transactions.attempts("steps", undo_all)
+
+
+def open_attempt(context: StepContext, step: Step) -> None:
+    """Begins an attempt: takes memory in a new generation, and a digest of the weights where they are compared."""
+    step.began, step.generation = time.perf_counter(), context.transactions.number
+    if context.bound_generation != step.generation:
+        context.rebind(step.name)
+    HEARTBEAT.beat()
+    if context.transactions.fault_point is not None:
+        context.transactions.fault_point("loading")
+    for member in context.run.members:
+        if member.state:
+            member.state.step_begins()
+    looks, context.weights.refused = context.group.size > 1 and context.weights.looks(step.number), True
+    step.digest = context.weights.digest_state() if looks else None
+
+
+def load_batch(context: StepContext, step: Step, batch: WorkerBatch | None) -> None:
+    """Takes this worker's micro-batches of a step onto its device, and decides how they are computed."""
+    take_batch(context, step, batch)
+    step.scale = 1.0 if context.scaling is None else context.scaling.scale
+    step.options = context.options(step)
+    step.spent["data"] = time.perf_counter() - step.began
+    if step.batch.single and step.batch.micro_batches and context.replica.mesh.pipeline == 1:
+        _try_single_row(context, step)
+
+
+def take_batch(context: StepContext, step: Step, batch: WorkerBatch | None) -> None:
+    """Takes this worker's micro-batches onto its device."""
+    assert batch is not None
+    step.batch, step.indivisible = batch, False
+    for micro_batch in batch.micro_batches:
+        if micro_batch.part is not None:
+            step.indivisible |= not micro_batch.take_part()
+        micro_batch.batch = to_device(micro_batch.batch, context.job.device)
+
+
+def forward_backward(context: StepContext, step: Step) -> StepSums:
+    """Computes this worker's micro-batches. Their gradients are on their way to the sums of all workers."""
+    migration, notes = context.transactions.migration, context.notes
+    context.group.declare(step.name, check=False, kind="gradients")
+    sends_all_sums = bool(context.plan.exact or context.scaling or context.plan.local or context.job.sparse)
+    step.ahead = migration.step(context.trainer, sends_all_sums) if migration.is_sending else None
+    on_reduced = None if step.ahead is None else step.ahead.sum
+    # In the first step much is made that stays.
+    counters = _counters(context) if context.figures.made == 1 and "keeps" not in notes.announced else None
+    mark = context.streams.snapshot()
+    try:
+        step.sums = sums = context.replica.run(step.batch.micro_batches, step.options, on_reduced)
+    finally:
+        context.streams.restore(mark)
+    if counters is not None and (names := counters.names()):
+        notes.news["counts"] = describe_changing_counters(names), ""
+    step.computed = time.perf_counter()
+    step.spent["compute"] = step.computed - step.began - step.spent.get("data", 0.0)
+    return sums
+
+
+def reduce(context: StepContext, step: Step) -> Agreed:
+    """Sums the step's vector over all workers, when all gradients have arrived. In the first step they agree on the
+    names of the metrics before.
+    """
+    group, batch, sums, notes = context.group, step.batch, step.sums, context.notes
+    assert sums is not None
+    if sums.news or context.job.news:
+        notes.news |= sums.news | context.job.news
+    speaks = context.replica.mesh.speaks(group.rank)
+    tells = speaks and bool(batch.micro_batches) and bool(batch.share) and not sums.failed
+    layout = context.layout
+    if layout is None:
+        layout = context.layout = _first_layout(context, sorted(sums.metrics) if tells else None)
+    if tells and tuple(sorted(sums.metrics)) != layout.metrics:
+        what = f"the loss returned metrics {sorted(sums.metrics)}, before that {list(layout.metrics)}"
+        raise MetricError(what, "return the same names every time, with count 0 where there is nothing to count")
+    if sums.records is not None and not speaks:
+        sums.records.zero_()
+    sq_norm, sq_norm_rows = sums.sq_norms
+    fields: dict[str, float] = {
+        "count": sums.count if speaks else 0.0,
+        "loss": sums.loss if speaks else 0.0,
+        "tested": sums.tested,
+        "no_merge": sums.no_merge,
+        "no_split": sums.no_split or step.indivisible,
+        "failed": sums.failed,
+        "news": bool(notes.news) and bool(notes.untold()),
+        "stop": context.stops(),
+        "look": group.rank == 0 and group.size > 1 and context.weights.wish,
+    }
+    if step.options.noise_sample:
+        fields |= {"sq_norm": sq_norm * step.options.expected**2, "sq_norm_rows": sq_norm_rows}
+        fields["sq_norm_squares"] = sq_norm_rows**2
+    if batch.read:
+        fields |= {"streams": 1.0, "read": batch.read, "read_squares": batch.read**2}
+    for contribute in context.contributions:
+        fields |= contribute()
+    seconds = context.updated + step.computed - step.began
+    metrics, spent = sums.metrics if speaks else {}, context.spent | step.spent
+    packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
+    rows = layout.rows(sums.parts if speaks else [], batch.count) if context.plan.exact else []
+    with HEARTBEAT.waiting():  # also where NCCL does
+        summed = context.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
+    vector = summed.tolist()
+    agreed = layout.unpack(vector[: len(packed)])
+    step.agreed = layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
+    return step.agreed
+
+
+def must_repeat(context: StepContext, step: Step) -> bool:
+    """Returns whether all workers compute the step's gradients again, and prepares for it."""
+    agreed, sums = step.agreed, step.sums
+    assert sums is not None
+    step.norm = 0.0
+    divided = step.batch.fine and (agreed.no_merge + agreed.no_split > 0 or not math.isfinite(agreed.loss))
+    if not (
+        sums.sums_overflowed
+        or divided
+        or agreed.failed
+        or (context.scaling is not None and _overflows(context, step, context.scaling))
+        or (step.digest is not None and _heals(context, step))
+    ):
+        return False
+    context.restore_state()
+    context.replica.abort(again=True)
+    if agreed.failed:  # names of metrics may not be known yet
+        step.options.merge, context.layout = 1, None
+    if divided:  # it draws, say, or fails: everybody takes whole ones
+        context.shares.divide(tested=False, strict=True)
+    return True
+
+
+def examine(context: StepContext, step: Step) -> None:
+    """Collects the news of workers, and refuses a step that cannot be applied."""
+    if step.agreed.news:
+        for worker_news in context.group.gather_json(context.notes.untold()):
+            step.news = {**worker_news, **step.news}
+    if step.agreed.tune:
+        context.choose_codecs(anew=True)
+    if step.agreed.streams and step.agreed.lengths_differ:
+        refuse_lengths(context.replica.team, step.batch.read)
+    refuse_nonfinite(context, step)
+    for member in context.run.members:
+        if member.state:
+            member.state.step_computed()
+
+
+def refuse_nonfinite(context: StepContext, step: Step) -> None:
+    """Raises NonFiniteLossError if the loss is not finite. A count of zero is valid: the step changes nothing."""
+    if not math.isfinite(step.agreed.loss):
+        raise _refusal(context, step).of_loss()
+
+
+def grad_norm(context: StepContext, step: Step) -> float:
+    """Returns the norm of the mean gradient. Once all workers know it, all sums have arrived everywhere."""
+    HEARTBEAT.beat()
+    if context.transactions.fault_point is not None:
+        context.transactions.fault_point("reduced")
+    norm = step.norm or context.replica.norm(step.agreed, step.options)
+    if not math.isfinite(norm):
+        raise _refusal(context, step).of_gradient(step.agreed.loss / step.agreed.count)
+    return norm
+
+
+def update(context: StepContext, step: Step, norm: float) -> list[Any]:
+    """Changes the weights. Returns what a worker needs that takes the step over from another one."""
+    sums, agreed, began = step.sums, step.agreed, time.perf_counter()
+    assert sums is not None
+    step.norm = norm
+    if step.ahead is not None:
+        buffers, expected = context.replica.grad_buffers.sums, step.options.expected
+        step.ahead.end(buffers, dict(vars(agreed)), norm, expected, sums.records)
+    context.run.saving.copied()
+    context.replica.update(sums, agreed, step.options, norm)
+    context.done, context.weights.refused = step.done, False
+    context.expected = agreed.count or context.expected
+    if context.scaling is not None and (why := context.scaling.took(step.scale)):
+        context.run.decide(context.trainer, f"loss scale {context.scaling.scale:g} from step {context.done + 1}", why)
+    account_update(context, step, began)
+    return [dict(vars(agreed)), norm, step.lr, [step.batch.rows, step.batch.epoch]]
+
+
+def account_update(context: StepContext, step: Step, began: float) -> None:
+    """Books the seconds of an update that began then, and those between the gradients and it."""
+    context.updated = time.perf_counter() - began
+    step.spent |= {"reduce": began - step.computed, "update": context.updated}
+
+
+def complete(context: StepContext, step: Step) -> None:
+    """Gathers the weights that other workers have updated. Collective."""
+    began = time.perf_counter()
+    HEARTBEAT.beat()
+    if context.transactions.fault_point is not None:
+        context.transactions.fault_point("applied")
+    context.replica.complete()
+    step.spent["update"] += time.perf_counter() - began
+
+
+def take_over(
+    context: StepContext, step: Step, agreed: dict[str, Any], norm: float, lr: float, sizes: Sequence[int]
+) -> None:
+    """Takes a step over that counts although this worker lost its own part: it has another worker's state now."""
+    context.weights.refused = False
+    rows, epoch = sizes
+    step.agreed, step.norm, step.lr, step.batch = Agreed(**agreed), norm, lr, WorkerBatch([], 0, rows, epoch)
+    step.sums, step.spent = None, {}
+
+
+def publish(context: StepContext, step: Step) -> None:
+    """Hands a step that counts to all who observe steps."""
+    # The seconds since the last step's end that are none of the other parts.
+    step.spent["other"] = max(0.0, time.perf_counter() - context.waiting_since - sum(step.spent.values()))
+    context.spent = step.spent
+    _learn(context, step)
+    for observe in context.observers:
+        observe(step)
+    context.run.agreed(step.agreed)
+    context.weights.done, context.weights.due = context.done, step.agreed.look > 0
+    context.waiting_since = time.perf_counter()
+    HEARTBEAT.step()
+
+
+# -- what they need
+
+
+def _counters(context: StepContext) -> Counters:
+    """Returns the present state of the user's loss, forward and models besides parameters and buffers."""
+    loss, forward = (getattr(one, "call", one) for one in (context.job.over or context.job.loss, context.job.forward))
+    return Counters(context.job.beside, loss=loss, forward=forward)
+
+
+def _try_single_row(context: StepContext, step: Step) -> None:
+    """Before the first step of a loop with a later micro-batch of a single row: tries whether the model can
+    normalise one row. Raises UsageError if not.
+    """
+    first = step.batch.micro_batches[0]
+    if in_rows(first.batch, first.rows):
+        row = MicroBatch(first.index, 1, cut(first.batch, range(1)), step.batch.single)
+        with context.streams.preserved():
+            context.replica.try_forward(row, step.options)
+
+
+def _overflows(context: StepContext, step: Step, scaling: LossScale) -> bool:
+    """Returns whether gradients overflow at the present loss scale. The step is then computed again with half of
+    it.
+    """
+    if not math.isfinite(step.agreed.loss) or step.agreed.count <= 0:
+        return False
+    step.norm = context.replica.norm(step.agreed, step.options)
+    if math.isfinite(step.norm) or step.scale <= 1:
+        return False
+    step.scale /= 2
+    step.options.expected *= 2
+    return True
+
+
+def _heals(context: StepContext, step: Step) -> bool:
+    """Compares the weights that the step began with. Returns whether some were healed, so that the step is
+    repeated.
+    """
+    undo, step.digest = partial(context.replica.abort, again=True), None
+    return context.weights.judge(context.group, step.agreed.digests, undo=undo)
+
+
+def _refusal(context: StepContext, step: Step) -> Refusal:
+    computed = step.batch.micro_batches, step.options, step.sums
+    return Refusal(context.replica, context.group, f"step {step.number + 1}{step.whose}", *computed)
+
+
+def _first_layout(context: StepContext, metric_names: list[str] | None) -> VectorLayout:
+    """Returns the layout of the step's vector. All workers that report metrics must report the same names."""
+    all_names = context.group.gather_json(metric_names)
+    known = [(rank, name) for rank, name in enumerate(all_names) if name is not None]
+    for rank, other in known:
+        if other != known[0][1]:
+            raise MetricError(
+                f"the loss returned metrics {known[0][1]} on worker {known[0][0]} and {other} on worker {rank}",
+                "return the same names everywhere, with count 0 where there is nothing to count",
+            )
+    return VectorLayout(tuple(known[0][1]) if known else (), context.group.size, len(context.job.named))
+
+
+def _learn(context: StepContext, step: Step) -> None:
+    """Updates the estimates of links, memory and time, the merging of micro-batches, the noise scale and the
+    workers' shares.
+    """
+    feedback, sums = context.replica.error_feedback, step.sums
+    if feedback.codec is not None or context.group.size > 1:
+        feedback.step(sum(seconds for part, seconds in step.spent.items() if part not in ("data", "other")))
+    if sums is not None:
+        context.figures.observe(step)
+        if context.figures.made == 3 and context.run.team.group.rank == 0:
+            codecs = context.job.device.type == "cpu" and not context.plan.exact
+            if suggestion := feedback.advice(context.figures.busy / 2, codecs):
+                context.notes.note(suggestion, context.done)
+        if step.options.merge == context.merging.size:
+            learn_merging(context, step, sums, step.spent["compute"])
+        if step.agreed.sq_norm_rows:
+            for news in context.noise.learn(step.agreed, step.norm, step.batch.rows):
+                context.run.journal.write("noise", trainer=context.trainer, step=context.done, **news)
+
+
+def learn_merging(context: StepContext, step: Step, sums: StepSums, seconds: float) -> None:
+    """Updates the merging of micro-batches from the `seconds` of forward and backward."""
+    share = step.batch.share
+    decision = context.merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
+    if decision is not None:
+        context.run.decide(context.trainer, *decision)
