@@ -247,13 +247,16 @@ def draw_all() -> list[list[float]]:
     return [draw() for draw in DRAWS.values()]
 
 
-@pytest.fixture(params=["numpy's memory", "numpy's functions"])
+@pytest.fixture(params=["words in memory", "numpy's functions", "Python's functions"])
 def streams(request, monkeypatch):
     streams = RngState(torch.device("cpu"))
     streams.snapshot()
     assert streams_of._NUMPY._words is not None
+    assert streams_of._PYTHON_WORDS is not None
     if request.param == "numpy's functions":  # its memory is not what we know
         monkeypatch.setattr(streams_of._NUMPY, "_words", None)
+    if request.param == "Python's functions":
+        monkeypatch.setattr(streams_of, "_PYTHON_WORDS", None)
     with streams.preserved():
         streams.seed(99)
         yield streams

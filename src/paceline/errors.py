@@ -99,7 +99,12 @@ class AddNote:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None and not isinstance(error, PacelineError):
+        if error is not None:
+            self.add(error)
+
+    def add(self, error: BaseException) -> None:
+        """Adds the note to an exception."""
+        if not isinstance(error, PacelineError):
             error.add_note(_NOTE + self._what())
 
 

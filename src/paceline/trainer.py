@@ -776,7 +776,7 @@ class Trainer(TrainerLogging):
 
     def look_around(self) -> None:
         """Updates the list of models that this trainer's loss may call."""
-        self._replica.runner.look_around()
+        self._replica.runner.guard.look_around()
 
     def mark_copies(self) -> None:
         """Marks the tensors in `trainer.state` that are copies of sharded weights, for the body of a loop."""

@@ -180,17 +180,17 @@ class GradCache:
         job, rows = self.job, len(columns[0])
         assert job.over is not None
         leaves = [x.requires_grad_() for x in columns if x.is_floating_point()]
-        self.runner.streams.seed(stream_seed(job.seed, options.step, options.micro_batches))
+        self.runner.guard.streams.seed(stream_seed(job.seed, options.step, options.micro_batches))
         output = filled(like, columns)
-        with job.autocast(), self.runner.guard():
+        with job.autocast(), self.runner.user_code():
             result = job.over(output, None)
-        moved = self.runner.carried.moved(values=True) or self.runner.watch.changed(values=False)
+        moved = self.runner.guard.carried.moved(values=True) or self.runner.guard.detector.changed(values=False)
         if moved:
             what = f"the loss over the batch changes the {moved.removeprefix('the forward changes the ')}"
             raise ChangingBufferError(what, "change it in the body of the loop")
         part = Loss.of(result, Chunk([MicroBatch(0, rows, None, "the global batch")], None), True)
         if part.mean is None and not self.runner.counts.done:
-            self.runner.counts.check(job.over, output, None, part.count, rows, self.runner.models)
+            self.runner.counts.check(job.over, output, None, part.count, rows, self.runner.guard.models)
         if any(map(is_reentrant, nodes_of(part.total))):  # whose gradients go to places that the graph does not show
             raise LossError(
                 "the loss over the batch calls checkpoint(..., use_reentrant=True)", "say use_reentrant=False"

@@ -14,50 +14,37 @@ import torch
 
 from paceline.base.batching import add_metrics, exact_sum, stream_seed
 from paceline.comm.gradient_buckets import Bucket, GradSink
-from paceline.compute.batchnorm import OTHERS, BufferChangeDetector
-from paceline.compute.buffers import DECLARED, BufferMerger
 from paceline.compute.forbidden_calls import refuse_loop_calls
 from paceline.compute.grad_hooks import weighed
 from paceline.compute.grad_noise import squares
 from paceline.compute.job import ELSEWHERE, LOSS_FORMS, StepOptions, StepSums, TrainingJob
 from paceline.compute.loss_counts import CountCheck, is_pair, refuse_metric_counts, refuse_no_count
-from paceline.compute.microbatch_merging import HOOKED, USERS_OWN, MergeProbe
+from paceline.compute.microbatch_guard import MicroBatchGuard
+from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import Chunk, MicroBatch, merged
-from paceline.compute.rng import RngState
-from paceline.errors import ChangingBufferError, LossError, UsageError, a, add_hint
+from paceline.errors import LossError, UsageError, a, add_hint
 
 Ready = Callable[[Bucket], None]
 _MERGED = "say how it is merged with paceline.buffer"
 
 
 class Runner:
-    """Computes micro-batches of a job in chunks; gradients go to the `grad_sink` as autograd makes them. What forwards
-    leave in buffers is `carried` to the end of the step.
+    """Computes micro-batches of a job in chunks, each under the `guard`; gradients go to the `grad_sink` as autograd
+    makes them.
     """
 
     def __init__(self, job: TrainingJob, landing: GradSink, gathered: bool) -> None:
         self.job, self.grad_sink, self.gathered = job, landing, gathered
         self.params = list(job.named.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
-        self.streams = RngState(job.device)
-        self.observer = MergeProbe(job, self.streams, gathered)
-        self.counts = CountCheck(self.streams, alone=job.unit == 1 and not gathered)
+        self.guard = MicroBatchGuard(job, gathered)
+        self.counts = CountCheck(self.guard.streams, alone=job.unit == 1 and not gathered)
         self._squares = 0.0  # of gradients that went to other workers
-        self._mark: tuple[Any, ...] = ()  # of the streams, before the last forward
-        self.look_around()
-
-    def look_around(self) -> None:
-        """Takes the other trainers' models into view, as many as there are by now: a loss may run one of them."""
-        self.seen = len(self.job.beside), *DECLARED
-        self.models = [self.job.model, *(model for model in self.job.beside if model is not self.job.model)]
-        self.carried = BufferMerger(self.models, self.job.exact)
-        self.watch = BufferChangeDetector(self.models, self.carried.buffers())
-        self.observer.hooks.beside(self.models)
+        self._sent: list[Bucket] = []
 
     def restore(self, void: bool = False) -> None:
-        """What forwards have left in buffers is undone, to where the step, or if it is `void` its first try, began."""
-        self.carried.restore(void=void)
-        self.watch.restore()
+        """Restores buffers to where the step began, or if it is `void` its first try."""
+        self.guard.restore(void)
 
     def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
         """Forward and backward over this worker's micro-batches, leaving sums; calls `ready` with complete buckets."""
@@ -87,38 +74,26 @@ class Runner:
 
         Buffers are restored after each forward. Micro-batches whose output is on another worker are left out.
         """
-        self._open(options)
-        outputs = []
+        guard, outputs = self.guard, []
+        guard.begin(options)
         for chunk in self._forwards([Chunk([m], m.batch) for m in micro_batches]):
             (one,) = chunk.micro_batches
-            self.streams.seed(stream_seed(self.job.seed, options.step, one.index))
-            with chunk.noted, _explain_single_row(chunk, options), torch.no_grad(), self.job.autocast(), self.guard():
+            guard.streams.seed(stream_seed(self.job.seed, options.step, one.index))
+            context = self.job.autocast(), self.user_code()
+            with chunk.noted, _explain_single_row(chunk, options), torch.no_grad(), context[0], context[1]:
                 output = self.job.forward(self.job.model, chunk.batch)
                 if output is not ELSEWHERE:
                     outputs.append((one, self.job.gather_output(output)))
-            self.undo()
+            guard.undo()
         return outputs
 
     def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         """Yields the chunks in the order in which they run; a pipeline has another order."""
         yield from chunks
 
-    def undo(self) -> None:
-        """Buffers are as when the run began."""
-        self.carried.restore()
-        if self.watch.changed(values=False) is not None:  # or else all would be copied
-            self.watch.restore()
-
-    def _open(self, options: StepOptions) -> StepSums:
-        """A run begins: what follows may fail, and is undone to here."""
-        if self.seen != (len(self.job.beside), *DECLARED):
-            self.look_around()
-        sums = StepSums(records=self.carried.begin(options, self.job.device))
-        self.watch.mark(values=not self.observer.done)
-        return sums
-
     def _in_chunks(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
-        sums = self._open(options)
+        guard = self.guard
+        sums = guard.begin(options)
         for param in self.params:
             param.grad = None
         for name, param in self.frozen.items():
@@ -128,12 +103,13 @@ class Runner:
         self.grad_sink.begin(ready, options.micro_batches)
         self._squares = 0.0
         order = [m for m in micro_batches if not m.is_dummy]
-        sums.why = self.observer.why(self.carried.certain)
-        sums.no_merge = bool(sums.why and order)
+        guard.may_merge(order, sums)
         order = order[::-1] if options.reverse else order
         dummies = [Chunk([m], m.batch) for m in micro_batches if m.is_dummy]
         parts = self._through([*dummies, *merged(order, 1 if sums.no_merge else options.merge)], sums, options)
-        self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
+        if not guard.idle or (options.test_merging and len(order) > 1):
+            guard.probe.observe(partial(self._observed, sums), guard.models, order, sums, options)
+        guard.end(sums, options)
         self.grad_sink.prefetch_norms()
         self._add_up(parts, sums)
         sums.unused, sums.maxima = self.grad_sink.flush(), self.grad_sink.maxima
@@ -163,34 +139,43 @@ class Runner:
 
     def _run(self, chunk: Chunk, sums: StepSums, options: StepOptions, last: bool) -> Loss | None:
         """Forward and backward of one chunk, the `last` of the step or not; None if it may not be computed so."""
+        guard = self.guard
         if sums.no_merge and len(chunk.micro_batches) > 1:
             return None
         try:
-            with chunk.noted:
-                with nullcontext() if self.observer.done else self.observer.hooks.watched():
-                    part = self._forward(chunk, sums, options)
-                if part is None:
-                    return None
-                self._backward(part, options, last)
-        except (*USERS_OWN, LossError) as error:
-            if "backward through the graph a second time" in str(error):
-                add_hint(error, "the trainer calls backward(): leave it out of loss and forward")
-            if chunk.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
+            part = self._loss(chunk) if guard.idle else self._forward(chunk, sums, options)
+            if guard.idle and guard.drew():
+                part = self._forward(chunk, sums, options)
+            if part is None:
+                return None
+            self._backward(part, options, last)
+        except BaseException as error:
+            if not self._give_up(chunk, sums, error):
                 raise
-            self.observer.give_up(chunk, sums, error)
             return None
-        if options.test_merging and not sums.no_merge and self.streams.has_changed(self._mark):
-            sums.no_merge, sums.why = True, "the backward draws random numbers"
-        if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
-            self.carried.record(sums.records, chunk)
+        if not guard.idle:
+            guard.after_backward(chunk, sums, options)
         mismatches = [m.row_mismatch for m in chunk.micro_batches if m.row_mismatch]
         if mismatches and part.mean is not None:
             sums.news["rows"] = mismatches[0], ""
         return part.detached()
 
+    def _give_up(self, chunk: Chunk, sums: StepSums, error: BaseException) -> bool:
+        """Returns whether an error may come from how micro-batches were merged or divided, so that the step is computed
+        again without. Adds to the error which rows were computed.
+        """
+        if "backward through the graph a second time" in str(error):
+            add_hint(error, "the trainer calls backward(): leave it out of loss and forward")
+        by_user = isinstance(error, (*USERS_OWN, LossError)) and not isinstance(error, torch.OutOfMemoryError)
+        if isinstance(error, Exception) and by_user and not (chunk.plain or self._sent):
+            self.guard.probe.give_up(chunk, sums, error)
+            return True
+        chunk.note(error)
+        return False
+
     def _backward(self, part: Loss, options: StepOptions, last: bool, is_dummy: bool = False) -> None:
         """Runs the backward of one chunk. User hooks see the gradient of the mean, which is weighted after them."""
-        hooked = options.hooked or self.observer.hooks.where
+        hooked = options.hooked or self.guard.probe.hooks.where
         weight = float(part.count) / options.expected if hooked else None
         self.grad_sink.begin_backward(last, is_dummy, weight)
         if weight is None:
@@ -203,49 +188,27 @@ class Runner:
 
     def _run_dummy(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
         """Runs a dummy micro-batch, so that all workers of a replica run equally many; its sums are dropped."""
-        self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
+        self.guard.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         self._backward(self._loss(chunk), options, last, is_dummy=True)
         self.restore()
 
     def _forward(self, chunk: Chunk, sums: StepSums, options: StepOptions) -> Loss | None:
-        """Forward and loss of one chunk, under the stream of its first micro-batch."""
-        self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
-        looks = not sums.no_merge
-        if sums.records is not None:
-            self.carried.restore()
-        self._mark = self.streams.snapshot() if looks else ()  # also for the backward, where the forward draws nothing
-        with _explain_single_row(chunk, options):
+        """Forward and loss of one chunk under the guard; None if it may not be computed so."""
+        guard = self.guard
+        guard.before_forward(chunk, sums, options)
+        with _explain_single_row(chunk, options), nullcontext() if guard.probe.done else guard.probe.hooks.watched():
             part = self._loss(chunk)
-        drew = looks and self.streams.has_changed(self._mark)
-        moved = self.carried.moved(values=options.test_merging) if looks else ""
-        # Values are compared while the model is being observed, versions ever after.
-        changed = self.watch.changed(values=options.test_merging)
-        if changed is not None and options.record_buffers:
-            self.watch.restore()
-            cure = "change it in the body of the loop" if changed.startswith("parameter") else _MERGED
-            cure += ", put that model in eval mode for the call" if cure is _MERGED and changed.endswith(OTHERS) else ""
-            what = f"the forward changes the {changed}, which would come out differently on each worker"
-            raise ChangingBufferError(what, f"{cure}, or train with one worker")
-        self.observer.change |= changed is not None
-        hooked = bool(self.observer.hooks.where) and not sums.no_merge  # it has just been found
-        if drew or moved or hooked or changed is not None:
-            sums.no_merge = True
-            sums.why = moved or (HOOKED if hooked else f"the forward changes the {changed}")
-            sums.why = "the forward draws random numbers" if drew else sums.why
-            if len(chunk.micro_batches) > 1:
-                self.restore()
-                return None
-        return part
+        return part if guard.after_forward(chunk, sums, options) else None
 
     def _observed(self, sums: StepSums, chunk: Chunk) -> Loss:
         """The loss of one chunk, from the buffers that the step began with where all micro-batches start from them."""
         if sums.records is not None:
-            self.carried.restore()
+            self.guard.carried.restore()
         return self._loss(chunk).detached()
 
     def _loss(self, chunk: Chunk) -> Loss:
         job = self.job
-        with job.autocast(), self.guard():
+        with job.autocast(), self.user_code():
             output = job.forward(job.model, chunk.batch)
             if output is ELSEWHERE:
                 return Loss(torch.zeros((), dtype=torch.float64), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)
@@ -253,12 +216,12 @@ class Runner:
             result = job.loss(output, chunk.batch if cached_grads is None else cached_grads)
             loss = Loss.of(result, chunk, any(param.requires_grad for param in self.params))
             if cached_grads is None and loss.mean is None and not self.counts.done:
-                self.counts.check(job.loss, output, chunk.batch, loss.count, chunk.rows, self.models)
+                self.counts.check(job.loss, output, chunk.batch, loss.count, chunk.rows, self.guard.models)
         return loss
 
-    def guard(self) -> AbstractContextManager[None]:
+    def user_code(self) -> AbstractContextManager[None]:
         """The context of the user's loss and forward: in the first step it refuses the calls of a loop by hand."""
-        if self.observer.done:
+        if self.guard.probe.done:
             return nullcontext()
         return refuse_loop_calls([*self.params, *self.job.local_params.values()], self.gathered)
 

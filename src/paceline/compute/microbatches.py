@@ -93,13 +93,15 @@ class Chunk:
     @property
     def noted(self) -> AddNote:
         """A context for the chunk's computation that adds the dataset rows to any exception raised inside."""
-        micro_batches = self.micro_batches
-        return AddNote(
-            lambda: (
-                rows_told([m.index for m in micro_batches], [n for m in micro_batches for n in m.numbers])
-                or self.source
-            )
-        )
+        return AddNote(self._describe)
+
+    def note(self, error: BaseException) -> None:
+        """Adds the dataset rows to an exception that the chunk's computation raised."""
+        AddNote(self._describe).add(error)
+
+    def _describe(self) -> str:
+        numbers = [number for micro_batch in self.micro_batches for number in micro_batch.numbers]
+        return rows_told([micro_batch.index for micro_batch in self.micro_batches], numbers) or self.source
 
 
 def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:

@@ -13,7 +13,19 @@ from typing import Any
 
 import torch
 
-_Words = ctypes.c_uint32 * 625  # of a Mersenne Twister, the last one says how many are used up
+_Words = ctypes.c_uint32 * 625  # of a Mersenne Twister, with the number of those that are used up
+
+
+def _find_python_words() -> Any:
+    """The memory of Python's global generator: the number of its words that are used up, and the words. None if it is
+    not where CPython has it.
+    """
+    generator = getattr(random, "_inst", None)
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    _, (*words, used), _ = generator.getstate()
+    in_memory = _Words.from_address(id(generator) + object.__basicsize__)
+    return in_memory if in_memory[:] == [used, *words] else None
 
 
 class _Numpy:
@@ -25,38 +37,49 @@ class _Numpy:
         self._generator: Any = None
         self._words: Any = None
 
-    def _in_place(self, rand: Any) -> bool:
-        if rand._bit_generator is not self._generator:  # the first time, or the script has set another one
-            self._generator, self._words = rand._bit_generator, None
-            if (state := self._generator.state)["bit_generator"] == "MT19937":
-                words = _Words.from_address(self._generator.ctypes.state_address)
-                self._words = words if words[:] == [*state["state"]["key"], state["state"]["pos"]] else None
-        return self._words is not None
+    def _look(self, generator: Any) -> None:
+        """Looks for the words of a generator: the first one, or another one that the script has set."""
+        self._generator, self._words = generator, None
+        if (state := generator.state)["bit_generator"] == "MT19937":
+            words = _Words.from_address(generator.ctypes.state_address)
+            self._words = words if words[:] == [*state["state"]["key"], state["state"]["pos"]] else None
 
     def snapshot(self, rand: Any) -> Any:
         """The generator's state, to be compared by `has_changed` or brought back by `restore`."""
-        if not self._in_place(rand):
+        if rand._bit_generator is not self._generator:
+            self._look(rand._bit_generator)
+        if self._words is None:
             return json.dumps(rand.get_state(legacy=False), default=lambda array: array.tolist())
         words = bytes(self._words)
         left = rand.standard_normal()
-        mark = words, left if bytes(self._words) == words else None
-        self.restore(rand, mark)
-        return mark
+        if bytes(self._words) == words:  # it was left of a pair
+            self.restore(rand, (words, left))
+            return words, left
+        rand.standard_normal()  # the other one of the pair
+        ctypes.memmove(self._words, words, len(words))
+        return words, None
 
     def has_changed(self, rand: Any, mark: Any) -> bool:
         """Whether anything was drawn since `snapshot`. If no half of a pair of normals was left, every draw takes
         words.
         """
-        if isinstance(mark, str) or mark[1] is not None or not self._in_place(rand):
+        if rand._bit_generator is not self._generator:
+            self._look(rand._bit_generator)
+        if isinstance(mark, str) or mark[1] is not None or self._words is None:
             return bool(self.snapshot(rand) != mark)
         return bool(bytes(self._words) != mark[0])
 
     def restore(self, rand: Any, mark: Any) -> None:
         """Sets the generator to a state that `snapshot` returned."""
+        if rand._bit_generator is not self._generator:
+            self._look(rand._bit_generator)
         if isinstance(mark, str):
             rand.set_state(json.loads(mark))
-        elif mark[1] is None and self._in_place(rand):
-            rand.seed(0)  # nothing is left of a pair
+        elif mark[1] is None and self._words is not None:
+            now = bytes(self._words)
+            rand.standard_normal()
+            if bytes(self._words) != now:  # nothing was left of a pair, and now the other one is
+                rand.standard_normal()
             ctypes.memmove(self._words, mark[0], len(mark[0]))
         else:
             *key, used = _Words.from_buffer_copy(mark[0])
@@ -64,6 +87,7 @@ class _Numpy:
 
 
 _NUMPY = _Numpy()
+_PYTHON_WORDS = _find_python_words()
 
 
 class RngState:
@@ -93,7 +117,10 @@ class RngState:
     def snapshot(self) -> tuple[Any, ...]:
         """The generators' state, to be compared by `has_changed` or brought back by `restore`."""
         marks: list[Any] = [generator.get_state() for generator in self._generators]
-        marks.append(random.getstate())
+        if _PYTHON_WORDS is None:
+            marks.append(random.getstate())
+        else:
+            marks.append((bytes(_PYTHON_WORDS), random._inst.gauss_next))  # type: ignore[attr-defined]
         if "numpy" in sys.modules:
             marks.append(_NUMPY.snapshot(sys.modules["numpy"].random.mtrand._rand))
         return tuple(marks)
@@ -101,9 +128,15 @@ class RngState:
     def has_changed(self, mark: tuple[Any, ...]) -> bool:
         """Whether anything was drawn since `snapshot`, as far as can be told: numpy may have come in between."""
         count = len(self._generators)
-        if any(not torch.equal(g.get_state(), s) for g, s in zip(self._generators, mark, strict=False)):
-            return True
-        if random.getstate() != mark[count] or (len(mark) > count + 1) != ("numpy" in sys.modules):
+        for generator, state in zip(self._generators, mark, strict=False):
+            if not torch.equal(generator.get_state(), state):
+                return True
+        python = mark[count]
+        if _PYTHON_WORDS is None:
+            moved = random.getstate() != python
+        else:
+            moved = bytes(_PYTHON_WORDS) != python[0] or random._inst.gauss_next != python[1]  # type: ignore[attr-defined]
+        if moved or (len(mark) > count + 1) != ("numpy" in sys.modules):
             return True
         return len(mark) > count + 1 and _NUMPY.has_changed(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
@@ -112,7 +145,15 @@ class RngState:
         count = len(self._generators)
         for generator, state in zip(self._generators, mark, strict=False):
             generator.set_state(state)
-        random.setstate(mark[count])
+        words, normal = mark[count][0], mark[count][-1]
+        if not isinstance(words, bytes):  # of random.getstate()
+            random.setstate(mark[count])
+        elif _PYTHON_WORDS is not None:
+            ctypes.memmove(_PYTHON_WORDS, words, len(words))
+            random._inst.gauss_next = normal  # type: ignore[attr-defined]
+        else:  # another worker's, which has them in memory
+            used, *numbers = _Words.from_buffer_copy(words)
+            random.setstate((random.Random.VERSION, (*numbers, used), normal))
         if len(mark) > count + 1:
             _NUMPY.restore(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 

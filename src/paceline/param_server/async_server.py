@@ -357,7 +357,7 @@ class AsyncShard(ParameterShard):
     def _merge(self, records: torch.Tensor | None, micro_batches: int) -> None:
         """Of what forwards leave in buffers, in a global batch. Those of workers are as the window began."""
         if records is not None:
-            carried, start = self.replica.runner.carried, self.window.tickets.start
+            carried, start = self.replica.runner.guard.carried, self.window.tickets.start
             carried.begin(StepOptions(self.applied, 1.0, micro_batches, record_buffers=True), records.device)
             if self._begun[0] != start:
                 self._begun = start, carried.begun()

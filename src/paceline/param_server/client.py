@@ -442,7 +442,7 @@ class SyncReplica(ServerReplica):
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Tells the servers to apply the step; `complete` reads the new weights."""
-        self.runner.carried.merge(sums.records)
+        self.runner.guard.carried.merge(sums.records)
         commit = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "rates": self._rates()}
         text = json.dumps({**commit, "expected": options.expected, "norm": norm}).encode()
         for server in self.servers.used:

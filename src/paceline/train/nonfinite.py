@@ -247,8 +247,8 @@ class Refusal:
         """
         job, runner = self.replica.job, self.replica.runner
         if self.sums is not None and self.sums.records is not None:
-            runner.carried.restore()
-        runner.streams.seed(stream_seed(job.seed, self.options.step, one.index))
+            runner.guard.carried.restore()
+        runner.guard.streams.seed(stream_seed(job.seed, self.options.step, one.index))
         with job.autocast():
             with seen.watched():
                 output = job.forward(job.model, one.batch)
@@ -261,12 +261,12 @@ class Refusal:
     def _quietly(self) -> Iterator[None]:
         """Undoes all effects of the context, and ignores errors of the user's code."""
         runner = self.replica.runner
-        runner.undo()
+        runner.guard.undo()
         try:
-            with suppress(*USERS_OWN), runner.streams.preserved():
+            with suppress(*USERS_OWN), runner.guard.streams.preserved():
                 yield
         finally:
-            runner.undo()
+            runner.guard.undo()
 
 
 def _looked(node: Any, bad: list[Any], into: Any, out: Any) -> None:

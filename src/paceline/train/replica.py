@@ -113,8 +113,16 @@ class Replica:
         if self.codec is not None:
             self.codec.begin(options.transaction, options.expected)
         self.transit.begin(name, on_reduced)
-        with self.layout.running(name), refusing("the loss, the forward or a hook"):
-            sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
+        guard = self.runner.guard
+        guard.save_streams()
+        try:
+            with self.layout.running(name), refusing("the loss, the forward or a hook"):
+                sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
+        except BaseException:
+            guard.restore_streams()
+            raise
+        if not guard.idle:
+            guard.restore_streams()
         self.transit.hand_on()
         if job.sparse:
             first = len(job.dense)
@@ -178,7 +186,7 @@ class Replica:
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Updates the weights. `norm` is that of the mean gradient, for clipping."""
-        self.runner.carried.merge(sums.records)
+        self.runner.guard.carried.merge(sums.records)
         if agreed.count <= 0:  # what was sent is not used: codecs and `pending_residual` keep what they have
             if self.codec is not None:
                 self.codec.kept.void()

@@ -92,11 +92,7 @@ def forward_backward(context: StepContext, step: Step) -> StepSums:
     on_reduced = None if step.ahead is None else step.ahead.sum
     # In the first step much is made that stays.
     counters = _counters(context) if context.figures.made == 1 and "keeps" not in notes.announced else None
-    mark = context.streams.snapshot()
-    try:
-        step.sums = sums = context.replica.run(step.batch.micro_batches, step.options, on_reduced)
-    finally:
-        context.streams.restore(mark)
+    step.sums = sums = context.replica.run(step.batch.micro_batches, step.options, on_reduced)
     if counters is not None and (names := counters.names()):
         notes.news["counts"] = describe_changing_counters(names), ""
     step.computed = time.perf_counter()

@@ -40,6 +40,7 @@ class PipelineRunner(Runner):
     def __init__(self, pipeline: Pipeline, *runner_arguments: Any) -> None:
         super().__init__(*runner_arguments)
         self.pipeline = pipeline
+        self.guard.may_idle = False  # draws go from stage to stage
         self._seconds: dict[int, deque[float]] = {stage: deque(maxlen=KEPT) for stage in pipeline.local_stages}
         self.grad_sink.late, self.grad_sink.among = frozenset(pipeline.shared), pipeline.add_up
         self._compared = False
@@ -73,8 +74,8 @@ class PipelineRunner(Runner):
         pipeline.finish()
 
     def _through(self, chunks: Sequence[Chunk], sums: StepSums, options: StepOptions) -> list[Loss]:
-        if options.hooked or self.observer.hooks.where:
-            hook = self.observer.hooks.where or "a gradient hook of another worker"
+        if options.hooked or self.guard.probe.hooks.where:
+            hook = self.guard.probe.hooks.where or "a gradient hook of another worker"
             raise UsageError(
                 f"{hook} sees gradients, and pipeline= computes parts of them", "leave it or pipeline= out"
             )
@@ -148,7 +149,7 @@ class PipelineRunner(Runner):
         """
         pipeline, has_full_model = self.pipeline, self.pipeline.line.rank == self.pipeline.last_worker
         trial_options = replace(options, fault_point=None, noise_sample="")
-        self.observer.why("")
+        self.guard.probe.why("")
         way = self._fits(chunk)
         if not way:
             what = "the whole model does not fit on one worker: no micro-batch was computed by it to compare with"
@@ -173,9 +174,9 @@ class PipelineRunner(Runner):
 
     @contextmanager
     def _without_a_trace(self, options: StepOptions) -> Iterator[StepSums]:
-        with without_a_trace(self.job.model, self.streams):
-            yield self._open(options)
-            self.undo()
+        with without_a_trace(self.job.model, self.guard.streams):
+            yield self.guard.begin(options)
+            self.guard.undo()
 
     def _fits(self, chunk: Chunk) -> str:
         """Returns how the worker of the last stage has memory to compute the full model, or an empty text.
@@ -221,7 +222,7 @@ class PipelineRunner(Runner):
     ) -> tuple[Loss, dict[str, torch.Tensor]]:
         """Computes loss and gradients with the full model, with the same random draws as the stages."""
         named = self.pipeline.trainable_parameters()
-        self.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
+        self.guard.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         with chunk.noted:
             with nullcontext() if backward else torch.no_grad():
                 loss = self._loss(chunk)
