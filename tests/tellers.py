@@ -42,7 +42,7 @@ from paceline.param_server.parameter_shard import Client
 from paceline.param_server.protocol import Kind
 from paceline.param_server.server import ParameterServer
 from paceline.param_server.ssp_clock import BackupScheduler, SspScheduler
-from paceline.param_server.window import ticket_report
+from paceline.param_server.worker_window import ticket_report
 from paceline.team.etcd_lease import Lease
 
 AT = ("127.0.0.1", 29501, "salt")

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.data.loader import Assignment
 from paceline.param_server.server_team import ServerTeam, add_server_state
-from paceline.param_server.window import (
+from paceline.param_server.worker_window import (
     WINDOW,
     announce_window,
     apply_window,

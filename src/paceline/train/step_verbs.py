@@ -59,7 +59,7 @@ def open_attempt(context: StepContext, step: Step) -> None:
     for member in context.run.members:
         if member.state:
             member.state.step_begins()
-    looks, context.weights.refused = context.group.size > 1 and context.weights.looks(step.number), True
+    looks, context.weights.refused = context.run.team.size > 1 and context.weights.looks(step.number), True
     step.digest = context.weights.digest_state() if looks else None
 
 
