@@ -18,7 +18,7 @@ from test_windows import BATCH, ROWS, counted, stopped, weights_of, windows_of
 from torch.utils.data import TensorDataset
 
 from paceline.observe.summary import Summary, facts
-from paceline.param_server.ssp_clock import BackupScheduler
+from paceline.param_server.backup_scheduler import BackupScheduler
 from paceline.team.fault_injection import read_log
 
 SLOW = {"SLOW": "1:4"}
@@ -138,7 +138,7 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
     """At random: some are lost, come again, or have nothing to do."""
     chance = random.Random(seed)
     workers, backup, made = [*range(chance.randint(1, 5))], chance.randint(0, 2), 0
-    shares = BackupScheduler(0.0, backup=backup)
+    shares = BackupScheduler(backup)
     for worker in workers:
         shares.join(worker)
     shares.advance(20)
@@ -147,23 +147,23 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
         if shares.ended:
             break
         worker = chance.choice(workers)
-        if worker not in shares.clocks:
+        if worker not in shares.workers:
             shares.join(worker)
-        elif chance.random() < 0.1 and len(shares.clocks) > 1:
+        elif chance.random() < 0.1 and len(shares.workers) > 1:
             shares.lose(worker)
             has.pop(worker, None)
         elif worker in has:
             update, counts = has.pop(worker), chance.random() < 0.8 or worker == min(shares.members, default=-1)
-            if update == shares.applied and worker in shares.members and worker not in shares.came:
+            if shares.awaits(worker, update):
                 shares.arrive(worker, counts)
         elif (update := shares.deal(worker)) is not None:
             assert update == shares.applied
             has[worker] = update
-        if chosen := shares.chosen:
+        if chosen := shares.choose():
             busy = [one for one in shares.members if one not in shares.idle]
             assert {*chosen} <= {*busy}
             assert max(1, len(busy) - backup) >= len(chosen) >= 1
-            shares.settle(chosen)
+            shares.follow((shares.start, shares.end))
             made += 1
             assert shares.applied == made
     assert shares.ended
