@@ -42,15 +42,9 @@ class AsyncServer:
         elif frame.kind == Kind.READ:
             self.reads.waiting.append((link, frame))
         elif frame.kind == Kind.PUSHED:
-            ticket, dealing, _ = frame.key
-            if replication.leads and not window.is_due(worker, ticket, dealing):
-                window.dropped += 1  # it is repeated, or its ticket was assigned again
-            else:
-                window.take_push(shard, client, worker, frame)
-                replication.note_push(worker, frame)
+            replication.take_push(client, worker, frame)
         elif frame.kind == Kind.HAVE:
-            ticket, dealing, pushed_by = frame.key
-            window.add_holder(pushed_by, ticket, dealing, server)
+            window.add_holder(server, *frame.key)
         elif frame.kind == Kind.STAND:
             replication.add_standing(server, link, frame)
         elif frame.kind == Kind.APPLIED:
@@ -78,10 +72,10 @@ class AsyncServer:
         if replication.has_reports:
             for update in replication.missed_updates():
                 self._follow(*update)
-            replication.lead(self._workers())
+            replication.start_leading(self._workers())
         if replication.leads:
             window.read_requests()
-            for worker in window.take_complete(replication.used):
+            for worker in window.take_complete_pushes(replication.used):
                 self._lead_update(worker)
             self._assign_tickets()
         self.reads.answer()
@@ -89,7 +83,7 @@ class AsyncServer:
     def _lead_update(self, worker: int) -> None:
         """Decides the next update, which is a worker's push that all servers have: tells them, and applies it."""
         scheduler, ticket = self.scheduler, self.window.pushed[worker].ticket
-        missed = scheduler.applied - scheduler.open[ticket][1]
+        missed = scheduler.missed(ticket)
         outcome = scheduler.push(worker, ticket)
         assert outcome is Push.APPLY, "a push that is not due any more has no holders"
         self._log_update(worker, missed)
@@ -102,7 +96,7 @@ class AsyncServer:
         worker, missed, clock = decision
         if bounds[0] != self.scheduler.start:
             self.window.log.clear()
-        self.scheduler.follow(bounds, self.window.push_of(worker).ticket, worker, clock, missed)
+        self.scheduler.follow(bounds, self.window.push_of(worker).ticket, worker, clock)
         self._log_update(worker, missed)
         self._apply(worker, missed)
 

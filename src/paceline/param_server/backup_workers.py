@@ -51,15 +51,9 @@ class BackupWorkerServer:
         elif frame.kind == Kind.READ:
             self.reads.waiting.append((link, frame))
         elif frame.kind == Kind.PUSHED:
-            ticket, dealing, _ = frame.key
-            if replication.leads and not window.is_due(worker, ticket, dealing):
-                window.dropped += 1  # it is repeated, late, or its worker was lost
-            else:
-                window.take_push(shard, client, worker, frame)
-                replication.note_push(worker, frame)
+            replication.take_push(client, worker, frame)
         elif frame.kind == Kind.HAVE:
-            ticket, dealing, pushed_by = frame.key
-            window.add_holder(pushed_by, ticket, dealing, server)
+            window.add_holder(server, *frame.key)
         elif frame.kind == Kind.SUM and frame.key[0] == shard.applied:
             if replication.leads:
                 self.squares[server] = decode_message(frame.text, "squares", f"server {server}")
@@ -94,13 +88,13 @@ class BackupWorkerServer:
         if replication.has_reports:
             for update in replication.missed_updates():
                 self._follow(*update)
-            replication.lead(self._workers())
+            replication.start_leading(self._workers())
         if replication.leads:
             start = scheduler.start
             window.read_requests()
             for worker in self._workers() if scheduler.start != start else ():
                 scheduler.join(worker)  # all have a share of a window's first step, whoever asks first
-            for worker in window.take_complete(replication.used):
+            for worker in window.take_complete_pushes(replication.used):
                 counts = window.pushed[worker].report["count"] > 0
                 # If nothing counts in any share, the last one makes a step that changes nothing.
                 scheduler.arrive(worker, counts or {*scheduler.members} <= scheduler.idle | {worker})

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from paceline.comm.message_reader import damaged, decode_message
-from paceline.param_server.parameter_shard import ParameterShard
+from paceline.param_server.parameter_shard import Client, ParameterShard
 from paceline.param_server.protocol import Connection, Kind, Message
 from paceline.param_server.window import Window
 
@@ -61,6 +61,18 @@ class Replication:
             self.leads = False
             self.window.stop_assigning()
 
+    def take_push(self, client: Client, worker: int, frame: Message) -> None:
+        """Takes a push that has arrived completely, unless it does not count any more, and tells the leading server."""
+        ticket, dealing, _ = frame.key
+        if self.leads and not self.window.is_due(worker, ticket, dealing):
+            self.window.dropped += 1  # it is repeated, late, or its ticket was assigned again
+            return
+        self.window.add_push(self.shard, client, worker, frame)
+        if self.leads:
+            self.window.add_holder(self.server, ticket, dealing, worker)
+        elif self.leader is not None:  # else the next report says so
+            self.leader.put(Kind.HAVE, self.trainer, (ticket, dealing, worker))
+
     # -- the leading server -----------------------------------------------------------------------------------------
 
     def add_standing(self, server: int, link: Connection, frame: Message) -> None:
@@ -77,17 +89,17 @@ class Replication:
         return all(server in self.peers and not self.peers[server].broken for server in others)
 
     def missed_updates(self) -> Iterator[tuple[tuple[int, int], list[Any]]]:
-        """The windows and decisions of the updates that the furthest of the servers that reported is ahead of this."""
+        """Yields the updates that others have reported and this server lacks: the window and the decision of each."""
         standings = [self._standings[server] for server in self.others if server in self._standings]
         for one in sorted(standings, key=lambda one: -int(one["applied"])):
             ahead = max(0, one["applied"] - self.shard.applied)
             for decision in one["log"][len(one["log"]) - ahead :]:
                 yield tuple(one["window"]), decision
 
-    def lead(self, workers: Collection[int]) -> None:
-        """Sends the servers that reported what they miss, and starts to assign work unless this server leads already.
+    def start_leading(self, workers: Collection[int]) -> None:
+        """Reads the reports: sends the servers the updates they lack, and counts the pushes they have.
 
-        Pushes that these servers have count as theirs.
+        Starts to assign work to these workers, unless this server leads already.
         """
         window, start = self.window, self.window.scheduler.start
         standings = {server: one for server, one in self._standings.items() if server in self.used}
@@ -104,7 +116,7 @@ class Replication:
             window.restart(workers)
         for server, one in standings.items():
             for worker, ticket, dealing in one["has"]:
-                window.add_holder(worker, ticket, dealing, server)
+                window.add_holder(server, ticket, dealing, worker)
 
     def send_last(self, number: int) -> None:
         """Tells all others to make the last update of the log, which has this number."""
@@ -128,14 +140,6 @@ class Replication:
             "has": [[worker, pushed.ticket, pushed.dealing] for worker, pushed in self.window.pushed.items()],
         }
         leader.put(Kind.STAND, self.trainer, content=json.dumps(standing).encode())
-
-    def note_push(self, worker: int, frame: Message) -> None:
-        """Notes that this server has a worker's push, and tells the leading server."""
-        ticket, dealing, _ = frame.key
-        if self.leads:
-            self.window.add_holder(worker, ticket, dealing, self.server)
-        elif self.leader is not None:  # else the next report says so
-            self.leader.put(Kind.HAVE, self.trainer, (ticket, dealing, worker))
 
     def read_update(self, server: int, frame: Message) -> tuple[tuple[int, int], list[Any]]:
         """Returns the window and the decision of an update that the leading server decided."""

@@ -9,7 +9,6 @@ NIPS 2013). No torch, no clock, no sockets.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,8 +39,6 @@ class SspScheduler:
     open: dict[int, tuple[int, int]] = field(default_factory=dict)
     back: list[int] = field(default_factory=list)  # a heap of tickets that lost workers had
     done: set[int] = field(default_factory=set)  # tickets of the window that are applied
-    missed: Counter[int] = field(default_factory=Counter)  # updates, by how many others came after their weights
-    by: Counter[int] = field(default_factory=Counter)  # updates of each worker
 
     @property
     def applied(self) -> int:
@@ -86,15 +83,13 @@ class SspScheduler:
         """Whether a worker is not too far ahead of the slowest one."""
         return worker in self.clocks and self.clocks[worker] - min(self.clocks.values()) <= self.bound
 
-    def follow(self, window: tuple[int, int], ticket: int, worker: int, clock: int, missed: int) -> None:
+    def follow(self, window: tuple[int, int], ticket: int, worker: int, clock: int) -> None:
         """Follows an update of the leading server: its window, and the worker's clock after the update."""
         if self.start != window[0]:
             self.done.clear()
         self.start, self.end = window
         self.done.add(ticket)
         self.clocks[worker] = clock
-        self.missed[missed] += 1
-        self.by[worker] += 1
 
     def take_over(self, workers: Collection[int]) -> None:
         """Starts to assign tickets to these workers, after following another server: open ones are assigned again."""
@@ -105,7 +100,11 @@ class SspScheduler:
 
     def awaits(self, worker: int, ticket: int) -> bool:
         """Whether a worker has this ticket, and its push is not applied yet."""
-        return self.open.get(ticket, (-1, 0))[0] == worker
+        return ticket in self.open and self.open[ticket][0] == worker
+
+    def missed(self, ticket: int) -> int:
+        """How many updates were applied since the worker of an open ticket read its weights."""
+        return self.applied - self.open[ticket][1]
 
     def deal(self, worker: int, read: int | None = None) -> int | None:
         """Assigns the worker's next ticket, with which it reads the weights after `read` updates (default: all).
@@ -127,12 +126,9 @@ class SspScheduler:
         """Decides about a worker's push, which has to be applied before anything else happens."""
         if ticket < self.start or ticket in self.done:
             return Push.AGAIN
-        who, read = self.open.get(ticket, (None, 0))
-        if who != worker:
+        if not self.awaits(worker, ticket):
             return Push.VOID
         del self.open[ticket]
-        self.missed[self.applied - read] += 1
         self.done.add(ticket)
         self.clocks[worker] += 1
-        self.by[worker] += 1
         return Push.APPLY

@@ -70,8 +70,8 @@ class Window:
 
     # -- pushes -----------------------------------------------------------------------------------------------------
 
-    def take_push(self, shard: ParameterShard, client: Client, worker: int, frame: Message) -> None:
-        """Stores a push that has arrived completely."""
+    def add_push(self, shard: ParameterShard, client: Client, worker: int, frame: Message) -> None:
+        """Adds a push that has arrived completely."""
         text, _, rest = bytes(frame.text).partition(b"\n")
         records = torch.frombuffer(bytearray(rest), dtype=torch.float64) if rest else None
         rows = client.rows.get(frame.trainer, bytearray())
@@ -88,12 +88,12 @@ class Window:
         """Whether a push answers the last assignment of its ticket, and still counts."""
         return self.scheduler.awaits(worker, ticket) and self.dealings.get(ticket) == dealing
 
-    def add_holder(self, worker: int, ticket: int, dealing: int, server: int) -> None:
+    def add_holder(self, server: int, ticket: int, dealing: int, worker: int) -> None:
         """Notes that a server has a worker's push, if that counts; else the worker or the server repeats it."""
         if self.is_due(worker, ticket, dealing):
             self.holders.setdefault(worker, set()).add(server)
 
-    def take_complete(self, servers: Collection[int]) -> list[int]:
+    def take_complete_pushes(self, servers: Collection[int]) -> list[int]:
         """Returns the workers whose pushes are at all servers now."""
         workers = [worker for worker, holders in self.holders.items() if holders.issuperset(servers)]
         for worker in workers:
