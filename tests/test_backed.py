@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections import Counter
@@ -135,10 +136,10 @@ def test_somebody_must_be_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_round_ends_whoever_is_lost(seed: int) -> None:
-    """At random: some are lost, come again, or have nothing to do."""
+    """At random: some are lost, come again, or have nothing to do; another server, which followed, takes over."""
     chance = random.Random(seed)
     workers, backup, made = [*range(chance.randint(1, 5))], chance.randint(0, 2), 0
-    shares = BackupScheduler(backup)
+    shares, follower = BackupScheduler(backup), BackupScheduler(backup)
     for worker in workers:
         shares.join(worker)
     shares.advance(20)
@@ -146,6 +147,9 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
     for _ in range(4000):
         if shares.ended:
             break
+        if made and chance.random() < 0.02:
+            follower.take_over(shares.workers)
+            shares, follower, has = follower, copy.deepcopy(follower), {}
         worker = chance.choice(workers)
         if worker not in shares.workers:
             shares.join(worker)
@@ -163,8 +167,27 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
             busy = [one for one in shares.members if one not in shares.idle]
             assert {*chosen} <= {*busy}
             assert max(1, len(busy) - backup) >= len(chosen) >= 1
-            shares.follow((shares.start, shares.end))
+            window = shares.start, shares.end
+            shares.follow(window)
+            follower.follow(window)
             made += 1
-            assert shares.applied == made
+            assert shares.applied == follower.applied == made
+            assert (follower.start, follower.end) == window
     assert shares.ended
     assert made == 20
+
+
+def test_the_choice_of_workers_stays_until_the_step_is_made() -> None:
+    shares = BackupScheduler(1, workers={0, 1, 2})
+    shares.advance(2)
+    assert [shares.deal(worker) for worker in (0, 1, 2)] == [0, 0, 0]
+    shares.arrive(1, True)
+    assert shares.choose() == []
+    shares.arrive(0, True)
+    assert shares.choose() == [0, 1]
+    assert not shares.awaits(2, 0)  # it is late
+    shares.lose(2)
+    shares.join(2)
+    assert shares.choose() == [0, 1]
+    shares.follow((0, 2))
+    assert (shares.applied, shares.choose(), shares.deal(2)) == (1, [], 1)
