@@ -178,16 +178,17 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
 
 
 def test_the_choice_of_workers_stays_until_the_step_is_made() -> None:
-    shares = BackupScheduler(1, workers={0, 1, 2})
+    shares = BackupScheduler(1, workers={0, 1, 2, 3})
     shares.advance(2)
-    assert [shares.deal(worker) for worker in (0, 1, 2)] == [0, 0, 0]
+    assert [shares.deal(worker) for worker in (0, 1, 2, 3)] == [0, 0, 0, 0]
     shares.arrive(1, True)
-    assert shares.choose() == []
     shares.arrive(0, True)
-    assert shares.choose() == [0, 1]
-    assert not shares.awaits(2, 0)  # it is late
+    assert shares.choose() == []  # of four it takes three
     shares.lose(2)
-    shares.join(2)
+    shares.lose(3)
     assert shares.choose() == [0, 1]
+    shares.join(2)  # it is back, and late
+    assert shares.choose() == [0, 1]
+    assert not shares.awaits(2, 0)
     shares.follow((0, 2))
     assert (shares.applied, shares.choose(), shares.deal(2)) == (1, [], 1)
