@@ -9,7 +9,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import patch
@@ -35,13 +34,14 @@ from paceline.launch.engines.message_types import ANSWER, FACTS
 from paceline.launch.engines.remote_agent import MARK
 from paceline.launch.preflight import Finding
 from paceline.parallel.pipeline.stage import HEAD, Pipeline
-from paceline.param_server.async_server import AsyncShard, PushedGradients, Window
-from paceline.param_server.backup_workers import BackupWorkerShard
+from paceline.param_server.async_server import AsyncServer
+from paceline.param_server.backup_workers import BackupWorkerServer
 from paceline.param_server.client import RANKED, AsyncReplica, ServerClient, SyncReplica
 from paceline.param_server.parameter_shard import Client
 from paceline.param_server.protocol import Kind
 from paceline.param_server.server import ParameterServer
-from paceline.param_server.ssp_clock import BackupScheduler, SspScheduler
+from paceline.param_server.sync_server import SyncServer
+from paceline.param_server.window import AppliedUpdate, PushedGradients
 from paceline.param_server.worker_window import ticket_report
 from paceline.team.etcd_lease import Lease
 
@@ -127,45 +127,60 @@ def stage(ear: Ear) -> None:
 # -- of servers ------------------------------------------------------------------------------------------------------
 
 
-def server(kind: type[AsyncShard] = AsyncShard, **fields: Any) -> Any:
-    """A server, with an update in its log and a push that is not applied."""
-    one = kind.__new__(kind)
+Server = type[AsyncServer] | type[BackupWorkerServer]
+
+
+def server(kind: Server = AsyncServer, leads: bool = False) -> Any:
+    """A server of two, with an update in its log and a push of each worker; its shard only counts updates."""
+    plan = fake(copies=1, server=2, staleness=0.0, damping=False, backup=1)
+    shard = fake(trainer=0, server=0, applied=4, plan=plan, replica=fake(job=fake(optimizers=[])))
+    done: Callable[..., None] = lambda *_, **__: None
+    vars(shard).update(set_gradients=done, merge_buffers=done, apply=done, sum_gradients=lambda *_: {0: [0.5]})
+    one: Any = kind(cast(Any, shard), str, lambda: {0, 1})
     told = {"count": 12.0, "loss": 3.5, "unused": [1], "metrics": {"accuracy": [9.0, 12.0]}, "rows": 12, "epoch": 0}
-    made = {"ticket": 3, "worker": 0, "missed": 1, "clock": 2, **told, "norm": 0.5}
-    some = {"ticket": 3, "workers": [0, 1], "missed": 0, "late": [[2, 4, 8]], **told, "norm": 0.5}
-    tickets = SspScheduler if not issubclass(kind, BackupWorkerShard) else partial(BackupScheduler, backup=1)
-    window = Window(
-        tickets(0.0, 3, 8, 4, {0: 2, 1: 1}, done={3}), [some if issubclass(kind, BackupWorkerShard) else made]
-    )
+    told_once = {**told, "ticket": 3, "norm": 0.5}
+    one.scheduler.start, one.scheduler.end = 3, 8
+    if kind is BackupWorkerServer:
+        one.scheduler.workers = {0, 1}
+        entry, decision = {**told_once, "workers": [0, 1], "missed": 0, "late": [[2, 4, 8]]}, [[0, 1], 0.5, [[2, 4, 8]]]
+    else:
+        one.scheduler.clocks, one.scheduler.done = {0: 2, 1: 1}, {3}
+        entry, decision = {**told_once, "worker": 0, "missed": 1, "clock": 2}, [0, 1, 2]
+    one.window.log = [AppliedUpdate(decision, entry)]
     push = PushedGradients(4, 2**59, {"log": told, "micro_batches": 8, "expected": 12.0, **told}, {}, None, bytearray())
-    about = {"server": 0, "used": {0, 1}, "peers": {}, "copies": True, "_reading": [], "_stands": {}, "_early": []}
-    shares = {"_chosen": [], "_squares": {}, "_summed": None} if issubclass(kind, BackupWorkerShard) else {}
-    vars(one).update(about, trainer=0, leads=False, window=window, pushed={0: push, 1: push}, applied_by={}, **shares)
-    vars(one).update(
-        stepper=fake(done=4, plan=fake(backup=1)), _reached=str, _base=2**59, _workers=lambda: {0, 1}, **fields
-    )
+    one.window.pushed, one.window.first_dealing = {0: push, 1: push}, 2**59
+    one.replication.used, one.replication.leads = {0, 1}, leads
     return one
 
 
 def squares(ear: Ear) -> None:
-    part = fake(applied=4, ready=None, squares={0: [0.5], 1: [0.25, 1e-300]})
-    ParameterServer._look(cast(Any, fake(_parts={0: part})), cast(Any, ear), cast(Any, fake(trainer=0, key=(3, 1, 0))))
+    of = fake(shard=fake(applied=4, trainer=0), summed=None, squares={0: [0.5], 1: [0.25, 1e-300]})
+    SyncServer._sum(of, cast(Any, ear), cast(Any, fake(key=(3, 1, 0))))
 
 
 def dealt(ended: bool) -> bytes:
     """A ticket, or the log of a window that has `ended`."""
-    one, ear = server(used={0}, leads=True), Ear()
-    one.window.asking = {1: (ear, (3, 1, 0))}
+    one, ear = server(leads=True), Ear()
+    one.replication.used = {0}
+    one.window.waiting = {1: (ear, (3, 1, 0))}
     one.window.broken = ended
-    one._deal()
+    one._advance()
     return ear.heard[-1]
 
 
 def chosen(ear: Ear) -> None:
     """Whose shares make an update."""
-    shares = fake(chosen=[0, 1])
-    one = server(BackupWorkerShard, squares={0: [0.5]}, peers={1: ear}, _sum=lambda _: None)
-    BackupWorkerShard._decide(fake(**vars(one), _shares=shares, applied=4))
+    one = server(BackupWorkerServer, leads=True)
+    one.replication.peers = {1: ear}
+    one.scheduler.members, one.scheduler.arrived = (0, 1, 2), [0, 1]
+    one._advance()
+
+
+def update(kind: Server, ear: Ear) -> None:
+    """The last update of the log."""
+    one = server(kind)
+    one.replication.peers = {1: ear}
+    one.replication.send_last(3)
 
 
 # -- of all ----------------------------------------------------------------------------------------------------------
@@ -224,10 +239,9 @@ def told() -> Iterator[Told]:
     for said in ({"updates": 8, "stop": False}, {"updates": 8, "stop": True, "cut": 5, "broken": True}):
         yield "wish", heard(lambda ear, said=said: wish(ear, dealt(True), said))
     yield "push", heard(pushed).partition(b"\n")[0]
-    for kind in (AsyncShard, BackupWorkerShard):
-        yield kind.TELLS[0], heard(lambda ear, kind=kind: server(kind).stand(ear))
-        one = server(kind)
-        yield kind.TELLS[1], heard(lambda ear, one=one: one._tell(ear, 3, one.window.log[0]))
+    for kind, how in ((AsyncServer, ""), (BackupWorkerServer, " by shares")):
+        yield f"standing{how}", heard(lambda ear, kind=kind: server(kind).replication.report(ear))
+        yield f"update{how}", heard(lambda ear, kind=kind: update(kind, ear))
     yield "workers", heard(chosen)
     yield from (("rows", bytes(text.partition(b"\n")[0])) for text in rows())
     yield "values", heard(stage)
@@ -241,39 +255,22 @@ def hear(about: str, data: bytes) -> None:
     if about in ("ticket", "window"):
         wish(Ear(), data, {})
     elif about == "servers":
-        part = fake(_generation=3, _used={0: AT, 1: AT}, _dealing=[], _meet_first=lambda: None)
-        ParameterServer._hear_used(part, cast(Any, frame))
+        part = fake(_generation=3, _used={0: AT, 1: AT}, _replicated=[], _connect_leader=lambda: None)
+        ParameterServer._take_used(part, cast(Any, frame))
     elif about in KINDS:
-        one = server(FollowerByShares if "shares" in about or about == "workers" else Follower, leads=about == "wish")
-        one.hear(Ear(), Client(), 1 if about == "wish" else -2, frame)
+        by_shares = "shares" in about or about == "workers"
+        one = server(BackupWorkerServer if by_shares else AsyncServer, leads=about == "wish")
+        one.handle(Ear(), Client(), 1 if about == "wish" else -2, frame)
     else:
         decode_message(data, about, "worker 1")
 
 
 KINDS = {"wish": Kind.DEAL, "workers": Kind.SUM}
 KINDS |= {
-    name: kind
-    for of in (AsyncShard, BackupWorkerShard)
-    for name, kind in zip(of.TELLS, (Kind.STAND, Kind.APPLY), strict=True)
+    f"{name}{how}": kind
+    for name, kind in (("standing", Kind.STAND), ("update", Kind.APPLY))
+    for how in ("", " by shares")
 }
-
-
-class Follower(AsyncShard):
-    """A server that only notes what it is to apply."""
-
-    applied = 4  # type: ignore[assignment]
-
-    def _apply(self, worker: int, missed: int) -> None: ...
-
-
-class FollowerByShares(BackupWorkerShard):
-    applied = 4  # type: ignore[assignment]
-
-    def _sum(self, workers: list[int]) -> None:
-        self._of(workers)
-        self.squares = {0: [0.5]}
-
-    def apply(self, step: int, told: dict[str, Any]) -> None: ...
 
 
 # -- launchers, drivers and hosts ------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections import Counter
@@ -18,7 +19,7 @@ from test_windows import BATCH, ROWS, counted, stopped, weights_of, windows_of
 from torch.utils.data import TensorDataset
 
 from paceline.observe.summary import Summary, facts
-from paceline.param_server.ssp_clock import BackupScheduler
+from paceline.param_server.backup_scheduler import BackupScheduler
 from paceline.team.fault_injection import read_log
 
 SLOW = {"SLOW": "1:4"}
@@ -135,10 +136,10 @@ def test_somebody_must_be_left(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_every_round_ends_whoever_is_lost(seed: int) -> None:
-    """At random: some are lost, come again, or have nothing to do."""
+    """At random: some are lost, come again, or have nothing to do; another server, which followed, takes over."""
     chance = random.Random(seed)
     workers, backup, made = [*range(chance.randint(1, 5))], chance.randint(0, 2), 0
-    shares = BackupScheduler(0.0, backup=backup)
+    shares, follower = BackupScheduler(backup), BackupScheduler(backup)
     for worker in workers:
         shares.join(worker)
     shares.advance(20)
@@ -146,25 +147,48 @@ def test_every_round_ends_whoever_is_lost(seed: int) -> None:
     for _ in range(4000):
         if shares.ended:
             break
+        if made and chance.random() < 0.02:
+            follower.take_over(shares.workers)
+            shares, follower, has = follower, copy.deepcopy(follower), {}
         worker = chance.choice(workers)
-        if worker not in shares.clocks:
+        if worker not in shares.workers:
             shares.join(worker)
-        elif chance.random() < 0.1 and len(shares.clocks) > 1:
+        elif chance.random() < 0.1 and len(shares.workers) > 1:
             shares.lose(worker)
             has.pop(worker, None)
         elif worker in has:
             update, counts = has.pop(worker), chance.random() < 0.8 or worker == min(shares.members, default=-1)
-            if update == shares.applied and worker in shares.members and worker not in shares.came:
+            if shares.awaits(worker, update):
                 shares.arrive(worker, counts)
         elif (update := shares.deal(worker)) is not None:
             assert update == shares.applied
             has[worker] = update
-        if chosen := shares.chosen:
+        if chosen := shares.choose():
             busy = [one for one in shares.members if one not in shares.idle]
             assert {*chosen} <= {*busy}
             assert max(1, len(busy) - backup) >= len(chosen) >= 1
-            shares.settle(chosen)
+            window = shares.start, shares.end
+            shares.follow(window)
+            follower.follow(window)
             made += 1
-            assert shares.applied == made
+            assert shares.applied == follower.applied == made
+            assert (follower.start, follower.end) == window
     assert shares.ended
     assert made == 20
+
+
+def test_the_choice_of_workers_stays_until_the_step_is_made() -> None:
+    shares = BackupScheduler(1, workers={0, 1, 2, 3})
+    shares.advance(2)
+    assert [shares.deal(worker) for worker in (0, 1, 2, 3)] == [0, 0, 0, 0]
+    shares.arrive(1, True)
+    shares.arrive(0, True)
+    assert shares.choose() == []  # of four it takes three
+    shares.lose(2)
+    shares.lose(3)
+    assert shares.choose() == [0, 1]
+    shares.join(2)  # it is back, and late
+    assert shares.choose() == [0, 1]
+    assert not shares.awaits(2, 0)
+    shares.follow((0, 2))
+    assert (shares.applied, shares.choose(), shares.deal(2)) == (1, [], 1)

@@ -143,9 +143,9 @@ def test_what_a_lender_goes_on_from_is_not_counted() -> None:
     moved(sender, taker)
     first, second = taker.inbox
     client.borrow(first, in_codes=False)
-    assert not client.still(1, (4, 1, 0))
+    assert not client.still_lends(1, (4, 1, 0))
     client.borrow(second, in_codes=False)
-    assert client.still(1, (4, 2, 0))
+    assert client.still_lends(1, (4, 2, 0))
     assert torch.equal(client.buffers[1, 0], torch.ones(3))
 
 

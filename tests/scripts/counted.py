@@ -25,9 +25,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.param_server.async_server import AsyncShard
+from paceline.param_server.async_server import AsyncServer
 from paceline.param_server.client import AsyncReplica
-from paceline.param_server.protocol import Connection, Kind
+from paceline.param_server.protocol import Kind
+from paceline.param_server.replication import Replication
 from paceline.param_server.ssp_clock import SspScheduler
 
 BATCH, ROWS = 6, 30
@@ -131,26 +132,26 @@ def vanish(update: int) -> None:
     """The first server tells no other of that update, and is killed once a worker has read weights that have it: whose
     own push came right before, and was not known to be everywhere.
     """
-    hear, tell, go_on = AsyncShard.hear, AsyncShard._tell, AsyncShard._go_on
+    handle, send, advance = AsyncServer.handle, Replication._send_update, AsyncServer._advance
     held: list[Any] = []
 
-    def late(dealing: AsyncShard, *heard: Any) -> None:
-        if heard[-1].kind == Kind.APPLIED and heard[-1].key[0] == update:
-            held.append(heard)
+    def late(server: AsyncServer, *message: Any) -> None:
+        if message[-1].kind == Kind.APPLIED and message[-1].key[0] == update:
+            held.append(message)
         else:
-            hear(dealing, *heard)
-        while held and dealing.applied > update:
-            hear(dealing, *held.pop())
+            handle(server, *message)
+        while held and server.shard.applied > update:
+            handle(server, *held.pop())
 
-    def silent(dealing: AsyncShard, peer: Connection, number: int, one: Any) -> None:
+    def silent(replication: Replication, server: int, number: int) -> None:
         if number != update:
-            tell(dealing, peer, number, one)
+            send(replication, server, number)
 
-    def last(dealing: AsyncShard) -> None:
-        waiting = [*dealing._reading]
-        go_on(dealing)
-        read = [link for link, frame in waiting if (link, frame) not in dealing._reading]
-        if read and dealing.leads and dealing.server == 0 and dealing.applied > update:
+    def last(server: AsyncServer) -> None:
+        waiting = [*server.reads.waiting]
+        advance(server)
+        read = [link for link, frame in waiting if (link, frame) not in server.reads.waiting]
+        if read and server.replication.leads and server.shard.server == 0 and server.shard.applied > update:
             for link in read:
                 while link.sending:
                     link.advance()
@@ -158,7 +159,8 @@ def vanish(update: int) -> None:
             (Path(sys.argv[1]) / "vanished").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
-    AsyncShard.hear, AsyncShard._tell, AsyncShard._go_on = late, silent, last  # type: ignore[method-assign, assignment]
+    AsyncServer.handle, Replication._send_update = late, silent  # type: ignore[method-assign]
+    AsyncServer._advance = last  # type: ignore[method-assign]
 
 
 def main() -> None:

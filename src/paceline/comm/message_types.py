@@ -17,7 +17,7 @@ Worker = Annotated[int, Meta(ge=0, le=10**12)]
 Workers = Annotated[list[Worker], Meta(min_length=1, max_length=1 << 16)]
 Size = Annotated[int, Meta(ge=0, le=2**48)]
 Shape = Annotated[list[Size], Meta(max_length=64)]
-AsyncShard = Annotated[int, Meta(ge=0, le=2**62)]
+AssignmentId = Annotated[int, Meta(ge=0, le=2**62)]
 Number = Annotated[str, Meta(pattern="^[0-9]{1,12}\\Z")]  # of a server or a part, as a name
 _DTYPES = (
     r"bool|bfloat16|complex(32|64|128)|u?int(8|16|32|64)|float(16|32|64|8_e[45]m[23](fn|fnuz)?|8_e8m0fnu|4_e2m1fn_x2)"
@@ -89,7 +89,7 @@ class TicketAssignment(TypedDict):
     """A ticket that is assigned to a worker."""
 
     ticket: Count
-    dealing: AsyncShard
+    dealing: AssignmentId
     update: Count
     share: NotRequired[tuple[SmallCount, SmallPositive]]
 
@@ -110,13 +110,13 @@ class WorkerStatus(TypedDict):
     state: str
 
 
-UpdateByOneWorker = tuple[Worker, Count, Count]  # who has made an update: see Dealing._follow
-UpdateByShares = tuple[Workers, Real, list[tuple[Worker, Count, Count]]]  # and Backed._follow
+UpdateByOneWorker = tuple[Worker, Count, Count]  # of `AsyncServer`
+UpdateByShares = tuple[Workers, Real, list[tuple[Worker, Count, Count]]]  # of `BackupWorkerServer`
 
 
 def _standing(update_type: Any) -> Any:
     fields = {"applied": Count, "window": Window, "log": list.__class_getitem__(update_type)}
-    return TypedDict("Standing", {**fields, "has": list[tuple[Worker, Count, AsyncShard]]})  # type: ignore[operator]
+    return TypedDict("Standing", {**fields, "has": list[tuple[Worker, Count, AssignmentId]]})  # type: ignore[operator]
 
 
 MESSAGE_TYPES: dict[str, Any] = {

@@ -1,165 +1,187 @@
-"""Synchronous parameter server with backup workers: the slowest pushes are dropped.
+"""Synchronous parameter server with backup workers: sums the first pushes of a step, and drops the later ones.
 
-The first server decides who makes an update, among those whose pushes are whole at every server, and has all servers
-sum these; of the squares that they tell it makes the norm, and tells them to apply the update. A server that deals
-instead of it decides anew, unless one has applied what was decided.
+The leading server chooses whose pushes make a step, among those that are complete at every server, and has all servers
+sum these. It computes the norm of the gradient from the squares of all parts, and tells the servers to apply the step.
+Another server that takes over chooses anew, unless one has applied the step already. Which pushes are chosen:
+`paceline.param_server.backup_scheduler`.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Collection, Sequence
 from functools import reduce
 from typing import Any
 
 from paceline.base.batching import add_metrics, deal, exact_sum
 from paceline.base.mesh import holders
 from paceline.comm.message_reader import decode_message
-from paceline.param_server.async_server import AsyncShard, PushedGradients, caller
+from paceline.param_server.backup_scheduler import BackupScheduler
 from paceline.param_server.client import squares_of
-from paceline.param_server.parameter_shard import Client
-from paceline.param_server.protocol import Connection, Key, Kind, Message
-from paceline.param_server.ssp_clock import BackupScheduler
+from paceline.param_server.parameter_shard import Client, ParameterShard, WeightReads
+from paceline.param_server.protocol import Connection, Kind, Message
+from paceline.param_server.replication import Replication
+from paceline.param_server.window import AppliedUpdate, Window
 
 
-class BackupWorkerShard(AsyncShard):
-    """A parameter shard whose updates wait for all workers but the plan's `backup`.
+class BackupWorkerServer:
+    """Serves one trainer's shard. `reached` gets the names of fault points; `workers` returns the connected workers.
 
-    `_chosen` are the workers whose gradients make the update under way; `_squares` has the squares that servers have
-    reported for it, by server and part. `_summed` is the update, and the workers, that the summed gradients are for.
+    `squares` has the squares that servers have reported for the step under way, by server and part.
     """
 
-    TELLS = "standing by shares", "update by shares"
+    def __init__(
+        self, shard: ParameterShard, reached: Callable[[str], None], workers: Callable[[], Collection[int]]
+    ) -> None:
+        self.shard, self._reached, self._workers = shard, reached, workers
+        done = shard.applied
+        self.scheduler = BackupScheduler(shard.plan.backup or 0, done, done, done)
+        self.window = Window(shard.trainer, shard.server, self.scheduler)
+        self.replication = Replication(shard, self.window, "standing by shares", "update by shares")
+        self.reads = WeightReads(shard)
+        self.squares: dict[int, dict[str, list[float]]] = {}
+        self._summed: tuple[int, list[int]] | None = None  # the step and the workers that the gradients are the sums of
 
-    def _tickets(self, done: int) -> BackupScheduler:
-        self._chosen: list[int] = []
-        self._squares: dict[int, dict[str, list[float]]] = {}
-        self._summed: tuple[int, list[int]] | None = None
-        return BackupScheduler(0.0, done, done, done, backup=self.stepper.plan.backup or 0)
-
-    @property
-    def _shares(self) -> BackupScheduler:
-        assert isinstance(self.window.tickets, BackupScheduler)
-        return self.window.tickets
-
-    def hear(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
-        """Handles a message, among them those between servers about the sum of the chosen workers' gradients."""
-        if frame.kind != Kind.SUM:
-            return super().hear(link, client, worker, frame)
-        if frame.key[0] == self.applied and self.leads:
-            self._squares[-1 - worker] = decode_message(frame.text, "squares", caller(worker))
-        elif frame.key[0] == self.applied:
-            self._sum(decode_message(frame.text, "workers", caller(worker)))
-            link.put(Kind.SUM, self.trainer, frame.key, content=json.dumps(self.squares).encode())
-        return self._go_on()
+    def handle(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
+        """Handles a message of a worker, or of another server, whose number is negative: -2 is server 1."""
+        shard, window, replication, server = self.shard, self.window, self.replication, -1 - worker
+        if frame.kind == Kind.DEAL:
+            window.requests.append((link, worker, frame))
+        elif frame.kind == Kind.READ:
+            self.reads.waiting.append((link, frame))
+        elif frame.kind == Kind.PUSHED:
+            replication.take_push(client, worker, frame)
+        elif frame.kind == Kind.HAVE:
+            window.add_holder(server, *frame.key)
+        elif frame.kind == Kind.SUM and frame.key[0] == shard.applied:
+            if replication.leads:
+                self.squares[server] = decode_message(frame.text, "squares", f"server {server}")
+            else:
+                squares = self._sum(decode_message(frame.text, "workers", f"server {server}"))
+                link.put(Kind.SUM, shard.trainer, frame.key, content=json.dumps(squares).encode())
+        elif frame.kind == Kind.STAND:
+            replication.add_standing(server, link, frame)
+        elif frame.kind == Kind.APPLIED:
+            replication.applied_by[server] = frame.key[0]
+        elif frame.kind == Kind.APPLY and frame.key[0] == shard.applied:
+            self._follow(*replication.read_update(server, frame))
+            replication.confirm(link)
+        elif frame.kind == Kind.BUFFERS:
+            shard.send_buffers(link, frame)
+        self._advance()
 
     def use(self, servers: set[int]) -> None:
-        """Takes over the set of servers that workers use; the workers of the update are chosen anew."""
-        self._chosen = []
-        super().use(servers)
+        """Takes over the set of servers that workers use; the workers of the step under way are chosen anew."""
+        self.scheduler.chosen = []
+        self.replication.use(servers)
+        self._advance()
 
-    def _ask(self, link: Connection, worker: int, frame: Message) -> None:
-        start = self.window.tickets.start
-        super()._ask(link, worker, frame)
-        new = {*self._workers()} - self.window.tickets.clocks.keys() if self.window.tickets.start != start else set()
-        for other in new:
-            self.window.tickets.join(other)
+    def lose(self, worker: int) -> None:
+        """Forgets a worker whose connection is lost: the step does not wait for it."""
+        self.window.lose(worker)
+        self._advance()
 
-    def _dealt_to(self, worker: int, sure: int) -> dict[str, Any]:
-        shares, dealings = self._shares, self.window.dealings
-        new = not shares.members
-        if sure < self.applied or (update := shares.deal(worker)) is None:
-            return {}
-        dealings[update] = dealings.get(update, self._base) + new
-        share = shares.members.index(worker), len(shares.members)
-        return {"ticket": update, "dealing": dealings[update], "update": update, "share": share}
+    def _advance(self) -> None:
+        """Makes all progress that is possible now: takes over, assigns shares, sends weights, makes steps."""
+        window, replication, scheduler = self.window, self.replication, self.scheduler
+        if replication.has_reports:
+            for update in replication.missed_updates():
+                self._follow(*update)
+            replication.start_leading(self._workers())
+        if replication.leads:
+            start = scheduler.start
+            window.read_requests()
+            for worker in self._workers() if scheduler.start != start else ():
+                scheduler.join(worker)  # all have a share of a window's first step, whoever asks first
+            for worker in window.take_complete_pushes(replication.used):
+                counts = window.pushed[worker].report["count"] > 0
+                # If nothing counts in any share, the last one makes a step that changes nothing.
+                scheduler.arrive(worker, counts or {*scheduler.members} <= scheduler.idle | {worker})
+            self._assign_shares()
+        self.reads.answer()
+        if replication.leads:
+            self._sum_chosen()
+            if scheduler.chosen and replication.used <= self.squares.keys():
+                self._lead_step()
+                self._advance()
 
-    def _is_due(self, worker: int, key: Key) -> bool:
-        shares, (update, dealing, _) = self._shares, key
-        now = update == shares.applied and self.window.dealings.get(update) == dealing and worker in shares.members
-        return now and not self._chosen and worker not in shares.came
+    def _assign_shares(self) -> None:
+        """Answers workers that ask for work: with a share of the step, or with the log once the window is over."""
+        window, scheduler, safe_updates = self.window, self.scheduler, self.replication.safe_updates
+        for worker in window.ready_workers(safe_updates):
+            if window.is_over(safe_updates):
+                window.send_log(worker)
+                continue
+            is_new = not scheduler.members
+            if safe_updates < self.shard.applied or (step := scheduler.deal(worker)) is None:
+                continue
+            dealing = window.number_dealing(step, is_new)
+            share = scheduler.members.index(worker), len(scheduler.members)
+            window.answer(worker, {"ticket": step, "dealing": dealing, "update": step, "share": share})
 
-    def _settle(self, worker: int) -> None:
-        """Counts a share that all servers have."""
-        shares, counts = self._shares, self.pushed[worker].report["count"] > 0
-        nobody = {*shares.members} <= shares.idle | {worker}  # whose shares count: the last makes a step that rests
-        shares.arrive(worker, counts or nobody)
+    def _sum_chosen(self) -> None:
+        """Sums the pushes that make the step, once enough have arrived, and has all servers do so."""
+        if self.scheduler.chosen or not (chosen := self.scheduler.choose()):
+            return
+        squares = self._sum(chosen)
+        self.squares = {self.shard.server: {str(part): values for part, values in squares.items()}}
+        for server in self.replication.others:
+            key, text = (self.shard.applied, 0, 0), json.dumps(chosen).encode()
+            self.replication.peers[server].put(Kind.SUM, self.shard.trainer, key, content=text)
 
-    def _go_on(self) -> None:
-        super()._go_on()
-        if self.leads and self._decide():
-            self._go_on()
-
-    def _decide(self) -> bool:
-        """Makes an update once enough shares have arrived, and returns whether it did."""
-        shares, others = self._shares, self.used - {self.server}
-        if not self._chosen and shares.chosen:
-            self._chosen = shares.chosen
-            self._sum(self._chosen)
-            self._squares = {self.server: {str(part): squares for part, squares in self.squares.items()}}
-            for server in others:
-                text = json.dumps(self._chosen).encode()
-                self.peers[server].put(Kind.SUM, self.trainer, (self.applied, 0, 0), content=text)
-        if not self._chosen or not self.used <= self._squares.keys():
-            return False
+    def _lead_step(self) -> None:
+        """Decides the step, of which all servers have the sums: applies it, and tells the others."""
+        plan, scheduler, window, replication = self.shard.plan, self.scheduler, self.window, self.replication
         squares = list[float]()
-        for part in range(self.servers):
-            first = next(one for one in holders(part, self.servers, int(self.copies)) if one in self.used)
-            squares += squares_of(self._squares[first], part, f"server {first}")
-        made, report = self._chosen, self._combine_reports(self._chosen)
-        batches, members = deal(report["micro_batches"], [1.0] * len(shares.members)), shares.members
-        late = [[worker, part.start, part.stop] for worker, part in zip(members, batches, strict=True)]
-        late = [one for one in late if one[0] not in made and one[1] < one[2] and report["count"] > 0]
-        norm = math.sqrt(exact_sum(squares)) * report["expected"] / report["count"] if report["count"] > 0 else 0.0
-        self.window.dropped += len(self.window.have)  # not all servers have these yet
-        self.window.have.clear()
-        window = shares.start, shares.end
-        self._chosen = []
-        self._follow(window, made, norm, late)
-        for server in others:
-            self._tell(self.peers[server], self.applied - 1, self.window.log[-1])
-        for worker in made:
-            self.window.last[worker] = self.applied
-        return True
+        for part in range(plan.server or 0):
+            holder = next(n for n in holders(part, plan.server or 0, plan.copies or 0) if n in replication.used)
+            squares += squares_of(self.squares[holder], part, f"server {holder}")
+        chosen, members, report = scheduler.chosen, scheduler.members, self._combine_reports(scheduler.chosen)
+        norm, late = 0.0, list[list[int]]()  # who is late, and the first and the end of its micro-batches
+        if report["count"] > 0:
+            norm = math.sqrt(exact_sum(squares)) * report["expected"] / report["count"]
+            shares = zip(members, deal(report["micro_batches"], [1.0] * len(members)), strict=True)
+            late = [[worker, part.start, part.stop] for worker, part in shares if worker not in chosen and len(part)]
+        window.dropped += len(window.holders)  # pushes that not all servers have yet
+        window.holders.clear()
+        self._follow((scheduler.start, scheduler.end), [chosen, norm, late])
+        replication.send_last(self.shard.applied - 1)
+        for worker in chosen:
+            window.applied_at[worker] = self.shard.applied
 
-    def _made_of(self, one: dict[str, Any]) -> list[Any]:
-        return [one["workers"], one["norm"], one["late"]]
-
-    def _follow(self, window: tuple[int, int], *made: Any) -> None:
-        """Applies an update: `made` has its workers, the norm, and who was late for it with which micro-batches."""
-        workers, norm, late = made
-        if window[0] != self.window.tickets.start:
-            self.window.log.clear()
+    def _follow(self, bounds: tuple[int, int], decision: Sequence[Any]) -> None:
+        """Makes a step of the window with these `bounds`, as the leading server decided."""
+        workers, norm, late = decision
+        shard, window = self.shard, self.window
+        if bounds[0] != self.scheduler.start:
+            window.log.clear()
         report = self._combine_reports(workers) | {"norm": norm}
-        self._shares.keep_up(window, workers)
-        self.window.log.append(report["log"] | {"ticket": self.applied, "workers": workers, "norm": norm, "late": late})
+        self.scheduler.follow(bounds)
+        entry = report["log"] | {"ticket": shard.applied, "workers": workers, "norm": norm, "late": late}
+        window.log.append(AppliedUpdate([workers, norm, late], entry))
         self._reached("reduced")
-        if self._summed != (self.applied, workers):
+        if self._summed != (shard.applied, workers):
             self._sum(workers)
-        records = [pushed.records for pushed in self._of(workers) if pushed.records is not None]
-        if records:
-            self._merge(reduce(lambda one, other: one + other, records), report["micro_batches"])
-        self.apply(self.applied, report)
+        all_records = [window.push_of(worker).records for worker in workers]
+        if records := [one for one in all_records if one is not None]:
+            total = reduce(lambda one, other: one + other, records)
+            shard.merge_buffers(total, report["micro_batches"], self.scheduler.start)
+        shard.apply(report, oldest=self.scheduler.start)
         self._summed = None
         self._reached("applied")
 
-    def _of(self, workers: list[int]) -> list[PushedGradients]:
-        return [self._push_of(worker) for worker in workers]
-
-    def _sum(self, workers: list[int]) -> None:
-        """Sums the gradients of these workers, in the order of their shares."""
-        clients = [
-            Client({(self.trainer, n): grad for n, grad in one.gradients.items()}, rows={self.trainer: one.rows})
-            for one in self._of(workers)
-        ]
-        first = clients[0].buffers
-        clients[0].buffers = {key: grad.clone() for key, grad in first.items()}  # it may be summed with others again
-        self._add(clients)
-        self._summed = self.applied, workers
+    def _sum(self, workers: list[int]) -> dict[int, list[float]]:
+        """Sums the gradients of these workers in the order of their shares, and returns the squares by part."""
+        pushed = [self.window.push_of(worker) for worker in workers]
+        # Not in place: other workers may be chosen instead, and the pushes are summed again.
+        squares = self.shard.sum_gradients([one.gradients for one in pushed], [one.rows for one in pushed], False)
+        self._summed = self.shard.applied, workers
+        return squares
 
     def _combine_reports(self, workers: list[int]) -> dict[str, Any]:
         """Combines the reports of these workers' shares into the report of one global batch."""
-        reports = [pushed.report for pushed in self._of(workers)]
+        reports = [self.window.push_of(worker).report for worker in workers]
         metrics: dict[str, tuple[float, float]] = {}
         for report in reports:
             add_metrics(metrics, report["log"]["metrics"])

@@ -373,6 +373,11 @@ def _lent() -> ExportedSegment | None:
         return None
 
 
+def peer_name(number: int) -> str:
+    """Names the other end of a connection in an error. A server's number is negative: -2 is server 1."""
+    return f"worker {number}" if number >= 0 else f"server {-1 - number}"
+
+
 def exchange(
     links: Callable[[], Sequence[Connection]],
     until: Callable[[], bool],
