@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
@@ -88,6 +88,7 @@ class Grid:
         count = len(self.batch_rows(batch, rows))
         return count % self.micro == 1 or self.micro == 1
 
+    @lru_cache(maxsize=64)  # noqa: B019  grids are few and small
     def batches(self, rows: int) -> int:
         """Global batches of an epoch of `rows` rows; the last one may be smaller."""
         return -(-rows // self.global_batch)
@@ -97,9 +98,10 @@ class Grid:
         start = batch * self.global_batch
         return range(start, min(start + self.global_batch, rows))
 
-    def cut(self, rows: int) -> list[range]:
+    @lru_cache(maxsize=64)  # noqa: B019  grids are few and small
+    def cut(self, rows: int) -> tuple[range, ...]:
         """Micro-batches of a global batch of `rows` rows, as ranges of rows within it."""
-        return [range(start, min(start + self.micro, rows)) for start in range(0, rows, self.micro)]
+        return tuple(range(start, min(start + self.micro, rows)) for start in range(0, rows, self.micro))
 
 
 def _around(number: int, most: int) -> Iterator[int]:
@@ -332,28 +334,30 @@ class Transaction:
     generation: int = 0
     applied_in: int = 0
 
-    def _move(self, before: Moment, after: Moment) -> None:
-        if self.moment is not before:
-            raise RuntimeError(f"step {self.done}: {after.value} cannot follow {self.moment.value}")
-        self.moment = after
-
     def begin(self, generation: int = 0) -> int:
         """Starts the next step and returns its number, counted from 0."""
-        self._move(Moment.IDLE, Moment.COMPUTING)
-        self.generation = generation
+        if self.moment is not Moment.IDLE:
+            raise self._wrong(Moment.COMPUTING)
+        self.moment, self.generation = Moment.COMPUTING, generation
         return self.done
 
     def prepared(self) -> None:
         """Marks the step as prepared: all its reductions have arrived."""
-        self._move(Moment.COMPUTING, Moment.PREPARED)
+        if self.moment is not Moment.COMPUTING:
+            raise self._wrong(Moment.PREPARED)
+        self.moment = Moment.PREPARED
 
     def updating(self) -> None:
         """Marks the beginning of the update: from now on the step cannot be aborted."""
-        self._move(Moment.PREPARED, Moment.UPDATING)
+        if self.moment is not Moment.PREPARED:
+            raise self._wrong(Moment.UPDATING)
+        self.moment = Moment.UPDATING
 
     def applied(self) -> int:
         """Ends the step and returns the number of steps done."""
-        self._move(Moment.UPDATING, Moment.IDLE)
+        if self.moment is not Moment.UPDATING:
+            raise self._wrong(Moment.IDLE)
+        self.moment = Moment.IDLE
         self.done += 1
         self.applied_in = self.generation
         return self.done
@@ -372,8 +376,13 @@ class Transaction:
 
     def taken(self, done: int, applied_in: int) -> None:
         """The state of another worker has arrived whole."""
-        self._move(Moment.EMPTY, Moment.IDLE)
+        if self.moment is not Moment.EMPTY:
+            raise self._wrong(Moment.IDLE)
+        self.moment = Moment.IDLE
         self.done, self.applied_in = done, applied_in
+
+    def _wrong(self, after: Moment) -> RuntimeError:
+        return RuntimeError(f"step {self.done}: {after.value} cannot follow {self.moment.value}")
 
     @property
     def status(self) -> Status:

@@ -21,7 +21,7 @@ _SHOWN = 12  # numbers of rows
 
 @dataclass
 class MicroBatch:
-    """One micro-batch: its index in the grid, its number of rows, the collated batch, and the source of its rows.
+    """One micro-batch: its index in the grid, its number of rows, the collated batch, and the `source` of the rows.
 
     `numbers` are the rows' numbers in the dataset, `start` is the position of the first one in the global batch. If
     several workers share the micro-batch, `part` is this worker's range of rows until `take_part`, which sets
@@ -33,7 +33,7 @@ class MicroBatch:
     index: int
     rows: int
     batch: Any
-    source: str = ""
+    source: object = ""
     part: range | None = None
     is_dummy: bool = False
     numbers: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Chunk:
 
     @property
     def sources(self) -> list[str]:
-        return [m.source or f"micro-batch {m.index}" for m in self.micro_batches]
+        return [str(m.source) or f"micro-batch {m.index}" for m in self.micro_batches]
 
     @property
     def source(self) -> str:

@@ -68,6 +68,12 @@ class Slot:
     dummy: bool = False
     apart: bool = False
 
+    def __str__(self) -> str:
+        rows = range(self.start, self.stop)
+        if self.part is not None:
+            rows = rows[self.part.start : self.part.stop]
+        return f"micro-batch {self.index} (rows {rows.start}-{rows.stop - 1} of epoch {self.epoch})"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -364,7 +370,8 @@ class Feed:
         self._rows: _Rows | None = None  # the rows, if they are loaded in this process
         self.watched = watched  # whether the script may change the dataset between two global batches
         self._length = len(source.dataset) if watched and source.rows is not None else None
-        self._begun = self._epoch_of(self.start)  # the epoch whose first global batch was reached last
+        # The first global batch of the epoch after the one that was reached last.
+        self._next_epoch = 0 if source.rows is None else self._end_of_epoch(self.start)
         self._asked = bool(self.options.get("num_workers"))  # whether the user asked for loader processes
         self._state: Snapshot | None = None  # of the objects that loader processes have a copy of
         self._forks_each_epoch = False
@@ -378,12 +385,10 @@ class Feed:
         """All rows of the last global batch of an iterable dataset, which every worker reads; else none."""
         return [] if self._stream is None else self._stream.rows
 
-    def _epoch_of(self, step: int) -> int:
-        return 0 if self.source.rows is None else step // self.grid.batches(self.source.rows)
-
-    def _compare_length(self, epoch: int) -> None:
+    def _compare_length(self, step: int) -> None:
         """Raises DatasetError if the dataset has another length when an epoch begins than when the feed was made."""
-        self._begun = epoch
+        self._next_epoch = self._end_of_epoch(step)
+        epoch = self._next_epoch // self.grid.batches(self.source.rows or 0) - 1
         if self._length is not None and (now := len(self.source.dataset)) != self._length:
             raise DatasetError(
                 f"the dataset has {now} rows at the start of epoch {self.source.first_epoch + epoch}, and had "
@@ -391,7 +396,7 @@ class Feed:
                 "write one loop over steps(dataset, epochs=1) for each epoch, and change the length between the loops",
             )
 
-    def grid_of(self, step: int) -> tuple[int, int, list[range]]:
+    def grid_of(self, step: int) -> tuple[int, int, tuple[range, ...]]:
         """Epoch, first position and micro-batches (as position ranges) of a phase's global batch."""
         assert self.source.rows is not None
         epoch, batch = divmod(step, self.grid.batches(self.source.rows))
@@ -410,7 +415,7 @@ class Feed:
         if not (step < last < self.batches and grid.ends_in_single_row(grid.batches(rows) - 1, rows)):
             return ""
         epoch, first, cuts = self.grid_of(last)
-        return self._where(Slot(len(cuts) - 1, epoch, first + cuts[-1].start, first + cuts[-1].stop))
+        return str(Slot(len(cuts) - 1, epoch, first + cuts[-1].start, first + cuts[-1].stop))
 
     def slots(self, start: int, assignment: Assignment) -> Iterator[Slot]:
         """Yields this worker's micro-batches from global batch `start` on; batches without any cost no time."""
@@ -441,8 +446,8 @@ class Feed:
         more = self.batches is None or step < self.batches
         if more and self._stream is not None:
             more = self._stream.reach(step)
-        if more and (epoch := self._epoch_of(step)) > self._begun:
-            self._compare_length(epoch)
+        elif more and step >= self._next_epoch:
+            self._compare_length(step)
         if not more:
             self.close()
         return more
@@ -454,7 +459,7 @@ class Feed:
         if self._stream is not None:
             batch = self._stream.deal(step, assignment)
         else:
-            if (assignment, step) != (self._dealt, self._next) or self._is_stale(step):
+            if (assignment, step) != (self._dealt, self._next) or (self._state is not None and self._is_stale(step)):
                 self._dealt, self._iterator = assignment, None
             epoch, _, cuts = self.grid_of(step)
             count = sum(map(len, cuts))
@@ -478,11 +483,14 @@ class Feed:
             (slot,) = self.source.filled(islice(self.slots(step, self._dealt), number, number + 1))
             return rows_told([slot.index], slot.rows)
 
-        with AddNote(describe):
+        try:
             slot, batch = next(self._iterator)
+        except BaseException as error:
+            AddNote(describe).add(error)
+            raise
         HEARTBEAT.beat()
-        where, rows, start = self._where(slot), slot.stop - slot.start, slot.start % self.grid.global_batch
-        taken = MicroBatch(slot.index, rows, batch, where, slot.part, slot.dummy, slot.rows, start)
+        rows, start = slot.stop - slot.start, slot.start % self.grid.global_batch
+        taken = MicroBatch(slot.index, rows, batch, slot, slot.part, slot.dummy, slot.rows, start)
         if slot.apart:
             taken.is_part()
         return taken if self.collated is None else self.collated.look(taken)
@@ -502,12 +510,6 @@ class Feed:
         self._iterator = self._dealt = None
         if self._stream is not None:
             self._stream.samples = iter(())
-
-    def _where(self, slot: Slot) -> str:
-        rows = range(slot.start, slot.stop)
-        if slot.part is not None:
-            rows = rows[slot.part.start : slot.part.stop]
-        return f"micro-batch {slot.index} (rows {rows.start}-{rows.stop - 1} of epoch {slot.epoch})"
 
     def _loader(self, start: int) -> Iterator[Any]:
         assert self._dealt is not None

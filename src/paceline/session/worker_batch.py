@@ -48,7 +48,7 @@ def gather_batches(
     is repeated as a dummy.
     """
 
-    def cuts(given: Any) -> list[range]:
+    def cuts(given: Any) -> tuple[range, ...]:
         rows = 0 if given is None else rows_of(given)
         return Grid(max(rows, 1), micro or max(rows, 1)).cut(rows)
 

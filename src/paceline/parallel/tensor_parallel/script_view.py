@@ -204,11 +204,17 @@ _END: Any = object()
 
 def with_script_views(loop: Iterator[T], trainers: Callable[[], Iterable[HasParts]]) -> Iterator[T]:
     """Iterates a loop of the library; the loop's body sees full weights of all `trainers`."""
-    items, has_marked = iterate_without_script_view(loop), False
+    state, has_marked = _state, False
     try:
-        for item in items:
-            redistributors = [redistributor for trainer in trainers() for redistributor in trainer.parts]
-            if not redistributors:
+        while True:
+            if state.views:
+                with script_view_off():
+                    item = next(loop, _END)
+            else:
+                item = next(loop, _END)
+            if item is _END:
+                return
+            if state.script_view is None:  # no trainer has a part of a weight
                 yield item
                 continue
             if not has_marked:
@@ -216,14 +222,14 @@ def with_script_views(loop: Iterator[T], trainers: Callable[[], Iterable[HasPart
                     for trainer in trainers():
                         trainer.mark_copies()
             has_marked = True
-            view = ScriptView(redistributors)
+            view = ScriptView([redistributor for trainer in trainers() for redistributor in trainer.parts])
             view.begin()
             try:
                 yield item
             finally:
                 view.end()
     finally:
-        cast(Generator[T], items).close()
+        cast(Generator[T], loop).close()
 
 
 def start_script_view(trainers: Iterable[HasParts]) -> None:
