@@ -198,7 +198,7 @@ def test_the_scripts_own_model_stays_as_it_was_trained(run):
     again = trainer(model, loss=loss, optimizer=optimizer)
     for _ in again.steps(all_rows, count=1):
         pass
-    assert run.step == 3
+    assert run.trainers.step == 3
 
 
 def test_a_trainer_is_closed_in_its_own_loop_only_where_the_loop_is_left(run):

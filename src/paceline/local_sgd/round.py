@@ -55,12 +55,12 @@ def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None)
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
     what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
-    run.say(f"{what}, with {each} of the micro-batches of each global batch")
+    run.reporter.say(f"{what}, with {each} of the micro-batches of each global batch")
     why = "the plan says local=: the result is that of so many, whoever computes them"
     if plan.quorum:
         what += f"; a merge waits for {plan.quorum} of them and a grace window"
         why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
-    run.decide(about["trainer"], what, why)
+    run.reporter.decide(about["trainer"], what, why)
     quorum = MergeQuorum(run, about["trainer"], count, plan.quorum)
     return LocalSgdRunner(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
 
@@ -92,7 +92,7 @@ class LocalSgdRunner(StepRunner):
         self.get_assignment = self._batch_assignment
         if self.islands is not None:
             self.islands.trainer = self.trainer
-            self.run.error_feedback.append(self.islands)
+            self.run.trainers.error_feedback.append(self.islands)
             self.islands.recall = self._recall
 
     @property
@@ -134,14 +134,14 @@ class LocalSgdRunner(StepRunner):
         super().rebind(name)
         self.merging_by.write()
         for message in self.diloco.rebind():
-            self.run.say(message)
-            self.run.decide(self.trainer, *message.split(": ", 1))
+            self.run.reporter.say(message)
+            self.run.reporter.decide(self.trainer, *message.split(": ", 1))
         for island, rows in self.diloco.lost.items():
-            self.run.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
+            self.run.reporter.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
 
     def _recall(self, island: int) -> list[Any]:
         """Reads an island's state from the last checkpoint: [its step, the trainer's steps, the state], or []."""
-        if (checkpoint := self.run.saving.look(self.run.say)) is None:
+        if (checkpoint := self.run.checkpoints.look()) is None:
             return []
         saved = dict(enumerate(checkpoint[1]["trainers"])).get(self.trainer, {})
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
@@ -174,7 +174,7 @@ class LocalSgdRunner(StepRunner):
         if newcomer and "optimizers" in saved:
             change = f"training goes on in {self.diloco.count} islands, each with what the optimizer keeps"
         if change:
-            self.run.say(f"changed mathematics: {change}")
+            self.run.reporter.say(f"changed mathematics: {change}")
 
     def memory(self) -> dict[str, int]:
         """The bytes in use by kind, with the weights and optimizer states of islands."""
@@ -212,13 +212,13 @@ class LocalSgdRunner(StepRunner):
             isles.merge(name, merged)
             isles.guard(after, merged)
             isles.weigh()
-            for member in self.run.members:
+            for member in self.run.trainers.members:
                 member.state.step_computed()
             step.spent["compute"] = computed - began - step.spent["data"]
             count = yield lambda: step.agreed.count
             undo.pop_all()
         reduced = time.perf_counter()
-        self.run.saving.copied()
+        self.run.checkpoints.copied()
         isles.apply(count, after)
         self.done, self.weights.refused = after, False
         ended = time.perf_counter()
@@ -275,7 +275,10 @@ class LocalSgdRunner(StepRunner):
             return False
         if isles.speaks:
             quorum.tell(
-                step.number, isles.team_islands, (), last or (most is not None and self.run.step + step.steps >= most)
+                step.number,
+                isles.team_islands,
+                (),
+                last or (most is not None and self.run.trainers.step + step.steps >= most),
             )
         return True
 
@@ -301,7 +304,7 @@ class LocalSgdRunner(StepRunner):
             return step.agreed.stop > 0
         norm = self._norm(step)
         assert step.sums is not None
-        self.run.saving.copied()
+        self.run.checkpoints.copied()
         progress.torn = True
         self.replica.update(step.sums, step.agreed, step.options, norm)
         self.replica.complete()
@@ -327,7 +330,7 @@ class LocalSgdRunner(StepRunner):
             "sizes": self._sizes,
             "epoch": step.batch.epoch,
             "merged": decided,
-            "broken": decided is None and run.notice is not None and (not made or self.merging_by.waits),
+            "broken": decided is None and run.notices.stop_signal is not None and (not made or self.merging_by.waits),
         }
         reports = meet(self, step, name, team_report, seconds, self._trouble)
         if any(one["broken"] for one in reports):
@@ -390,11 +393,11 @@ def meet(
     """
     group, run = stepper.run.team.group, stepper.run
     wants = {
-        "stop": run.notice is not None,
+        "stop": run.notices.stop_signal is not None,
         "save": run.wants_save(step.steps),
         "enter": stepper.transactions.newcomers,
         "look": group.rank == 0 and group.size > 1 and stepper.weights.wish,
-        **run.saving.fields,
+        **run.checkpoints.fields,
     }
     state = {"trouble": trouble and [trouble.what, trouble.cure], "news": stepper.untold()}
     group.declare(name, check=False, kind="turns")
@@ -428,7 +431,7 @@ def leave_islands(stepper: StepRunner, saved: Mapping[str, Any]) -> None:
     stepper.replica.updater.load(inner)
     stepper.expected = inner["expected"]
     InnerOptimizerState.of(inner, stepper.done).keep_up(stepper.replica, stepper.done)  # it may have been late
-    stepper.run.say(
+    stepper.run.reporter.say(
         "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
         "that of the others and of the merges is dropped"
     )

@@ -66,7 +66,7 @@ class SyncServerRunner(StepRunner):
     def _give(self, servers: ServerClient) -> None:
         """Sends the training state, with the optimizer state of the other servers, to servers that lack it."""
         if empty := servers.empty:
-            state = pack(self.run.hand_over(self.transactions.done))
+            state = pack(self.run.state.hand_over(self.transactions.done))
             for server in empty:
                 servers.give(server, state)
 
@@ -90,7 +90,7 @@ class SyncServerRunner(StepRunner):
             ready, addresses = servers.ready_servers, servers.find()
             flags = [
                 servers.met,
-                run.notice is not None,
+                run.notices.stop_signal is not None,
                 *(n in ready for n in everybody),
                 *(n in addresses for n in everybody),
             ]
@@ -101,7 +101,7 @@ class SyncServerRunner(StepRunner):
                 if servers.has_all_parts:
                     return
             if stops and not met:
-                run.end_here()
+                run.notices.end_script()
 
     def state(self, done: int | None) -> dict[str, Any]:
         """The trainer's state for a checkpoint, with the optimizer state from the servers."""
@@ -145,9 +145,9 @@ class AsyncWindowRunner(SyncServerRunner):
         if plan.backup:
             what = f"steps wait for all workers but {plan.backup}: rows of who is later are dropped"
         what += f", and {'all ' if plan.backup else ''}meet every {self.window} updates"
-        self.run.say(what)
+        self.run.reporter.say(what)
         word = plan.several.partition("=")[0]
-        self.run.decide(self.trainer, what, f"the plan says {word}=: the result depends on who is how fast")
+        self.run.reporter.decide(self.trainer, what, f"the plan says {word}=: the result depends on who is how fast")
 
     @property
     def window(self) -> int:
@@ -192,13 +192,13 @@ class AsyncWindowRunner(SyncServerRunner):
                 computed = time.perf_counter()
                 alike = self._meet_others(step, name, computed - began)
             self._agree_on(step)
-            for member in self.run.members:
+            for member in self.run.trainers.members:
                 member.state.step_computed()
             step.spent["compute"] = computed - began - step.spent["data"]
             yield lambda: step.agreed.count
             undo.pop_all()
         reduced = time.perf_counter()
-        self.run.saving.copied()
+        self.run.checkpoints.copied()
         self._apply(step)
         ended = time.perf_counter()
         self.updated = ended - reduced
@@ -215,7 +215,7 @@ class AsyncWindowRunner(SyncServerRunner):
     def _make(self, step: StepAttempt, deal: Callable[..., Any]) -> None:
         """Computes the tickets that the first server assigns, until the window ends."""
         step.spent, self._trouble, most = {"data": 0.0}, None, self.run.team.world.max_steps
-        updates = self.window if most is None else max(1, min(self.window, most - self.run.step))
+        updates = self.window if most is None else max(1, min(self.window, most - self.run.trainers.step))
         wish, has_worked = dict[str, Any](), False
         self.replica.begin(self.done)
         while True:
@@ -305,4 +305,6 @@ class AsyncWindowRunner(SyncServerRunner):
             fields = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": self._dropped}
             if self.plan.backup:
                 fields["late"] = [[one["ticket"] + 1, *late] for one in self._log for late in one["late"]]
-            self.run.journal.write("window", trainer=self.trainer, step=self.done, updates=step.steps, **fields)
+            self.run.reporter.journal.write(
+                "window", trainer=self.trainer, step=self.done, updates=step.steps, **fields
+            )

@@ -145,11 +145,11 @@ class StepRunner:
         plan, unit = self.plan, self.replica.mesh.unit
         balanced = self.lockstep and self.run.team.world.shares is None and plan.together == 1
         if self.grid is not None and balanced:
-            never = self.run.reverse or plan.one_by_one
+            never = self.run.check.reverse or plan.one_by_one
             self.balance = Balance(self.grid, self.transactions.members, never, unit)
         self.scaling = LossScale() if plan.precision == "fp16" else None
         self.replica.error_feedback.trainer = self.trainer
-        self.run.error_feedback.append(self.replica.error_feedback)
+        self.run.trainers.error_feedback.append(self.replica.error_feedback)
 
     def run_step(self, deal: Callable[[], WorkerBatch], name: str) -> StepAttempt | None:
         """Computes the next turn of the user's loop, which is applied completely or not at all. Returns None if all
@@ -158,21 +158,22 @@ class StepRunner:
         if not torch.is_grad_enabled():
             what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
             raise UsageError(what, "put these around the part of the body that is meant")
-        if self.run.explain_request:
+        if self.run.check.explain:
             self._load(step := StepAttempt(self.done, 0.0), deal)
             try:
-                prediction = forecast(self.job, step.batch.share[0], step.batch.count, *self.run.explain_request)
+                prediction = forecast(self.job, step.batch.share[0], step.batch.count, *self.run.check.explain)
             except UsageError as error:
                 prediction = {"refused": [error.what, error.cure]}
-            self.run.answer(prediction)
-        self.run.traffic.turn(self.trainer)
+            self.run.check.answer(prediction)
+        self.run.reporter.traffic.turn(self.trainer)
         step = StepAttempt(self.done, float(self.job.optimizers[0].param_groups[0]["lr"]))
-        with self.run.explains_memory(self.job.device):
-            try:
-                self.transactions.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
-            except RuntimeError as error:
-                refuse_other_kinds(self.kinds, dict(self.job.model.named_parameters()), error)
-                raise
+        try:
+            self.transactions.run(partial(self._attempt, step, deal, name), "steps", partial(self._taken, step))
+        except RuntimeError as error:
+            refuse_other_kinds(self.kinds, dict(self.job.model.named_parameters()), error)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise self.run.memory.explain(error, self.job.device) from error
+            raise
         # The seconds since the last step's end that are none of the other parts.
         step.spent["other"] = max(0.0, time.perf_counter() - self.waiting_since - sum(step.spent.values()))
         self.spent = step.spent
@@ -217,7 +218,7 @@ class StepRunner:
         if self.bound_generation != step.generation:
             self.rebind(name)
         self.transactions.fault_point("loading")
-        for member in self.run.members:
+        for member in self.run.trainers.members:
             member.state.step_begins()
         looks, self.weights.refused = group.size > 1 and self.weights.looks(step.number), True
         step.digest = self.weights.digest_state() if looks else None
@@ -236,7 +237,7 @@ class StepRunner:
             test_merging=self.merging.undecided and not self.plan.one_by_one,
             record_buffers=self.group.size > 1 or self.plan.exact,
             check_loss=self.plan.together == 1 and step.batch.count > 1 and self.replica.mesh.pipeline == 1,
-            reverse=self.run.reverse,
+            reverse=self.run.check.reverse,
             hooked="hooks" in self.announced,
             advice=step.batch.cure,
             fault_point=self.transactions.fault_point,
@@ -328,7 +329,7 @@ class StepRunner:
         if step.agreed.lengths_differ:
             refuse_lengths(self.replica.team, step.batch.read)
         self._refuse(step)
-        for member in self.run.members:
+        for member in self.run.trainers.members:
             member.state.step_computed()
 
     def _norm(self, step: StepAttempt) -> float:
@@ -340,7 +341,7 @@ class StepRunner:
         return norm
 
     def _again(self) -> None:
-        for member in self.run.members:
+        for member in self.run.trainers.members:
             member.state.step_again()
 
     # -- what changes the state -------------------------------------------------------------------------------------
@@ -353,12 +354,12 @@ class StepRunner:
             step.ahead.end(
                 self.replica.grad_buffers.sums, dict(vars(agreed)), norm, step.options.expected, sums.records
             )
-        self.run.saving.copied()
+        self.run.checkpoints.copied()
         self.replica.update(sums, agreed, step.options, norm)
         self.done, self.weights.refused = step.number + 1, False
         self.expected = agreed.count or self.expected
         if self.scaling is not None and (why := self.scaling.took(step.scale)):
-            self.run.decide(self.trainer, f"loss scale {self.scaling.scale:g} from step {self.done + 1}", why)
+            self.run.reporter.decide(self.trainer, f"loss scale {self.scaling.scale:g} from step {self.done + 1}", why)
 
     def _taken(self, step: StepAttempt, _: Any, result: Any) -> None:
         """Completes a step that counts although this worker lost its own part: it took over another worker's state."""
@@ -404,7 +405,7 @@ class StepRunner:
         """
         self.grid, job, rule = grid, self.job, self.plan.lr_scaling
         if rule and grid.global_batch != before:
-            self.run.say(follow_batch(rule, before, grid.global_batch, job.optimizers, job.schedulers))
+            self.run.reporter.say(follow_batch(rule, before, grid.global_batch, job.optimizers, job.schedulers))
         if self.balance is not None:
             self.balance.grid = grid
 
@@ -421,7 +422,7 @@ class StepRunner:
                 self.busy, self.waited = self.busy + step.spent["compute"] - waited, self.waited + waited
             else:
                 self.before = self._sent()
-                self.peak = 0 if not self.run.several else peak_memory(self.job.device)
+                self.peak = 0 if len(self.run.trainers.members) == 1 else peak_memory(self.job.device)
             self.made += 1
             if self.made == 3 and self.run.team.group.rank == 0:
                 codecs = self.job.device.type == "cpu" and not self.plan.exact
@@ -431,7 +432,7 @@ class StepRunner:
             if step.options.merge == self.merging.size:
                 self._merge(step, step.sums, step.spent["compute"])
             for news in self.noise.learn(step.agreed, step.norm, step.batch.rows):
-                self.run.journal.write("noise", trainer=self.trainer, step=self.done, **news)
+                self.run.reporter.journal.write("noise", trainer=self.trainer, step=self.done, **news)
         if step.news:
             self._tell(step.news)
         # Only in the generation that it was computed in: its members know the same, and those of the next one tell
@@ -448,7 +449,7 @@ class StepRunner:
         share = step.batch.share
         decision = self.merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
         if decision is not None:
-            self.run.decide(self.trainer, *decision)
+            self.run.reporter.decide(self.trainer, *decision)
 
     def measure(self, besides: int) -> list[dict[str, Any]]:
         """Returns the predicted and the measured memory and traffic of a step on this worker. `besides` are the bytes
@@ -457,9 +458,9 @@ class StepRunner:
         mesh, peak = self.plan.mesh(self.run.team.size), peak_memory(self.job.device)
         held = self.memory()
         # Of trainers in turn an earlier one may have been larger.
-        process_bytes = peak if peak > self.peak or not self.run.several else memory_now(self.job.device)
+        process_bytes = peak if peak > self.peak or len(self.run.trainers.members) == 1 else memory_now(self.job.device)
         held["process"] = max(process_bytes - besides, sum(held.values()))
-        self.run.journal.write("memory", trainer=self.trainer, **held)
+        self.run.reporter.journal.write("memory", trainer=self.trainer, **held)
         steps, sent = max(self.made - 1, 1), {k: n - self.before.get(k, 0) for k, n in self._sent().items()}
         observed: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
         observed["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
@@ -471,7 +472,7 @@ class StepRunner:
         predicted, measured = zip(*reports[: self.plan.mesh(len(reports)).replica], strict=True)
         details = {"stages": [{"blocks": blocks} for blocks in describe_blocks(self.job)], "workers": len(reports)}
         details |= {"micro_batches": self.micro_batches, "predicted": predicted, "measured": measured}
-        self.run.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **details)
+        self.run.reporter.journal.write("figures", trainer=self.trainer, plan=str(self.plan), **details)
 
     def memory(self) -> dict[str, int]:
         """Returns the largest number of bytes that this worker holds, by category."""
@@ -482,7 +483,7 @@ class StepRunner:
         return [len(part) for part in deal(batches, weights)]
 
     def _sent(self) -> dict[str, float]:
-        return self.run.traffic.of(self.trainer)
+        return self.run.reporter.traffic.of(self.trainer)
 
     def rebind(self, name: str) -> None:
         """Prepares for the first step of a generation: takes memory from its group, and shares what each worker knows
@@ -499,25 +500,25 @@ class StepRunner:
         links, chosen = reports[0][2]
         if new := group.measure(links):
             measured = {"pairs": group.links, "over": group.interface}
-            self.run.journal.write("links", **measured)
-            self.run.say(f"the link between hosts: {links_of(measured)}", once=True)
+            self.run.reporter.journal.write("links", **measured)
+            self.run.reporter.say(f"the link between hosts: {links_of(measured)}", once=True)
         # The first worker is the one that has been in the team for the longest time.
         if balance is not None and (change := balance.reform(operations.members, reports[0][0])):
             self._dealt(balance, change)
         self.weights.kinds, self.weights.due = [kind for _, kind, *_ in reports], True
         for text in feedback.formed([known for *_, known in reports], resumed=operations.number == 0):
-            self.run.say(text, once=True)
+            self.run.reporter.say(text, once=True)
         if decided := feedback.describe(partial(share_of_sums, self.plan, self.job, group.size)):
-            self.run.decide(self.trainer, *decided)
-            self.run.say(": ".join(decided), once=True)
+            self.run.reporter.decide(self.trainer, *decided)
+            self.run.reporter.say(": ".join(decided), once=True)
         if feedback.go_on(chosen, new):
             self._choose(anew=False)
         self.layout, self.bound_generation, self.updated = None, operations.number, 0.0
 
     def _choose(self, anew: bool) -> None:
         for what, why in self.replica.error_feedback.choose(anew):
-            self.run.decide(self.trainer, what, why)
-            self.run.say(what)
+            self.run.reporter.decide(self.trainer, what, why)
+            self.run.reporter.say(what)
 
     def _weigh(self, balance: Balance, step: StepAttempt) -> None:
         """Updates the balance from the workers' seconds in a step."""
@@ -525,14 +526,14 @@ class StepRunner:
         if step.batch.full and (change := balance.learn(step.agreed.seconds)):
             self._dealt(balance, change)
         for what, why in balance.news:
-            self.run.decide(self.trainer, what, why)
+            self.run.reporter.decide(self.trainer, what, why)
         balance.news.clear()
         for what, why in balance.settled():
-            self.run.say(f"{what}: {why}")
+            self.run.reporter.say(f"{what}: {why}")
 
     def _dealt(self, balance: Balance, change: Change) -> None:
         about = {"trainer": self.trainer, "step": self.done, "workers": balance.workers}
-        self.run.journal.write("shares", **about, **dataclasses.asdict(change))
+        self.run.reporter.journal.write("shares", **about, **dataclasses.asdict(change))
 
     def _tell(self, news: dict[str, tuple[str, str]]) -> None:
         """Announces news of the workers, each kind once: as a decision with its reason, or as a note to the user."""
@@ -542,13 +543,13 @@ class StepRunner:
             self.announced.add(kind)
             what, why = news[kind]
             if why:
-                self.run.decide(self.trainer, what, why)
+                self.run.reporter.decide(self.trainer, what, why)
             else:
                 self._note(what)
 
     def _note(self, text: str) -> None:
-        self.run.journal.write("note", trainer=self.trainer, step=self.done, text=text)
-        self.run.say(text, once=True)
+        self.run.reporter.journal.write("note", trainer=self.trainer, step=self.done, text=text)
+        self.run.reporter.say(text, once=True)
 
     def untold(self) -> dict[str, tuple[str, str]]:
         """Returns this worker's news of kinds that were not announced yet."""
@@ -561,9 +562,9 @@ class StepRunner:
         text = f"the loss of {steps} counts 0 rows or tokens in the whole global batch: no weight was changed"
         if self.empty > 1:
             text += f", as {self.empty - 1} times before"
-        self.run.journal.write("note", trainer=self.trainer, step=self.done, text=text)
+        self.run.reporter.journal.write("note", trainer=self.trainer, step=self.done, text=text)
         if str(self.empty).strip("0") == "1":
-            self.run.say(text)
+            self.run.reporter.say(text)
 
     def _name_unused(self, unused: tuple[int, ...]) -> None:
         """Names the parameters that got no gradient, once: with a mixture of experts they differ from step to step.
@@ -578,7 +579,7 @@ class StepRunner:
             return
         self.announced.add("unused")
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        self.run.say(
+        self.run.reporter.say(
             f"{len(names)} of {len(self.job.named)} parameters got no gradient in step {self.done} and were left as "
             f"they are: {shown}; that is right for experts that no row chose, while parameters that are never used are "
             "better frozen with requires_grad_(False) before the Trainer is made; this is said once",
@@ -590,7 +591,7 @@ class StepRunner:
     @property
     def stops(self) -> bool:
         """Whether this worker wants the team to stop after this step."""
-        return self.run.notice is not None
+        return self.run.notices.stop_signal is not None
 
     def _agree(self, step: StepAttempt, sums: StepSums, seconds: float) -> Agreed:
         """Sums the step's vector over all workers. In the first step they agree on the names of the metrics before."""
@@ -626,7 +627,7 @@ class StepRunner:
             "streams": batch.read > 0,
             "read": batch.read,
             "read_squares": batch.read**2,
-            **run.saving.fields,
+            **run.checkpoints.fields,
         }
         spent = self.spent | step.spent
         packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
