@@ -224,9 +224,9 @@ def test_a_trainer_that_ends_in_an_exception_is_released_with_the_next_one(run):
             raise ZeroDivisionError
     except ZeroDivisionError:
         mine.close()
-    assert run.ended == {0}
+    assert run.trainers.ended == {0}
     trainer()
-    assert run.ended == {1}, "the second one was dropped at once"
+    assert run.trainers.ended == {1}, "the second one was dropped at once"
 
 
 def test_each_trainer_is_measured_by_itself_also_on_one_worker(run):

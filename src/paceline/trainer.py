@@ -84,6 +84,8 @@ from paceline.session.worker_batch import WorkerBatch, gather_batches
 from paceline.team.transactions import settling
 from paceline.train.step import StepReport
 
+_FUSED = "fused= was left open, and torch has it for this device"
+
 
 class Trainer(TrainerLogging):
     """Trains one model: the same result on any number of workers.
@@ -109,6 +111,7 @@ class Trainer(TrainerLogging):
     state = Fixed[State]("a checkpoint keeps what lies in it; write trainer.state.update(...)")
     _line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
     _closed = False
+    _spare: MicroBatch | None = None  # of what this worker brought to step()
     _stands_in = False  # for one that has ended, until all workers release it
 
     @without_script_view
@@ -133,7 +136,7 @@ class Trainer(TrainerLogging):
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = current_run()
-        self._reporter = run.reporter
+        self._reporter = reporter = run.reporter
         release(run)
         run.memory.measure_baseline(model)
         self._group = run.team.group
@@ -148,13 +151,8 @@ class Trainer(TrainerLogging):
         judge = AnnotatedCallable(check_callable("loss", loss), "loss")
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
-        kept |= {
-            "beside": run.trainers.models,
-            "precision": self.plan.precision,
-            "over": over,
-            "exact": self.plan.exact,
-        }
-        kept |= {"offload": self.plan.offload is not None, **model_fields}
+        kept |= {"precision": self.plan.precision, "over": over, "exact": self.plan.exact}
+        kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         objective = cached_loss if over else judge
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
@@ -168,8 +166,8 @@ class Trainer(TrainerLogging):
             elastic = run.team.transactions.elastic
             self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
         for what, why in job.decisions:
-            run.reporter.decide(self._number, what, why)
-            run.reporter.say(what)
+            reporter.decide(self._number, what, why)
+            reporter.say(what)
         optimizers = self._optimizers(optimizer, mesh)
         self._script_settings = FromScript.of(seed, optimizers, self.model)
         self._compare(describe_optimizers(optimizers, self._script_settings.options, job.local_params), known)
@@ -177,9 +175,7 @@ class Trainer(TrainerLogging):
         self._replica.build(optimizers, schedulers)
         device = next(iter(job.local_params.values())).device
         for name in enable_fused(optimizers, device, self.plan.exact, job.in_rows):
-            run.reporter.decide(
-                self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device"
-            )
+            reporter.decide(self._number, f"{name} runs fused", _FUSED)
         merging = MergePolicy(self._device, never=run.check.reverse or self.plan.one_by_one)
         run.trainers.agreement.weights.append(weights := self._weights(job, mesh))
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
@@ -190,16 +186,14 @@ class Trainer(TrainerLogging):
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
-        self._spare: MicroBatch | None = None  # of what this worker brought
         self.state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
-        self.plateau = PlateauFollower(schedule, schedulers, run.reporter.say)
+        self.plateau = PlateauFollower(schedule, schedulers, reporter.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
         run.trainers.enlist(self, self.model)
         if run.resume.tree:
             run.state.refuse_differences(run.resume.tree)
             self.restore(newcomer=True)
-        if not run.script.took_step:
-            run.memory.report(run.team.world)
+        run.memory.report(run.team.world, run.script)
         start_script_view(run.trainers.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
@@ -338,7 +332,7 @@ class Trainer(TrainerLogging):
         self._group.mesh = max(self._group.mesh, run_plan.mesh(self._group.size), key=lambda mesh: mesh.replica)
         run.begin(str(run_plan), origin, self._seed, self._device)
         if shared := sharing(run.team.world, self._device):
-            run.reporter.say(shared, once=True)
+            self._reporter.say(shared, once=True)
         return mesh
 
     def _compare(self, part: Description, known: bool) -> None:
@@ -353,7 +347,7 @@ class Trainer(TrainerLogging):
         """Calls the user's function with the parameters that this worker holds. The result must not depend on whether
         these are shards.
         """
-        run, job, plan = self._run, self._job, self.plan
+        job, plan = self._job, self.plan
         groups = dict[str, tuple[int, int]]()
         if job.local_cuts or plan.divides_servers:
             with self._streams.preserved():  # what the user's function draws is drawn once
@@ -362,11 +356,11 @@ class Trainer(TrainerLogging):
             if job.local_cuts and coupling.scope > Scope.ELEMENT:
                 self._replica.use_full_parameters()
                 what = f"{coupling.kind} gets whole parameters on each worker, and its state is not divided"
-                run.reporter.decide(self._number, what, f"it {coupling.why}")
-                run.reporter.say(f"{what}: it {coupling.why}", once=True)
+                self._reporter.decide(self._number, what, f"it {coupling.why}")
+                self._reporter.say(f"{what}: it {coupling.why}", once=True)
         optimizers = optimizers_of(make, list(job.local_params.items()))
         if forgotten := left_out(optimizers, list(job.local_params.items())):
-            run.reporter.say(forgotten, once=True)
+            self._reporter.say(forgotten, once=True)
         refuse_other_groups(optimizers, groups, job.local_params, job.local_cuts)
         refuse_fused(optimizers, bool(plan.exact and plan.shard) and not job.whole_copies)
         return optimizers
@@ -471,7 +465,7 @@ class Trainer(TrainerLogging):
         run.begin_training(self._number, loop=True)
         source = phase.source(source)
         if source.rows is None and phase.done:
-            run.reporter.say(
+            self._reporter.say(
                 f"reading past the first {phase.done} global batches: an iterable dataset has no middle to start in"
             )
         cure = grid.against_single_rows(phase.rows or grid.global_batch)

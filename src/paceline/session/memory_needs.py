@@ -11,6 +11,7 @@ from paceline.base.environment import World
 from paceline.base.memory import advice, machine_memory
 from paceline.compute.state_dict import held
 from paceline.errors import OutOfMemoryError, first_line
+from paceline.session.script_position import ScriptPosition
 from paceline.session.training_loop import RegisteredTrainer
 from paceline.session.validation import private_memory
 
@@ -30,9 +31,9 @@ class MemoryNeeds:
             models = held(given.parameters()) if isinstance(given, torch.nn.Module) else 0
             self.baseline_bytes = private_memory() - models
 
-    def report(self, world: World) -> None:
-        """Tells the agent what each plan needs, so that it can explain a kill for lack of memory."""
-        if world.events_fd is not None:
+    def report(self, world: World, script: ScriptPosition) -> None:
+        """Tells the agent before the first step what each plan needs, so that it can explain a kill for lack of memory."""
+        if world.events_fd is not None and not script.took_step:
             world.tell("needs", plans=self._plans(), besides=self.baseline_bytes)
 
     def explain(self, error: torch.OutOfMemoryError, device: torch.device) -> OutOfMemoryError:

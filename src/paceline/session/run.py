@@ -22,7 +22,7 @@ from paceline.session.memory_needs import MemoryNeeds
 from paceline.session.notices import Notices
 from paceline.session.recorded_results import RecordedResults
 from paceline.session.reporter import Reporter
-from paceline.session.run_folder import ResumePoint, RunFolder
+from paceline.session.run_folder import ResumePoint, RunStorage
 from paceline.session.run_state import RunState
 from paceline.session.script_position import ScriptPosition
 from paceline.session.trainer_registry import TrainerRegistry
@@ -77,7 +77,7 @@ class Run:
         self.is_closing = False
         main = team.rank == 0 and not world.newcomer and not world.serves
         # An agent holds the lock for its workers.
-        self.folder = RunFolder(world, locks=main and world.launcher != "paceline")
+        self.folder = RunStorage(world, locks=main and world.launcher != "paceline")
         self.reporter = Reporter(team, self.folder.path, world.serves)
         self.checkpoints = CheckpointManager(
             team, self.reporter, self.folder.storage, world.save_every, world.keep, self.folder.mirror

@@ -16,7 +16,7 @@ from paceline.session.checkpoint_manager import load_user_streams
 from paceline.session.script_info import changed_since, refuse_other_script
 
 
-class RunFolder:
+class RunStorage:
     """The folder of the run, with its lock, and the storages of its checkpoints.
 
     Without a run folder, `path` is None, nothing is written and nothing can be resumed. A `mirror` is an interval in
