@@ -32,7 +32,7 @@ class MemoryNeeds:
             self.baseline_bytes = private_memory() - models
 
     def report(self, world: World, script: ScriptPosition) -> None:
-        """Tells the agent before the first step what each plan needs, so that it can explain a kill for lack of memory."""
+        """Tells the agent before the first step what each plan needs: it then explains a kill for lack of memory."""
         if world.events_fd is not None and not script.took_step:
             world.tell("needs", plans=self._plans(), besides=self.baseline_bytes)
 
