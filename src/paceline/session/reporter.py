@@ -28,9 +28,9 @@ from paceline.team.team import Team
 class Reporter:
     """Writes the journal, the progress line and the user's loggers; only on the main worker, except for profiles."""
 
-    def __init__(self, team: Team, folder: Path | None, serves: bool) -> None:
-        self._team, self.folder, self._serves = team, folder, serves
+    def __init__(self, team: Team, folder: Path | None) -> None:
         world = team.world
+        self._team, self.folder, self._serves = team, folder, world.serves
         self.traffic = BytesSent(team.group.ledger)
         self.profiles = Profiles(folder, world.rank)
         self.loggers = Loggers(folder, world.tensorboard)

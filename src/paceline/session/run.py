@@ -78,7 +78,7 @@ class Run:
         main = team.rank == 0 and not world.newcomer and not world.serves
         # An agent holds the lock for its workers.
         self.folder = RunStorage(world, locks=main and world.launcher != "paceline")
-        self.reporter = Reporter(team, self.folder.path, world.serves)
+        self.reporter = Reporter(team, self.folder.path)
         self.checkpoints = CheckpointManager(
             team, self.reporter, self.folder.storage, world.save_every, world.keep, self.folder.mirror
         )
@@ -86,8 +86,9 @@ class Run:
         self.state = team.transactions.state_owner = RunState(self)
         self.memory = MemoryNeeds(self.trainers.members)
         self.script = ScriptPosition()
-        self.resume = ResumePoint(None if world.newcomer else self.checkpoints.find())
-        world.tell("found", step=self.resume.step)
+        checkpoint = None if world.newcomer else self.checkpoints.find()
+        world.tell("found", step=None if checkpoint is None else checkpoint[0])
+        self.resume = ResumePoint(checkpoint)
         self.results = RecordedResults(team.transactions, self.script)
         self.results.restore(self.resume.tree)
         self.script.replays = self.resume.continues
