@@ -37,7 +37,7 @@ def same(mine: Trainer, plain: Plain) -> None:
 
 
 def happened(run: Run, event: str) -> list[dict[str, Any]]:
-    return [entry for entry in read_journal(run.folder) if entry["event"] == event]
+    return [entry for entry in read_journal(run.folder.path) if entry["event"] == event]
 
 
 def decisions(run: Run) -> dict[str, str]:

@@ -174,8 +174,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixture
     torch.set_num_threads(1)
     yield run
     run.close(failed=True)
-    assert run._lock is not None
-    os.close(run._lock)
+    assert run.folder.lock is not None
+    os.close(run.folder.lock)
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -201,7 +201,7 @@ def test_the_scripts_own_model_stays_as_it_was_trained(run):
     again = trainer(model, loss=loss, optimizer=optimizer)
     for _ in again.steps(all_rows, count=1):
         pass
-    assert run.step == 3
+    assert run.trainers.step == 3
 
 
 def test_a_trainer_is_closed_in_its_own_loop_only_where_the_loop_is_left(run):
@@ -227,9 +227,9 @@ def test_a_trainer_that_ends_in_an_exception_is_released_with_the_next_one(run):
             raise ZeroDivisionError
     except ZeroDivisionError:
         mine.close()
-    assert run.ended == {0}
+    assert run.trainers.ended == {0}
     trainer()
-    assert run.ended == {1}, "the second one was dropped at once"
+    assert run.trainers.ended == {1}, "the second one was dropped at once"
 
 
 def test_each_trainer_is_measured_by_itself_also_on_one_worker(run):

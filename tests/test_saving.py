@@ -341,7 +341,8 @@ def test_how_often(cost: float | None, losses: int, wanted: float, monkeypatch: 
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     team: Any = SimpleNamespace()
-    saving = CheckpointManager(team, None, "auto", 2)
+    reporter: Any = None
+    saving = CheckpointManager(team, reporter, None, "auto", 2)
     saving._cost, saving.losses = cost, losses
     assert saving._interval() == pytest.approx(wanted, rel=1e-3)
     saving._saved_at = now - wanted * 1.01

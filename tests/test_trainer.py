@@ -265,7 +265,7 @@ def test_what_cannot_be_trained_is_refused_when_the_trainer_is_made(what, run):
     with pytest.raises(UsageError) as caught:
         trainer(**given)
     assert str(caught.value) == message
-    assert run.members == run.models == []
+    assert run.trainers.members == run.trainers.models == []
 
 
 def test_an_optimizer_of_the_users_own_may_do_without_a_closure():

@@ -143,7 +143,7 @@ def test_a_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run
     )
     assert MERGED not in decisions(run)
     assert notes(run) == [NOT_A_SUM.format(f"two micro-batches together give {8 * whole:.6g}, one by one {apart:.6g}")]
-    assert ("note", notes(run)[0]) in facts(Summary(run.folder))["Results"]
+    assert ("note", notes(run)[0]) in facts(Summary(run.folder.path))["Results"]
     assert set(mine.model.sizes) == {4}
     same(mine, by_hand(Sizes(built(model)), loss=loss).train(grid(data, 32, 4, epochs=3)))
 

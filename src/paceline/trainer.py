@@ -85,6 +85,8 @@ from paceline.train.step import Step, StepReport
 from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
 from paceline.train.step_verbs import load_batch
 
+_FUSED = "fused= was left open, and torch has it for this device"
+
 
 class Trainer(TrainerLogging):
     """Trains one model: the same result on any number of workers.
@@ -110,6 +112,7 @@ class Trainer(TrainerLogging):
     state = Fixed[State]("a checkpoint keeps what lies in it; write trainer.state.update(...)")
     _line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
     _closed = False
+    _spare: MicroBatch | None = None  # of what this worker brought to step()
     _stands_in = False  # for one that has ended, until all workers release it
 
     @without_script_view
@@ -134,10 +137,11 @@ class Trainer(TrainerLogging):
         refuse_words("Trainer", words, Trainer, plan)
         global_batch, seed = whole_number("global_batch", global_batch), whole_number("seed", seed) or 0
         self._run = run = current_run()
+        self._reporter = reporter = run.reporter
         release(run)
-        run.measure_baseline(model)
+        run.memory.measure_baseline(model)
         self._group = run.team.group
-        self._number, self._seed = len(run.classes), seed
+        self._number, self._seed = len(run.trainers.classes), seed
         self._device = device_of(run.team.world.local_rank)
         self._streams = RngState(self._device)
         mesh = self._mesh = self._choose_plan(plan)
@@ -148,14 +152,14 @@ class Trainer(TrainerLogging):
         judge = AnnotatedCallable(check_callable("loss", loss), "loss")
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
-        kept |= {"beside": run.models, "precision": self.plan.precision, "over": over, "exact": self.plan.exact}
-        kept |= {"offload": self.plan.offload is not None, **model_fields}
+        kept |= {"precision": self.plan.precision, "over": over, "exact": self.plan.exact}
+        kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         objective = cached_loss if over else judge
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
             run.need_team()
-        known = run.knows(self._number)
+        known = run.state.knows(self._number)
         self.described: Description = {}
         arguments = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
         self._compare(describe_model(self.model, {**arguments, "plan": str(replace(self.plan, data=None))}), known)
@@ -163,8 +167,8 @@ class Trainer(TrainerLogging):
             elastic = run.team.transactions.elastic
             self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
         for what, why in job.decisions:
-            run.decide(self._number, what, why)
-            run.say(what)
+            reporter.decide(self._number, what, why)
+            reporter.say(what)
         optimizers = self._optimizers(optimizer, mesh)
         self._script_settings = FromScript.of(seed, optimizers, self.model)
         self._compare(describe_optimizers(optimizers, self._script_settings.options, job.local_params), known)
@@ -172,9 +176,9 @@ class Trainer(TrainerLogging):
         self._replica.build(optimizers, schedulers)
         device = next(iter(job.local_params.values())).device
         for name in enable_fused(optimizers, device, self.plan.exact, job.in_rows):
-            run.decide(self._number, f"{name} runs fused", "fused= was left open, and torch has it for this device")
-        merging = MergePolicy(self._device, never=run.reverse or self.plan.one_by_one)
-        run.agreement.weights.append(weights := self._weights(job, mesh))
+            reporter.decide(self._number, f"{name} runs fused", _FUSED)
+        merging = MergePolicy(self._device, never=run.check.reverse or self.plan.one_by_one)
+        run.trainers.agreement.weights.append(weights := self._weights(job, mesh))
         self._grid = Grid.of(global_batch, self.plan.micro) if global_batch is not None else None
         self._context = StepContext(
             run, self._number, job, self._replica, self.plan, self._streams, merging, weights, self._grid
@@ -184,16 +188,15 @@ class Trainer(TrainerLogging):
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
-        self._spare: MicroBatch | None = None  # of what this worker brought
         self.state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
-        self.plateau = PlateauFollower(schedule, schedulers, run.say)
+        self.plateau = PlateauFollower(schedule, schedulers, reporter.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
-        run.enlist(self, self.model)
-        if run.tree:
-            run.refuse_differences(run.tree)
+        run.trainers.enlist(self, self.model)
+        if run.resume.tree:
+            run.state.refuse_differences(run.resume.tree)
             self.restore(newcomer=True)
-        run.report_memory_needs()
-        start_script_view(run.members)
+        run.memory.report(run.team.world, run.script)
+        start_script_view(run.trainers.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
 
@@ -210,19 +213,19 @@ class Trainer(TrainerLogging):
         if self._closed:
             return
         run = self._run
-        together = sys.exc_info()[0] is None and not (run.passing and not run.took_step)
+        together = sys.exc_info()[0] is None and not run.script.replays
         if together:
             self._together("close()")
             if self.best.due is not None:
                 keep_best(run)
         self._stopped = True
-        stays = {name: vars(self)[name] for name in ("_run", "_number", "plan")}
+        stays = {name: vars(self)[name] for name in ("_run", "_reporter", "_number", "plan")}
         self._end()
         vars(self).clear()
         vars(self).update(stays, _closed=True)
         if together:
             release(run)
-        start_script_view(run.members)
+        start_script_view(run.trainers.members)
 
     def __del__(self) -> None:
         if "best" in vars(self) and not self._stands_in:  # else it was closed, or not made
@@ -232,15 +235,15 @@ class Trainer(TrainerLogging):
     def _end(self) -> None:
         """Moves all parts to an object of the run, which stands in for this trainer until all workers release it."""
         run, number = self._run, self._number
-        if len(run.classes) <= number:
+        if len(run.trainers.classes) <= number:
             return  # an error ended the constructor
         if self._line is not None:
-            run.forget(number, Ended.of(self, self.snapshot(), self.viewed))
+            run.trainers.forget(number, Ended.of(self, self.snapshot(), self.viewed))
             self.dismantle()
             return
         parts = object.__new__(type(self))
         vars(parts).update(vars(self), _stands_in=True)
-        run.placeholder(number, parts)
+        run.trainers.replace(number, parts)
 
     def _go_on_ended(self, saved: dict[str, Any]) -> None:
         """Loads a trainer that had ended when the checkpoint was written: it has its last weights and trains no
@@ -249,8 +252,8 @@ class Trainer(TrainerLogging):
         self._replica.load({"model": saved["model"]})
         self._context.done, self._context.expected = saved["steps"], saved["expected"]
         self._line = {name: value for name, value in saved.items() if name not in ("model", "state")}
-        self._run.forget(self._number)
-        self._run.view_models()
+        self._run.trainers.forget(self._number)
+        self._run.trainers.update_models()
 
     @property
     def parts(self) -> list[Redistributor | None]:
@@ -313,7 +316,7 @@ class Trainer(TrainerLogging):
     @property
     def steps_done(self) -> int:
         """Optimizer steps done in the whole training, resumed ones included."""
-        return self._run.members[self._number].steps_done if self._closed else self._context.done
+        return self._run.trainers.members[self._number].steps_done if self._closed else self._context.done
 
     @property
     def _of(self) -> str:
@@ -327,12 +330,12 @@ class Trainer(TrainerLogging):
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self.plan.mesh(self._group.size)
-        if run.team.transactions.elastic and run.members:
+        if run.team.transactions.elastic and run.trainers.members:
             refuse_other_places(mesh.replica, self._group.mesh.replica)
         self._group.mesh = max(self._group.mesh, run_plan.mesh(self._group.size), key=lambda mesh: mesh.replica)
         run.begin(str(run_plan), origin, self._seed, self._device)
         if shared := sharing(run.team.world, self._device):
-            run.say(shared, once=True)
+            self._reporter.say(shared, once=True)
         return mesh
 
     def _compare(self, part: Description, known: bool) -> None:
@@ -347,7 +350,7 @@ class Trainer(TrainerLogging):
         """Calls the user's function with the parameters that this worker holds. The result must not depend on whether
         these are shards.
         """
-        run, job, plan = self._run, self._job, self.plan
+        job, plan = self._job, self.plan
         groups = dict[str, tuple[int, int]]()
         if job.local_cuts or plan.divides_servers:
             with self._streams.preserved():  # what the user's function draws is drawn once
@@ -356,11 +359,11 @@ class Trainer(TrainerLogging):
             if job.local_cuts and coupling.scope > Scope.ELEMENT:
                 self._replica.use_full_parameters()
                 what = f"{coupling.kind} gets whole parameters on each worker, and its state is not divided"
-                run.decide(self._number, what, f"it {coupling.why}")
-                run.say(f"{what}: it {coupling.why}", once=True)
+                self._reporter.decide(self._number, what, f"it {coupling.why}")
+                self._reporter.say(f"{what}: it {coupling.why}", once=True)
         optimizers = optimizers_of(make, list(job.local_params.items()))
         if forgotten := left_out(optimizers, list(job.local_params.items())):
-            run.say(forgotten, once=True)
+            self._reporter.say(forgotten, once=True)
         refuse_other_groups(optimizers, groups, job.local_params, job.local_cuts)
         refuse_fused(optimizers, bool(plan.exact and plan.shard) and not job.whole_copies)
         return optimizers
@@ -368,7 +371,7 @@ class Trainer(TrainerLogging):
     @property
     def main(self) -> bool:
         """True on one worker: for loggers of other makers only. Our own methods are called by all workers."""
-        return self._run.main
+        return self._reporter.main
 
     @property
     def device(self) -> torch.device:
@@ -415,25 +418,25 @@ class Trainer(TrainerLogging):
         self.untouched.append(phase)
         loop = self._loop(phase, source, self._grid)
         run = self._run
-        return with_script_views(loop, lambda: run.members)
+        return with_script_views(loop, lambda: run.trainers.members)
 
     def _enter_phase(self, source: Source, epochs: int | None, count: int | None) -> LoopState:
         """Returns the state of the next loop, from the checkpoint if that holds it. Prints its grid."""
         self._run.need_team()
         grid = self._grid
         assert grid is not None
-        number = self._run.calls[self._number]
-        self._run.calls[self._number] += 1
+        number = self._run.script.calls[self._number]
+        self._run.script.calls[self._number] += 1
         rows, total = source.rows, count
         if number < len(self._phases):
-            rows = self._phases[number].same_rows(rows, self._run.say)
+            rows = self._phases[number].same_rows(rows, self._reporter.say)
         if epochs is not None and rows is not None:
             total = epochs * grid.batches(rows)
         if number == len(self._phases):
             first = self._phases[-1].first_epoch + self._phases[-1].begun if self._phases else 0
             self._phases.append(LoopState(number, rows, epochs, total, first_epoch=first))
         phase = self._phases[number]
-        phase.enter(self._run.enclosing_loop, self._number)
+        phase.enter(self._run.script.enclosing_loop, self._number)
         if phase.set_target(epochs, total, last=number == len(self._phases) - 1):
             self._stopped = False
         if not phase.complete:
@@ -442,33 +445,39 @@ class Trainer(TrainerLogging):
             assignment = self._context.current_assignment()
             dealt = self._strategy.shares(len(grid.cut(grid.global_batch)), assignment.weights)
             unit = self._mesh.unit
-            fields = describe_grid(grid, dealt, rows, total, unit, self._number, self._run.classes)
-            fields |= {"phase": number, "epochs": epochs, "done": [member.steps_done for member in self._run.members]}
-            self._run.show("grid", **fields, steps=None if total is None else self.steps_done - phase.done + total)
+            fields = describe_grid(grid, dealt, rows, total, unit, self._number, self._run.trainers.classes)
+            fields |= {
+                "phase": number,
+                "epochs": epochs,
+                "done": [member.steps_done for member in self._run.trainers.members],
+            }
+            self._reporter.show("grid", **fields, steps=None if total is None else self.steps_done - phase.done + total)
             idle = None if assignment.fine or not self._strategy.lockstep else idle_text(grid, assignment.weights, unit)
             if idle is not None:
-                self._run.decide(self._number, *idle)
-                self._run.say(": ".join(idle), once=True)
+                self._reporter.decide(self._number, *idle)
+                self._reporter.say(": ".join(idle), once=True)
         return phase
 
     def _loop(self, phase: LoopState, source: Source, grid: Grid) -> Iterator[StepReport]:
         run = self._run
         self.untouched.remove(phase)
-        run.calls.update(phase.inside)
+        run.script.calls.update(phase.inside)
         if phase.complete or self._stopped:
             run.say_finished()
             return
         run.begin_training(self._number, loop=True)
         source = phase.source(source)
         if source.rows is None and phase.done:
-            run.say(
+            self._reporter.say(
                 f"reading past the first {phase.done} global batches: an iterable dataset has no middle to start in"
             )
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, span, run.team.world.tell, watched=True)
         self._context.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=self._strategy.lockstep)
-        batches = LoopBatches(feed, phase, alike, run.team, run.say, looks_ahead=self.plan.quorum is not None)
+        batches = LoopBatches(
+            feed, phase, alike, run.team, self._reporter.say, looks_ahead=self.plan.quorum is not None
+        )
         with closing(feed), run.loop(phase):
             while feed.has(phase.done):
                 report = self._advance(batches)
@@ -483,26 +492,26 @@ class Trainer(TrainerLogging):
                 if self._closed:
                     what = "trainer.close() was called in the body of this trainer's own loop, which goes on"
                     raise UsageError(what, "leave the loop with `break`, or call close() after it")
-                if run.is_outermost(phase):
+                if run.script.loops[0] is phase:
                     run.between(ends=self._stopped or phase.done == phase.total)
                 if self._stopped:
                     break
             else:
                 if source.rows is None and self._strategy.lockstep:  # it may be longer on other workers
                     self._together("the end of the iterable dataset of steps()")
-            outermost = run.is_outermost(phase)
+            outermost = run.script.loops[0] is phase
         self.flush()
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
-            run.measure()
+            run.trainers.measure()
             run.save(wait=True, must=True)
 
     def _tell_of_loading(self, feed: Feed) -> None:
         """Journals where rows are loaded, and tells the user what makes training slower than it could be."""
         for what, why in feed.take_news():
-            self._run.decide(self._number, what, why)
+            self._reporter.decide(self._number, what, why)
             if what.startswith(("rows are loaded in the step:", "rows are loaded in the step from", "an iterable")):
-                self._run.say(f"{what}; {why}", once=True)
+                self._reporter.say(f"{what}; {why}", once=True)
 
     @without_script_view
     def step(self, batch: Any) -> StepReport:
@@ -519,7 +528,7 @@ class Trainer(TrainerLogging):
             what = f"step() brings the rows of one step, and under {word} a turn of the loop has several"
             raise UsageError(what, f"use steps(), or leave {word} out")
         run.begin_training(self._number, loop=False)
-        first, run.stepping = not run.stepping, True
+        first, run.script.uses_step = not run.script.uses_step, True
         number = self.steps_done + 1
         # Later ones by and by: rows may part from one another late, or meet. A single row may be the same by chance.
         looks = first or (batch is not None and rows_of(batch) > 1 and number & (number - 1) == 0)
@@ -539,24 +548,28 @@ class Trainer(TrainerLogging):
 
     def _advance(self, batches: Batches) -> StepReport | None:
         run = self._run
-        if run.explain_request:
-            self._explain(batches, *run.explain_request)
+        if run.check.explain:
+            self._explain(batches, *run.check.explain)
         try:
-            with run.explains_memory(self._device):
-                step = self._strategy.advance(batches)
+            step = self._strategy.advance(batches)
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise run.memory.explain(error, self._device) from error
             refuse_other_kinds(self._context.kinds, dict(self._job.model.named_parameters()), error)
             raise
         if step is None:
             return None
         report, agreed = step.report(), step.agreed
-        run.took_step, run.team.step, self._last = True, run.step, report
+        run.script.took_step, run.script.replays = True, False
+        run.team.step, self._last = run.trainers.step, report
         workers = dict(zip(run.team.transactions.members, agreed.seconds, strict=False))
         lanes = dict(zip(workers, agreed.spent, strict=False))
         self._ledger.add(report.step, report.samples, step.spent, workers, step.steps, lanes)
         if self._ledger.due():
             self.flush()
-        run.checking(self._job, self._context.merging.mixes)
+        if run.check.steps is not None and run.team.step >= run.check.steps:
+            run.trainers.flush()
+            run.check.write_weights(self._job, self._group, self._context.merging.mixes, run.team.step)
         return report
 
     def _explain(self, batches: Batches, plan: str, workers: int) -> None:
@@ -568,20 +581,20 @@ class Trainer(TrainerLogging):
             prediction = forecast(self._job, step.batch.share[0], step.batch.count, plan, workers)
         except UsageError as error:
             prediction = {"refused": [error.what, error.cure]}
-        self._run.answer(prediction)
+        self._run.check.answer(prediction)
 
     def flush(self) -> None:
         """Writes the steps since the last record to the journal and the progress line."""
         report, account = self._last, self._run.team.transactions.account
-        if not self._run.main:
+        if not self._reporter.main:
             self._ledger.forget()
             account.take()
         elif self._ledger and report is not None:
-            figures = self._ledger.take(int(sum(self._run.traffic.of(self._number).values())))
+            figures = self._ledger.take(int(sum(self._reporter.traffic.of(self._number).values())))
             values = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
-            self._run.show("step", trainer=self._number, **values, **figures, account=account.take())
+            self._reporter.show("step", trainer=self._number, **values, **figures, account=account.take())
             if (each := self._ledger.each()) is not None:
-                self._run.journal.write("each", trainer=self._number, step=report.step, **each)
+                self._reporter.journal.write("each", trainer=self._number, step=report.step, **each)
 
     # -- beside training ----------------------------------------------------------------------------------------
 
@@ -611,8 +624,8 @@ class Trainer(TrainerLogging):
         def compute() -> dict[str, Any]:
             results = evaluate(sweep, metric)
             for one in self.followed:
-                one.find_value(results, "evaluate()", self._run.say)
-            self._run.show("evaluate", trainer=self._number, step=self.steps_done, results=results)
+                one.find_value(results, "evaluate()", self._reporter.say)
+            self._reporter.show("evaluate", trainer=self._number, step=self.steps_done, results=results)
             return results
 
         return self._report(compute, self._offer, "evaluating")
@@ -658,8 +671,8 @@ class Trainer(TrainerLogging):
         the loop. Raises UsageError.
         """
         self.best.follow(name, mode)
-        if self._run.saving.storage is None:
-            self._run.say(f"the best {name} is not kept: there is no run folder", once=True)
+        if self._run.checkpoints.storage is None:
+            self._reporter.say(f"the best {name} is not kept: there is no run folder", once=True)
 
     @without_script_view
     def save(self) -> None:
@@ -672,26 +685,26 @@ class Trainer(TrainerLogging):
         self._need_open()
         run = self._run
         self._together("save()")
-        run.ask_save()
-        if not run.loops:
-            run.save(wait=not run.stepping, must=not run.stepping)
-            run.saving.copied()  # what the script changes next must not show
+        run.checkpoints.ask()
+        if not run.script.loops:
+            run.save(wait=not run.script.uses_step, must=not run.script.uses_step)
+            run.checkpoints.copied()  # what the script changes next must not show
 
     @without_script_view
     def export(self, path: str | Path) -> None:
         """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
         self._need_open()
         self._run.need_team()
-        if not self.steps_done and not self._run.imported and self._script_settings.untrained(self.model):
+        if not self.steps_done and not self._run.resume.imported and self._script_settings.untrained(self.model):
             why = "nothing went through what steps() returned" if self.untouched else "no step was made here"
             what = f"these weights are not trained: {why}"
-            self._run.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
+            self._reporter.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
         self._run.team.transactions.run(partial(self._write, Path(path)))
 
     def _write(self, path: Path) -> None:
         self._group.declare(f"export(){self._of}", kind="export()")
-        write_together(model_state(self._job), path, self._run.main, self._job.replica, self._group)
+        write_together(model_state(self._job), path, self._reporter.main, self._job.replica, self._group)
 
     @without_script_view
     def stop(self) -> None:
@@ -716,7 +729,7 @@ class Trainer(TrainerLogging):
             return self._line
         for optimizer in self._job.optimizers if not self._looked else ():
             if hidden := hidden_in(optimizer):
-                self._run.say(f"{hidden}; keep them in self.state", once=True)
+                self._reporter.say(f"{hidden}; keep them in self.state", once=True)
         self._looked = True
         kept, full_copies = copies_in_pieces(self.state.saved(), self._job)
         if self._line is not None:  # its weights could not be written
@@ -736,7 +749,7 @@ class Trainer(TrainerLogging):
 
     def continue_journal(self) -> None:
         """Continues the journal after its last step: this worker writes it from now on."""
-        self._ledger.go_on_after(self._run.journal.last_step(self._number))
+        self._ledger.go_on_after(self._reporter.journal.last_step(self._number))
 
     def load_base(self, saved: dict[str, Any]) -> None:
         """Loads a state that is some steps old, ahead of the steps that follow it."""
@@ -791,25 +804,25 @@ class Trainer(TrainerLogging):
         """Loads this trainer's part of the checkpoint, or of the state that another worker handed over. A worker that
         is no newcomer keeps its position in the script and its own values of `trainer.state`.
         """
-        trainers = list(self._run.tree["trainers"])
+        trainers = list(self._run.resume.tree["trainers"])
         if self._number >= len(trainers):
             return
         # What is taken is copied, and not held any longer: it may be as large as all the rest. The tree itself may be
         # on its way to another worker.
         saved, trainers[self._number] = SavedFields(trainers[self._number]), {}
-        self._run.tree = {**self._run.tree, "trainers": trainers}
+        self._run.resume.tree = {**self._run.resume.tree, "trainers": trainers}
         if "steps" not in saved:  # weights from elsewhere, to begin with; or nothing for this trainer
             if "model" in saved:
-                fits = adopted(self.model, saved["model"], self._number, self._run.imported, self._job.cuts)
+                fits = adopted(self.model, saved["model"], self._number, self._run.resume.imported, self._job.cuts)
                 self._replica.load({"model": fits})
             return
         missing = {"model", "phases", "stopped", "state"} - saved.keys()
         if missing and newcomer and "closed" not in saved:
             what = f"the checkpoint holds no {min(missing)} of trainer {self._number}, which has done steps"
             raise CheckpointError(what, "take another checkpoint, or start anew in another --run-dir")
-        checkpoint = f"checkpoint of step {self._run.resumed} in {self._run.folder or 'memory'}"
-        with saved.naming("what others sent" if self._run.resumed is None else f"the {checkpoint}", self._number):
-            if newcomer and self._run.resumed is not None:
+        checkpoint = f"checkpoint of step {self._run.resume.step} in {self._run.folder.path or 'memory'}"
+        with saved.naming("what others sent" if self._run.resume.step is None else f"the {checkpoint}", self._number):
+            if newcomer and self._run.resume.step is not None:
                 refuse_another_model(self.model, saved["model"], self._number, checkpoint, self._job.cuts)
             if "closed" not in saved:
                 load_strategy(self._strategy, saved, newcomer)
@@ -818,7 +831,7 @@ class Trainer(TrainerLogging):
             if not newcomer:
                 return
             self._replica.error_feedback.take(saved.get("own") or {})
-            self._seed = self._job.seed = self._script_settings.go_on(saved.get("said"), self._run.say)
+            self._seed = self._job.seed = self._script_settings.go_on(saved.get("said"), self._reporter.say)
             self._phases = [LoopState.of(phase) for phase in saved["phases"]]
             self._stopped = saved["stopped"]
             self.best.restore(saved.get("best"))
@@ -827,5 +840,5 @@ class Trainer(TrainerLogging):
         self.mark_copies()
         if saved.get("grid") and self._grid:
             before, now, done = Grid(*saved["grid"]), self._grid, self.steps_done
-            self._grid = resumed_grid(before, now, self.plan.micro, done, self._run.say)
+            self._grid = resumed_grid(before, now, self.plan.micro, done, self._reporter.say)
             self._context.regrid(self._grid, before.global_batch)

@@ -86,7 +86,7 @@ def loss(output: torch.Tensor, batch: Any) -> Any:
         wait_for(lambda: not AFTER or begun < AFTER[1] or (FOLDER / "killed").exists())
     if _given("HOLD") == [begun] and MADE[begun] == 1 and not (FOLDER / "held").exists():
         (FOLDER / "holds").touch()
-        wait_for(lambda: Run.current().notice is not None)
+        wait_for(lambda: Run.current().notices.stop_signal is not None)
         (FOLDER / "held").touch()
     time.sleep(sum(_given("SLEEP")) / 1000)
     if _given("END") == [begun, MADE[begun]]:

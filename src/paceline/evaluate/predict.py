@@ -38,16 +38,19 @@ def predicted(run: Run, sweep: EvalPass, path: Path | None = None) -> Iterator[t
     With a `path` the outputs go to that file, and nobody yields. Raises CheckpointError on all workers if the file
     cannot be written.
     """
-    for step in run.recorded():
-        if step != run.step or run.team.world.newcomer:
-            run.say(f"predict() of step {step} is not done again: the weights are of step {run.step}", once=True)
+    run.need_team()
+    for step in run.results.take():
+        if step != run.trainers.step or run.team.world.newcomer:
+            run.reporter.say(
+                f"predict() of step {step} is not done again: the weights are of step {run.trainers.step}", once=True
+            )
             return
     try:
         yield from _Outputs(sweep, path).windows()
     except GeneratorExit:  # the loop over them was left
-        run.record(run.step)
+        run.results.record(run.trainers.step)
         raise
-    run.record(run.step)
+    run.results.record(run.trainers.step)
 
 
 class _Outputs:

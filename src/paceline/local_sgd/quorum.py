@@ -29,7 +29,7 @@ class MergeQuorum:
         self.waits = self.least is not None and teams > 1 and self.run.team.transactions.elastic
         if self.least is not None and teams > 1 and not self.waits:
             what = f"quorum={self.least} has no coordinator here"
-            self.run.say(f"{what}, which decides who is late: merges wait for all islands", once=True)
+            self.run.reporter.say(f"{what}, which decides who is late: merges wait for all islands", once=True)
 
     @property
     def decided(self) -> list[int] | None:
@@ -39,7 +39,7 @@ class MergeQuorum:
     @property
     def stops(self) -> bool:
         """Whether to run no further step of the round."""
-        return self.run.notice is not None or self.decided is not None
+        return self.run.notices.stop_signal is not None or self.decided is not None
 
     def tell(self, step: int, made: Sequence[int], ready: Sequence[int], last: bool) -> None:
         """Reports this team's islands that have completed the round that begins at `step` (`made`), or could be merged
@@ -69,12 +69,12 @@ class MergeQuorum:
     def wait(self) -> None:
         """Waits, after the round's last step, for the decision which islands are merged, or until all workers stop."""
         if self.waits:
-            self.run.team.transactions.await_merge(lambda: self.run.notice is not None)
+            self.run.team.transactions.await_merge(lambda: self.run.notices.stop_signal is not None)
 
     def write(self) -> None:
         """Writes the late islands to the journal. A new generation does so again: the worker that wrote may be lost."""
-        if self._last and self.run.main:
-            self.run.journal.write("late", trainer=self.trainer, **self._last)
+        if self._last and self.run.reporter.main:
+            self.run.reporter.journal.write("late", trainer=self.trainer, **self._last)
             self._last = {}
 
     def name(self, step: int, outcome: Mapping[str, Any]) -> None:
@@ -94,14 +94,14 @@ class MergeQuorum:
                 text += f", which came too late for {_rows(missed[island])}: they are not trained on"
             if times := self._times[island] - 1:
                 text += f"; so it was {plural(times, 'time')} before"
-            self.run.say(text)
+            self.run.reporter.say(text)
 
 
 def report_dropped_rows(run: Run, trainer: int, late: Mapping[Any, Sequence[int]], done: int, when: str) -> None:
     """Reports the steps and rows of late islands that are dropped after `done` steps."""
     for island, (steps, rows) in late.items():
-        run.journal.write("uncounted", trainer=trainer, step=done, island=int(island), rows=rows)
-        run.say(
+        run.reporter.journal.write("uncounted", trainer=trainer, step=done, island=int(island), rows=rows)
+        run.reporter.say(
             f"island {island} was late when {when}: the {plural(rows, 'row')} of the "
             f"{plural(steps, 'step')} that it had begun are not trained on, and it goes on from the merged weights"
         )

@@ -71,12 +71,12 @@ def build_local_sgd(context: StepContext) -> LocalSgd:
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
     what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
-    run.say(f"{what}, with {each} of the micro-batches of each global batch")
+    run.reporter.say(f"{what}, with {each} of the micro-batches of each global batch")
     why = "the plan says local=: the result is that of so many, whoever computes them"
     if plan.quorum:
         what += f"; a merge waits for {plan.quorum} of them and a grace window"
         why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
-    run.decide(context.trainer, what, why)
+    run.reporter.decide(context.trainer, what, why)
     return LocalSgd(context, islands, MergeQuorum(run, context.trainer, count, plan.quorum or 0))
 
 
@@ -102,7 +102,7 @@ def local_sgd_round(strategy: LocalSgd, batches: Batches) -> Step:
             islands.merge(step.name, merged)
             islands.guard(step.done, merged)
             islands.weigh()
-            for member in context.run.members:
+            for member in context.run.trainers.members:
                 if member.state:
                     member.state.step_computed()
             step.spent["compute"] = step.computed - step.began - step.spent["data"]
@@ -145,7 +145,7 @@ def island_step(strategy: LocalSgd, island: int, step: Step) -> bool:
         return step.agreed.stop > 0
     norm = grad_norm(context, step)
     assert step.sums is not None
-    context.run.saving.copied()
+    context.run.checkpoints.copied()
     progress.torn = True
     context.replica.update(step.sums, step.agreed, step.options, norm)
     context.replica.complete()
@@ -169,7 +169,7 @@ class LocalSgd:
         self._sizes: list[int] = []  # rows of each global batch of the round
         self._trouble: NonFiniteLossError | None = None  # raised by an island of this team
         islands.trainer = context.trainer
-        context.run.error_feedback.append(islands)
+        context.run.trainers.error_feedback.append(islands)
         islands.recall = self._recall
         context.on_new_generation = self._rebind
         context.stops = lambda: quorum.stops
@@ -205,15 +205,15 @@ class LocalSgd:
         run, trainer = self.context.run, self.context.trainer
         self.quorum.write()
         for message in self.islands.rebind():
-            run.say(message)
-            run.decide(trainer, *message.split(": ", 1))
+            run.reporter.say(message)
+            run.reporter.decide(trainer, *message.split(": ", 1))
         for island, rows in self.islands.lost.items():
-            run.journal.write("uncounted", trainer=trainer, step=self.context.done, island=island, rows=rows)
+            run.reporter.journal.write("uncounted", trainer=trainer, step=self.context.done, island=island, rows=rows)
 
     def _recall(self, island: int) -> list[Any]:
         """Reads an island's state from the last checkpoint: [its step, the trainer's steps, the state], or []."""
         run = self.context.run
-        if (checkpoint := run.saving.look(run.say)) is None:
+        if (checkpoint := run.checkpoints.look()) is None:
             return []
         saved = dict(enumerate(checkpoint[1]["trainers"])).get(self.context.trainer, {})
         kept = (saved.get("islands") or {}).get("each", {}).get(str(island))
@@ -237,7 +237,7 @@ class LocalSgd:
         if newcomer and "optimizers" in saved:
             change = f"training goes on in {self.islands.count} islands, each with what the optimizer keeps"
         if change:
-            run.say(f"changed mathematics: {change}")
+            run.reporter.say(f"changed mathematics: {change}")
 
     def memory(self) -> dict[str, int]:
         """The bytes in use by kind, with the weights and optimizer states of islands."""
@@ -298,7 +298,7 @@ class LocalSgd:
         if isles.ended():
             return False
         if isles.speaks:
-            ends = last or (most is not None and context.run.step + step.steps >= most)
+            ends = last or (most is not None and context.run.trainers.step + step.steps >= most)
             quorum.tell(step.number, isles.team_islands, (), ends)
         return True
 
@@ -317,7 +317,9 @@ class LocalSgd:
             "sizes": self._sizes,
             "epoch": step.batch.epoch,
             "merged": decided,
-            "broken": decided is None and context.run.notice is not None and (not made or self.quorum.waits),
+            "broken": decided is None
+            and context.run.notices.stop_signal is not None
+            and (not made or self.quorum.waits),
         }
         reports = exchange_reports(context, step, team_report, step.computed - step.began, self._trouble)
         if any(one["broken"] for one in reports):
@@ -367,7 +369,7 @@ class LocalSgd:
     def apply(self, step: Step, count: float) -> list[Any]:
         """Makes the merged weights those of all islands. Returns what a worker needs that takes the round over."""
         context, began = self.context, time.perf_counter()
-        context.run.saving.copied()
+        context.run.checkpoints.copied()
         self.islands.apply(count, step.done)
         context.done, context.weights.refused = step.done, False
         account_update(context, step, began)
@@ -387,7 +389,7 @@ def leave_islands(context: StepContext, saved: Mapping[str, Any]) -> None:
     context.replica.updater.load(inner)
     context.expected = inner["expected"]
     InnerOptimizerState.of(inner, context.done).keep_up(context.replica, context.done)  # it may have been late
-    context.run.say(
+    context.reporter.say(
         "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
         "that of the others and of the merges is dropped"
     )

@@ -55,7 +55,7 @@ def async_window(strategy: AsyncServers, batches: Batches) -> Step:
                 if exchange_window(context, step, window):  # all workers made the same updates
                     break
             sum_log(step, window.log)
-            for member in context.run.members:
+            for member in context.run.trainers.members:
                 if member.state:
                     member.state.step_computed()
             step.spent["compute"] = step.computed - step.began - step.spent["data"]

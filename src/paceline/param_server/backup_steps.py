@@ -52,7 +52,7 @@ def backup_window(strategy: BackupWorkers, batches: Batches) -> Step:
                 if exchange_window(context, step, window):  # all workers made the same updates
                     break
             sum_log(step, window.log)
-            for member in context.run.members:
+            for member in context.run.trainers.members:
                 if member.state:
                     member.state.step_computed()
             step.spent["compute"] = step.computed - step.began - step.spent["data"]

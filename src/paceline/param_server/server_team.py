@@ -67,7 +67,7 @@ class ServerTeam:
     def _give(self, servers: ServerClient) -> None:
         """Sends the training state, with the optimizer state of the other servers, to servers that lack it."""
         if empty := servers.empty:
-            state = pack(self.context.run.hand_over(self.context.transactions.done))
+            state = pack(self.context.run.state.hand_over(self.context.transactions.done))
             for server in empty:
                 servers.give(server, state)
 
@@ -84,7 +84,7 @@ class ServerTeam:
             ready, addresses = servers.ready_servers, servers.find()
             flags = [
                 servers.met,
-                run.notice is not None,
+                run.notices.stop_signal is not None,
                 *(n in ready for n in everybody),
                 *(n in addresses for n in everybody),
             ]
@@ -95,7 +95,7 @@ class ServerTeam:
                 if servers.has_all_parts:
                     return
             if stops and not met:
-                run.end_here()
+                run.notices.end_script()
 
 
 def add_server_state(context: StepContext, done: int | None) -> dict[str, Any]:

@@ -69,17 +69,17 @@ def announce_window(context: StepContext, what: str) -> None:
     plan = context.plan
     if plan.delayed:
         DelayedNesterov.refuse_others(context.job.optimizers, plan.delayed)
-    context.run.say(what)
+    context.reporter.say(what)
     word = plan.several.partition("=")[0]
     why = f"the plan says {word}=: the result depends on who is how fast"
-    context.run.decide(context.trainer, what, why)
+    context.reporter.decide(context.trainer, what, why)
 
 
 def begin_window(context: StepContext) -> Window:
     """Begins a window, in which all workers have the same weights."""
     async_replica(context).begin(context.done)
     size, most = context.plan.window or WINDOW, context.run.team.world.max_steps
-    return Window(size if most is None else max(1, min(size, most - context.run.step)))
+    return Window(size if most is None else max(1, min(size, most - context.run.trainers.step)))
 
 
 def next_ticket(context: StepContext, window: Window) -> dict[str, Any] | None:
@@ -199,7 +199,7 @@ def apply_window(context: StepContext, step: Step, window: Window, _: Any) -> li
     needs that takes the window over.
     """
     began = time.perf_counter()
-    context.run.saving.copied()
+    context.run.checkpoints.copied()
     buffers = dict(context.job.model.named_buffers())
     for name, value in window.buffers.items():
         buffers[name].copy_(value)
@@ -213,6 +213,8 @@ def apply_window(context: StepContext, step: Step, window: Window, _: Any) -> li
         fields = {"workers": sorted(by.items()), "missed": sorted(missed.items()), "dropped": window.dropped}
         if context.plan.backup:
             fields["late"] = [[one["ticket"] + 1, *late] for one in window.log for late in one["late"]]
-        context.run.journal.write("window", trainer=context.trainer, step=context.done, updates=step.steps, **fields)
+        context.reporter.journal.write(
+            "window", trainer=context.trainer, step=context.done, updates=step.steps, **fields
+        )
     account_update(context, step, began)
     return [dict(vars(step.agreed)), step.norm, step.lr, [step.batch.rows, step.batch.epoch], step.steps]

@@ -62,22 +62,22 @@ def keep_best(run: Run) -> None:
     Training waits for the checkpoint, since the weights change with the next step. If a worker is lost meanwhile, the
     checkpoint is written again. If it cannot be written, the former best one stays.
     """
-    due = [member.best for member in run.members if member.best.due is not None]
+    due = [member.best for member in run.trainers.members if member.best.due is not None]
     if not due:
         return
-    step = run.step
+    step = run.trainers.step
     before = [(best.value, best.step) for best in due]
     for best in due:
         if best.due is not None and best.due[1] == step:
             best.value, best.step = best.due
         else:
-            run.say(f"{best.name} was best in a loop inside of another, whose weights are gone: not kept")
+            run.reporter.say(f"{best.name} was best in a loop inside of another, whose weights are gone: not kept")
         best.due = None
-    if run.saving.storage is None or not any(best.step == step for best in due):
+    if run.checkpoints.storage is None or not any(best.step == step for best in due):
         return
     is_saved, number = False, -1
     while number != run.team.transactions.number:
-        number, run.saving.asked = run.team.transactions.number, True
+        number, run.checkpoints.asked = run.team.transactions.number, True
         is_saved = run.save(wait=True)
     for best, (value, at) in zip(due if not is_saved else (), before, strict=False):
         best.value, best.step = value, at
@@ -85,5 +85,5 @@ def keep_best(run: Run) -> None:
 
 def best_now(run: Run) -> list[dict[str, Any]]:
     """Returns the values whose best step is the present one, for the manifest of a checkpoint."""
-    now = [(number, m.best) for number, m in enumerate(run.members) if m.best.step == run.step]
+    now = [(number, m.best) for number, m in enumerate(run.trainers.members) if m.best.step == run.trainers.step]
     return [{"trainer": number, "name": best.name, "mode": best.mode, "value": best.value} for number, best in now]

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from paceline.base.batching import Agreed
 from paceline.base.environment import parse_save_every
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.sharding import ShardedTensor
@@ -46,7 +45,8 @@ from paceline.checkpoint.files import (
 from paceline.checkpoint.storage import Folder, Storage
 from paceline.checkpoint.tree import flatten_pieces, pack, reading, unflatten, unpack
 from paceline.checkpoint.writer import Background, WriterJob
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UsageError
+from paceline.session.reporter import Reporter
 from paceline.team.team import Team
 
 _OVERHEAD = 0.03  # of the time, at most, with `--save-every auto`
@@ -109,18 +109,26 @@ class CheckpointManager:
     """Takes the checkpoints of a run, on one worker.
 
     `begun` is the step of the last one that was begun, and `open` whether its end is not yet known to all workers: both
-    are the same everywhere. `committed` is the last one that this worker knows to be complete. `news` are outcomes to
-    report, on the worker that wrote a manifest: the fields of the journal's event, an error as (what, cure), or a line.
-    An error that repeats for the same reason is reported once.
+    are the same everywhere. `committed` is the last one that this worker knows to be complete. `asked` requests one
+    between the next two steps. `collect_due` says that all workers have written their files, and `commit` writes the
+    manifest meanwhile: `poll` then has something to do. `news` are outcomes to `report`, on the worker that wrote a
+    manifest: the fields of the journal's event, an error as (what, cure), or a line. An error that repeats for the same
+    reason is reported once.
 
     With a `mirror` (steps, and a storage in the memory of the workers' agent), the state of a lone replica, which
     exists nowhere else, is also kept there.
     """
 
     def __init__(
-        self, team: Team, storage: Storage | None, every: str, keep: int, mirror: tuple[int, Storage] | None = None
+        self,
+        team: Team,
+        reporter: Reporter,
+        storage: Storage | None,
+        every: str,
+        keep: int,
+        mirror: tuple[int, Storage] | None = None,
     ) -> None:
-        self.team, self.storage, self.keep = team, storage, keep
+        self.team, self._reporter, self.storage, self.keep = team, reporter, storage, keep
         self._mirror, self._mirrored = mirror, 0
         self._into = storage  # where the last one that was begun goes
         self.from_mirror = False
@@ -133,13 +141,13 @@ class CheckpointManager:
         self._born = self._saved_at = time.monotonic()
         self._cost: float | None = None  # seconds of the last one that training did not get
         self._again = False  # the last one was lost with a worker
-        self._collect = False
+        self.collect_due = False
         self._attempt, self._number, self._table = "", -1, ""
         self._streams: list[Any] = []  # the users' own, by rank; one where all have the same
         self._outcome: list[str] | None = None  # what went wrong with the last one, as far as this worker knows
         self._part: WriterJob | None = None
         self._draft: PendingCheckpoint | None = None
-        self._commit: Background | None = None
+        self.commit: Background | None = None
         self._writers: tuple[int, list[int]] | None = None  # the generation, and who of it can write
 
     # -- when -------------------------------------------------------------------------------------------------------
@@ -148,7 +156,7 @@ class CheckpointManager:
         """Returns the main worker's wish after `step`, which the step's vector tells all workers: a checkpoint (1), a
         copy in the mirror (2), or nothing (0).
         """
-        if self._part is not None or self._commit is not None:
+        if self._part is not None or self.commit is not None:
             return 0
         if self._again or self._due(step):
             return 1
@@ -176,17 +184,38 @@ class CheckpointManager:
         between = (time.monotonic() - self._born + _BEFORE) / (self.losses + 1)
         return min(_LONGEST, max(_SHORTEST, self._cost / _OVERHEAD, math.sqrt(2 * self._cost * between)))
 
+    def ask(self) -> None:
+        """Requests a checkpoint at the next step. Raises UsageError without a run folder."""
+        if self.storage is None and not self.team.world.serves:
+            cure = "start with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR"
+            raise UsageError("there is no run folder to save to", cure)
+        self.asked = True
+
     @property
     def fields(self) -> dict[str, float]:
         """The entries of the step's vector: whether this worker is writing, or has written."""
         part = self._part
         return {"writing": part is not None and not part.over, "written": part is not None and part.over}
 
-    def agreed(self, agreed: Agreed) -> None:
-        """Notes from a step's sums whether all workers have written their files."""
-        self._collect = agreed.written > 0 and agreed.writing == 0
-
     # -- the way of one ---------------------------------------------------------------------------------------------
+
+    def save(self, snapshot: Callable[[], StateSnapshot], step: int, wait: bool = False, must: bool = False) -> bool:
+        """Begins a checkpoint after `step` unless there is one, which is written while training continues. Collective.
+
+        With `wait` it returns when the checkpoint is written or has failed; with `must` a failure raises
+        CheckpointError. Returns whether the checkpoint is known to exist.
+        """
+        asked = self.asked
+        if self.open and (wait or asked):
+            self.finish()
+            self.report()
+        if asked or step != (self.committed if wait else self.begun):
+            self.begin(snapshot(), still=wait)
+        trouble = self.finish() if wait and self.open else None
+        if must and trouble is not None:
+            raise CheckpointError(*trouble)
+        self.report()
+        return trouble is None and self.committed == step
 
     def begin(self, subject: StateSnapshot, still: bool = False, mirror: bool = False) -> None:
         """Begins a checkpoint, or with `mirror` a copy in memory. Errors go to the news. Collective."""
@@ -216,7 +245,7 @@ class CheckpointManager:
     def _prepare(self, subject: StateSnapshot) -> Any:
         group = self.team.group
         group.declare("a checkpoint")
-        self.team.transactions.reach("saving")
+        self.team.transactions.fault_point("saving")
         subject.agree()
         writers, trouble = self._who_writes()
         self._gather_streams(writers)
@@ -294,7 +323,7 @@ class CheckpointManager:
             manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
             if me in writers:
                 self._number = writers.index(me)
-                files, reached = plan[self._number], self.team.transactions.reach
+                files, reached = plan[self._number], self.team.transactions.fault_point
                 need = partial(bytes_of, subject.step, plan, shapes, manifest)
                 self._part = WriterJob(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
             if me == writers[0]:
@@ -314,12 +343,12 @@ class CheckpointManager:
         """Between two steps: commits a checkpoint once all workers have written their files. Collective if there is
         one.
         """
-        if self._collect:
-            self._collect = False
+        if self.collect_due:
+            self.collect_due = False
             self.team.transactions.run(self._tell, self._end, "saving")
-        if self._commit is not None and self._commit.over:
-            self._done(self._commit.result, self._commit.trouble)
-            self._commit = None
+        if self.commit is not None and self.commit.over:
+            self._done(self.commit.result, self.commit.trouble)
+            self.commit = None
 
     def _tell(self) -> Any:
         self.team.group.declare("the end of a checkpoint")
@@ -337,7 +366,7 @@ class CheckpointManager:
     def _end(self, reports: Any) -> Any:
         draft, work = self._draft, self._work(reports)
         if work is not None:
-            self._commit = Background(work, "paceline-commit")
+            self.commit = Background(work, "paceline-commit")
         elif draft is None and self.team.rank == 0 and all(number != 0 for _, _, number, *_ in reports):
             self._again = True  # the first of the writers was lost, and with it the manifest
         self._part = self._draft = None
@@ -413,7 +442,7 @@ class CheckpointManager:
     def _wait(self) -> Any:
         group = self.team.group
         group.declare("the end of a checkpoint")
-        while any(work is not None and not work.over for work in (self._part, self._commit)):
+        while any(work is not None and not work.over for work in (self._part, self.commit)):
             if self.team.transactions.interrupted:
                 break  # the next collective says so
             time.sleep(_LOOK)
@@ -423,20 +452,32 @@ class CheckpointManager:
                 self._done(work(), None)
             except CheckpointError as error:
                 self._done(None, [error.what, error.cure])
-        elif self._commit is not None:
-            self._done(self._commit.result, self._commit.trouble)
-        self._commit = None
+        elif self.commit is not None:
+            self._done(self.commit.result, self.commit.trouble)
+        self.commit = None
         return group.gather_json([self.committed, self._outcome])
 
     def _close(self, reports: Any) -> Any:
         self._part = self._draft = None
-        self.open = self._collect = False
+        self.open = self.collect_due = False
         self.committed = max((step for step, _ in reports if step is not None), default=None)
         return next((trouble for _, trouble in reports if trouble is not None), None)
 
+    def report(self) -> None:
+        """Journals and prints the outcomes of checkpoints."""
+        for outcome in self.news:
+            if isinstance(outcome, dict):
+                self._reporter.journal.write("checkpoint", **outcome)
+                self.team.world.tell("saved", step=outcome["step"])
+            elif isinstance(outcome, str):
+                self._reporter.say(outcome)
+            else:
+                self._reporter.say(f"training goes on without it: {'; '.join(outcome)}")
+        self.news.clear()
+
     # -- a run that goes on -----------------------------------------------------------------------------------------
 
-    def last_of(self, number: int, saved: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    def last_of(self, number: int, saved: dict[str, Any]) -> dict[str, Any]:
         """Returns the saved fields of an ended trainer with its last weights. Raises CheckpointError if this worker
         cannot read them.
         """
@@ -446,27 +487,27 @@ class CheckpointManager:
             "step": saved["closed"],
             "tree": {"trainers": [{}] * number + [{"closed": saved["closed"]}]},
         }
-        last = ended_in(line, self.storage, say)[number]
+        last = ended_in(line, self.storage, self._reporter.say)[number]
         return {**unflatten(trainers_in(last.manifest)[number], last.tensors(mapped=True)), **saved}
 
     @HEARTBEAT.waiting()
-    def look(self, say: Callable[[str], None]) -> tuple[int, Any] | None:
+    def look(self) -> tuple[int, Any] | None:
         """Returns step and tree of the newest valid checkpoint that this worker sees."""
         try:
-            checkpoint = find_checkpoint(self.storage, say) if self.storage is not None else None
+            checkpoint = find_checkpoint(self.storage, self._reporter.say) if self.storage is not None else None
             if checkpoint is None or not trainers_in(checkpoint.manifest):
                 return None
             return checkpoint.step, unflatten(checkpoint.manifest["tree"], checkpoint.tensors())
         except CheckpointError as error:
-            say(str(error))
+            self._reporter.say(str(error))
             return None
 
     @HEARTBEAT.waiting()
-    def find(self, say: Callable[[str], None]) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:
+    def find(self) -> tuple[int, dict[str, Any], dict[str, torch.Tensor]] | None:
         """Returns step, manifest and tensors of the newest valid checkpoint, the same on every worker. A worker that
         cannot see it receives it from one that can. Collective.
         """
-        storage, group = self.storage, self.team.group
+        storage, group, say = self.storage, self.team.group, self._reporter.say
         checkpoint: Checkpoint | None = None
         if storage is not None and (group.rank == 0 or not storage.shared):
             checkpoint = find_checkpoint(storage, say)

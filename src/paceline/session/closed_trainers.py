@@ -130,25 +130,25 @@ def release(run: Run) -> None:
     """Releases the trainers that have ended on all workers. Collective."""
     operations = run.team.transactions
     stays = run.servers is not None or run.serving is not None  # see above
-    if not run.classes or stays or operations.waiting or (run.passing and not run.took_step):
+    if not run.trainers.classes or stays or operations.waiting or (run.script.replays):
         return
-    numbers = _common(run, sorted(run.ended))
+    numbers = _common(run, sorted(run.trainers.ended))
     if not numbers:
         return
     weak: dict[int, list[Any]] = {}
     for number in numbers:
         weak[number] = _release(run, number)
-    for number, member in enumerate(run.members):
+    for number, member in enumerate(run.trainers.members):
         if isinstance(member, Ended) and member.viewed is not None:
             weak[number], member.viewed = [weakref.ref(member.viewed)], None
-    run.view_models()
+    run.trainers.update_models()
     if any(reference() is not None for references in weak.values() for reference in references):
         gc.collect()  # a scheduler and its optimizer, or a user's own objects, hold each other
     for number in _common(run, sorted(number for number, (model, *_) in weak.items() if model() is not None)):
-        member = run.members[number]
+        member = run.trainers.members[number]
         assert isinstance(member, Ended)
         member.viewed = weak[number][0]()
-    run.view_models()
+    run.trainers.update_models()
     give_back()
 
 
@@ -164,26 +164,26 @@ def _common(run: Run, numbers: list[int]) -> list[int]:
 
 def _release(run: Run, number: int) -> list[Any]:
     """Writes the last weights of a trainer and frees its memory. Returns weak references to model and optimizers."""
-    member: Any = run.members[number]
+    member: Any = run.trainers.members[number]
     member.flush()
-    run.saving.copied()  # of a checkpoint that is being written
+    run.checkpoints.copied()  # of a checkpoint that is being written
     line = _written(run, number, line_of(member.snapshot()), member.model)
-    run.forget(number, Ended.of(member, line))
+    run.trainers.forget(number, Ended.of(member, line))
     return list(member.dismantle())
 
 
 def _written(run: Run, number: int, line: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Writes the tensors of a line to a file and returns the line without them. Collective."""
-    saving = run.saving
+    saving = run.checkpoints
     if saving.storage is None:  # nobody resumes, or joins
         return {name: value for name, value in line.items() if name not in _TENSORS}
     tree: dict[str, Any] = {"trainers": [{}] * number + [{name: line[name] for name in _TENSORS}], "results": []}
-    subject = StateSnapshot(run.step, lambda: tree, model.parameters, run.about)
+    subject = StateSnapshot(run.trainers.step, lambda: tree, model.parameters, run.state.about)
     trouble = saving.put_aside(subject, last_weights(saving.storage, number))
-    run.tell_saved()
+    run.checkpoints.report()
     if trouble is not None:
         return {**line, "model": {name: _copied(value) for name, value in line["model"].items()}}
-    return {name: value for name, value in line.items() if name not in _TENSORS} | {"closed": run.step}
+    return {name: value for name, value in line.items() if name not in _TENSORS} | {"closed": run.trainers.step}
 
 
 def _copied(value: Any) -> Any:

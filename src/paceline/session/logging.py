@@ -15,6 +15,7 @@ from paceline.plan import Plan
 from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.consistency import Weights
 from paceline.session.reported_values import Followed, agree
+from paceline.session.reporter import Reporter
 from paceline.session.run import Run
 
 
@@ -29,15 +30,16 @@ def _medium(name: str, value: Any) -> Any:
 def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: str) -> None:
     """Journals which workers were healed, and tells the user."""
     shown, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
-    step = run.members[trainer].steps_done
-    run.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
-    run.say(f"healed: {ranks(workers)} had another {shown}{more}, {when}, and took what the majority has")
+    step = run.trainers.members[trainer].steps_done
+    run.reporter.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
+    run.reporter.say(f"healed: {ranks(workers)} had another {shown}{more}, {when}, and took what the majority has")
 
 
 class TrainerLogging:
     """The part of the Trainer that logs values."""
 
     _run: Run
+    _reporter: Reporter
     _group: Group
     _number: int
     best: BestCheckpoint
@@ -47,7 +49,7 @@ class TrainerLogging:
 
     def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
         for one in self.followed:
-            one.offer(values, self._run.step)
+            one.offer(values, self._run.trainers.step)
         return values
 
     def _weights(self, job: TrainingJob, mesh: Mesh) -> Weights:
@@ -55,7 +57,7 @@ class TrainerLogging:
         apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
         heals = self._run.team.world.heal
         if heals and apart:
-            self._run.say(f"--heal does nothing under {apart}=: workers do not have the same there", once=True)
+            self._reporter.say(f"--heal does nothing under {apart}=: workers do not have the same there", once=True)
         made = Weights(job, mesh, not apart, partial(_healed, self._run, self._number) if heals and not apart else None)
         made.trainer = self._number
         return made
@@ -72,11 +74,14 @@ class TrainerLogging:
             values = {name: value for name, value in values.items() if name not in media}
             self._keep(media)
         if values or not media:
-            self._run.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
+            self._reporter.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
         reported, whose = dict[str, float](), ""
         for one in followed:
-            value = one.find_value(values, "log()", self._run.say)
-            if value is not None and one.seen != (self._run.step, value):  # evaluate() has not just reported it
+            value = one.find_value(values, "log()", self._reporter.say)
+            if value is not None and one.seen != (
+                self._run.trainers.step,
+                value,
+            ):  # evaluate() has not just reported it
                 reported[one.name], whose = value, whose or one.whose
         if reported:
             self._report(partial(agree, self._group, reported, whose), self._offer)
@@ -85,33 +90,34 @@ class TrainerLogging:
         """Returns values that all workers compute together, and updates what follows them; in a resumed run the
         recorded values.
         """
-        recorded = self._run.replays
-        values = dict(self._run.outside(settle, apply, spends, self._take_over))
+        self._run.need_team()
+        recorded = self._run.results.has_next
+        values = dict(self._run.results.run(settle, apply, spends, self._take_over))
         for one in self.followed if recorded else ():
-            one.replay(values, self._run.step)
+            one.replay(values, self._run.trainers.step)
         return values
 
     def _take_over(self, values: dict[str, Any]) -> dict[str, Any]:
         """Takes values that other workers have computed, after this worker took over their state."""
         for one in self.followed:
-            (one.replay if one is not self.best else one.offer)(values, self._run.step)
+            (one.replay if one is not self.best else one.offer)(values, self._run.trainers.step)
         return values
 
     def _keep(self, media: dict[str, Any]) -> None:
-        run, folder = self._run, self._run.folder
-        for name, one in media.items() if run.main and folder is not None else ():
+        reporter, folder = self._reporter, self._run.folder.path
+        for name, one in media.items() if reporter.main and folder is not None else ():
             try:
                 event_fields = one.event(folder, name, self.steps_done)
             except OSError as error:
-                run.say(f"{name} is not kept: {folder} cannot be written ({error.strerror})", once=True)
+                reporter.say(f"{name} is not kept: {folder} cannot be written ({error.strerror})", once=True)
             else:
-                run.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **event_fields)
+                reporter.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **event_fields)
 
     def log_to(self, logger: Any) -> None:
         """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.
         Called by all workers. Raises UsageError.
         """
-        self._run.loggers.add(logger, self._run.say)
+        self._reporter.loggers.add(logger, self._reporter.say)
 
     def config(self, *unnamed: Any, **values: Any) -> None:
         """Keeps what the run is made with, as ``trainer.config(lr=3e-4, width=512, **vars(arguments))``: numbers, texts
@@ -124,4 +130,4 @@ class TrainerLogging:
             if value is not None and not isinstance(value, (bool, int, float, str)):
                 what = f"config() is given {a(type(value).__name__)} as {name}"
                 raise UsageError(what, "give numbers, texts and bools: str() of it, or its parts by names")
-        self._run.journal.write("config", trainer=self._number, values=values)
+        self._reporter.journal.write("config", trainer=self._number, values=values)

@@ -71,7 +71,7 @@ class StepContext:
         mesh, balance = replica.mesh, None
         lockstep = not (plan.local or plan.in_windows)
         if grid is not None and lockstep and run.team.world.shares is None and plan.together == 1:
-            balance = Balance(grid, self.transactions.members, run.reverse or plan.one_by_one, mesh.unit)
+            balance = Balance(grid, self.transactions.members, run.check.reverse or plan.one_by_one, mesh.unit)
         self.shares = WorkerShares(run, trainer, mesh, plan.together, balance)
         self.scaling = LossScale() if plan.precision == "fp16" else None
         self.done, self.expected = 0, 0.0
@@ -79,7 +79,9 @@ class StepContext:
         self.figures = StepFigures(run, trainer, job, plan)
         self.noise = GradNoiseScale()
         self.bound_generation: int | None = None  # the one whose group gave the memory of gradient sums
-        self.stops: Callable[[], bool] = lambda: run.notice is not None  # whether this worker wants the team to stop
+        self.stops: Callable[[], bool] = lambda: (
+            run.notices.stop_signal is not None
+        )  # whether this worker wants the team to stop
         self.on_new_generation: Callable[[], None] | None = None  # after `rebind`, what the plan needs besides
         self.waiting_since = time.perf_counter()  # when the last step ended
         self.layout: VectorLayout | None = None
@@ -87,10 +89,10 @@ class StepContext:
         self.spent: dict[str, float] = {}  # by the last step
         self.kinds = {name: (param.dtype, param.device) for name, param in job.named.items()}  # at the beginning
         replica.error_feedback.trainer = trainer
-        run.error_feedback.append(replica.error_feedback)
+        run.trainers.error_feedback.append(replica.error_feedback)
         self.contributions: list[Callable[[], Mapping[str, float]]] = []
-        if run.saving.storage is not None:
-            self.contributions.append(lambda: {"save": run.wants_save(), **run.saving.fields})
+        if run.checkpoints.storage is not None:
+            self.contributions.append(lambda: {"save": run.wants_save(), **run.checkpoints.fields})
         if self.transactions.world.orders_fd is not None:
             self.contributions.append(lambda: {"enter": self.transactions.newcomers})
         if replica.codec is not None:
@@ -118,7 +120,7 @@ class StepContext:
             test_merging=self.merging.undecided and not self.plan.one_by_one,
             record_buffers=self.group.size > 1 or self.plan.exact,
             check_loss=self.plan.together == 1 and count > 1 and self.replica.mesh.pipeline == 1,
-            reverse=self.run.reverse,
+            reverse=self.run.check.reverse,
             hooked="hooks" in self.notes.announced,
             advice=step.batch.cure,
             fault_point=self.transactions.fault_point,
@@ -127,7 +129,7 @@ class StepContext:
 
     def restore_state(self) -> None:
         """Restores what the code of a step has changed in `trainer.state`."""
-        for member in self.run.members:
+        for member in self.run.trainers.members:
             if member.state:
                 member.state.step_again()
 
@@ -148,16 +150,16 @@ class StepContext:
         links, chosen = reports[0][2]
         if new := group.measure(links):
             measured = {"pairs": group.links, "over": group.interface}
-            self.run.journal.write("links", **measured)
-            self.run.say(f"the link between hosts: {links_of(measured)}", once=True)
+            self.run.reporter.journal.write("links", **measured)
+            self.run.reporter.say(f"the link between hosts: {links_of(measured)}", once=True)
         # The first worker is the one that has been in the team for the longest time.
         self.shares.reform(operations.members, reports[0][0], self.done)
         self.weights.kinds, self.weights.due = [kind for _, kind, *_ in reports], True
         for text in feedback.formed([known for *_, known in reports], resumed=operations.number == 0):
-            self.run.say(text, once=True)
+            self.run.reporter.say(text, once=True)
         if decided := feedback.describe(partial(share_of_sums, self.plan, self.job, group.size)):
-            self.run.decide(self.trainer, *decided)
-            self.run.say(": ".join(decided), once=True)
+            self.run.reporter.decide(self.trainer, *decided)
+            self.run.reporter.say(": ".join(decided), once=True)
         if feedback.go_on(chosen, new):
             self.choose_codecs(anew=False)
         self.layout, self.bound_generation, self.updated = None, operations.number, 0.0
@@ -166,8 +168,8 @@ class StepContext:
 
     def choose_codecs(self, anew: bool) -> None:
         for what, why in self.replica.error_feedback.choose(anew):
-            self.run.decide(self.trainer, what, why)
-            self.run.say(what)
+            self.run.reporter.decide(self.trainer, what, why)
+            self.run.reporter.say(what)
 
     def current_assignment(self) -> Assignment:
         """Returns the assignment in the present team, also before its first step: then nobody knows what the others
@@ -210,7 +212,7 @@ class StepContext:
         """
         self.grid, job, rule = grid, self.job, self.plan.lr_scaling
         if rule and grid.global_batch != before:
-            self.run.say(follow_batch(rule, before, grid.global_batch, job.optimizers, job.schedulers))
+            self.run.reporter.say(follow_batch(rule, before, grid.global_batch, job.optimizers, job.schedulers))
         self.shares.set_grid(grid)
 
 

@@ -50,9 +50,9 @@ class StepFigures:
         plan, run = self._plan, self._run
         mesh, peak = plan.mesh(run.team.size), peak_memory(self._job.device)
         # Of trainers in turn an earlier one may have been larger.
-        process_bytes = peak if peak > self._peak or not run.several else memory_now(self._job.device)
+        process_bytes = peak if peak > self._peak or len(run.trainers.members) <= 1 else memory_now(self._job.device)
         held["process"] = max(process_bytes - besides, sum(held.values()))
-        run.journal.write("memory", trainer=self._trainer, **held)
+        run.reporter.journal.write("memory", trainer=self._trainer, **held)
         steps, sent = max(self.made - 1, 1), {k: n - self._before.get(k, 0) for k, n in self._sent().items()}
         observed: dict[str, Any] = {"seconds": self.busy / steps, "waited": self.waited / steps}
         observed["sent"] = {kind: round(count / steps) for kind, count in sent.items() if count}
@@ -64,7 +64,7 @@ class StepFigures:
         predicted, measured = zip(*reports[: self._plan.mesh(len(reports)).replica], strict=True)
         details = {"stages": [{"blocks": blocks} for blocks in describe_blocks(self._job)], "workers": len(reports)}
         details |= {"micro_batches": self._micro_batches, "predicted": predicted, "measured": measured}
-        self._run.journal.write("figures", trainer=self._trainer, plan=str(self._plan), **details)
+        self._run.reporter.journal.write("figures", trainer=self._trainer, plan=str(self._plan), **details)
 
     def _sent(self) -> dict[str, float]:
-        return self._run.traffic.of(self._trainer)
+        return self._run.reporter.traffic.of(self._trainer)

@@ -41,14 +41,14 @@ class StepNotes:
             self.announced.add(kind)
             what, why = news[kind]
             if why:
-                self._run.decide(self._trainer, what, why)
+                self._run.reporter.decide(self._trainer, what, why)
             else:
                 self.note(what, done)
 
     def note(self, text: str, done: int) -> None:
         """Writes a note into the journal, and on the console once."""
-        self._run.journal.write("note", trainer=self._trainer, step=done, text=text)
-        self._run.say(text, once=True)
+        self._run.reporter.journal.write("note", trainer=self._trainer, step=done, text=text)
+        self._run.reporter.say(text, once=True)
 
     def _note_empty(self, step: Step) -> None:
         """Notes a step in which no row counts; on the console only the first, tenth, hundredth, ... one."""
@@ -58,9 +58,9 @@ class StepNotes:
         text = f"the loss of {steps} counts 0 rows or tokens in the whole global batch: no weight was changed"
         if self._empty > 1:
             text += f", as {self._empty - 1} times before"
-        self._run.journal.write("note", trainer=self._trainer, step=done, text=text)
+        self._run.reporter.journal.write("note", trainer=self._trainer, step=done, text=text)
         if str(self._empty).strip("0") == "1":
-            self._run.say(text)
+            self._run.reporter.say(text)
 
     def _name_unused(self, unused: tuple[int, ...], done: int) -> None:
         """Names the parameters that got no gradient, once: with a mixture of experts they differ from step to step.
@@ -72,7 +72,7 @@ class StepNotes:
             return
         self.announced.add("unused")
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-        self._run.say(
+        self._run.reporter.say(
             f"{len(names)} of {len(self._job.named)} parameters got no gradient in step {done} and were left as "
             f"they are: {shown}; that is right for experts that no row chose, while parameters that are never used are "
             "better frozen with requires_grad_(False) before the Trainer is made; this is said once",

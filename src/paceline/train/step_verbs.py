@@ -31,8 +31,8 @@ def begin_step(context: StepContext, name: str) -> Step:
     if not torch.is_grad_enabled():
         what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
         raise UsageError(what, "put these around the part of the body that is meant")
-    if context.run.several:
-        context.run.traffic.turn(context.trainer)
+    if context.len(run.trainers.members) > 1:
+        context.reporter.traffic.turn(context.trainer)
     return Step(context.done, float(context.job.optimizers[0].param_groups[0]["lr"]), name)
 
 
@@ -56,7 +56,7 @@ def open_attempt(context: StepContext, step: Step) -> None:
     HEARTBEAT.beat()
     if context.transactions.fault_point is not None:
         context.transactions.fault_point("loading")
-    for member in context.run.members:
+    for member in context.run.trainers.members:
         if member.state:
             member.state.step_begins()
     looks, context.weights.refused = context.run.team.size > 1 and context.weights.looks(step.number), True
@@ -182,7 +182,7 @@ def examine(context: StepContext, step: Step) -> None:
     if step.agreed.streams and step.agreed.lengths_differ:
         refuse_lengths(context.replica.team, step.batch.read)
     refuse_nonfinite(context, step)
-    for member in context.run.members:
+    for member in context.run.trainers.members:
         if member.state:
             member.state.step_computed()
 
@@ -212,12 +212,14 @@ def update(context: StepContext, step: Step, norm: float) -> list[Any]:
     if step.ahead is not None:
         buffers, expected = context.replica.grad_buffers.sums, step.options.expected
         step.ahead.end(buffers, dict(vars(agreed)), norm, expected, sums.records)
-    context.run.saving.copied()
+    context.run.checkpoints.copied()
     context.replica.update(sums, agreed, step.options, norm)
     context.done, context.weights.refused = step.done, False
     context.expected = agreed.count or context.expected
     if context.scaling is not None and (why := context.scaling.took(step.scale)):
-        context.run.decide(context.trainer, f"loss scale {context.scaling.scale:g} from step {context.done + 1}", why)
+        context.reporter.decide(
+            context.trainer, f"loss scale {context.scaling.scale:g} from step {context.done + 1}", why
+        )
     account_update(context, step, began)
     return [dict(vars(agreed)), norm, step.lr, [step.batch.rows, step.batch.epoch]]
 
@@ -339,7 +341,7 @@ def _learn(context: StepContext, step: Step) -> None:
             learn_merging(context, step, sums, step.spent["compute"])
         if step.agreed.sq_norm_rows:
             for news in context.noise.learn(step.agreed, step.norm, step.batch.rows):
-                context.run.journal.write("noise", trainer=context.trainer, step=context.done, **news)
+                context.reporter.journal.write("noise", trainer=context.trainer, step=context.done, **news)
 
 
 def learn_merging(context: StepContext, step: Step, sums: StepSums, seconds: float) -> None:
@@ -347,4 +349,4 @@ def learn_merging(context: StepContext, step: Step, sums: StepSums, seconds: flo
     share = step.batch.share
     decision = context.merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
     if decision is not None:
-        context.run.decide(context.trainer, *decision)
+        context.reporter.decide(context.trainer, *decision)

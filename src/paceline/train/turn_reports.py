@@ -29,11 +29,11 @@ def exchange_reports(
     """
     group, run = context.run.team.group, context.run
     wants = {
-        "stop": run.notice is not None,
+        "stop": run.notices.stop_signal is not None,
         "save": run.wants_save(step.steps),
         "enter": context.transactions.newcomers,
         "look": group.rank == 0 and group.size > 1 and context.weights.wish,
-        **run.saving.fields,
+        **run.checkpoints.fields,
     }
     state = {"trouble": trouble and [trouble.what, trouble.cure], "news": context.notes.untold()}
     group.declare(step.name, check=False, kind="turns")

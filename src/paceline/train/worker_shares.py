@@ -67,13 +67,13 @@ class WorkerShares:
             self._write(balance, change, step.done)
         if balance.news:
             for what, why in balance.news:
-                self.run.decide(self.trainer, what, why)
+                self.run.reporter.decide(self.trainer, what, why)
             balance.news.clear()
         for what, why in balance.settled():
-            self.run.say(f"{what}: {why}")
+            self.run.reporter.say(f"{what}: {why}")
         if (balance.weights, balance.fine) != before:
             self.renew()
 
     def _write(self, balance: Balance, change: Change, step: int) -> None:
         about = {"trainer": self.trainer, "step": step, "workers": balance.workers}
-        self.run.journal.write("shares", **about, **dataclasses.asdict(change))
+        self.run.reporter.journal.write("shares", **about, **dataclasses.asdict(change))

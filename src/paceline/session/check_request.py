@@ -1,0 +1,45 @@
+"""What `paceline check` and `paceline explain` ask of a run that they start."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Never
+
+import torch
+
+from paceline.checkpoint.export import write_together
+from paceline.comm.communicator import Group
+from paceline.compute.job import TrainingJob
+from paceline.compute.state_dict import in_pieces
+from paceline.session.notices import Notices
+from paceline.session.reporter import Reporter
+
+
+class CheckRequest:
+    """The request of `paceline check` (the weights after so many `steps`) or `paceline explain` (a forecast), if one of
+    them started this run.
+    """
+
+    def __init__(self, request: str | None, reporter: Reporter, notices: Notices) -> None:
+        fields: dict[str, Any] = json.loads(request) if request else {}
+        self.steps: int | None = fields.get("steps")
+        self.explain: tuple[str, int] | None = fields.get("explain")  # the plan, and for how many workers
+        self.reverse = bool(fields.get("reverse"))  # micro-batches are summed in the opposite order
+        self._out: str = fields.get("out", "")
+        self._reporter, self._notices = reporter, notices
+
+    def write_weights(self, job: TrainingJob, group: Group, mixes: str, step: int) -> Never:
+        """Writes the weights after the last `step` of a check, and ends the script."""
+        params = dict(job.model.named_parameters())
+        with torch.no_grad():
+            double = in_pieces({name: p.double() for name, p in params.items()}, job.cuts, job.shard_index)
+        write_together(double, Path(f"{self._out}.safetensors"), self._reporter.main, job.replica, group)
+        dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
+        self.answer({"dtype": dtype, "mixes": mixes, "steps": step})
+
+    def answer(self, result: Any) -> Never:
+        """Writes the `result`, and ends the script."""
+        if self._reporter.main:
+            Path(f"{self._out}.json").write_text(json.dumps(result))
+        self._notices.end_script(0)

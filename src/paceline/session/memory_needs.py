@@ -1,0 +1,56 @@
+"""The memory that the plans of a run need, to explain why it ran out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.base.environment import World
+from paceline.base.memory import advice, machine_memory
+from paceline.compute.state_dict import held
+from paceline.errors import OutOfMemoryError, first_line
+from paceline.session.script_position import ScriptPosition
+from paceline.session.training_loop import RegisteredTrainer
+from paceline.session.validation import private_memory
+
+
+class MemoryNeeds:
+    """The memory of the process before the first model exists (`baseline_bytes`), and what all `members` need."""
+
+    def __init__(self, members: Sequence[RegisteredTrainer]) -> None:
+        self._members = members
+        self.baseline_bytes = 0
+
+    def measure_baseline(self, given: Any) -> None:
+        """Measures the baseline before the first trainer is made; `given` is a model that the script has made already,
+        or a function.
+        """
+        if not self._members:
+            models = held(given.parameters()) if isinstance(given, torch.nn.Module) else 0
+            self.baseline_bytes = private_memory() - models
+
+    def report(self, world: World, script: ScriptPosition) -> None:
+        """Tells the agent before the first step what each plan needs: it then explains a kill for lack of memory."""
+        if world.events_fd is not None and not script.took_step:
+            world.tell("needs", plans=self._plans(), besides=self.baseline_bytes)
+
+    def explain(self, error: torch.OutOfMemoryError, device: torch.device) -> OutOfMemoryError:
+        """Returns the error to raise, with advice, after torch ran out of memory in a step on this `device`."""
+        cuda = device.type == "cuda"
+        available = torch.cuda.mem_get_info(device)[1] if cuda else machine_memory()
+        what, cure = advice(self._plans(), 0 if cuda else self.baseline_bytes, available)
+        return OutOfMemoryError(f"{what} ({first_line(error)})", cure)
+
+    def _plans(self) -> list[tuple[str, list[int]]]:
+        """Returns the needs of all trainers together, by plan, if their plans are the same."""
+        first, *others = [needs for member in self._members if (needs := member.needs())]
+        totals = [(text, list(sizes)) for text, sizes in first]
+        for needs in others:
+            if [text for text, _ in needs] == [text for text, _ in totals]:
+                totals = [
+                    (text, [a + b for a, b in zip(sizes, more, strict=True)])
+                    for (text, sizes), (_, more) in zip(totals, needs, strict=True)
+                ]
+        return totals
