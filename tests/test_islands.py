@@ -29,7 +29,7 @@ from paceline import Trainer, plateau, stream_seed
 from paceline.base.batching import deal
 from paceline.base.journal import read_journal
 from paceline.errors import PacelineError, UsageError
-from paceline.local_sgd.diloco import assign_islands
+from paceline.local_sgd.island_migration import assign_islands
 from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log
 

@@ -20,8 +20,11 @@ from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
 from paceline.data.loader import Assignment
 from paceline.errors import NonFiniteLossError, UsageError
-from paceline.local_sgd.diloco import OUTER, DiLoCo, unstack_first
-from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
+from paceline.local_sgd.diloco import DiLoCo
+from paceline.local_sgd.island_checkpoint import IslandCheckpoint, describe_changed_islands, unstack_first
+from paceline.local_sgd.island_migration import reassign_islands, share_micro_batches
+from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress, Islands
+from paceline.local_sgd.merging import OUTER
 from paceline.local_sgd.quorum import MergeQuorum, missed, part, report_dropped_rows
 from paceline.local_sgd.streaming_diloco import StreamingDiLoCo
 from paceline.session.worker_batch import WorkerBatch
@@ -51,10 +54,10 @@ def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None)
     if wrong:
         raise UsageError(f"local={count}: {wrong}", cure)
     streams = plan.fragments or plan.outer_codec
-    islands = (StreamingDiLoCo if streams else DiLoCo)(replica, run.team.group, mesh, plan)
+    diloco = (StreamingDiLoCo if streams else DiLoCo)(replica, run.team.group, mesh, plan)
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
-    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
+    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{diloco.description}"
     run.say(f"{what}, with {each} of the micro-batches of each global batch")
     why = "the plan says local=: the result is that of so many, whoever computes them"
     if plan.quorum:
@@ -62,7 +65,7 @@ def build_local_sgd_runner(mesh: Mesh, about: dict[str, Any], grid: Grid | None)
         why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
     run.decide(about["trainer"], what, why)
     quorum = MergeQuorum(run, about["trainer"], count, plan.quorum)
-    return LocalSgdRunner(**about, grid=grid, every=plan.every, islands=islands, quorum=quorum)
+    return LocalSgdRunner(**about, grid=grid, every=plan.every, algorithm=diloco, quorum=quorum)
 
 
 class BrokenOffError(Exception):
@@ -80,7 +83,7 @@ class LocalSgdRunner(StepRunner):
     lockstep = False
 
     every: int = 1
-    islands: DiLoCo | None = None
+    algorithm: DiLoCo | StreamingDiLoCo | None = None
     quorum: MergeQuorum | None = None
 
     def __post_init__(self) -> None:
@@ -90,15 +93,18 @@ class LocalSgdRunner(StepRunner):
         self._late: dict[str, Any] = {}  # which islands were late in the round, and what they missed
         self._trouble: NonFiniteLossError | None = None  # raised by an island of this team
         self.get_assignment = self._batch_assignment
-        if self.islands is not None:
-            self.islands.trainer = self.trainer
-            self.run.error_feedback.append(self.islands)
-            self.islands.recall = self._recall
+        self.island_checkpoint = IslandCheckpoint(self.islands, self.diloco.outer, self.trainer)
+        self.run.error_feedback.append(self.island_checkpoint)
+        self.islands.read_saved_island = self._read_saved_island
 
     @property
-    def diloco(self) -> DiLoCo:
-        assert self.islands is not None
-        return self.islands
+    def diloco(self) -> DiLoCo | StreamingDiLoCo:
+        assert self.algorithm is not None
+        return self.algorithm
+
+    @property
+    def islands(self) -> Islands:
+        return self.diloco.islands
 
     @property
     def merging_by(self) -> MergeQuorum:
@@ -111,7 +117,7 @@ class LocalSgdRunner(StepRunner):
 
     def _batch_assignment(self) -> Assignment:
         """Assigns the next global batch of the round to those islands of this worker's team that have not had it."""
-        isles, team = self.diloco, self.diloco.team
+        isles, team = self.islands, self.replica.team
         assignment = self.run.team.get_assignment(isles.mesh)
         units = isles.mesh.over(team.size)
         first = isles.mesh.unit_of(self.run.team.rank) - units.unit_of(team.rank)
@@ -126,20 +132,22 @@ class LocalSgdRunner(StepRunner):
 
     def _due(self) -> list[int]:
         return [
-            i for i in self.diloco.team_islands if i not in self.diloco.work or self.diloco.work[i].at <= self._ahead
+            i
+            for i in self.islands.local_islands
+            if i not in self.islands.progress or self.islands.progress[i].at <= self._ahead
         ]
 
     def rebind(self, name: str) -> None:
         """Prepares a new generation: assigns islands to its teams, and reports the work that was lost."""
         super().rebind(name)
         self.merging_by.write()
-        for message in self.diloco.rebind():
+        for message in reassign_islands(self.islands, restart=self.diloco.repeats_rounds):
             self.run.say(message)
             self.run.decide(self.trainer, *message.split(": ", 1))
-        for island, rows in self.diloco.lost.items():
+        for island, rows in self.islands.lost_rows.items():
             self.run.journal.write("uncounted", trainer=self.trainer, step=self.done, island=island, rows=rows)
 
-    def _recall(self, island: int) -> list[Any]:
+    def _read_saved_island(self, island: int) -> list[Any]:
         """Reads an island's state from the last checkpoint: [its step, the trainer's steps, the state], or []."""
         if (checkpoint := self.run.saving.look(self.run.say)) is None:
             return []
@@ -161,57 +169,55 @@ class LocalSgdRunner(StepRunner):
         """The trainer's state for a checkpoint, with the state of each island in place of the optimizers'."""
         state = super().state(done)
         common = {key: state[key] for key in ("model", "owed", "steps", "expected", "scaling")}
-        return {**common, "islands": self.diloco.state(done)}
+        return {**common, "islands": self.island_checkpoint.state(done)}
 
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
         """Loads a state, and says if it changes the mathematics, as another number of islands does."""
         self.replica.load(saved)
         self.done, self.expected = saved["steps"], saved["expected"]
         kept = saved.get("islands") or {}
-        change = self.diloco.load(kept, self.done)
+        change = describe_changed_islands(kept, self.islands.count, self.diloco.streams)
+        self.island_checkpoint.load(kept, self.done)
         if newcomer and "each" in kept:
             report_dropped_rows(self.run, self.trainer, kept.get("late") or {}, self.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
-            change = f"training goes on in {self.diloco.count} islands, each with what the optimizer keeps"
+            change = f"training goes on in {self.islands.count} islands, each with what the optimizer keeps"
         if change:
             self.run.say(f"changed mathematics: {change}")
 
     def memory(self) -> dict[str, int]:
         """The bytes in use by kind, with the weights and optimizer states of islands."""
-        sizes, (weights, kept) = super().memory(), self.diloco.most
+        sizes, (weights, kept) = super().memory(), self.diloco.peak_bytes
         return sizes | {"parameters": sizes["parameters"] + weights, "optimizer": max(sizes["optimizer"], kept)}
 
     def measured(self, reports: Sequence[list[dict[str, Any]]]) -> None:
         """Ends a loop: what late islands have begun is reported and dropped."""
         super().measured(reports)
-        report_dropped_rows(self.run, self.trainer, self.diloco.late, self.done, "training was stopped")
-        self.diloco.drop()
+        report_dropped_rows(self.run, self.trainer, self.islands.late, self.done, "training was stopped")
+        self.islands.drop_late()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         """The number of micro-batches of each unit, as islands are assigned at first; `weights` do not matter."""
-        return self.diloco.shares(batches)
+        return share_micro_batches(self.islands, batches)
 
     def _attempt(self, step: StepAttempt, deal: Callable[..., Any], name: str) -> TransactionBody:
-        isles = self.diloco
+        diloco, isles = self.diloco, self.islands
         with ExitStack() as undo:
             began = time.perf_counter()
             undo.callback(self._again)
             self._open(step, name)
-            isles.begin()
-            undo.callback(isles.rest)
+            diloco.begin_round()
+            undo.callback(isles.leave)
             undo.callback(self.replica.abort)
             with self.streams.preserved():
                 made = self._run(step, deal)
-            isles.rest()
+            isles.leave()
             computed = time.perf_counter()
             if made:
                 self.merging_by.wait()
             merged, late = self._meet(step, name, computed - began, made)
             after = step.number + step.steps
-            isles.pend(after, merged, late)
-            isles.merge(name, merged)
-            isles.guard(after, merged)
-            isles.weigh()
+            diloco.sum_outer_gradients(name, after, merged, late)
             for member in self.run.members:
                 member.state.step_computed()
             step.spent["compute"] = computed - began - step.spent["data"]
@@ -219,7 +225,7 @@ class LocalSgdRunner(StepRunner):
             undo.pop_all()
         reduced = time.perf_counter()
         self.run.saving.copied()
-        isles.apply(count, after)
+        diloco.outer_step(count, after)
         self.done, self.weights.refused = after, False
         ended = time.perf_counter()
         self.updated = ended - reduced
@@ -238,7 +244,7 @@ class LocalSgdRunner(StepRunner):
     def _run(self, step: StepAttempt, deal: Callable[..., Any]) -> bool:
         """Runs the round's steps of this team's islands, and returns whether all were made without a break-off."""
         step.batch, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
-        isles, quorum, most, last = self.diloco, self.merging_by, self.run.team.world.max_steps, False
+        isles, quorum, most, last = self.islands, self.merging_by, self.run.team.world.max_steps, False
         self._sizes, self._trouble, ready = [], None, list[int]()
         quorum.begin(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
         for ahead in range(self.every):
@@ -256,36 +262,36 @@ class LocalSgdRunner(StepRunner):
             for island in due:
                 if self.transactions.interrupted:
                     raise ReformedError("another generation forms", "wait")
-                before, ready = ready, [i for i in isles.team_islands if isles.work[i].steps >= self.every]
-                if isles.speaks and ready != before:
+                before, ready = ready, [i for i in isles.local_islands if isles.progress[i].steps >= self.every]
+                if isles.is_reporter and ready != before:
                     quorum.tell(step.number, (), ready, last=False)
                 try:
                     stops = self._step_of(island, replace(one, whose=f" of island {island}"))
                     if stops and (ahead + 1 < self.every or island != due[-1]):
-                        isles.break_off()
+                        self.diloco.after_last_inner_step(breaks_off=True)
                         return False
                 except NonFiniteLossError as error:
                     self._trouble = error
                     quorum.void(step.number)
-                    isles.break_off()
+                    self.diloco.after_last_inner_step(breaks_off=True)
                     return False
-            if isles.passed(ahead + 1):
+            if self.diloco.after_inner_step(ahead + 1):
                 return False
-        if isles.ended():
+        if self.diloco.after_last_inner_step():
             return False
-        if isles.speaks:
+        if isles.is_reporter:
             quorum.tell(
-                step.number, isles.team_islands, (), last or (most is not None and self.run.step + step.steps >= most)
+                step.number, isles.local_islands, (), last or (most is not None and self.run.step + step.steps >= most)
             )
         return True
 
     def _step_of(self, island: int, step: StepAttempt) -> bool:
         """Runs one step of an island on all replicas of its team, and returns whether one of their workers stops."""
         assert self.grid is not None
-        batch, progress = step.batch, self.diloco.enter(island)
-        run, rows = part(self.grid, batch.rows, island, self.diloco.count)
+        batch, progress = step.batch, self.islands.enter(island)
+        run, rows = part(self.grid, batch.rows, island, self.islands.count)
         if not rows:
-            self.diloco.skip(progress)
+            self.islands.skip_step(island)
             return False
         step.batch = replace(batch, micro_batches=[m for m in batch.micro_batches if m.index in run], rows=rows)
         step.lr = float(self.job.optimizers[0].param_groups[0]["lr"])
@@ -297,7 +303,7 @@ class LocalSgdRunner(StepRunner):
         self._refuse(step)
         if step.agreed.count <= 0:
             self.replica.abort(again=True)
-            self.diloco.skip(progress, rows)
+            self.islands.skip_step(island, rows)
             return step.agreed.stop > 0
         norm = self._norm(step)
         assert step.sums is not None
@@ -307,7 +313,7 @@ class LocalSgdRunner(StepRunner):
         self.replica.complete()
         progress.torn = False
         progress.inner.expected = step.agreed.count
-        progress.add(step.agreed, norm, step.lr, rows)
+        progress.add_step(step.agreed, norm, step.lr, rows)
         self._merge(step, step.sums, seconds)
         HEARTBEAT.beat()
         return step.agreed.stop > 0
@@ -319,10 +325,10 @@ class LocalSgdRunner(StepRunner):
 
         Returns the islands to merge, and {island: [steps, rows]} of the late ones.
         """
-        isles, group, run, decided = self.diloco, self.run.team.group, self.run, self.merging_by.decided
+        isles, group, run, decided = self.islands, self.run.team.group, self.run, self.merging_by.decided
         team_report = {
-            "islands": [[i, *_describe_progress(isles.work[i])] for i in isles.team_islands if i in isles.work]
-            if isles.speaks
+            "islands": [[i, *_describe_progress(isles.progress[i])] for i in isles.local_islands if i in isles.progress]
+            if isles.is_reporter
             else [],
             "sizes": self._sizes,
             "epoch": step.batch.epoch,
@@ -365,7 +371,7 @@ class LocalSgdRunner(StepRunner):
         a team that has seen all batches of the round; `progress` has what each island did.
         """
         assert self.grid is not None
-        sizes, count = longest["sizes"], self.diloco.count
+        sizes, count = longest["sizes"], self.islands.count
         at = {island: progress[island][0] if island in progress else 0 for island in range(count)}
         gone = {str(island): where for island, where in missed(self.grid, sizes, step.number, at, count)}
         late = sorted({*at}.difference(merged))
@@ -427,7 +433,8 @@ def leave_islands(stepper: StepRunner, saved: Mapping[str, Any]) -> None:
     inner = unstack_first(saved["each"]["0"])
     stepper.replica.updater.load(inner)
     stepper.expected = inner["expected"]
-    InnerOptimizerState.of(inner, stepper.done).keep_up(stepper.replica, stepper.done)  # it may have been late
+    state = InnerOptimizerState.from_tree(inner, stepper.done)
+    state.advance_schedules(stepper.replica, stepper.done)  # the island may have been late
     stepper.run.say(
         "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
         "that of the others and of the merges is dropped"
