@@ -25,7 +25,7 @@ from paceline.local_sgd.island_checkpoint import IslandCheckpoint, describe_chan
 from paceline.local_sgd.island_migration import reassign_islands, share_micro_batches
 from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress, Islands
 from paceline.local_sgd.merging import OUTER
-from paceline.local_sgd.quorum import MergeQuorum, missed, part, report_dropped_rows
+from paceline.local_sgd.quorum import MergeQuorum, island_batches, missed_rows, report_dropped_rows
 from paceline.local_sgd.streaming_diloco import StreamingDiLoCo
 from paceline.session.worker_batch import WorkerBatch
 from paceline.team.transactions import ReformedError, TransactionBody
@@ -140,7 +140,7 @@ class LocalSgdRunner(StepRunner):
     def rebind(self, name: str) -> None:
         """Prepares a new generation: assigns islands to its teams, and reports the work that was lost."""
         super().rebind(name)
-        self.merging_by.write()
+        self.merging_by.journal_late()
         for message in reassign_islands(self.islands, restart=self.diloco.repeats_rounds):
             self.run.say(message)
             self.run.decide(self.trainer, *message.split(": ", 1))
@@ -159,7 +159,7 @@ class LocalSgdRunner(StepRunner):
         """Runs a round. Returns None if it was broken off because all workers stop."""
         try:
             step = super().run_step(deal, name)
-            self.merging_by.name(self.done, self._late)
+            self.merging_by.report_late(self.done, self._late)
             return step
         except BrokenOffError as end:
             self.run.agreed(end.agreed)
@@ -246,7 +246,7 @@ class LocalSgdRunner(StepRunner):
         step.batch, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
         isles, quorum, most, last = self.islands, self.merging_by, self.run.team.world.max_steps, False
         self._sizes, self._trouble, ready = [], None, list[int]()
-        quorum.begin(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
+        quorum.begin_round(len(isles.mesh.over(self.run.team.size).teams(isles.count)))
         for ahead in range(self.every):
             self._ahead = ahead
             due, began = self._due(), time.perf_counter()
@@ -264,7 +264,7 @@ class LocalSgdRunner(StepRunner):
                     raise ReformedError("another generation forms", "wait")
                 before, ready = ready, [i for i in isles.local_islands if isles.progress[i].steps >= self.every]
                 if isles.is_reporter and ready != before:
-                    quorum.tell(step.number, (), ready, last=False)
+                    quorum.report(step.number, (), ready, last=False)
                 try:
                     stops = self._step_of(island, replace(one, whose=f" of island {island}"))
                     if stops and (ahead + 1 < self.every or island != due[-1]):
@@ -272,7 +272,7 @@ class LocalSgdRunner(StepRunner):
                         return False
                 except NonFiniteLossError as error:
                     self._trouble = error
-                    quorum.void(step.number)
+                    quorum.report_void(step.number)
                     self.diloco.after_last_inner_step(breaks_off=True)
                     return False
             if self.diloco.after_inner_step(ahead + 1):
@@ -280,7 +280,7 @@ class LocalSgdRunner(StepRunner):
         if self.diloco.after_last_inner_step():
             return False
         if isles.is_reporter:
-            quorum.tell(
+            quorum.report(
                 step.number, isles.local_islands, (), last or (most is not None and self.run.step + step.steps >= most)
             )
         return True
@@ -289,7 +289,7 @@ class LocalSgdRunner(StepRunner):
         """Runs one step of an island on all replicas of its team, and returns whether one of their workers stops."""
         assert self.grid is not None
         batch, progress = step.batch, self.islands.enter(island)
-        run, rows = part(self.grid, batch.rows, island, self.islands.count)
+        run, rows = island_batches(self.grid, batch.rows, island, self.islands.count)
         if not rows:
             self.islands.skip_step(island)
             return False
@@ -373,7 +373,7 @@ class LocalSgdRunner(StepRunner):
         assert self.grid is not None
         sizes, count = longest["sizes"], self.islands.count
         at = {island: progress[island][0] if island in progress else 0 for island in range(count)}
-        gone = {str(island): where for island, where in missed(self.grid, sizes, step.number, at, count)}
+        gone = {str(island): where for island, where in missed_rows(self.grid, sizes, step.number, at, count)}
         late = sorted({*at}.difference(merged))
         took = {str(island): taken for island, taken in at.items()} if late or gone else {}
         self._late = {"merged": merged, "late": late, "took": took, "missed": gone}
