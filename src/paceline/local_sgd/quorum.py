@@ -55,8 +55,8 @@ class MergeQuorum:
 
     def _send(self, step: int, made: Sequence[int], ready: Sequence[int], quorum: int, void: bool = False) -> None:
         transactions = self.run.team.transactions
-        report: dict[str, Any] = {"turn": transactions.done, "number": transactions.number, "trainer": self.trainer, "step": step}
-        report |= {"made": [*made], "ready": [*ready], "count": self.count, "quorum": quorum, "void": void}
+        report: dict[str, Any] = {"turn": transactions.done, "number": transactions.number, "trainer": self.trainer}
+        report |= {"step": step, "made": [*made], "ready": [*ready], "count": self.count, "quorum": quorum, "void": void}
         transactions.world.tell("round", told=report)
 
     def wait(self) -> None:
