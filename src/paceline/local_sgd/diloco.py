@@ -58,8 +58,7 @@ class DiLoCo:
         self.islands.prepare(steps, merged, late, {})
         self._sums = sum_islands(self.islands, name, merged, self.islands.params)
         copy_sole_states(self.islands, steps, merged)
-        sums = [*self._sums.params, *self._sums.buffers]
-        self.peak_bytes = self.islands.measure(self.outer, sums)
+        self.peak_bytes = self.islands.measure(self.outer, [*self._sums.params, *self._sums.buffers])
 
     @torch.no_grad()
     def outer_step(self, count: float, steps: int) -> None:

@@ -82,7 +82,7 @@ def consolidate_islands(islands: Islands) -> Generator[Any, Any, None]:
         has = [island in holds[number * size] for number in replicas]
         for number in replicas if any(has) else ():
             if not has[number]:
-                _send_state(islands, islands.inner_states, island, has.index(True), number)
+                _send_state(islands, islands.steps, island, has.index(True), number)
     yield lambda: None
     islands.consolidated_after = islands.steps
     yield None
@@ -104,7 +104,7 @@ def copy_sole_states(islands: Islands, steps: int, merged: Collection[int]) -> N
         near = [other for other in others if hosts[other * size] == hosts[number * size]]
         for island in (island for island in computes[number] if island in merged):
             if near and sum(island in one for one in computes) == 1:
-                _send_state(islands, islands.inner_states_after[steps], island, number, near[0])
+                _send_state(islands, steps, island, number, near[0])
 
 
 def _begin_states(islands: Islands) -> bool:
@@ -142,31 +142,23 @@ def _bring_state(islands: Islands, island: int, replicas: Sequence[int], holds: 
         if number in holders and origin == island:
             continue
         near = [other for other in holders if group.hosts[other * size] == group.hosts[number * size]]
-        _send_state(islands, islands.inner_states, origin, (near or holders)[0], number, into=island)
+        _send_state(islands, islands.steps, origin, (near or holders)[0], number, into=island)
     if message and island in islands.inner_states:  # the other island sends its residual itself
         islands.inner_states[island].drop_residual()
     return message
 
 
-def _send_state(
-    islands: Islands,
-    states: dict[int, InnerOptimizerState],
-    island: int,
-    source: int,
-    target: int,
-    into: int | None = None,
-) -> None:
-    """Sends an island's state from replica `source` to `target`, as that of `into` (default: the same island)."""
-    into, size, rank = island if into is None else into, islands.mesh.replica, islands.group.rank
-    shard_index = rank % size
-    if rank == source * size + shard_index:
-        if source == target:
-            states[into] = states[island].clone()
-        else:
-            islands.group.send_bytes(pack(states[island].to_tree(islands.replica)), target * size + shard_index)
-    elif rank == target * size + shard_index:
-        tree = unpack(islands.group.receive_bytes(source * size + shard_index))
-        states[into] = InnerOptimizerState.from_tree(tree, islands.steps)
+def _send_state(islands: Islands, steps: int, island: int, source: int, target: int, into: int | None = None) -> None:
+    """Sends an island's state after `steps` steps from replica `source` to `target`, as that of island `into`."""
+    states, into = islands.inner_states_after[steps], island if into is None else into
+    size, rank = islands.mesh.replica, islands.group.rank
+    sender, receiver = (number * size + rank % size for number in (source, target))
+    if rank == sender == receiver:
+        states[into] = states[island].clone()
+    elif rank == sender:
+        islands.group.send_bytes(pack(states[island].to_tree(islands.replica)), receiver)
+    elif rank == receiver:
+        states[into] = InnerOptimizerState.from_tree(unpack(islands.group.receive_bytes(sender)), islands.steps)
 
 
 def _bring_progress(
@@ -194,11 +186,11 @@ def _bring_progress(
             )
             continue
         for number in (number for number in replicas_with[island] if has[number] != has[source]):
-            if group.rank == source * size + shard_index:
-                group.send_bytes(pack(islands.progress[island].to_tree(islands.replica)), number * size + shard_index)
-            elif group.rank == number * size + shard_index:
-                tree = unpack(group.receive_bytes(source * size + shard_index))
-                islands.progress[island] = IslandProgress.from_tree(tree, islands.steps)
+            sender, receiver = source * size + shard_index, number * size + shard_index
+            if group.rank == sender:
+                group.send_bytes(pack(islands.progress[island].to_tree(islands.replica)), receiver)
+            elif group.rank == receiver:
+                islands.progress[island] = IslandProgress.from_tree(unpack(group.receive_bytes(sender)), islands.steps)
 
 
 def _steps_taken(islands: Islands) -> list[list[int]]:

@@ -56,7 +56,8 @@ class MergeQuorum:
     def _send(self, step: int, made: Sequence[int], ready: Sequence[int], quorum: int, void: bool = False) -> None:
         transactions = self.run.team.transactions
         report: dict[str, Any] = {"turn": transactions.done, "number": transactions.number, "trainer": self.trainer}
-        report |= {"step": step, "made": [*made], "ready": [*ready], "count": self.count, "quorum": quorum, "void": void}
+        report |= {"step": step, "made": [*made], "ready": [*ready]}
+        report |= {"count": self.count, "quorum": quorum, "void": void}
         transactions.world.tell("round", told=report)
 
     def wait(self) -> None:

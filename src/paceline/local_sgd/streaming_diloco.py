@@ -331,7 +331,7 @@ class QuantizedOuterSync:
                 outputs[0].copy_(inputs[0])
             else:
                 yield from hosts.all_to_all(outputs, inputs, fingerprint)
-            sums = self._sum_stretches(outputs, sent, stretches, flight)
+            sums = self._sum_stretches(flight, stretches, sent, outputs)
             local_sums = torch.cat([sums[i] for i in sent[twins.rank]] or [torch.empty(0, dtype=torch.uint8)])
             longest = max(sum(self._code_bytes(stretches[i]) for i in senders) for senders in sent.values())
             gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(twins.size)]
@@ -374,23 +374,23 @@ class QuantizedOuterSync:
         return codes
 
     def _sum_stretches(
-        self,
-        received: Sequence[torch.Tensor],
-        sent: Mapping[int, list[int]],
-        stretches: Sequence[range],
-        flight: InFlightFragment,
+        self, flight: InFlightFragment, stretches: Sequence[range], sent: Mapping[int, list[int]], codes: Sequence[Any]
     ) -> dict[int, torch.Tensor]:
-        """Decodes and sums the stretches of local islands, and returns the codes of the sums by island."""
-        local_islands, codes = self._islands.local_islands, dict[tuple[int, int], torch.Tensor]()
+        """Decodes and sums the stretches of local islands, and returns the codes of the sums by island.
+
+        `sent` has the islands whose codes each replica sends, `codes` what this worker has received from it.
+        """
+        local_islands, received = self._islands.local_islands, dict[tuple[int, int], torch.Tensor]()
         for number, senders in sent.items():
             pairs = [(sender, owner) for sender in senders for owner in local_islands]
-            codes |= zip(pairs, received[number].split([self._code_bytes(stretches[o]) for _, o in pairs]), strict=True)
+            sizes = [self._code_bytes(stretches[owner]) for _, owner in pairs]
+            received |= zip(pairs, codes[number].split(sizes), strict=True)
         sums = {}
         for owner in local_islands:
             length = len(stretches[owner])
             total = torch.zeros(length, dtype=torch.float64)
             for sender in range(self._islands.count):
-                total += self._decode(codes[sender, owner], length)
+                total += self._decode(received[sender, owner], length)
             sums[owner] = self._encode(total)
             flight.omitted[owner] = total - self._decode(sums[owner], length)
         return sums
