@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import signal
 import sys
@@ -23,6 +24,7 @@ from oracle import apart
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 from warm import Process, environment
 
 from paceline import Trainer, plateau, stream_seed
@@ -299,6 +301,29 @@ def test_single_steps_are_refused(run: Any) -> None:
         "step() brings the rows of one step, and under local=2 a turn of the loop has several; "
         "use steps(), or leave local=2 out"
     )
+
+
+@pytest.mark.parametrize("plan", ["local=3 every=2 outer=sgd:1", "local=3 every=2 outer=sgd:1 fragments=1 delay=1"])
+def test_islands_keep_no_copy_of_the_weights_between_rounds(plan: str, run: Any) -> None:
+    """With optimizers that keep nothing, there are as many tensors of the weight's size as without islands."""
+
+    def storages() -> set[int]:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        return {one.untyped_storage().data_ptr() for one in tensors if one.numel() == 4099}
+
+    def made_by(plan: str) -> list[int]:
+        before = storages()
+        trainer = Trainer(
+            lambda: nn.Linear(1, 4099, bias=False),
+            lambda output, batch: output.mean(),
+            lambda params: torch.optim.SGD(params, lr=0.1),
+            6,
+            plan=f"micro=2 {plan}",
+        )
+        return [len(storages() - before) for _ in trainer.steps(TensorDataset(torch.ones(12, 1)), count=4)]
+
+    assert {*made_by(plan)} == {*made_by("data=1")}
 
 
 def test_who_has_an_island_keeps_it() -> None:

@@ -332,7 +332,7 @@ class Islands:
     def commit(self, steps: int) -> None:
         """Puts the state after `steps` steps into effect, also on a worker that received the weights from another."""
         self.progress, self.late = self._prepared[1:] if self._prepared[0] == steps else ({}, {})
-        self.steps = steps
+        self.steps, self.anchor = steps, []
 
     def drop_late(self) -> None:
         """Drops the progress of late islands: they begin the next round with the merged weights."""
