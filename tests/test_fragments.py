@@ -27,7 +27,7 @@ from paceline.base.environment import World
 from paceline.comm.communicator import Group
 from paceline.comm.compression import coded_sum
 from paceline.errors import PlanError
-from paceline.local_sgd.island_state import InnerOptimizerState
+from paceline.local_sgd.island_state import InnerOptimizerState, WorkerGroup
 from paceline.local_sgd.streaming_diloco import InFlightFragment, QuantizedOuterSync
 from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log
@@ -304,13 +304,14 @@ def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
     work = {island: SimpleNamespace(inner=InnerOptimizerState()) for island in range(3)}
     isles = SimpleNamespace(
         count=3,
-        team_islands=[0, 1, 2],
-        teams=[([0], [0, 1, 2])],
-        work=work,
+        local_islands=[0, 1, 2],
+        groups=[WorkerGroup([0], [0, 1, 2])],
+        progress=work,
         twins=Group(World()),
-        _names_of=lambda part: names,
     )
-    coded = QuantizedOuterSync(coded_sum(word).code, isles)  # type: ignore[arg-type]
+    code = coded_sum(word).code
+    assert code is not None
+    coded = QuantizedOuterSync(code, isles)  # type: ignore[arg-type]
     sent, deltas, apart = 0.0, 0.0, []
     for _ in range(5):
         each = {i: [torch.randn(shape, generator=draw, dtype=torch.float64) for shape in shapes] for i in range(3)}
@@ -321,9 +322,9 @@ def test_what_codes_leave_out_is_kept(word: str, default: None) -> None:
         flight = InFlightFragment(
             [torch.zeros(shape, dtype=torch.float64) for shape in shapes], torch.ones(2, dtype=torch.float64)
         )
-        coded.start(flight, [0, 1, 2], given)
-        flight.land(isles.twins)
-        coded.keep(flight, [0, 1, 2])
+        coded.start(flight, names, given)
+        flight.wait(isles.twins)
+        coded.keep_omitted(flight, names)
         sent += torch.cat([total.view(-1) for total in flight.totals])
         deltas += sum(torch.cat([delta.view(-1) for delta in some]) for some in each.values())
         left = sum(one.inner.extra["left"][name].view(-1).sum() for one in work.values() for name in names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import signal
 import sys
@@ -23,13 +24,14 @@ from oracle import apart
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
 from warm import Process, environment
 
 from paceline import Trainer, plateau, stream_seed
 from paceline.base.batching import deal
 from paceline.base.journal import read_journal
 from paceline.errors import PacelineError, UsageError
-from paceline.local_sgd.diloco import assign_islands
+from paceline.local_sgd.island_migration import assign_islands
 from paceline.team.coordinator import STOPPED
 from paceline.team.fault_injection import read_log
 
@@ -299,6 +301,24 @@ def test_single_steps_are_refused(run: Any) -> None:
         "step() brings the rows of one step, and under local=2 a turn of the loop has several; "
         "use steps(), or leave local=2 out"
     )
+
+
+@pytest.mark.parametrize(
+    ("plan", "size"), [("local=3 every=2 outer=sgd:1", 4099), ("local=3 every=2 outer=sgd:1 fragments=1 delay=1", 4127)]
+)
+def test_islands_keep_no_copy_of_the_weights_between_rounds(plan: str, size: int, run: Any) -> None:
+    """With optimizers that keep nothing, the weight is the only tensor of its size."""
+    trainer = Trainer(
+        lambda: nn.Linear(1, size, bias=False),
+        lambda output, batch: output.mean(),
+        lambda params: torch.optim.SGD(params, lr=0.1),
+        6,
+        plan=f"micro=2 {plan}",
+    )
+    for _ in trainer.steps(TensorDataset(torch.ones(12, 1)), count=4):
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.numel() == size]
+        assert len({one.untyped_storage().data_ptr() for one in tensors}) == 1
 
 
 def test_who_has_an_island_keeps_it() -> None:

@@ -1,4 +1,4 @@
-"""A team's side of merges by quorum: reports its islands, waits for the decision, names the late ones."""
+"""A worker group's side of merges by quorum: reports its islands, waits for the decision, reports late islands."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from paceline.session.run import Run
 
 @dataclass
 class MergeQuorum:
-    """Decides with the coordinator how long a merge waits: for `least` of the trainer's `count` islands, or for all."""
+    """Agrees with the coordinator how long a merge waits: for `least` of the trainer's `count` islands, or for all."""
 
     run: Run
     trainer: int
     count: int
     least: int | None
-    waits: bool = False  # for a decision of the coordinator; False with one team, or without a coordinator
+    waits: bool = False  # for a decision of the coordinator; False with one worker group, or without a coordinator
     _last: dict[str, Any] = field(default_factory=dict)  # the late islands that the journal does not have yet
     _times: Counter[int] = field(default_factory=Counter)  # how often each island was late
 
-    def begin(self, teams: int) -> None:
-        """Begins a round among `teams` teams."""
-        self.waits = self.least is not None and teams > 1 and self.run.team.transactions.elastic
-        if self.least is not None and teams > 1 and not self.waits:
+    def begin_round(self, groups: int) -> None:
+        """Begins a round among `groups` worker groups."""
+        self.waits = self.least is not None and groups > 1 and self.run.team.transactions.elastic
+        if self.least is not None and groups > 1 and not self.waits:
             what = f"quorum={self.least} has no coordinator here"
             self.run.reporter.say(f"{what}, which decides who is late: merges wait for all islands", once=True)
 
@@ -41,57 +41,51 @@ class MergeQuorum:
         """Whether to run no further step of the round."""
         return self.run.notices.stop_signal is not None or self.decided is not None
 
-    def tell(self, step: int, made: Sequence[int], ready: Sequence[int], last: bool) -> None:
-        """Reports this team's islands that have completed the round that begins at `step` (`made`), or could be merged
+    def report(self, step: int, made: Sequence[int], ready: Sequence[int], last: bool) -> None:
+        """Reports this group's islands that have completed the round that begins at `step` (`made`), or could be merged
         before they have (`ready`). The `last` merge of a loop waits for all islands, so that no work is left over.
         """
         if self.waits:
-            self._tell(step, made, ready, self.count if last or self.least is None else self.least)
+            self._send(step, made, ready, self.count if last or self.least is None else self.least)
 
-    def void(self, step: int) -> None:
+    def report_void(self, step: int) -> None:
         """Reports that the round is void."""
         if self.run.team.transactions.elastic:
-            self._tell(step, (), (), self.count, void=True)
+            self._send(step, (), (), self.count, void=True)
 
-    def _tell(self, step: int, made: Sequence[int], ready: Sequence[int], quorum: int, void: bool = False) -> None:
-        operations = self.run.team.transactions
-        report: dict[str, Any] = {"turn": operations.done, "number": operations.number, "trainer": self.trainer}
-        report |= {
-            "step": step,
-            "made": [*made],
-            "ready": [*ready],
-            "count": self.count,
-            "quorum": quorum,
-            "void": void,
-        }
-        operations.world.tell("round", told=report)
+    def _send(self, step: int, made: Sequence[int], ready: Sequence[int], quorum: int, void: bool = False) -> None:
+        transactions = self.run.team.transactions
+        report: dict[str, Any] = {"turn": transactions.done, "number": transactions.number, "trainer": self.trainer}
+        report |= {"step": step, "made": [*made], "ready": [*ready]}
+        report |= {"count": self.count, "quorum": quorum, "void": void}
+        transactions.world.tell("round", told=report)
 
     def wait(self) -> None:
         """Waits, after the round's last step, for the decision which islands are merged, or until all workers stop."""
         if self.waits:
             self.run.team.transactions.await_merge(lambda: self.run.notices.stop_signal is not None)
 
-    def write(self) -> None:
+    def journal_late(self) -> None:
         """Writes the late islands to the journal. A new generation does so again: the worker that wrote may be lost."""
         if self._last and self.run.reporter.main:
             self.run.reporter.journal.write("late", trainer=self.trainer, **self._last)
             self._last = {}
 
-    def name(self, step: int, outcome: Mapping[str, Any]) -> None:
-        """Reports which islands were late for the merge after `step`, and which rows no island has taken."""
+    def report_late(self, step: int, outcome: Mapping[str, Any]) -> None:
+        """Tells users which islands were late for the merge after `step`, and which rows no island has taken."""
         self._last = {"step": step, **outcome} if outcome["late"] or outcome["missed"] else {}
         if not self._last:
             return
-        self.write()
+        self.journal_late()
         missed = {int(island): where for island, where in outcome["missed"].items()}
         for island in sorted({*outcome["late"]} | {*missed}):
             self._times[island] += 1
-            if self._times[island] & (self._times[island] - 1):  # said by and by
+            if self._times[island] & (self._times[island] - 1):  # at the 1st, 2nd, 4th, 8th, ... time
                 continue
             which = "without" if island in outcome["late"] else "with"
             text = f"the merge after step {step} is {which} island {island}"
             if island in missed:
-                text += f", which came too late for {_rows(missed[island])}: they are not trained on"
+                text += f", which came too late for {_describe_rows(missed[island])}: they are not trained on"
             if times := self._times[island] - 1:
                 text += f"; so it was {plural(times, 'time')} before"
             self.run.reporter.say(text)
@@ -107,25 +101,25 @@ def report_dropped_rows(run: Run, trainer: int, late: Mapping[Any, Sequence[int]
         )
 
 
-def _rows(where: Sequence[int]) -> str:
+def _describe_rows(where: Sequence[int]) -> str:
     first, last, rows = where
     return f"{plural(rows, 'row')} of step{'s' if last > first else ''} {first}" + f" to {last}" * (last > first)
 
 
-def part(grid: Grid, rows: int, island: int, count: int) -> tuple[range, int]:
-    """An island's micro-batches of a global batch of `rows` rows, and how many rows these have."""
+def island_batches(grid: Grid, rows: int, island: int, count: int) -> tuple[range, int]:
+    """Returns an island's micro-batches of a global batch of `rows` rows, and how many rows these have."""
     cuts = grid.cut(rows)
-    run = deal(len(cuts), [1.0] * count)[island]
-    return run, sum(len(cuts[number]) for number in run)
+    numbers = deal(len(cuts), [1.0] * count)[island]
+    return numbers, sum(len(cuts[number]) for number in numbers)
 
 
-def missed(grid: Grid, sizes: Sequence[int], first: int, at: Mapping[int, int], count: int) -> Iterator[Any]:
+def missed_rows(grid: Grid, sizes: Sequence[int], first: int, at: Mapping[int, int], count: int) -> Iterator[Any]:
     """Yields (island, [first step, last step, rows]) of what each island has missed of a round; steps count from 1.
 
     `sizes` are the rows of the round's global batches, `first` is the step before the round, and `at` has the number
     of batches that each island has taken.
     """
     for island, taken in sorted(at.items()):
-        rows = sum(part(grid, size, island, count)[1] for size in sizes[taken:])
+        rows = sum(island_batches(grid, size, island, count)[1] for size in sizes[taken:])
         if rows:
             yield island, [first + taken + 1, first + len(sizes), rows]

@@ -18,9 +18,12 @@ from paceline.base.batching import add_metrics, deal
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.data.loader import Assignment
 from paceline.errors import NonFiniteLossError, UsageError
-from paceline.local_sgd.diloco import OUTER, DiLoCo, unstack_first
-from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress
-from paceline.local_sgd.quorum import MergeQuorum, missed, part, report_dropped_rows
+from paceline.local_sgd.diloco import DiLoCo
+from paceline.local_sgd.island_checkpoint import IslandCheckpoint, describe_changed_islands, unstack_first
+from paceline.local_sgd.island_migration import reassign_islands, share_micro_batches
+from paceline.local_sgd.island_state import InnerOptimizerState, IslandProgress, Islands
+from paceline.local_sgd.merging import OUTER
+from paceline.local_sgd.quorum import MergeQuorum, island_batches, missed_rows, report_dropped_rows
 from paceline.local_sgd.streaming_diloco import StreamingDiLoCo
 from paceline.session.worker_batch import WorkerBatch
 from paceline.team.transactions import ReformedError
@@ -67,17 +70,17 @@ def build_local_sgd(context: StepContext) -> LocalSgd:
     if wrong:
         raise UsageError(f"local={count}: {wrong}", cure)
     streams = plan.fragments or plan.outer_codec
-    islands = (StreamingDiLoCo if streams else DiLoCo)(replica, run.team.group, replica.mesh, plan)
+    diloco = (StreamingDiLoCo if streams else DiLoCo)(replica, run.team.group, replica.mesh, plan)
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
-    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{islands.manner}"
+    what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{diloco.description}"
     run.reporter.say(f"{what}, with {each} of the micro-batches of each global batch")
     why = "the plan says local=: the result is that of so many, whoever computes them"
     if plan.quorum:
         what += f"; a merge waits for {plan.quorum} of them and a grace window"
         why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
     run.reporter.decide(context.trainer, what, why)
-    return LocalSgd(context, islands, MergeQuorum(run, context.trainer, count, plan.quorum or 0))
+    return LocalSgd(context, diloco, MergeQuorum(run, context.trainer, count, plan.quorum or 0))
 
 
 def local_sgd_round(strategy: LocalSgd, batches: Batches) -> Step:
@@ -85,23 +88,20 @@ def local_sgd_round(strategy: LocalSgd, batches: Batches) -> Step:
 
     Returns it as a step of as many steps as an island has made. Raises BrokenOffError if all workers stop instead.
     """
-    context, islands, quorum = strategy.context, strategy.islands, strategy.quorum
+    context, diloco, islands, quorum = strategy.context, strategy.diloco, strategy.islands, strategy.quorum
     step = begin_step(context, batches.title.format(context.done + 1))
-    for attempt in attempts(context, islands.rest):  # again after a lost peer
+    for attempt in attempts(context, islands.leave):  # again after a lost peer
         with attempt:
             open_attempt(context, step)
-            islands.begin()
+            diloco.begin_round()
             with context.streams.preserved():
                 made = strategy.make_steps(step, batches)
-            islands.rest()
+            islands.leave()
             step.computed = time.perf_counter()
             if made:
                 quorum.wait()
             merged, late = strategy.exchange(step, made)  # what all teams and workers have made
-            islands.pend(step.done, merged, late)
-            islands.merge(step.name, merged)
-            islands.guard(step.done, merged)
-            islands.weigh()
+            diloco.sum_outer_gradients(step.name, step.done, merged, late)
             for member in context.run.trainers.members:
                 if member.state:
                     member.state.step_computed()
@@ -112,7 +112,7 @@ def local_sgd_round(strategy: LocalSgd, batches: Batches) -> Step:
         *result, step.steps, strategy.late = attempt.taken[1]
         take_over(context, step, *result)
     publish(context, step)
-    quorum.name(context.done, strategy.late)
+    quorum.report_late(context.done, strategy.late)
     return step
 
 
@@ -124,9 +124,9 @@ def island_step(strategy: LocalSgd, island: int, step: Step) -> bool:
     context, islands = strategy.context, strategy.islands
     assert context.grid is not None
     batch, progress = step.batch, islands.enter(island)
-    run, rows = part(context.grid, batch.rows, island, islands.count)
+    run, rows = island_batches(context.grid, batch.rows, island, islands.count)
     if not rows:
-        islands.skip(progress)
+        islands.skip_step(island)
         return False
     step.batch = replace(batch, micro_batches=[m for m in batch.micro_batches if m.index in run], rows=rows)
     step.lr = float(context.job.optimizers[0].param_groups[0]["lr"])
@@ -141,7 +141,7 @@ def island_step(strategy: LocalSgd, island: int, step: Step) -> bool:
     refuse_nonfinite(context, step)
     if step.agreed.count <= 0:
         context.replica.abort(again=True)
-        islands.skip(progress, rows)
+        islands.skip_step(island, rows)
         return step.agreed.stop > 0
     norm = grad_norm(context, step)
     assert step.sums is not None
@@ -151,7 +151,7 @@ def island_step(strategy: LocalSgd, island: int, step: Step) -> bool:
     context.replica.complete()
     progress.torn = False
     progress.inner.expected = step.agreed.count
-    progress.add(step.agreed, norm, step.lr, rows)
+    progress.add_step(step.agreed, norm, step.lr, rows)
     learn_merging(context, step, step.sums, seconds)
     HEARTBEAT.beat()
     return step.agreed.stop > 0
@@ -162,15 +162,16 @@ class LocalSgd:
 
     lockstep = False
 
-    def __init__(self, context: StepContext, islands: DiLoCo, quorum: MergeQuorum) -> None:
-        self.context, self.islands, self.quorum = context, islands, quorum
+    def __init__(self, context: StepContext, diloco: DiLoCo | StreamingDiLoCo, quorum: MergeQuorum) -> None:
+        self.context, self.diloco, self.quorum = context, diloco, quorum
+        self.islands: Islands = diloco.islands
         self.late: dict[str, Any] = {}  # which islands were late in the round, and what they missed
         self._ahead = 0  # the number of the current step within the round
         self._sizes: list[int] = []  # rows of each global batch of the round
         self._trouble: NonFiniteLossError | None = None  # raised by an island of this team
-        islands.trainer = context.trainer
-        context.run.trainers.error_feedback.append(islands)
-        islands.recall = self._recall
+        self._checkpoint = IslandCheckpoint(self.islands, diloco.outer, context.trainer)
+        context.run.trainers.error_feedback.append(self._checkpoint)
+        self.islands.read_saved_island = self._read_saved_island
         context.on_new_generation = self._rebind
         context.stops = lambda: quorum.stops
 
@@ -184,7 +185,7 @@ class LocalSgd:
 
     def assignment(self) -> Assignment:
         """Assigns the next global batch of the round to those islands of this worker's team that have not had it."""
-        isles, team, rank = self.islands, self.islands.team, self.context.run.team.rank
+        isles, team, rank = self.islands, self.context.replica.team, self.context.run.team.rank
         assignment = self.context.run.team.get_assignment(isles.mesh)
         units = isles.mesh.over(team.size)
         first = isles.mesh.unit_of(rank) - units.unit_of(team.rank)
@@ -198,19 +199,19 @@ class LocalSgd:
 
     def _due(self) -> list[int]:
         islands = self.islands
-        return [i for i in islands.team_islands if i not in islands.work or islands.work[i].at <= self._ahead]
+        return [i for i in islands.local_islands if i not in islands.progress or islands.progress[i].at <= self._ahead]
 
     def _rebind(self) -> None:
         """In a new generation: assigns islands to its teams, and reports the work that was lost."""
         run, trainer = self.context.run, self.context.trainer
-        self.quorum.write()
-        for message in self.islands.rebind():
+        self.quorum.journal_late()
+        for message in reassign_islands(self.islands, restart=self.diloco.repeats_rounds):
             run.reporter.say(message)
             run.reporter.decide(trainer, *message.split(": ", 1))
-        for island, rows in self.islands.lost.items():
+        for island, rows in self.islands.lost_rows.items():
             run.reporter.journal.write("uncounted", trainer=trainer, step=self.context.done, island=island, rows=rows)
 
-    def _recall(self, island: int) -> list[Any]:
+    def _read_saved_island(self, island: int) -> list[Any]:
         """Reads an island's state from the last checkpoint: [its step, the trainer's steps, the state], or []."""
         run = self.context.run
         if (checkpoint := run.checkpoints.look()) is None:
@@ -223,7 +224,7 @@ class LocalSgd:
         """The trainer's state for a checkpoint, with the state of each island in place of the optimizers'."""
         state = self.context.state()
         common = {key: state[key] for key in ("model", "owed", "steps", "expected", "scaling")}
-        return {**common, "islands": self.islands.state(done)}
+        return {**common, "islands": self._checkpoint.state(done)}
 
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
         """Loads a state, and says if it changes the mathematics, as another number of islands does."""
@@ -231,7 +232,8 @@ class LocalSgd:
         context.replica.load(saved)
         context.done, context.expected = saved["steps"], saved["expected"]
         kept = saved.get("islands") or {}
-        change = self.islands.load(kept, context.done)
+        change = describe_changed_islands(kept, self.islands.count, self.diloco.streams)
+        self._checkpoint.load(kept, context.done)
         if newcomer and "each" in kept:
             report_dropped_rows(run, context.trainer, kept.get("late") or {}, context.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
@@ -241,18 +243,18 @@ class LocalSgd:
 
     def memory(self) -> dict[str, int]:
         """The bytes in use by kind, with the weights and optimizer states of islands."""
-        sizes, (weights, kept) = self.context.replica.memory(), self.islands.most
+        sizes, (weights, kept) = self.context.replica.memory(), self.diloco.peak_bytes
         return sizes | {"parameters": sizes["parameters"] + weights, "optimizer": max(sizes["optimizer"], kept)}
 
     def end_loop(self) -> None:
         """Reports and drops what late islands have begun."""
         context = self.context
         report_dropped_rows(context.run, context.trainer, self.islands.late, context.done, "training was stopped")
-        self.islands.drop()
+        self.islands.drop_late()
 
     def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
         """The number of micro-batches of each unit, as islands are assigned at first; `weights` do not matter."""
-        return self.islands.shares(batches)
+        return share_micro_batches(self.islands, batches)
 
     # -- what islands do by themselves --------------------------------------------------------------------------
 
@@ -262,7 +264,7 @@ class LocalSgd:
         step.batch, step.steps, step.spent = WorkerBatch([], 0, 0), 0, {"data": 0.0}
         most, last, every = context.run.team.world.max_steps, False, context.plan.every or 1
         self._sizes, self._trouble, ready = [], None, list[int]()
-        quorum.begin(len(isles.mesh.over(context.run.team.size).teams(isles.count)))
+        quorum.begin_round(len(isles.mesh.over(context.run.team.size).teams(isles.count)))
         for ahead in range(every):
             self._ahead = ahead
             due, began = self._due(), time.perf_counter()
@@ -278,28 +280,28 @@ class LocalSgd:
             for island in due:
                 if context.transactions.interrupted:
                     raise ReformedError("another generation forms", "wait")
-                before, ready = ready, [i for i in isles.team_islands if isles.work[i].steps >= every]
-                if isles.speaks and ready != before:
-                    quorum.tell(step.number, (), ready, last=False)
+                before, ready = ready, [i for i in isles.local_islands if isles.progress[i].steps >= every]
+                if isles.is_reporter and ready != before:
+                    quorum.report(step.number, (), ready, last=False)
                 try:
                     whose = f" of island {island}"
                     name = f"step {one.number + 1}{whose}"
                     stops = island_step(self, island, replace(one, name=name, whose=whose))
                     if stops and (ahead + 1 < every or island != due[-1]):
-                        isles.break_off()
+                        self.diloco.after_last_inner_step(breaks_off=True)
                         return False
                 except NonFiniteLossError as error:
                     self._trouble = error
-                    quorum.void(step.number)
-                    isles.break_off()
+                    quorum.report_void(step.number)
+                    self.diloco.after_last_inner_step(breaks_off=True)
                     return False
-            if isles.passed(ahead + 1):
+            if self.diloco.after_inner_step(ahead + 1):
                 return False
-        if isles.ended():
+        if self.diloco.after_last_inner_step():
             return False
-        if isles.speaks:
+        if isles.is_reporter:
             ends = last or (most is not None and context.run.trainers.step + step.steps >= most)
-            quorum.tell(step.number, isles.team_islands, (), ends)
+            quorum.report(step.number, isles.local_islands, (), ends)
         return True
 
     # -- what all agree on --------------------------------------------------------------------------------------
@@ -311,8 +313,8 @@ class LocalSgd:
         """
         context, isles, decided = self.context, self.islands, self.quorum.decided
         team_report = {
-            "islands": [[i, *_describe_progress(isles.work[i])] for i in isles.team_islands if i in isles.work]
-            if isles.speaks
+            "islands": [[i, *_describe_progress(isles.progress[i])] for i in isles.local_islands if i in isles.progress]
+            if isles.is_reporter
             else [],
             "sizes": self._sizes,
             "epoch": step.batch.epoch,
@@ -359,7 +361,7 @@ class LocalSgd:
         grid, sizes, count = self.context.grid, longest["sizes"], self.islands.count
         assert grid is not None
         at = {island: progress[island][0] if island in progress else 0 for island in range(count)}
-        gone = {str(island): where for island, where in missed(grid, sizes, step.number, at, count)}
+        gone = {str(island): where for island, where in missed_rows(grid, sizes, step.number, at, count)}
         late = sorted({*at}.difference(merged))
         took = {str(island): taken for island, taken in at.items()} if late or gone else {}
         self.late = {"merged": merged, "late": late, "took": took, "missed": gone}
@@ -370,7 +372,7 @@ class LocalSgd:
         """Makes the merged weights those of all islands. Returns what a worker needs that takes the round over."""
         context, began = self.context, time.perf_counter()
         context.run.checkpoints.copied()
-        self.islands.apply(count, step.done)
+        self.diloco.outer_step(count, step.done)
         context.done, context.weights.refused = step.done, False
         account_update(context, step, began)
         sizes = [step.batch.rows, step.batch.epoch]
@@ -388,7 +390,8 @@ def leave_islands(context: StepContext, saved: Mapping[str, Any]) -> None:
     inner = unstack_first(saved["each"]["0"])
     context.replica.updater.load(inner)
     context.expected = inner["expected"]
-    InnerOptimizerState.of(inner, context.done).keep_up(context.replica, context.done)  # it may have been late
+    state = InnerOptimizerState.from_tree(inner, context.done)
+    state.advance_schedules(context.replica, context.done)  # the island may have been late
     context.reporter.say(
         "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
         "that of the others and of the merges is dropped"

@@ -1,22 +1,27 @@
-"""Streaming DiLoCo: merges fragments of the model while islands keep training.
+"""Streaming DiLoCo: merges fragments of the model one by one, while islands keep taking inner steps.
 
-Of a round of H steps and F fragments, the sum of fragment f = 0, 1, ... begins `delay` steps before the end of step
-(f + 1) * H // F, and travels while islands go on. Then the outer optimizer moves the fragment's weights, and all
-islands go on from these: what they made of them meanwhile is void. So nothing is under way when a round ends, and what
-it has made counts as a whole. Between two rounds the model holds what was merged last; what an island has come to in
-other fragments since their merges is its own.
+Douillard et al., "Streaming DiLoCo with overlapping communication", 2025. Of a round of H inner steps and F fragments:
 
-An island's part in a fragment's mean weighs as much as what it has counted since the fragment's last merge.
+1. Fragment f = 0, 1, ... is due at the end of step (f + 1) * H // F. `delay` steps before, all islands send what it
+   has moved from the anchor: the sum, its outer gradient, travels while islands take inner steps (overlap).
+2. The sums may travel as codes of few bits (`QuantizedOuterSync`).
+3. When the fragment is due, the outer optimizer moves its anchor, and all islands continue from there: their steps on
+   this fragment in the meantime are void.
+
+So nothing is on its way when a round ends, and the round counts as a whole. Between two rounds the model holds what was
+merged last; each island has weights of its own in the fragments that were merged earlier. An island's weight in the
+mean of a fragment is what it has counted since the fragment was last merged.
+
+The loop over inner steps is in `round.py`, which calls the public methods of `StreamingDiLoCo` in their order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,16 +38,20 @@ from paceline.compute.blocks import blocks_of
 from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import local
 from paceline.errors import PlanError
-from paceline.local_sgd.diloco import DiLoCo, outer_optimizer
+from paceline.local_sgd.island_migration import copy_sole_states
+from paceline.local_sgd.island_state import Islands
+from paceline.local_sgd.merging import OUTER, IslandSums, add_residual, merge_buffers, outer_optimizer, sum_islands
 from paceline.parallel.data_parallel import kinds
 from paceline.parallel.pipeline.partition import even
 from paceline.plan import Plan
 from paceline.train.replica import Replica
 
 
-def divided(job: TrainingJob, plan: Plan) -> list[range]:
-    """The numbers of the parameters of each fragment: whole blocks of the model and parameters beside them, in its
-    order, so that the largest is as small as can be. Raises PlanError where there are fewer of these.
+def divide_into_fragments(job: TrainingJob, plan: Plan) -> list[slice]:
+    """Divides the parameters into the plan's fragments, and returns the slice of each.
+
+    A fragment has whole blocks of the model and parameters beside them, in the model's order, so that the largest
+    fragment is as small as can be. Raises PlanError if there are more fragments than blocks and such parameters.
     """
     count, blocks, units = plan.fragments or 1, list(blocks_of(job.model)), list[tuple[str, int, int]]()
     for name, param in job.named.items():
@@ -58,26 +67,26 @@ def divided(job: TrainingJob, plan: Plan) -> list[range]:
         raise PlanError(what, f"say fragments={len(units)} or less")
     starts = even([size for _, size, _ in units], count)
     firsts = [sum(params for *_, params in units[:start]) for start in (*starts, len(units))]
-    return [range(first, end) for first, end in pairwise(firsts)]
+    return [slice(first, end) for first, end in pairwise(firsts)]
 
 
 @dataclass
 class InFlightFragment:
-    """The sum of one fragment, on its way between the teams.
+    """The sum of a fragment's outer gradient over the worker groups, on its way.
 
-    `totals` has the sum of each row; several of them travel together in one of `flats`. `tally` sums the counts, and
-    the teams that break off. Of a coded sum, `back` has what the codes of the sum left out, by the island that owns
-    the stretch.
+    `totals` has the sum of each parameter; several of them travel together in one of `flats`. `tally` sums the counts,
+    and the groups that break off the round. Of a sum as codes, `omitted` has what the codes of the sum leave out, by
+    the island that owns the stretch.
     """
 
     totals: list[torch.Tensor]
     tally: torch.Tensor
     flats: list[tuple[list[torch.Tensor], torch.Tensor]] = field(default_factory=list)
     works: list[dist.Work | None] = field(default_factory=list)
-    back: dict[int, torch.Tensor] = field(default_factory=dict)
+    omitted: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def land(self, group: Group) -> tuple[float, bool]:
-        """Waits for the sum. Returns the count, and whether any team breaks off the round."""
+    def wait(self, group: Group) -> tuple[float, bool]:
+        """Waits for the sum. Returns the count, and whether any worker group breaks off the round."""
         for work in self.works:
             group.finish(work)
         for totals, flat in self.flats:
@@ -87,305 +96,315 @@ class InFlightFragment:
         return count, broken > 0
 
 
-class StreamingDiLoCo(DiLoCo):
-    """The islands of a plan with `fragments` or `outer_codec`: fragments are merged within the round."""
+class MergedFragment(NamedTuple):
+    """The parameters of a fragment after its outer step in this round, and the outer optimizer's state of them."""
+
+    params: list[torch.nn.Parameter]
+    state: Mapping[Any, Any]
+
+
+class StreamingDiLoCo:
+    """Merges the islands of a plan with `fragments` or `outer_codec`, fragment by fragment within a round."""
+
+    streams = True  # whether fragments are merged within a round
 
     def __init__(self, replica: Replica, group: Group, mesh: Mesh, plan: Plan) -> None:
-        super().__init__(replica, group, mesh, plan)
-        self.parts, self.delay = divided(replica.job, plan), plan.delay or 0
-        count, every = len(self.parts), plan.every or 1
-        self._ends = [(number + 1) * every // count for number in range(count)]
-        self._streams = count > 1 or self.delay > 0
-        self.manner = f", in {count} fragments" if count > 1 else ""
-        self.manner += f", whose sums travel for {plural(self.delay, 'step')}" if self.delay else ""
-        self._coded = None if plan.outer_codec is None else QuantizedOuterSync(coded_sum(plan.outer_codec).code, self)
-        self.manner += f", as {plan.outer_codec}" if plan.outer_codec else ""
-        self._at_end = []
-        self._before: list[torch.Tensor] = []  # rows as they were when the round began
-        # Of each fragment: rows, and the optimizer's state.
-        self._merged: list[tuple[list[torch.nn.Parameter], Any]] = []
-        self._flight: InFlightFragment | None = None
+        self.islands = Islands(replica, group, mesh, plan.local or 1)
+        self._outer_word = plan.outer or OUTER
+        self.outer = outer_optimizer(self._outer_word, self.islands.params)
+        self.peak_bytes = 0, 0  # of weights beside those in the model, and of optimizer states
+        self._fragments, self._delay = divide_into_fragments(replica.job, plan), plan.delay or 0
+        count, every = len(self._fragments), plan.every or 1
+        self._due_steps = [(number + 1) * every // count for number in range(count)]
+        # Whether islands go on after a merge. Then a worker that is lost takes along what others have sent, and all
+        # islands repeat the round.
+        self.repeats_rounds = count > 1 or self._delay > 0
+        code = None if plan.outer_codec is None else coded_sum(plan.outer_codec).code
+        self._quantized = None if code is None else QuantizedOuterSync(code, self.islands)
+        self.description = f", in {count} fragments" if count > 1 else ""  # of how islands are merged, for users
+        self.description += f", whose sums travel for {plural(self._delay, 'step')}" if self._delay else ""
+        self.description += f", as {plan.outer_codec}" if plan.outer_codec else ""
+        self._anchor: list[torch.Tensor] = []  # of each parameter
+        self._merged: list[MergedFragment] = []
+        self._in_flight: InFlightFragment | None = None
+        self._buffer_sums = IslandSums([], [], [])
 
-    # -- a round ----------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def begin_round(self) -> None:
+        """Begins a round. Islands continue with their own weights in fragments merged before the last step."""
+        islands = self.islands
+        beginning = islands.begin_round()
+        self._anchor = islands.anchor_of(islands.params)
+        self._merged, self._in_flight = [], None
+        for island in beginning:
+            if weights := islands.progress[island].inner.extra.pop("weights", None):
+                islands.enter(island)
+                for name, param in zip(islands.names, islands.params, strict=True):
+                    local(param).copy_(weights[name])
+                islands.replica.complete()
+        islands.leave()
 
-    def rebind(self) -> Iterator[str]:
-        """Assigns islands to the teams of a new generation; streaming islands repeat the round from its start."""
-        yield from super().rebind()
-        if self._streams:  # what others had sent is gone: the round is done again from its start
-            self.work.clear()
-
-    def begin(self) -> None:
-        """Begins a round: islands go on from their own weights in fragments that were merged before the last step."""
-        fresh = [island for island in self.team_islands if island not in self.work]
-        super().begin()
-        positions = {
-            _memory(local(param)): position for position, param in enumerate(self.replica.job.model.parameters())
-        }
-        with torch.no_grad():
-            rows = map(local, self.rows)
-            self._before = [
-                self._start[positions[_memory(row)]] if _memory(row) in positions else row.clone() for row in rows
-            ]
-            self._merged, self._flight = [], None
-            for island in fresh:
-                if weights := self.work[island].inner.extra.pop("weights", None):
-                    self.enter(island)
-                    for number, name in enumerate(self._names_of(range(len(self.rows)))):
-                        local(self.rows[number]).copy_(weights[name])
-                    self.replica.complete()
-        self.rest()
-
-    def passed(self, step: int) -> bool:
-        """Starts and completes the merges that are due after this step of the round; True: a team breaks it off."""
+    def after_inner_step(self, step: int) -> bool:
+        """Starts and completes the merges that are due after inner step `step`. Returns whether a worker group breaks
+        the round off.
+        """
         number = len(self._merged)
-        if number == len(self.parts):
+        if number == len(self._fragments):
             return False
-        if step == self._ends[number] - self.delay:
-            self._launch()
-        return step == self._ends[number] and self._land()
+        if step == self._due_steps[number] - self._delay:
+            self._send_fragment()
+        return step == self._due_steps[number] and self._merge_fragment()
 
-    def ended(self) -> bool:
-        """Merges the fragments that a shorter round has not reached; True: a team breaks the round off."""
-        while len(self._merged) < len(self.parts):
-            if self._flight is None:
-                self._launch()
-            if self._land():
+    def after_last_inner_step(self, breaks_off: bool = False) -> bool:
+        """Merges the fragments that are left, after a shorter round. Returns whether a worker group breaks it off.
+
+        With `breaks_off` this group does: the others learn of it from the sum of the next fragment.
+        """
+        while len(self._merged) < len(self._fragments):
+            if self._in_flight is None:
+                self._send_fragment(breaks_off)
+            if self._merge_fragment():
                 return True
         return False
 
-    def break_off(self) -> None:
-        """Breaks the round off: the other teams learn of it from the next fragment's sum."""
-        while len(self._merged) < len(self.parts):
-            if self._flight is None:
-                self._launch(broken=True)
-            if self._land():
-                break
+    def sum_outer_gradients(self, name: str, steps: int, merged: Collection[int], late: dict[int, list[int]]) -> None:
+        """Sums what is left to merge at the end of the round: the buffers. Collective.
 
-    def _counted(self, island: int) -> list[float]:
-        """The count of an island since the last merge of each fragment."""
-        one = self.work[island]
-        before = one.inner.extra.get("counts", [])
-        if len(before) != len(self.parts):
-            before = one.inner.extra["counts"] = [0.0] * len(self.parts)
-        return [count + one.count for count in before]
+        Also prepares the islands' states after `steps` steps, which take effect with the outer step.
+        """
+        islands = self.islands
+        extra = {island: self._extra_state(island) for island in islands.local_islands if island in merged}
+        islands.prepare(steps, merged, late, extra)
+        self._buffer_sums = sum_islands(islands, name, merged)
+        copy_sole_states(islands, steps, merged)
+        made = [tensor for fragment in self._merged for tensor in (*fragment.params, *_tensors(fragment.state))]
+        self.peak_bytes = islands.measure(self.outer, [*self._buffer_sums.buffers, *made, *self._anchor])
 
     @torch.no_grad()
-    def _launch(self, broken: bool = False) -> None:
-        """Starts the sum of the next fragment. Collective."""
-        number = len(self._merged)
-        part = self.parts[number]
-        before = [self._before[row] for row in part]
-        tally = torch.zeros(2, dtype=torch.float64)
-        tally[1] = broken
-        self._flight = flight = InFlightFragment(
-            [torch.zeros_like(row, dtype=wide(row.dtype)) for row in before], tally
-        )
-        each: dict[int, list[torch.Tensor]] = {}
-        for island in [] if broken else self.team_islands:
-            self.enter(island)
-            count, rows = self._counted(island)[number], [local(self.rows[row]) for row in part]
-            tally[0] += count * self.first
-            each[island] = [
-                (was.to(total.dtype) - row.to(total.dtype)).mul_(count)
-                for was, row, total in zip(before, rows, flight.totals, strict=True)
+    def outer_step(self, count: float, steps: int) -> None:
+        """Puts the outer steps of all fragments into effect. The round counts from here."""
+        for fragment, merged in zip(self._fragments, self._merged, strict=True):
+            for param, made in zip(self.islands.params[fragment], merged.params, strict=True):
+                local(param).copy_(made.detach().view_as(local(param)))
+                self.outer.state[param], param.grad = merged.state[made], None
+        merge_buffers(self.islands, self._buffer_sums, count)
+        self._anchor, self._merged, self._buffer_sums = [], [], IslandSums([], [], [])
+        self.islands.commit(steps)
+
+    # -- a fragment -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _send_fragment(self, breaks_off: bool = False) -> None:
+        """Starts the sum of the next fragment's outer gradient over all islands. Collective."""
+        islands, number = self.islands, len(self._merged)
+        fragment = self._fragments[number]
+        names, params, anchor = islands.names[fragment], islands.params[fragment], self._anchor[fragment]
+        totals = [torch.zeros_like(before, dtype=wide(before.dtype)) for before in anchor]
+        tally = torch.tensor([0.0, breaks_off], dtype=torch.float64)
+        deltas: dict[int, list[torch.Tensor]] = {}
+        for island in [] if breaks_off else islands.local_islands:
+            progress, count = islands.enter(island), self._counts_since_merge(island)[number]
+            tally[0] += count * islands.is_first_replica
+            deltas[island] = [
+                (before.to(total.dtype) - local(param).to(total.dtype)).mul_(count)
+                for before, param, total in zip(anchor, params, totals, strict=True)
             ]
-            self._add_left(island, self._names_of(part), each[island])
-            if self._coded is None:  # then nothing is left
-                self.work[island].inner.forget("left")
-        self.twins.declare(f"fragment {number + 1} of {len(self.parts)} after {self.steps} steps", False, "merges")
-        flight.works.append(self.twins.start_sum(tally))
-        if self._coded is not None:
-            self._coded.start(flight, part, each)
+            add_residual(islands, island, names, deltas[island])
+            if self._quantized is None:  # then nothing is left out
+                progress.inner.drop_residual()
+        twins = islands.twins
+        twins.declare(f"fragment {number + 1} of {len(self._fragments)} after {islands.steps} steps", False, "merges")
+        self._in_flight = flight = InFlightFragment(totals, tally, works=[twins.start_sum(tally)])
+        if self._quantized is not None:
+            self._quantized.start(flight, names, deltas)
         else:
-            for deltas in each.values() if self.first else ():
-                for total, delta in zip(flight.totals, deltas, strict=True):
+            for island_deltas in deltas.values() if islands.is_first_replica else ():
+                for total, delta in zip(totals, island_deltas, strict=True):
                     total += delta
-            groups = kinds(flight.totals, 1 << 62)
+            groups = kinds(totals, 1 << 62)
             flight.flats = [(alike, torch.cat([total.reshape(-1) for total in alike])) for alike in groups]
-            flight.works += [self.twins.start_sum(flat) for _, flat in flight.flats]
-        if self.twins.size > 1:
+            flight.works += [twins.start_sum(flat) for _, flat in flight.flats]
+        if twins.size > 1:
             ENGINE.in_background()
 
     @torch.no_grad()
-    def _land(self) -> bool:
-        """Completes the sum of a fragment, and merges it into all islands; True: a team broke off. Collective."""
-        assert self._flight is not None
-        number, flight, self._flight = len(self._merged), self._flight, None
-        count, broken = flight.land(self.twins)
+    def _merge_fragment(self) -> bool:
+        """Completes the sum of a fragment, takes its outer step, and puts the result into all islands. Collective.
+
+        Returns whether a worker group breaks the round off.
+        """
+        assert self._in_flight is not None
+        islands, number = self.islands, len(self._merged)
+        flight, self._in_flight = self._in_flight, None
+        count, broken = flight.wait(islands.twins)
         if broken:
             return True
-        part = self.parts[number]
-        if self._coded is not None and count > 0:
-            self._coded.keep(flight, part)
-        made = [torch.nn.Parameter(self._before[row].clone()) for row in part]
-        merges = outer_optimizer(self.word, made)
-        for row, one, total in zip(part, made, flight.totals, strict=True):
-            kept = self.outer.state.get(self.rows[row], {})
-            merges.state[one] = {key: t.clone() if isinstance(t, torch.Tensor) else t for key, t in kept.items()}
-            one.grad = (total / count).to(one.dtype) if count > 0 else None  # where nothing counted, none has moved
-        merges.step()
-        for one in made:
-            one.grad = None
-        self._merged.append((made, merges.state))
-        for island in self.team_islands if self._streams else ():  # else the round ends, and may be ended again
-            self.enter(island)
-            counts = self._counted(island)
-            self.work[island].inner.extra["counts"][number] -= counts[number]
-            for row, one in zip(part, made, strict=True):
-                local(self.rows[row]).copy_(one.detach().view_as(local(self.rows[row])))
-            self.replica.complete()
+        fragment = self._fragments[number]
+        params = islands.params[fragment]
+        if self._quantized is not None and count > 0:
+            self._quantized.keep_omitted(flight, islands.names[fragment])
+        made = [torch.nn.Parameter(before.clone()) for before in self._anchor[fragment]]
+        outer = outer_optimizer(self._outer_word, made)
+        for param, merged, total in zip(params, made, flight.totals, strict=True):
+            state = self.outer.state.get(param, {})
+            outer.state[merged] = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in state.items()}
+            merged.grad = (total / count).to(merged.dtype) if count > 0 else None  # else no island has moved
+        outer.step()
+        outer.zero_grad()
+        self._merged.append(MergedFragment(made, outer.state))
+        for island in islands.local_islands if self.repeats_rounds else ():  # else the round ends here
+            progress, counts = islands.enter(island), self._counts_since_merge(island)
+            progress.inner.extra["counts"][number] -= counts[number]
+            for target, merged in zip(map(local, params), made, strict=True):
+                target.copy_(merged.detach().view_as(target))
+            islands.replica.complete()
         return False
 
+    def _counts_since_merge(self, island: int) -> list[float]:
+        """Returns what an island has counted since the last merge of each fragment."""
+        progress = self.islands.progress[island]
+        before = progress.inner.extra.get("counts", [])
+        if len(before) != len(self._fragments):
+            before = progress.inner.extra["counts"] = [0.0] * len(self._fragments)
+        return [count + progress.count for count in before]
+
     @torch.no_grad()
-    def _beside(self, island: int) -> dict[str, Any]:
-        kept: dict[str, Any] = {"counts": self._counted(island)} if self._streams else {}
-        if len(self.parts) > 1:
-            self.enter(island)
-            names = self._names_of(range(len(self.rows)))
-            kept["weights"] = {name: local(row).clone() for name, row in zip(names, self.rows, strict=True)}
-            self.rest()
-        left = self.work[island].inner.extra.get("left")
-        return kept | ({"left": left} if left else {})
-
-    def apply(self, count: float, steps: int) -> None:
-        """Takes over the weights that the merges of the round have made."""
-        merged, self._merged = self._merged, []
-        with torch.no_grad():
-            for part, (made, state) in zip(self.parts, merged, strict=True):
-                for number, one in zip(part, made, strict=True):
-                    row = self.rows[number]
-                    local(row).copy_(one.detach().view_as(local(row)))
-                    self.outer.state[row], row.grad = state[one], None
-        super().apply(count, steps)
-        self._before = []
-
-    def _merges(self) -> list[torch.Tensor]:
-        merged = [tensor for made, state in self._merged for tensor in (*made, *_tensors(state))]
-        return [*merged, *self._before]
+    def _extra_state(self, island: int) -> dict[str, Any]:
+        """Returns what an island keeps for the next round beside its inner optimizer state."""
+        islands, extra = self.islands, dict[str, Any]()
+        if self.repeats_rounds:
+            extra["counts"] = self._counts_since_merge(island)
+        if len(self._fragments) > 1:
+            islands.enter(island)
+            weights = zip(islands.names, islands.params, strict=True)
+            extra["weights"] = {name: local(param).clone() for name, param in weights}
+            islands.leave()
+        if residual := islands.progress[island].inner.extra.get("left"):
+            extra["left"] = residual
+        return extra
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    return tensor.data_ptr(), tensor.shape
-
-
-def _tensors(state: Any) -> list[torch.Tensor]:
+def _tensors(state: Mapping[Any, Any]) -> list[torch.Tensor]:
     return [value for kept in state.values() for value in kept.values() if isinstance(value, torch.Tensor)]
 
 
 class QuantizedOuterSync:
-    """Sums the coded deltas of all islands, with error feedback.
+    """Sums the deltas of all islands as codes of few bits, with error feedback.
 
-    Each island owns a stretch of whole blocks of a fragment. The team that computes the island decodes all islands'
-    codes of the stretch, adds them up in float64 in the order of the islands, and sends codes of the sums to all. What
-    these codes leave out is added to the island's residual. So the sums have the same bits on every worker, and do not
-    depend on which team computes which island.
+    Each island owns a stretch of whole blocks of a fragment. The worker group that computes the island decodes all
+    islands' codes of the stretch, adds them up in float64 in the order of the islands, and sends codes of the sums to
+    all. What codes leave out is the pending residual of the island that sent them: its own deltas, and the sums of its
+    stretch. So the sums have the same bits on every worker, and do not depend on which group computes which island.
     """
 
-    def __init__(self, code: Code | None, islands: StreamingDiLoCo) -> None:
-        assert code is not None
-        self.code, self.islands = code, islands
+    def __init__(self, code: Code, islands: Islands) -> None:
+        self._code, self._islands = code, islands
+        self._block_bytes = code.encode(torch.zeros(1, BLOCK, dtype=torch.float32)).numel()
 
-    @cached_property
-    def _block(self) -> int:
-        """The size of one block's codes in bytes."""
-        return self.code.encode(torch.zeros(1, BLOCK, dtype=torch.float32)).numel()
+    def start(self, flight: InFlightFragment, names: Sequence[str], deltas: Mapping[int, list[torch.Tensor]]) -> None:
+        """Starts the sum of the named parameters, of which `deltas` has those of local islands. Collective.
 
-    def _stretches(self, length: int) -> list[range]:
-        """The range of elements that each island owns, of `length` elements."""
-        shares = deal(-(-length // BLOCK), [1.0] * self.islands.count)
-        return [range(share.start * BLOCK, min(share.stop * BLOCK, length)) for share in shares]
-
-    def _size(self, stretch: range) -> int:
-        return -(-len(stretch) // BLOCK) * self._block
-
-    def _encode(self, flat: torch.Tensor) -> torch.Tensor:
-        return self.code.encode(flat.float()[None])[0] if len(flat) else torch.empty(0, dtype=torch.uint8)
-
-    def _decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
-        return self.code.decode(codes[None], length)[0] if length else torch.empty(0, dtype=torch.float32)
-
-    def start(self, flight: InFlightFragment, part: Sequence[int], each: dict[int, list[torch.Tensor]]) -> None:
-        """Starts the sum of the rows of fragment `part`; `each` has the deltas of this team's islands. Collective."""
-        isles, twins = self.islands, self.islands.twins
+        An island without deltas, as in a round that is broken off, sends zeros.
+        """
+        islands, twins = self._islands, self._islands.twins
         length = sum(total.numel() for total in flight.totals)
-        stretches, names = self._stretches(length), isles._names_of(part)
-        codes: dict[int, list[torch.Tensor]] = {}
-        for island in isles.team_islands:
-            deltas = [delta.cpu().view(-1) for delta in each.get(island, ())]
-            owed = torch.cat(deltas) if deltas else torch.zeros(length, dtype=torch.float32)
-            codes[island] = [self._encode(owed[s.start : s.stop]) for s in stretches]
-            if island in each:
-                for s, sent in zip(stretches, codes[island], strict=True):
-                    owed[s.start : s.stop] -= self._decode(sent, len(s))
-                left = owed.split([total.numel() for total in flight.totals])
-                shaped = (one.view_as(total) for one, total in zip(left, flight.totals, strict=True))
-                isles.work[island].inner.extra.setdefault("left", {}).update(zip(names, shaped, strict=True))
-        # By twin: the islands of its team; and these again if it sends for the team, else none.
-        has = {number: islands_of_team for team, islands_of_team in isles.teams for number in team}
-        speaks = {
-            number: islands_of_team if number == team[0] else []
-            for team, islands_of_team in isles.teams
-            for number in team
+        stretches = self._stretches(length)
+        codes = {
+            island: self._encode_deltas(island, names, deltas.get(island), stretches)
+            for island in islands.local_islands
         }
-        ins, outs = [], []
+        # By replica: the islands of its group, whose stretches it adds up; and those whose codes it sends, which the
+        # first replica of a group does.
+        owned = {number: group.islands for group in islands.groups for number in group.replicas}
+        sent = {n: group.islands if n == group.replicas[0] else [] for group in islands.groups for n in group.replicas}
+        inputs, outputs = [], []
         for number in range(twins.size):
-            to = [codes[i][j] for i in speaks[twins.rank] for j in has[number]]
-            ins.append(torch.cat(to) if to else torch.empty(0, dtype=torch.uint8))
-            size = len(speaks[number]) * sum(self._size(stretches[j]) for j in isles.team_islands)
-            outs.append(torch.empty(size, dtype=torch.uint8))
+            parts = [codes[i][owner] for i in sent[twins.rank] for owner in owned[number]]
+            inputs.append(torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8))
+            size = len(sent[number]) * sum(self._code_bytes(stretches[owner]) for owner in islands.local_islands)
+            outputs.append(torch.empty(size, dtype=torch.uint8))
         flat = torch.empty(length, dtype=torch.float32)
         flight.flats = [(flight.totals, flat)]
 
-        def steps(hosts: HierarchicalTransport | None, fp: int) -> Steps:
+        def exchange(hosts: HierarchicalTransport | None, fingerprint: int) -> Steps:
             if hosts is None:
-                outs[0].copy_(ins[0])
+                outputs[0].copy_(inputs[0])
             else:
-                yield from hosts.all_to_all(outs, ins, fp)
-            sums = self._sums(outs, speaks, stretches, flight)
-            codes_of_sums = torch.cat([sums[j] for j in speaks[twins.rank]] or [torch.empty(0, dtype=torch.uint8)])
-            longest = max(sum(self._size(stretches[j]) for j in islands_of_team) for islands_of_team in speaks.values())
-            everyone = [torch.empty(longest, dtype=torch.uint8) for _ in range(twins.size)]
-            padded = torch.nn.functional.pad(codes_of_sums, (0, longest - len(codes_of_sums)))
+                yield from hosts.all_to_all(outputs, inputs, fingerprint)
+            sums = self._sum_stretches(flight, stretches, sent, outputs)
+            local_sums = torch.cat([sums[i] for i in sent[twins.rank]] or [torch.empty(0, dtype=torch.uint8)])
+            longest = max(sum(self._code_bytes(stretches[i]) for i in senders) for senders in sent.values())
+            gathered = [torch.empty(longest, dtype=torch.uint8) for _ in range(twins.size)]
+            padded = torch.nn.functional.pad(local_sums, (0, longest - len(local_sums)))
             if hosts is None:
-                everyone[0].copy_(padded)
+                gathered[0].copy_(padded)
             else:
-                yield from hosts.all_gather(everyone, padded, fp)
-            for number, islands_of_team in speaks.items():
-                sizes = [self._size(stretches[j]) for j in islands_of_team]
-                for j, sent in zip(islands_of_team, everyone[number][: sum(sizes)].split(sizes), strict=True):
-                    flat[stretches[j].start : stretches[j].stop] = self._decode(sent, len(stretches[j]))
+                yield from hosts.all_gather(gathered, padded, fingerprint)
+            for number, senders in sent.items():
+                sizes = [self._code_bytes(stretches[i]) for i in senders]
+                for i, sum_codes in zip(senders, gathered[number][: sum(sizes)].split(sizes), strict=True):
+                    flat[stretches[i].start : stretches[i].stop] = self._decode(sum_codes, len(stretches[i]))
 
         if length:
-            flight.works.append(twins.start_steps(-(-length // BLOCK) * self._block, steps))
+            flight.works.append(twins.start_steps(-(-length // BLOCK) * self._block_bytes, exchange))
 
-    def _sums(
-        self,
-        outs: Sequence[torch.Tensor],
-        speaks: dict[int, list[int]],
-        stretches: Sequence[range],
-        flight: InFlightFragment,
+    def keep_omitted(self, flight: InFlightFragment, names: Sequence[str]) -> None:
+        """Adds what the codes of the sums left out to the residuals of the islands that own the stretches."""
+        stretches = self._stretches(sum(total.numel() for total in flight.totals))
+        for island, omitted in flight.omitted.items():
+            residual = self._islands.progress[island].inner.extra["left"]
+            flat = torch.cat([residual[name].view(-1) for name in names])
+            flat[stretches[island].start : stretches[island].stop] += omitted
+            for name, part in zip(names, flat.split([residual[name].numel() for name in names]), strict=True):
+                residual[name] = part.view_as(residual[name]).clone()
+
+    def _encode_deltas(
+        self, island: int, names: Sequence[str], deltas: Sequence[torch.Tensor] | None, stretches: Sequence[range]
+    ) -> list[torch.Tensor]:
+        """Returns the codes of an island's deltas by stretch, and keeps what they leave out as its residual."""
+        if deltas is None:
+            return [self._encode(torch.zeros(len(stretch), dtype=torch.float32)) for stretch in stretches]
+        flat = torch.cat([delta.cpu().view(-1) for delta in deltas])
+        codes = [self._encode(flat[stretch.start : stretch.stop]) for stretch in stretches]
+        for stretch, sent in zip(stretches, codes, strict=True):
+            flat[stretch.start : stretch.stop] -= self._decode(sent, len(stretch))
+        parts = flat.split([delta.numel() for delta in deltas])
+        residual = {name: part.view_as(delta) for name, part, delta in zip(names, parts, deltas, strict=True)}
+        self._islands.progress[island].inner.extra.setdefault("left", {}).update(residual)
+        return codes
+
+    def _sum_stretches(
+        self, flight: InFlightFragment, stretches: Sequence[range], sent: Mapping[int, list[int]], codes: Sequence[Any]
     ) -> dict[int, torch.Tensor]:
-        """Decodes and sums the stretches of this team's islands, and returns the codes of the sums by island."""
-        team_islands, got = self.islands.team_islands, dict[tuple[int, int], torch.Tensor]()
-        for number, spoken_for in speaks.items():
-            pairs = [(i, j) for i in spoken_for for j in team_islands]
-            got |= zip(pairs, outs[number].split([self._size(stretches[j]) for _, j in pairs]), strict=True)
+        """Decodes and sums the stretches of local islands, and returns the codes of the sums by island.
+
+        `sent` has the islands whose codes each replica sends, `codes` what this worker has received from it.
+        """
+        local_islands, received = self._islands.local_islands, dict[tuple[int, int], torch.Tensor]()
+        for number, senders in sent.items():
+            pairs = [(sender, owner) for sender in senders for owner in local_islands]
+            sizes = [self._code_bytes(stretches[owner]) for _, owner in pairs]
+            received |= zip(pairs, codes[number].split(sizes), strict=True)
         sums = {}
-        for j in team_islands:
-            total = torch.zeros(len(stretches[j]), dtype=torch.float64)
-            for i in range(self.islands.count):
-                total += self._decode(got[i, j], len(stretches[j]))
-            sums[j] = self._encode(total)
-            flight.back[j] = total - self._decode(sums[j], len(stretches[j]))
+        for owner in local_islands:
+            length = len(stretches[owner])
+            total = torch.zeros(length, dtype=torch.float64)
+            for sender in range(self._islands.count):
+                total += self._decode(received[sender, owner], length)
+            sums[owner] = self._encode(total)
+            flight.omitted[owner] = total - self._decode(sums[owner], length)
         return sums
 
-    def keep(self, flight: InFlightFragment, part: Sequence[int]) -> None:
-        """Adds what the codes of the sums left out to the residuals of the islands that own the stretches."""
-        names, length = self.islands._names_of(part), sum(total.numel() for total in flight.totals)
-        stretches = self._stretches(length)
-        for island, back in flight.back.items():
-            left = self.islands.work[island].inner.extra["left"]
-            flat = torch.cat([left[name].view(-1) for name in names])
-            flat[stretches[island].start : stretches[island].stop] += back
-            for name, residual in zip(names, flat.split([left[name].numel() for name in names]), strict=True):
-                left[name] = residual.view_as(left[name]).clone()
+    def _stretches(self, length: int) -> list[range]:
+        """Returns the range of elements that each island owns, of `length` elements."""
+        shares = deal(-(-length // BLOCK), [1.0] * self._islands.count)
+        return [range(share.start * BLOCK, min(share.stop * BLOCK, length)) for share in shares]
+
+    def _code_bytes(self, stretch: range) -> int:
+        return -(-len(stretch) // BLOCK) * self._block_bytes
+
+    def _encode(self, flat: torch.Tensor) -> torch.Tensor:
+        return self._code.encode(flat.float()[None])[0] if len(flat) else torch.empty(0, dtype=torch.uint8)
+
+    def _decode(self, codes: torch.Tensor, length: int) -> torch.Tensor:
+        return self._code.decode(codes[None], length)[0] if length else torch.empty(0, dtype=torch.float32)

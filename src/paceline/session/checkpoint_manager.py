@@ -245,7 +245,7 @@ class CheckpointManager:
     def _prepare(self, subject: StateSnapshot) -> Any:
         group = self.team.group
         group.declare("a checkpoint")
-        self.team.transactions.fault_point("saving")
+        self.team.transactions.reach("saving")
         subject.agree()
         writers, trouble = self._who_writes()
         self._gather_streams(writers)
@@ -323,7 +323,7 @@ class CheckpointManager:
             manifest = {"tree": skeleton, **subject.about(), "streams": self._streams}
             if me in writers:
                 self._number = writers.index(me)
-                files, reached = plan[self._number], self.team.transactions.fault_point
+                files, reached = plan[self._number], self.team.transactions.reach
                 need = partial(bytes_of, subject.step, plan, shapes, manifest)
                 self._part = WriterJob(self._into, subject.step, files, tensors, {*common, *cut}, still, reached, need)
             if me == writers[0]:

@@ -65,6 +65,7 @@ class StepContext:
         weights: Weights,
         grid: Grid | None,
     ) -> None:
+        self.reporter = run.reporter
         self.run, self.trainer, self.job, self.replica, self.plan = run, trainer, job, replica, plan
         self.streams, self.merging, self.weights, self.grid = streams, merging, weights, grid
         self.transactions, self.group = run.team.transactions, replica.team
@@ -79,9 +80,8 @@ class StepContext:
         self.figures = StepFigures(run, trainer, job, plan)
         self.noise = GradNoiseScale()
         self.bound_generation: int | None = None  # the one whose group gave the memory of gradient sums
-        self.stops: Callable[[], bool] = lambda: (
-            run.notices.stop_signal is not None
-        )  # whether this worker wants the team to stop
+        # Whether this worker wants the team to stop.
+        self.stops: Callable[[], bool] = lambda: run.notices.stop_signal is not None
         self.on_new_generation: Callable[[], None] | None = None  # after `rebind`, what the plan needs besides
         self.waiting_since = time.perf_counter()  # when the last step ended
         self.layout: VectorLayout | None = None

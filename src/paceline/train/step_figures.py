@@ -38,7 +38,7 @@ class StepFigures:
             self.busy, self.waited = self.busy + step.spent["compute"] - waited, self.waited + waited
         else:
             self._before = self._sent()
-            self._peak = 0 if not self._run.several else peak_memory(self._job.device)
+            self._peak = peak_memory(self._job.device) if len(self._run.trainers.members) > 1 else 0
         self.made += 1
         if step.batch.count > self._micro_batches:
             self._micro_batches = step.batch.count
