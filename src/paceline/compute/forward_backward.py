@@ -144,8 +144,6 @@ class Runner:
             return None
         try:
             part = self._loss(chunk) if guard.idle else self._forward(chunk, sums, options)
-            if guard.idle and guard.drew():
-                part = self._forward(chunk, sums, options)
             if part is None:
                 return None
             self._backward(part, options, last)
@@ -188,7 +186,8 @@ class Runner:
 
     def _run_dummy(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
         """Runs a dummy micro-batch, so that all workers of a replica run equally many; its sums are dropped."""
-        self.guard.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
+        if not self.guard.idle:
+            self.guard.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         self._backward(self._loss(chunk), options, last, is_dummy=True)
         self.restore()
 

@@ -27,7 +27,8 @@ class MicroBatchGuard:
     `after_backward` around each chunk, and `end` after the last one.
 
     What forwards leave in buffers is `carried` to the end of the step; other changes are noticed by the `detector`. The
-    `probe` finds out whether micro-batches may be merged. If it is `idle`, only `drew` is called after each forward.
+    `probe` finds out whether micro-batches may be merged. While the guard is `idle`, only `end` looks at what forwards
+    did: if one drew random numbers, all workers compute the step again.
     """
 
     def __init__(self, job: TrainingJob, gathered: bool) -> None:

@@ -119,18 +119,18 @@ class BytesSent:
 
     def __init__(self, ledger: Mapping[str, Sequence[float]]) -> None:
         self._ledger = ledger
-        self._trainer = -1
+        self.trainer = -1  # whose turn it is
         self._mark: dict[str, float] = {}  # the bytes in the ledger when the current trainer's turns began
         self._sent: dict[int, dict[str, float]] = {}
 
     def turn(self, trainer: int) -> None:
         """Begins a turn of this trainer."""
-        if trainer != self._trainer:
+        if trainer != self.trainer:
             self._settle()
-            self._trainer = trainer
+            self.trainer = trainer
 
     def _settle(self) -> None:
-        sent = self._sent.setdefault(self._trainer, {})
+        sent = self._sent.setdefault(self.trainer, {})
         for kind, (_, size, *_) in self._ledger.items():
             if more := size - self._mark.get(kind, 0):
                 sent[kind] = sent.get(kind, 0) + more

@@ -114,6 +114,7 @@ class Replica:
             self.codec.begin(options.transaction, options.expected)
         self.transit.begin(name, on_reduced)
         guard = self.runner.guard
+        was_idle = guard.idle
         guard.save_streams()
         try:
             with self.layout.running(name), refusing("the loss, the forward or a hook"):
@@ -121,7 +122,7 @@ class Replica:
         except BaseException:
             guard.restore_streams()
             raise
-        if not guard.idle:
+        if not (was_idle and guard.idle):
             guard.restore_streams()
         self.transit.hand_on()
         if job.sparse:

@@ -31,7 +31,7 @@ def begin_step(context: StepContext, name: str) -> Step:
     if not torch.is_grad_enabled():
         what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
         raise UsageError(what, "put these around the part of the body that is meant")
-    if len(context.run.trainers.members) > 1:
+    if context.reporter.traffic.trainer != context.trainer:
         context.reporter.traffic.turn(context.trainer)
     return Step(context.done, float(context.job.optimizers[0].param_groups[0]["lr"]), name)
 
