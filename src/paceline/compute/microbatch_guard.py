@@ -127,8 +127,12 @@ class MicroBatchGuard:
 
     def after_backward(self, chunk: Chunk, sums: StepSums, options: StepOptions) -> None:
         """Records what the chunk has left in buffers."""
-        if options.test_merging and not sums.no_merge and self.streams.has_changed(self._mark):
+        is_merged = len(chunk.micro_batches) > 1
+        if (options.test_merging or is_merged) and not sums.no_merge and self.streams.has_changed(self._mark):
             sums.no_merge, sums.why = True, "the backward draws random numbers"
+            if is_merged:  # its gradients are there already: the step is computed again
+                sums.failed = True
+                self.probe.forbid(sums.why)
         if sums.records is not None:  # not before: a checkpointed BatchNorm runs again in backward
             self.carried.record(sums.records, chunk)
 

@@ -52,6 +52,10 @@ class MergeProbe:
         self.hooks.look()
         return certain or (HOOKED if self.hooks.where else self._failed)
 
+    def forbid(self, why: str) -> None:
+        """Forbids to merge micro-batches from now on."""
+        self._failed = self._failed or why
+
     def give_up(self, chunk: Chunk, sums: StepSums, error: Exception) -> None:
         """Forbids all workers to merge, or to divide, micro-batches after such a chunk failed."""
         sums.failed = True
