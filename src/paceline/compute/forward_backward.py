@@ -106,11 +106,17 @@ class Runner:
         guard.may_merge(order, sums)
         order = order[::-1] if options.reverse else order
         dummies = [Chunk([m], m.batch) for m in micro_batches if m.is_dummy]
-        parts = self._through([*dummies, *merged(order, 1 if sums.no_merge else options.merge)], sums, options)
+        sums.computed = bool(order)
+        if sums.no_merge or options.merge == 1:
+            chunks = [Chunk([m], m.batch) for m in order]
+        else:
+            chunks = merged(order, options.merge)
+        parts = self._through([*dummies, *chunks], sums, options)
         if not guard.idle or (options.test_merging and len(order) > 1):
             guard.probe.observe(partial(self._observed, sums), guard.models, order, sums, options)
         guard.end(sums, options)
-        self.grad_sink.prefetch_norms()
+        if self.job.device.type == "cuda":
+            self.grad_sink.prefetch_norms()
         self._add_up(parts, sums)
         sums.unused, sums.maxima = self.grad_sink.flush(), self.grad_sink.maxima
         if options.noise_sample == "all":
@@ -206,16 +212,22 @@ class Runner:
         return self._loss(chunk).detached()
 
     def _loss(self, chunk: Chunk) -> Loss:
+        if self.job.precision is None and self.guard.probe.done:
+            return self._call_loss(chunk)
+        with self.job.autocast(), self.user_code():
+            return self._call_loss(chunk)
+
+    def _call_loss(self, chunk: Chunk) -> Loss:
+        """Calls the user's forward and loss."""
         job = self.job
-        with job.autocast(), self.user_code():
-            output = job.forward(job.model, chunk.batch)
-            if output is ELSEWHERE:
-                return Loss(torch.zeros((), dtype=torch.float64), 0.0, {}, chunk.sources, chunk.micro_batches[0].index)
-            cached_grads = chunk.micro_batches[0].cached_grads
-            result = job.loss(output, chunk.batch if cached_grads is None else cached_grads)
-            loss = Loss.of(result, chunk, any(param.requires_grad for param in self.params))
-            if cached_grads is None and loss.mean is None and not self.counts.done:
-                self.counts.check(job.loss, output, chunk.batch, loss.count, chunk.rows, self.guard.models)
+        output = job.forward(job.model, chunk.batch)
+        if output is ELSEWHERE:
+            return Loss(torch.zeros((), dtype=torch.float64), 0.0, {}, chunk)
+        cached_grads = chunk.micro_batches[0].cached_grads
+        result = job.loss(output, chunk.batch if cached_grads is None else cached_grads)
+        loss = Loss.of(result, chunk, any(param.requires_grad for param in self.params))
+        if cached_grads is None and loss.mean is None and not self.counts.done:
+            self.counts.check(job.loss, output, chunk.batch, loss.count, chunk.rows, self.guard.models)
         return loss
 
     def user_code(self) -> AbstractContextManager[None]:
@@ -229,17 +241,19 @@ class Runner:
             return
         losses = torch.stack([part.total for part in parts]).cpu().double().tolist()
         counts = [float(part.count) for part in parts]
-        self.counts.refuse_values(counts, losses, [", ".join(part.sources) for part in parts])
+        self.counts.refuse_values(counts, losses, [part.chunk for part in parts])
         sums.loss, sums.count = exact_sum(losses), math.fsum(counts)
         bad = (part for part, loss in zip(parts, losses, strict=True) if not math.isfinite(loss))
-        sums.bad_samples = [source for part in bad for source in part.sources]
+        sums.bad_samples = [source for part in bad for source in part.chunk.sources]
         for part in parts:
-            add_metrics(sums.metrics, part.metrics)
-        refuse_metric_counts(sums.metrics)
+            if part.metrics:
+                add_metrics(sums.metrics, part.metrics)
+        if sums.metrics:
+            refuse_metric_counts(sums.metrics)
         if self.job.exact:
             for part, loss, count in zip(parts, losses, counts, strict=True):
                 metrics = {name: (float(pair[0]), float(pair[1])) for name, pair in part.metrics.items()}
-                sums.parts.append((part.index, loss, count, metrics))
+                sums.parts.append((part.chunk.micro_batches[0].index, loss, count, metrics))
 
 
 @contextmanager
@@ -260,8 +274,7 @@ class Loss:
     total: torch.Tensor
     count: Any
     metrics: Mapping[str, tuple[Any, Any]]
-    sources: list[str]
-    index: int
+    chunk: Chunk
     mean: torch.Tensor | None = None  # if that is what the loss returned
 
     @staticmethod
@@ -289,12 +302,13 @@ class Loss:
             raise LossError("the loss does not depend on any trainable parameter", cure)
         if not isinstance(metrics, Mapping) or not all(map(is_pair, metrics.values())):
             raise LossError(f"the loss returned metrics {' '.join(repr(metrics).split()):.80}", LOSS_FORMS)
-        return Loss(total.reshape(()), count, metrics, chunk.sources, chunk.micro_batches[0].index, mean)
+        return Loss(total.reshape(()), count, metrics, chunk, mean)
 
     def detached(self) -> Loss:
         """A copy without autograd's graph, and without the mean."""
         metrics = {name: (_bare(total), _bare(count)) for name, (total, count) in self.metrics.items()}
-        return Loss(self.total.detach(), _bare(self.count), metrics, self.sources, self.index)
+        count = self.count.detach() if isinstance(self.count, torch.Tensor) else self.count
+        return Loss(self.total.detach(), count, metrics, self.chunk)
 
 
 def _bare(value: Any) -> Any:

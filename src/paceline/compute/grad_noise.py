@@ -19,7 +19,7 @@ from paceline.base.batching import Agreed
 from paceline.compute.job import TrainingJob
 from paceline.plan import Plan
 
-EVERY = 10  # steps between two looks
+EVERY = 10  # steps between two looks, the last of which is looked at
 KEEP = 0.95  # of what was seen before, with each look
 LEAST = 10  # looks before it is told
 CHANGED = 1.2  # it is told again when it is another one by so much

@@ -158,6 +158,7 @@ class StepSums:
 
     loss: float = 0.0
     count: float = 0.0
+    computed: bool = False  # whether a micro-batch that counts was computed here
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     unused: set[int] = field(default_factory=set)
     tested: bool = False

@@ -101,9 +101,9 @@ class CountCheck:
             raise LossError(f"{what}, but {details}", _CURE)
         self.done = True
 
-    def refuse_values(self, counts: Sequence[float], losses: Sequence[float], sources: Sequence[str]) -> None:
+    def refuse_values(self, counts: Sequence[float], losses: Sequence[float], sources: Sequence[object]) -> None:
         """Raises LossError for a negative count, for one that is no finite number where the loss is one, and for a
-        fraction where nobody knows whether such counts add up.
+        fraction where nobody knows whether such counts add up. The text of each of the `sources` says which rows.
         """
         for count, loss, source in zip(counts, losses, sources, strict=True):
             wrong = count < 0.0 or (not math.isfinite(count) and math.isfinite(loss))

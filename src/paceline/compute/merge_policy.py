@@ -27,24 +27,21 @@ class MergePolicy:
         self.mixes = ""  # what is said of a loss that was seen not to be a sum over rows, or to keep something
         self._cuda, self._never = device.type == "cuda", never
         self._verdict = ""
+        self.undecided = True
         self._settled = False
         self._seconds: dict[int, list[float]] = {}
-
-    @property
-    def undecided(self) -> bool:
-        return not self._verdict
 
     def learn(self, sums: StepSums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
         """Takes a step's observation and measure (seconds per row, micro-batches here); a decision if it makes one."""
         self.mixes = self.mixes or sums.news.get("keeps", sums.news.get("mixes", ("",)))[0]
         if agreed.no_merge and self._verdict != "strict":
-            self._verdict, self.size = "strict", 1
+            self._verdict, self.size, self.undecided = "strict", 1, False
             return (
                 "micro-batches are executed one by one",
                 sums.why or "another worker observed that they may not be merged",
             )
         if agreed.tested and self.undecided:
-            self._verdict = "merge"
+            self._verdict, self.undecided = "merge", False
             return (
                 "micro-batches may be merged in execution",
                 "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs",

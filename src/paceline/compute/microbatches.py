@@ -90,6 +90,9 @@ class Chunk:
     def source(self) -> str:
         return ", ".join(self.sources)
 
+    def __str__(self) -> str:
+        return self.source
+
     @property
     def noted(self) -> AddNote:
         """A context for the chunk's computation that adds the dataset rows to any exception raised inside."""

@@ -11,7 +11,7 @@ import torch
 
 from paceline.base.batching import Agreed, Grid, VectorLayout
 from paceline.base.text import links_of
-from paceline.compute.grad_noise import GradNoiseScale, looked_at
+from paceline.compute.grad_noise import EVERY, GradNoiseScale, looked_at
 from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.loss_scale import LossScale
 from paceline.compute.lr_schedules import follow_batch
@@ -109,7 +109,9 @@ class StepContext:
     def options(self, step: Step) -> StepOptions:
         """Returns the options with which the loaded micro-batches of a step are computed."""
         merge, count = self.merging.size, step.batch.count
-        noise_source = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
+        noise_source = ""
+        if step.number % EVERY == EVERY - 1:
+            noise_source = looked_at(step.number, self.plan, self.replica.mesh.unit, self.group.size, self.job)
         return StepOptions(
             step=step.number,
             expected=(self.expected or float(step.batch.rows)) / step.scale,

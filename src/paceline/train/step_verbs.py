@@ -80,15 +80,17 @@ def take_batch(context: StepContext, step: Step, batch: WorkerBatch | None) -> N
     for micro_batch in batch.micro_batches:
         if micro_batch.part is not None:
             step.indivisible |= not micro_batch.take_part()
-        micro_batch.batch = to_device(micro_batch.batch, context.job.device)
+        if context.job.device.type != "cpu":
+            micro_batch.batch = to_device(micro_batch.batch, context.job.device)
 
 
 def forward_backward(context: StepContext, step: Step) -> StepSums:
     """Computes this worker's micro-batches. Their gradients are on their way to the sums of all workers."""
     migration, notes = context.transactions.migration, context.notes
-    context.group.declare(step.name, check=False, kind="gradients")
+    if context.group.size > 1:
+        context.group.declare(step.name, check=False, kind="gradients")
     sends_all_sums = bool(context.plan.exact or context.scaling or context.plan.local or context.job.sparse)
-    step.ahead = migration.step(context.trainer, sends_all_sums) if migration.is_sending else None
+    step.ahead = migration.step(context.trainer, sends_all_sums) if migration.senders and migration.is_sending else None
     on_reduced = None if step.ahead is None else step.ahead.sum
     # In the first step much is made that stays.
     counters = _counters(context) if context.figures.made == 1 and "keeps" not in notes.announced else None
@@ -108,8 +110,8 @@ def reduce(context: StepContext, step: Step) -> Agreed:
     assert sums is not None
     if sums.news or context.job.news:
         notes.news |= sums.news | context.job.news
-    speaks = context.replica.mesh.speaks(group.rank)
-    tells = speaks and bool(batch.micro_batches) and bool(batch.share) and not sums.failed
+    speaks = context.replica.mesh.unit == 1 or context.replica.mesh.speaks(group.rank)
+    tells = speaks and sums.computed and not sums.failed
     layout = context.layout
     if layout is None:
         layout = context.layout = _first_layout(context, sorted(sums.metrics) if tells else None)
@@ -141,8 +143,11 @@ def reduce(context: StepContext, step: Step) -> Agreed:
     metrics, spent = sums.metrics if speaks else {}, context.spent | step.spent
     packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
     rows = layout.rows(sums.parts if speaks else [], batch.count) if context.plan.exact else []
-    with HEARTBEAT.waiting():  # also where NCCL does
+    HEARTBEAT.wait(1)  # also where NCCL does
+    try:
         summed = context.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
+    finally:
+        HEARTBEAT.wait(-1)
     vector = summed.tolist()
     agreed = layout.unpack(vector[: len(packed)])
     step.agreed = layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
@@ -181,7 +186,8 @@ def examine(context: StepContext, step: Step) -> None:
         context.choose_codecs(anew=True)
     if step.agreed.streams and step.agreed.lengths_differ:
         refuse_lengths(context.replica.team, step.batch.read)
-    refuse_nonfinite(context, step)
+    if not math.isfinite(step.agreed.loss):
+        refuse_nonfinite(context, step)
     for member in context.run.trainers.members:
         if member.state:
             member.state.step_computed()
