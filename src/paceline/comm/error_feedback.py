@@ -18,7 +18,7 @@ from paceline.base.sharding import ShardedTensor, ShardingSpec, stacked
 from paceline.comm import codec_tuning
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, Feedback
-from paceline.comm.gradient_buckets import GradSink
+from paceline.comm.gradient_sinks import GradBuffers
 
 
 class TransactionRunner(Protocol):
@@ -52,7 +52,7 @@ class ErrorFeedback:
         group: Group,
         outer: Group,
         mesh: Mesh,
-        grad_buffers: GradSink,
+        grad_buffers: GradBuffers,
         cuts: Mapping[str, ShardingSpec],
     ) -> None:
         self.codec: Codec | None = codec
@@ -372,11 +372,6 @@ class ErrorFeedback:
             f"worker {name}: {', '.join(bad[:3])}" for name, bad in zip(self.group.names, bad_names, strict=True) if bad
         ]
         return f", on {'; '.join(culprits[:3])}"
-
-    def unused(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Of these parameters without a gradient, those that get nothing from earlier steps either."""
-        grads = [(number, self.grad_buffers.local_params[number].grad) for number in numbers]
-        return tuple(number for number, grad in grads if grad is None or not bool(grad.any()))
 
     # -- state ------------------------------------------------------------------------------------------------------
 

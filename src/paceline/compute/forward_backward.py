@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from paceline.base.batching import add_metrics, exact_sum, stream_seed
-from paceline.comm.gradient_buckets import Bucket, GradSink
+from paceline.comm.gradient_buckets import Bucket
+from paceline.comm.gradient_sinks import GradSink
 from paceline.compute.batchnorm import OTHERS, BufferChangeDetector
 from paceline.compute.buffers import DECLARED, BufferMerger
 from paceline.compute.forbidden_calls import refuse_loop_calls
@@ -35,8 +36,8 @@ class Runner:
     leave in buffers is `carried` to the end of the step.
     """
 
-    def __init__(self, job: TrainingJob, landing: GradSink, gathered: bool) -> None:
-        self.job, self.grad_sink, self.gathered = job, landing, gathered
+    def __init__(self, job: TrainingJob, grad_sink: GradSink, gathered: bool) -> None:
+        self.job, self.grad_sink, self.gathered = job, grad_sink, gathered
         self.params = list(job.named.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.streams = RngState(job.device)
@@ -125,7 +126,8 @@ class Runner:
             if param.requires_grad:
                 what = f"{name} was frozen when the Trainer was made and is to be trained now"
                 raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
-        self.grad_sink.begin(ready, options.micro_batches)
+        if (begin := self.grad_sink.begin) is not None:
+            begin(ready, options.micro_batches)
         self._squares = 0.0
         order = [m for m in micro_batches if not m.is_dummy]
         sums.why = self.observer.why(self.carried.certain)
@@ -134,9 +136,8 @@ class Runner:
         dummies = [Chunk([m], m.batch) for m in micro_batches if m.is_dummy]
         parts = self._through([*dummies, *merged(order, 1 if sums.no_merge else options.merge)], sums, options)
         self.observer.observe(partial(self._observed, sums), self.models, order, sums, options)
-        self.grad_sink.prefetch_norms()
+        sums.unused = self.grad_sink.flush()
         self._add_up(parts, sums)
-        sums.unused, sums.maxima = self.grad_sink.flush(), self.grad_sink.maxima
         if options.noise_sample == "all":
             sums.sq_norms = self._squares, sums.count
         return sums
@@ -192,14 +193,16 @@ class Runner:
         """Runs the backward of one chunk. User hooks see the gradient of the mean, which is weighted after them."""
         hooked = options.hooked or self.observer.hooks.where
         weight = float(part.count) / options.expected if hooked else None
-        self.grad_sink.begin_backward(last, is_dummy, weight)
+        if (begin_backward := self.grad_sink.begin_backward) is not None:
+            begin_backward(last, is_dummy, weight)
         if weight is None:
             part.total.mul(1.0 / options.expected).backward()
         else:
             mean = part.total / (part.count or 1) if part.mean is None else part.mean
             with weighed(self.params, weight):
                 mean.backward()
-        self.grad_sink.end_backward()
+        if (end_backward := self.grad_sink.end_backward) is not None:
+            end_backward()
 
     def _run_dummy(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
         """Runs a dummy micro-batch, so that all workers of a replica run equally many; its sums are dropped."""

@@ -11,8 +11,9 @@ import torch
 
 from paceline.base.batching import NOTHING
 from paceline.comm.compression import add_codes, coded_sum, pack_codes
-from paceline.comm.exact_sums import LEVELS, ExactBuckets
-from paceline.comm.gradient_buckets import levels_of
+from paceline.comm.exact_sums import LEVELS
+from paceline.comm.gradient_buckets import Buckets
+from paceline.comm.gradient_memory import levels_of
 from paceline.comm.message_reader import damaged, decode_message
 from paceline.compute.grad_noise import squares
 from paceline.compute.job import StepOptions
@@ -95,7 +96,7 @@ class ParameterShard:
         self.squares = {part: [0.0] for part in self.parts}
         self._sums: dict[int, torch.Tensor] = {}
         first_to_last = [self.params[number] for number in self.all_dense]
-        self.exact = ExactBuckets(first_to_last, hooks=False) if plan.exact else None
+        self.exact = Buckets(first_to_last, exact=True, hooks=False) if plan.exact else None
         self.ready: Key | None = None
         others = {self.params[number] for number in {*range(len(self.params))} - {*self.all_dense, *in_rows}}
         for optimizer in self.replica.job.optimizers:
@@ -168,19 +169,21 @@ class ParameterShard:
 
     def _add_exactly(
         self,
-        sums: ExactBuckets,
+        buckets: Buckets,
         pushed: Sequence[Mapping[tuple[int, int], torch.Tensor]],
         micro_batches: int,
         largest: Sequence[float],
     ) -> None:
-        sums.largest = [largest[number] for number in self.all_dense]
-        sums.begin(lambda bucket: None, micro_batches)
+        assert buckets.exact is not None
+        buckets.exact.largest = [largest[number] for number in self.all_dense]
+        buckets.begin(lambda bucket: None, micro_batches)
         for one in pushed:
             for at, number in enumerate(self.all_dense):
-                sums.add(at, one[self.trainer, number].chunk(levels_of(self.params[number].dtype)))
-        sums.make()
+                buckets.add(at, one[self.trainer, number].chunk(levels_of(self.params[number].dtype)))
+        buckets.exact.make_grads()
+        buckets.assign_grads()
         part_squares = (
-            sums.squares(micro_batches).view(-1, LEVELS).split([len(numbers) for numbers in self.dense.values()])
+            buckets.squares(micro_batches).view(-1, LEVELS).split([len(numbers) for numbers in self.dense.values()])
         )
         self.squares = {part: rows.flatten().tolist() for part, rows in zip(self.parts, part_squares, strict=True)}
 

@@ -24,7 +24,7 @@ from paceline.comm.shared_memory import give_back
 from paceline.comm.transport import release_memory
 from paceline.comm.user_collectives import refusing
 from paceline.compute.cached_loss import GradCache
-from paceline.compute.forward_backward import Runner
+from paceline.compute.forward_backward import Ready, Runner
 from paceline.compute.grad_noise import squares
 from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatch_merging import USERS_OWN
@@ -77,8 +77,11 @@ class Replica:
             for name, param in [*job.local_params.items()][: len(job.dense)]
         }
         self._counted = counting([*cuts.values()], job.shard_index)
-        self.grad_buffers.elements = [math.prod(cut.shape) for cut in cuts.values()]
-        self.transit = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
+        if self.grad_buffers.exact is not None:
+            self.grad_buffers.exact.elements = [math.prod(cut.shape) for cut in cuts.values()]
+        reducer = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
+        self.transit = reducer if layout.allocate is not None else None  # else gradients stay in place: no buckets
+        self.send_bucket: Ready = reducer.send
         self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.grad_buffers, cuts)
 
     def use_full_parameters(self) -> None:
@@ -112,10 +115,12 @@ class Replica:
         name, job = f"step {options.step + 1}", self.job
         if self.codec is not None:
             self.codec.begin(options.transaction, options.expected)
-        self.transit.begin(name, on_reduced)
+        if self.transit is not None:
+            self.transit.begin(name, on_reduced)
         with self.layout.running(name), refusing("the loss, the forward or a hook"):
-            sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
-        self.transit.hand_on()
+            sums = (self.over or self.runner).run(micro_batches, options, self.send_bucket)
+        if self.transit is not None:
+            self.transit.hand_on()
         if job.sparse:
             first = len(job.dense)
             sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
@@ -135,16 +140,18 @@ class Replica:
         """Sums the step's vector over all workers. Returns it when all gradients of the step are reduced."""
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
         work = self.team.start_sum(small)
-        self.transit.finish()
+        if self.transit is not None:
+            self.transit.finish()
         options.fault_point("summed")
         self.team.finish(work)
         if self.job.sparse:
             self._add_up_rows(options)
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
-        if sums.maxima is not None:
-            sums.sums_overflowed = not self.grad_buffers.resolve_exact(self.team.largest(sums.maxima))
-        self.error_feedback.add(options.expected)
+        if (exact := self.grad_buffers.exact) is not None:
+            sums.sums_overflowed = not exact.resolve(self.team.largest(exact.maxima))
+        if self.error_feedback.pending_residual:
+            self.error_feedback.add(options.expected)
         return vector
 
     def _add_up_rows(self, options: StepOptions) -> None:
@@ -168,7 +175,7 @@ class Replica:
         alike = (
             self._counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
         )  # on all who have summed
-        known = self.transit.squares() if alike and not self.job.exact else None
+        known = self.transit.squares() if self.transit is not None and alike and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             total = torch.tensor([known], dtype=torch.float64)
         else:
@@ -183,8 +190,10 @@ class Replica:
                 self.codec.kept.void()
             self.updater.apply(agreed, options, norm)
             return
-        if self.error_feedback.pending_residual or self.error_feedback.differs:
-            agreed = replace(agreed, unused=self.error_feedback.unused(agreed.unused))
+        if agreed.unused and (self.error_feedback.pending_residual or self.error_feedback.differs):
+            params = self.grad_buffers.local_params  # which may get a gradient from what earlier steps did not send
+            unused = [number for number in agreed.unused if (grad := params[number].grad) is None or not grad.any()]
+            agreed = replace(agreed, unused=tuple(unused))
         self.updater.apply(agreed, options, norm)
         self.error_feedback.pending_residual = {}
 
@@ -194,7 +203,8 @@ class Replica:
 
     def abort(self, again: bool = False) -> None:
         """Undoes a step before its update. With `again` the same workers repeat it."""
-        self.transit.abandon()
+        if self.transit is not None:
+            self.transit.abandon()
         self.runner.restore(void=True)
         self.grad_sink.abandon(again)
         self.layout.rest()
