@@ -37,18 +37,15 @@ class ExactSums:
         self.maxima = torch.zeros(len(self.elements), dtype=torch.float64)  # on this worker in the present step
         self._before: list[float] | None = None  # `largest` when the step began
         self._spare = INTEGER_BITS  # bits of one micro-batch's part of a sum
-        self._sums: list[tuple[torch.Tensor, torch.Tensor]] = []  # levels of each bucket, and the gradients from them
+        # The sums of each bucket as [level, elements], and the gradients that are made from them.
+        self.memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._scratch = torch.empty(CHUNK, dtype=torch.float64)
 
     def allocate_grads(self, levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Allocates the gradients that `make_grads` makes from a bucket's sums, which are [level, elements]."""
         grads = torch.zeros(levels.shape[1], dtype=dtype, device=levels.device)
-        self._sums.append((levels, grads))
+        self.memory.append((levels, grads))
         return grads
-
-    def drop_memory(self) -> None:
-        """Forgets the memory of all buckets and gradients."""
-        self._sums.clear()
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -100,7 +97,7 @@ class ExactSums:
 
     def make_grads(self) -> None:
         """Makes the gradients from the sums."""
-        for levels, grads in self._sums:
+        for levels, grads in self.memory:
             grads.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
 
     def keep(self) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from paceline.base.sharding import RowShards
 from paceline.comm.communicator import Group
 from paceline.comm.gradient_buckets import Bucket, Buckets, error_in_two_parts
-from paceline.comm.gradient_memory import Allocate, Wires, lay_out, zero, zeros
+from paceline.comm.gradient_memory import Allocate, Wires, lay_out, zeros
 from paceline.errors import UsageError
 
 UNDER_WAY = 1  # blocks, before the backward waits for them
@@ -239,15 +239,12 @@ class FsdpReduceScatter:
     def _stage(self, block: _Block) -> _Stage:
         """The stage that the block's gradients of this micro-batch are written into."""
         if block.stage is None:
-            while (
-                self._waits
-                and block.departure_stage.taken
-                and any(stage is block.departure_stage for _, _, stage, _ in self._works)
-            ):
+            departure = block.departure_stage
+            while self._waits and departure.taken and any(stage is departure for _, _, stage, _ in self._works):
                 self._arrive()
             # Gradients may come before those of blocks that leave earlier, while another block holds the stage.
-            early = block.departure_stage.taken or block.turn - block.pool.gone >= len(block.pool.stages)
-            block.stage = self._make(block.members, zeros) if early else block.departure_stage
+            early = departure.taken or block.turn - block.pool.gone >= len(block.pool.stages)
+            block.stage = self._make(block.members, zeros) if early else departure
             block.stage.taken = True
             block.stage.written.clear()
         return block.stage
@@ -284,7 +281,8 @@ class FsdpReduceScatter:
         stage, departure = self._stage(block), block.departure_stage
         for number, wires in zip(block.members, stage.wires, strict=True):
             if number not in stage.written:
-                zero(wires)
+                for wire in (wire for levels in wires for wire in levels):
+                    wire.zero_()
         if stage is not departure:
             while departure.taken:
                 self._arrive()

@@ -15,19 +15,7 @@ from torch.nn import Parameter
 
 from paceline.base.sharding import ALONE, Block, RowShards
 from paceline.comm.exact_sums import ExactSums
-from paceline.comm.gradient_memory import (
-    Allocate,
-    Wires,
-    copy,
-    counted_grads,
-    drop_grads,
-    lay_out,
-    norms_of,
-    sum_squares,
-    write_plain,
-    zero,
-    zeros,
-)
+from paceline.comm.gradient_memory import Allocate, Wires, copy, counted_grads, lay_out, norms_of, write_plain, zeros
 from paceline.errors import UsageError
 
 FIRST_BYTES = 1 << 20
@@ -129,7 +117,7 @@ class Buckets:
         self.buckets.clear()
         self.sums.clear()
         if self.exact is not None:
-            self.exact.drop_memory()
+            self.exact.memory.clear()
 
     def _make(self, members: list[int], allocate: Allocate) -> None:
         like, shards, exact = self.params[members[0]], self.shards, self.exact
@@ -161,7 +149,8 @@ class Buckets:
         memory = [bucket.flat for bucket in self.buckets]
         self._drop_memory()
         self._views, self._wires, self._home = [], [], []
-        drop_grads([*self.params, *self.local_params])
+        for param in (*self.params, *self.local_params):
+            param.grad = None
         return memory
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -234,7 +223,8 @@ class Buckets:
         """Hands on the remaining buckets, zeros where no gradient came; returns the numbers of those parameters."""
         unused = set(range(len(self.params))) - self._touched
         for number in unused:
-            zero(self._wires[number])
+            for wire in (wire for levels in self._wires[number] for wire in levels):
+                wire.zero_()
         for number in sorted(self.late):
             self.among(number, [wire for levels in self._wires[number] for wire in levels])
         self.assign_grads()
@@ -271,7 +261,8 @@ class Buckets:
         """
         if self.exact is not None:
             return self.exact.squares(self.local_params, micro_batches, counted)
-        return sum_squares(norms_of(self.sums if counted is None else counted_grads(self.local_params, counted)))
+        norms = norms_of(self.sums if counted is None else counted_grads(self.local_params, counted))
+        return norms.cpu().double().square().sum(0, keepdim=True)
 
 
 def _group(params: Sequence[Parameter], first_bytes: int, bytes_: int) -> list[list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
@@ -74,34 +74,12 @@ def write_plain(number: int, grad: torch.Tensor, wires: Wires, first: bool) -> N
             wire.add_(part)
 
 
-def zero(wires: Wires) -> None:
-    """Fills the wires of a gradient with zeros."""
-    for levels in wires:
-        for wire in levels:
-            wire.zero_()
-
-
 def counted_grads(params: Sequence[Parameter], counted: Sequence[Sequence[Block]]) -> list[torch.Tensor]:
     """The blocks of the parameters' gradients that this worker counts in a norm."""
-    return [
-        block.of(param.grad)
-        for param, blocks in zip(params, counted, strict=True)
-        if param.grad is not None
-        for block in blocks
-    ]
+    pairs = zip(params, counted, strict=True)
+    return [block.of(param.grad) for param, blocks in pairs if param.grad is not None for block in blocks]
 
 
 def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The norm of each gradient, as one tensor; a zero if there are none."""
     return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, dtype=torch.float64)
-
-
-def sum_squares(norms: torch.Tensor) -> torch.Tensor:
-    """The sum of the squares of norms, as a float64 tensor of one element."""
-    return norms.cpu().double().square().sum(0, keepdim=True)
-
-
-def drop_grads(params: Iterable[Parameter]) -> None:
-    """Gives up the gradients of these parameters."""
-    for param in params:
-        param.grad = None

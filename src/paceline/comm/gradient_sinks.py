@@ -1,4 +1,4 @@
-"""What a step needs of the object that takes its gradients, and the simplest one: gradients stay where they are.
+"""Defines gradient sinks, which take the gradients of a step, and the simplest one: gradients stay where they are.
 
 The others are `Buckets` (gradient_buckets.py) and `FsdpReduceScatter` (fsdp_reduce_scatter.py).
 """
@@ -14,16 +14,7 @@ from torch.nn import Parameter
 from paceline.base.sharding import Block
 from paceline.comm.exact_sums import ExactSums
 from paceline.comm.gradient_buckets import Bucket
-from paceline.comm.gradient_memory import Allocate, counted_grads, drop_grads, norms_of, sum_squares
-
-
-class BeginBackward(Protocol):
-    """Begins the next backward."""
-
-    def __call__(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
-        """The `last` backward of a step completes parameters, so that their buckets may leave. Gradients of a dummy
-        backward do not count. With a `weight`, gradients are taken at its end, after the weight was applied.
-        """
+from paceline.comm.gradient_memory import Allocate, counted_grads, norms_of
 
 
 class GradBuffers(Protocol):
@@ -73,8 +64,10 @@ class GradSink(Protocol):
         """Starts a step of so many micro-batches in all: the callable is called once with every bucket, in order."""
 
     @property
-    def begin_backward(self) -> BeginBackward | None:
-        """Begins the next backward."""
+    def begin_backward(self) -> Callable[[bool, bool, float | None], None] | None:
+        """Begins the next backward: whether it is the `last` one of the step, which completes parameters, and whether
+        it `is_dummy`, whose gradients do not count. With a `weight`, gradients are taken after it was applied.
+        """
 
     @property
     def end_backward(self) -> Callable[[], None] | None:
@@ -99,8 +92,7 @@ class GradSink(Protocol):
 class GradsInPlace:
     """The sink of a worker that shares parameters with no other one: gradients stay where autograd puts them."""
 
-    begin = begin_backward = end_backward = None
-    exact = None
+    begin = begin_backward = end_backward = exact = None
 
     def __init__(self, params: Sequence[Parameter]) -> None:
         self.local_params = list(params)
@@ -133,7 +125,7 @@ class GradsInPlace:
         norms = self._norms if counted is None and not changed else None
         if norms is None:
             norms = norms_of(self.sums if counted is None else counted_grads(self.local_params, counted))
-        return sum_squares(norms)
+        return norms.cpu().double().square().sum(0, keepdim=True)
 
     def assign_grads(self) -> None:
         """Does nothing: the sums are the parameters' gradients."""
@@ -150,5 +142,6 @@ class GradsInPlace:
 
     def release(self) -> list[torch.Tensor]:
         """Gives up gradients; no memory was allocated for sums."""
-        drop_grads(self.local_params)
+        for param in self.local_params:
+            param.grad = None
         return []

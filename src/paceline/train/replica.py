@@ -39,9 +39,7 @@ from paceline.parallel.pipeline.stage import Pipeline
 
 
 def mean_norm(squares: Sequence[float], agreed: Agreed, options: StepOptions) -> float:
-    """Returns the norm of the mean gradient from the squares of its sums; 0 if no row counts, since nothing is applied
-    then.
-    """
+    """Returns the norm of the mean gradient from the squares of its sums; 0 if no row counts: nothing is applied."""
     return math.sqrt(exact_sum(squares)) * options.expected / agreed.count if agreed.count > 0 else 0.0
 
 
@@ -172,30 +170,26 @@ class Replica:
 
     def squares(self, options: StepOptions) -> torch.Tensor:
         """Returns float64 numbers whose sum is the square of the norm of the gradients that this worker counts."""
-        alike = (
-            self._counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
-        )  # on all who have summed
-        known = self.transit.squares() if self.transit is not None and alike and not self.job.exact else None
+        equal_on_all = self._counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
+        known = self.transit.squares() if self.transit is not None and equal_on_all and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             total = torch.tensor([known], dtype=torch.float64)
         else:
-            total = self.grad_buffers.squares(options.micro_batches, self._counted, changed=not alike)
+            total = self.grad_buffers.squares(options.micro_batches, self._counted, changed=not equal_on_all)
         return torch.cat([total, total.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else total
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Updates the weights. `norm` is that of the mean gradient, for clipping."""
         self.runner.carried.merge(sums.records)
-        if agreed.count <= 0:  # what was sent is not used: codecs and `pending_residual` keep what they have
-            if self.codec is not None:
-                self.codec.kept.void()
-            self.updater.apply(agreed, options, norm)
-            return
-        if agreed.unused and (self.error_feedback.pending_residual or self.error_feedback.differs):
-            params = self.grad_buffers.local_params  # which may get a gradient from what earlier steps did not send
+        counts, feedback, params = agreed.count > 0, self.error_feedback, self.grad_buffers.local_params
+        if not counts and self.codec is not None:  # what was sent is not used: codecs keep what they have
+            self.codec.kept.void()
+        if counts and agreed.unused and (feedback.pending_residual or feedback.differs):  # which may give a gradient
             unused = [number for number in agreed.unused if (grad := params[number].grad) is None or not grad.any()]
             agreed = replace(agreed, unused=tuple(unused))
         self.updater.apply(agreed, options, norm)
-        self.error_feedback.pending_residual = {}
+        if counts:
+            feedback.pending_residual = {}
 
     def complete(self) -> None:
         """Gathers the weights that other workers have updated, after an update and in a new generation. Collective."""
@@ -228,11 +222,9 @@ class Replica:
     def state(self) -> dict[str, Any]:
         """Returns all state that the next step depends on, by logical names."""
         job = self.job
-        owed = {
-            name: ShardedTensor(tensor, self.error_feedback.cuts[name], job.shard_index)
-            for name, tensor in self.error_feedback.shared().items()
-        }
-        return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": self.error_feedback.chosen}
+        feedback = self.error_feedback
+        owed = {n: ShardedTensor(t, feedback.cuts[n], job.shard_index) for n, t in feedback.shared().items()}
+        return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": feedback.chosen}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads what `state` returned. Weights from elsewhere come without optimizers."""
