@@ -110,6 +110,11 @@ def oracle(step: Step, frozen: Sequence[int] = ()) -> list[torch.Tensor | None]:
     return [param.grad for param in params]
 
 
+def assert_near(kind: Kind, grads: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    for grad, want in zip(grads, expected, strict=True):
+        assert torch.allclose(grad.double(), want, rtol=0, atol=NEAR[kind.dtype] * float(want.abs().max()))
+
+
 class Worker:
     """One worker's parameters, its sink, and the buckets that it has handed on."""
 
@@ -226,8 +231,7 @@ class Team:
             if want is None:
                 assert grad is None if self.kind.name == IN_PLACE else not grad.any()
                 continue
-            room = NEAR[self.kind.dtype] * float(want.abs().max())
-            assert torch.allclose(grad.double(), want, rtol=0, atol=room)
+            assert_near(self.kind, [grad], [want])
 
 
 # -- the sums --------------------------------------------------------------------------------------------------------
@@ -357,25 +361,26 @@ def test_nothing_is_left_of_a_step_that_was_abandoned(kind: Kind, again: bool, l
 
 
 @each_kind
-def test_a_backward_outside_of_a_step_is_left_alone(kind: Kind) -> None:
+@pytest.mark.parametrize("before", ["nothing", "a step", "an abandoned step"])
+def test_a_backward_outside_of_a_step_is_left_alone(kind: Kind, before: str) -> None:
     team = Team(kind)
-    for moment in range(2):
-        for worker in team.workers:
-            worker.handed.clear()
-            params = worker.used_params()
-            for param in params:
-                param.grad = None
-            for seed in (1, 2):
-                Backward(seed).loss(params).backward()
-            assert worker.handed == []
-            for param, want in zip(params, oracle(ONE), strict=True):
-                if kind.name == REDUCE_SCATTER:  # the gathered parameter is freed
-                    assert param.grad is None
-                    continue
-                assert torch.allclose(param.grad.double(), want, rtol=0, atol=NEAR[kind.dtype] * want.abs().max())
-            if moment == 0:
-                worker.begin(1)
-                worker.sink.abandon()
+    if before == "a step":
+        team.step(ONE)
+    for worker in team.workers:
+        if before == "an abandoned step":
+            worker.begin(1)
+            worker.sink.abandon()
+        worker.handed.clear()
+        params = worker.used_params()
+        for param in params:
+            param.grad = None
+        for backward in ONE:
+            backward.loss(params).backward()
+        assert worker.handed == []
+        if kind.name == REDUCE_SCATTER:  # gathered parameters are freed
+            assert all(param.grad is None for param in params)
+        else:
+            assert_near(kind, [param.grad for param in params], oracle(ONE))
 
 
 @pytest.mark.parametrize("kind", [kind for kind in REDUCING if kind.exact], ids=str)
@@ -485,7 +490,7 @@ def test_a_released_sink_leaves_gradients_to_autograd(kind: Kind) -> None:
         worker.sink.release()
         assert all(param.grad is None for param in held)
         if kind.name != REDUCE_SCATTER:
+            assert not any(param._post_accumulate_grad_hooks for param in worker.params)
             for backward in ONE:
                 backward.loss(worker.params).backward()
-            for param, want in zip(worker.params, oracle(ONE), strict=True):
-                assert torch.allclose(param.grad.double(), want, rtol=0, atol=NEAR[kind.dtype] * want.abs().max())
+            assert_near(kind, [param.grad for param in worker.params], oracle(ONE))
