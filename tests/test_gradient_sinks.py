@@ -25,7 +25,9 @@ from paceline.compute.grad_hooks import weighed
 from paceline.compute.state_dict import own_of
 from paceline.errors import UsageError
 
-IN_PLACE, BUCKETS, ROWS, REDUCE_SCATTER = "in place", "buckets", "buckets of rows", "reduce-scatter"
+IN_PLACE, BUCKETS, ROWS = "in place", "buckets", "buckets of rows"
+REDUCE_SCATTER, LATE = "reduce-scatter", "late reduce-scatter"  # whose sums arrive when they are waited for
+BY_BLOCK = REDUCE_SCATTER, LATE
 F32, F64 = torch.float32, torch.float64
 NEAR = {F32: 1e-5, F64: 1e-12}
 BYTES = 1, 150  # of the first bucket and of others, above which the next one begins: some hold several parameters
@@ -51,7 +53,7 @@ ALL_KINDS = [
     *(Kind(IN_PLACE, dtype) for dtype in (F32, F64)),
     *(
         Kind(name, dtype, exact)
-        for name in (BUCKETS, ROWS, REDUCE_SCATTER)
+        for name in (BUCKETS, ROWS, *BY_BLOCK)
         for dtype in (F32, F64)
         for exact in (False, True)
     ),
@@ -115,6 +117,20 @@ def assert_near(kind: Kind, grads: Sequence[torch.Tensor], expected: Sequence[to
         assert torch.allclose(grad.double(), want, rtol=0, atol=NEAR[kind.dtype] * float(want.abs().max()))
 
 
+class LateSum:
+    """A sum that is under way until it is waited for. What is in its memory before that is no sum."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._flat, self._sum = flat, flat.clone()
+        flat.fill_(math.nan)
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._flat.copy_(self._sum)
+
+
 class Worker:
     """One worker's parameters, its sink, and the buckets that it has handed on."""
 
@@ -128,11 +144,13 @@ class Worker:
     def _make_sink(self) -> GradSink:
         if self.kind.name == IN_PLACE:
             return GradsInPlace(self.params)
-        if self.kind.name != REDUCE_SCATTER:
+        if self.kind.name not in BY_BLOCK:
             return Buckets(
                 self.params, *BYTES, shards=self.shards, local_params=self.local_params, exact=self.kind.exact
             )
         group, own = Group(World()), Buckets(self.params, *BYTES, exact=self.kind.exact, hooks=False)
+        if self.kind.name == LATE:
+            group.start_scatter = LateSum
         blocks = [[number] for number in reversed(range(COUNT))]
         sink = FsdpReduceScatter(own, [param.shape for param in self.params], blocks, group)
         sink.rebind(group.allocate)
@@ -149,7 +167,7 @@ class Worker:
 
     def used_params(self) -> list[nn.Parameter]:
         """The parameters that a forward uses: gathered ones are made for it, and their hooks with them."""
-        if self.kind.name != REDUCE_SCATTER:
+        if self.kind.name not in BY_BLOCK:
             return self.params
         assert isinstance(self.sink, FsdpReduceScatter)
         gathered = [nn.Parameter(param.detach().clone(), param.requires_grad) for param in self.params]
@@ -265,7 +283,7 @@ def test_sums_are_those_of_plain_autograd(kind: Kind, situation: str) -> None:
         team.check(step)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind.name == REDUCE_SCATTER], ids=str)
+@pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind.name in BY_BLOCK], ids=str)
 @pytest.mark.parametrize("dummy", [Backward(9, is_dummy=True), Backward(9, (1, 2), is_dummy=True)], ids=["all", "some"])
 def test_gradients_of_a_dummy_backward_do_not_count(kind: Kind, dummy: Backward) -> None:
     team = Team(kind)
@@ -335,7 +353,8 @@ def test_only_the_last_backward_hands_on_and_does_so_before_the_flush(kind: Kind
     worker.run(Backward(2, (1, 3, 4, 5)), last=True)
     buckets = worker.sink.grad_buffers.buckets
     complete = itertools.takewhile(lambda bucket: {1, 3, 4, 5}.issuperset(bucket.members), buckets)
-    expected = buckets if kind.name == REDUCE_SCATTER else [*complete]  # of the others more may come: flush knows
+    # To the parameters that were not used more may come: flush knows. All blocks leave with the backward.
+    expected = {REDUCE_SCATTER: buckets, LATE: buckets[:-1]}.get(kind.name, [*complete])
     assert [index for index, _ in worker.handed] == [bucket.index for bucket in expected]
     assert len(expected) > 1
     worker.sink.flush()
@@ -377,7 +396,7 @@ def test_a_backward_outside_of_a_step_is_left_alone(kind: Kind, before: str) -> 
         for backward in ONE:
             backward.loss(params).backward()
         assert worker.handed == []
-        if kind.name == REDUCE_SCATTER:  # gathered parameters are freed
+        if kind.name in BY_BLOCK:  # gathered parameters are freed
             assert all(param.grad is None for param in params)
         else:
             assert_near(kind, [param.grad for param in params], oracle(ONE))
@@ -448,7 +467,7 @@ def bytes_of(worker: Worker) -> int:
     if kind.name == ROWS:  # whole cache lines
         lengths = [math.ceil(length / 16) * 16 for length in lengths]
     wires = worker.shards.count * sum(lengths) * (8 * levels if kind.exact else kind.dtype.itemsize)
-    stages = wires if kind.name == REDUCE_SCATTER else 0  # one for each block, as all are of other shapes
+    stages = wires if kind.name in BY_BLOCK else 0  # one for each block, as all are of other shapes
     return wires + stages + (sum(lengths) * kind.dtype.itemsize if kind.exact else 0)
 
 
@@ -478,7 +497,7 @@ def test_sums_are_in_the_memory_that_a_sink_is_rebound_to(kind: Kind) -> None:
     for worker, tensors in zip(team.workers, given, strict=True):
         released = {tensor.data_ptr() for tensor in worker.sink.release()}
         assert {tensor.data_ptr() for tensor in tensors} <= released
-        assert len(tensors) == (COUNT if kind.name == REDUCE_SCATTER else len(worker.handed))
+        assert len(tensors) == (COUNT if kind.name in BY_BLOCK else len(worker.handed))
 
 
 @each_kind
@@ -489,7 +508,7 @@ def test_a_released_sink_leaves_gradients_to_autograd(kind: Kind) -> None:
         held = [*worker.params, *worker.sink.grad_buffers.local_params]
         worker.sink.release()
         assert all(param.grad is None for param in held)
-        if kind.name != REDUCE_SCATTER:
+        if kind.name not in BY_BLOCK:
             assert not any(param._post_accumulate_grad_hooks for param in worker.params)
             for backward in ONE:
                 backward.loss(worker.params).backward()
