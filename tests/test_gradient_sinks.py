@@ -452,6 +452,21 @@ def test_squares_are_those_of_all_gradients_or_of_the_blocks_that_count(kind: Ki
     assert float(found.sum()) == pytest.approx(expected, rel=NEAR[kind.dtype])
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_norms_that_a_gpu_began_with_the_flush_count_unless_gradients_were_changed(changed: bool) -> None:
+    worker = Worker(Kind(IN_PLACE), 0)
+    assert isinstance(worker.sink, GradsInPlace)
+    worker.sink._is_cuda = True  # the arithmetic is the same on a CPU
+    worker.begin(1)
+    worker.run(ONE[0], last=True)
+    worker.sink.flush()
+    expected = sum(float(grad.square().sum()) for grad in oracle(ONE[:1]))
+    for grad in worker.sink.sums:
+        grad.mul_(2.0)
+    found = worker.sink.squares(1, changed=changed)
+    assert float(found) == pytest.approx(expected * (4.0 if changed else 1.0), rel=1e-12)
+
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
