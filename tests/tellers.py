@@ -86,7 +86,7 @@ def servers_used(ear: Ear) -> None:
 def in_step(ear: Ear) -> Any:
     servers = fake(used={0: AT}, put=ear.tell, answers=lambda *_: {}, count=0, advance=lambda: None)
     runner = fake(guard=fake(carried=fake(merge=lambda _: None)))
-    job, home = fake(exact=True), fake(largest=[0.5, float("inf")])
+    job, home = fake(exact=True), fake(exact=fake(largest=[0.5, float("inf")]))
     about = {"number": 0, "key": (3, 1, 0), "_rates": lambda: [[0.1], [0.2, 0.3]]}
     return fake(servers=servers, team=fake(rank=0, size=2), job=job, grad_buffers=home, runner=runner, **about)
 

@@ -19,7 +19,8 @@ from test_contract import trained
 from torch.nn import Parameter
 
 from paceline.base.batching import VectorLayout, exact_sum
-from paceline.comm.exact_sums import ExactBuckets
+from paceline.comm.exact_sums import ExactSums
+from paceline.comm.gradient_buckets import Buckets
 
 TEAMS = [
     ["--workers", "1"],
@@ -50,18 +51,18 @@ def summed(grads: list[torch.Tensor], shares: list[list[int]], largest: float) -
     workers, wires = [], []
     for share in shares:
         param = Parameter(torch.zeros_like(grads[0]))
-        buckets = ExactBuckets([param], allocate=plain)
-        buckets.largest = [largest]
+        buckets = Buckets([param], allocate=plain, exact=True)
+        buckets.exact.largest = [largest]
         buckets.begin(lambda bucket: None, len(grads))
         for number in share:
             (param * grads[number]).sum().backward()
         buckets.flush()
         workers.append(buckets)
         wires.append(buckets.buckets[0].flat.clone())
-    maxima = torch.stack([buckets.maxima for buckets in workers]).amax(0)
+    maxima = torch.stack([buckets.exact.maxima for buckets in workers]).amax(0)
     last = workers[-1]
     last.buckets[0].flat.copy_(torch.stack(wires).sum(0))
-    fits = last.resolve_exact(maxima)
+    fits = last.exact.resolve(maxima)
     return last.sums[0].clone(), fits
 
 
@@ -94,11 +95,10 @@ def test_a_gradient_that_outgrows_its_grid_is_seen_and_the_grid_follows_slowly()
     assert not summed([grad], [[0]], 0.0)[1]
     assert not summed([grad], [[0]], 3.0 / 33)[1]
     assert summed([grad], [[0]], 3.0 / 15)[1]
-    param = Parameter(torch.zeros(2))
-    buckets = ExactBuckets([param], allocate=plain)
+    sums = ExactSums([2])
     for maximum, expected in ((8.0, 8.0), (1.0, 4.0), (1.0, 2.0), (0.0, 2.0), (math.inf, 2.0), (1.0, 1.0)):
-        buckets.resolve_exact(torch.tensor([maximum], dtype=torch.float64))
-        assert buckets.largest == [expected]
+        sums.resolve(torch.tensor([maximum], dtype=torch.float64))
+        assert sums.largest == [expected]
 
 
 @given(st.lists(st.floats(-1e300, 1e300), min_size=1, max_size=8), st.randoms())

@@ -20,7 +20,6 @@ from paceline.base.batching import exact_sum
 from paceline.base.environment import World
 from paceline.base.sharding import RowShards
 from paceline.comm.communicator import Group
-from paceline.comm.exact_sums import ExactBuckets
 from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
 from paceline.compute.blocks import blocks_of
@@ -118,8 +117,8 @@ def test_the_exact_squares_do_not_depend_on_who_has_which_rows(data: st.DataObje
     def squares(shards: RowShards) -> torch.Tensor:
         whole = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
         own = [*own_of(dict(enumerate(whole)), {}, shards)[0].values()]
-        buckets = ExactBuckets(whole, shards=shards, local_params=own)
-        buckets.largest = [float(grad.abs().max()) for grad in grads]
+        buckets = Buckets(whole, shards=shards, local_params=own, exact=True)
+        buckets.exact.largest = [float(grad.abs().max()) for grad in grads]
         for param, grad in zip(own, grads, strict=True):
             param.grad = shards.of(grad, shards.me).view(param.shape).clone()
         return buckets.squares(micro_batches=8)
@@ -156,9 +155,9 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
     own = [nn.Parameter(torch.zeros(size)) for size in sizes]
     cuts = sorted(data.draw(st.sets(st.integers(1, len(sizes)))) | {0, len(sizes)})
     blocks = [range(a, b) for a, b in itertools.pairwise(cuts)]
-    kind = ExactBuckets if exact else Buckets
-    home = kind(own, hooks=False)
-    home.largest = [8.0] * len(sizes) if exact else []
+    home = Buckets(own, exact=exact, hooks=False)
+    if exact:
+        home.exact.largest = [8.0] * len(sizes)
     group = Group(World())
     staging = FsdpReduceScatter(home, [param.shape for param in own], blocks, group)
     staging.rebind(group.allocate)
@@ -190,7 +189,7 @@ def test_staged_gradients_are_summed_and_handed_on_once(data: st.DataObject) -> 
         staging.end_backward()
     assert staging.flush() == set(range(len(sizes))) - used
     if exact:
-        assert home.resolve_exact(home.maxima)
+        assert home.exact.resolve(home.exact.maxima)
     assert handed == list(range(len(home.buckets)))
     assert all(torch.equal(param.grad, want) for param, want in zip(own, expected, strict=True))
 

@@ -292,7 +292,8 @@ class Trainer(TrainerLogging):
             replica.grad_buffers,
         )
         for part in (*parts, replica.transit, replica.error_feedback, replica, job):
-            vars(part).clear()  # hooks on a model that the script holds may hold them
+            if part is not None:
+                vars(part).clear()  # hooks on a model that the script holds may hold them
         vars(self).clear()
         return weak
 

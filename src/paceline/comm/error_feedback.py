@@ -18,7 +18,7 @@ from paceline.base.sharding import ShardedTensor, ShardingSpec, stacked
 from paceline.comm import codec_tuning
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, Feedback
-from paceline.comm.gradient_buckets import GradSink
+from paceline.comm.gradient_sinks import GradBuffers
 
 
 class TransactionRunner(Protocol):
@@ -52,7 +52,7 @@ class ErrorFeedback:
         group: Group,
         outer: Group,
         mesh: Mesh,
-        grad_buffers: GradSink,
+        grad_buffers: GradBuffers,
         cuts: Mapping[str, ShardingSpec],
     ) -> None:
         self.codec: Codec | None = codec
@@ -81,12 +81,8 @@ class ErrorFeedback:
     def _left(self, done: int) -> dict[str, torch.Tensor]:
         """This worker's residual after `done` transactions, by parameter name."""
         left, names = {} if self.codec is None else self.codec.kept.at(done).residual, list(self.cuts)
-        return {
-            names[number]: part
-            for bucket in self.grad_buffers.buckets
-            if bucket.index in left
-            for number, part in bucket.split(left[bucket.index])
-        }
+        buckets = [bucket for bucket in self.grad_buffers.buckets if bucket.index in left]
+        return {names[number]: part for one in buckets for number, part in one.split(left[one.index])}
 
     def _rows_of(self, holds: Sequence[bool]) -> list[int | None]:
         """The row of each rank in a checkpoint's stacked residuals; None for a rank without one.
@@ -130,19 +126,14 @@ class ErrorFeedback:
             yield f"worker {name} was lost with what its codec had not sent yet: sums of gradients of norm {norm:.6g}"
         if self._saved_residuals:
             leads = [leads for _, leads, _ in reports]
-            saved, rows, count = (
-                self._saved_residuals,
-                self._rows_of(leads),
-                len(next(iter(self._saved_residuals.values()))),
-            )
+            saved, rows = self._saved_residuals, self._rows_of(leads)
+            count = len(next(iter(saved.values())))
             has_same_leaders = self.codec is not None and self.codec.lossy and sum(leads) == count * self.mesh.replica
             if not (resumed and has_same_leaders and max(row or 0 for row in rows) == count - 1):
                 yield from self._add_saved()
             self._saved_residuals, row = {}, rows[self.group.rank] if self._saved_residuals else None
             if row is not None:
-                self._restore(
-                    {name: self._local_block(name, tensor[row : row + 1][0]) for name, tensor in saved.items()}
-                )
+                self._restore({name: self._local_block(name, full[row : row + 1][0]) for name, full in saved.items()})
 
     def _local_block(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """The block of a full tensor that this worker holds."""
@@ -252,11 +243,9 @@ class ErrorFeedback:
         if self._comparison is not None:
             self._comparison.note(seconds, self.codec.spent)
         elif self.outer.is_host_leader:
-            far = (
-                codec_tuning.differs(self.link[0], self.chosen["rate"])
-                or self.codec.spent > 2 * self._usual_codec_seconds + 0.1
-            )
-            self._deviating_steps = self._deviating_steps + 1 if far else 0
+            is_slow = self.codec.spent > 2 * self._usual_codec_seconds + 0.1
+            deviates = is_slow or codec_tuning.differs(self.link[0], self.chosen["rate"])
+            self._deviating_steps = self._deviating_steps + 1 if deviates else 0
 
     @property
     def wishes(self) -> bool:
@@ -278,10 +267,9 @@ class ErrorFeedback:
         hosts, buckets, tried = len(self.outer.leaders), self.grad_buffers.buckets, codec_tuning.Trials()
         if self.outer.is_host_leader:
             if anew or self._tried[0] != hosts:
-                candidates_tried = codec_tuning.ROUNDING + (
-                    codec_tuning.LOSSY if self.codec.lossy else codec_tuning.LOSSY[:1]
-                )
-                self._tried = hosts, codec_tuning.trials(buckets, self.codec.names, candidates_tried, hosts)
+                lossy = codec_tuning.LOSSY if self.codec.lossy else codec_tuning.LOSSY[:1]
+                trials = codec_tuning.trials(buckets, self.codec.names, codec_tuning.ROUNDING + lossy, hosts)
+                self._tried = hosts, trials
             tried = self._tried[1]
         reports = self.group.gather_json([tried, *self.link])
         measured = codec_tuning.slowest([trials for trials, *_ in reports])
@@ -296,9 +284,8 @@ class ErrorFeedback:
         self._deviating_steps, self._patience = 0, 2 * self._patience if before else self._patience
         bucket_of = {self.codec.names[bucket.members[0]]: bucket for bucket in buckets}
         for word in dict.fromkeys(words.values()):
-            bucket_sizes = [
-                (len(bucket_of[name].local_shard), name) for name in words if words[name] == word and name in bucket_of
-            ]
+            names = (name for name in words if words[name] == word and name in bucket_of)
+            bucket_sizes = [(len(bucket_of[name].local_shard), name) for name in names]
             if bucket_sizes and any(before.get(name) != word for _, name in bucket_sizes):
                 name = max(bucket_sizes)[1]
                 size, link = f"{bucket_of[name].local_shard.nbytes / 1e6:.3g} MB", f"link {8e-6 * rate:.3g} Mbit/s"
@@ -323,9 +310,8 @@ class ErrorFeedback:
             self._take(comparison.present, rate, hosts)
             return
         best, self._comparison = comparison.best(), None
-        self._usual_codec_seconds = (
-            comparison.spent[best] if best < len(comparison.spent) else self._usual_codec_seconds
-        )
+        if best < len(comparison.spent):
+            self._usual_codec_seconds = comparison.spent[best]
         self._take(comparison.candidates[best], comparison.took[best][1], hosts)
         yield f"codecs tried in the run: {comparison.describe()}", "that took the least time in the steps of training"
 
@@ -335,11 +321,8 @@ class ErrorFeedback:
         Empty otherwise. Only a leader calls it. `codecs` says whether the plan allows codecs.
         """
         hosts, (rate, latency) = len(self.outer.leaders), self.link
-        buckets = [
-            bucket
-            for bucket in self.grad_buffers.buckets
-            if bucket.local_shard.is_floating_point() and len(bucket.local_shard)
-        ]
+        floating = (bucket for bucket in self.grad_buffers.buckets if bucket.local_shard.is_floating_point())
+        buckets = [bucket for bucket in floating if len(bucket.local_shard)]
         gradient_bytes = sum(bucket.local_shard.nbytes for bucket in buckets)
         sent = 2 * gradient_bytes * (hosts - 1) / hosts
         if self.codec is not None or not rate or sent <= computing * rate:
@@ -350,10 +333,9 @@ class ErrorFeedback:
         if codecs:
             largest = max(buckets, key=lambda bucket: len(bucket.local_shard))
             times = gradient_bytes / largest.local_shard.nbytes
-            costs = [
-                codec_tuning.trial(word, largest, hosts).cost(rate, latency) * times for word in ("int8", "powersgd:4")
-            ]
-            text += f", codec=int8 would make it {costs[0]:.2g} s and codec=powersgd:4 {costs[1]:.2g} s"
+            tried = (codec_tuning.trial(word, largest, hosts) for word in ("int8", "powersgd:4"))
+            int8, powersgd = (trial.cost(rate, latency) * times for trial in tried)
+            text += f", codec=int8 would make it {int8:.2g} s and codec=powersgd:4 {powersgd:.2g} s"
         return f"{text}; local={hosts} every=16 would send them once in 16 steps; all of these are other mathematics"
 
     # -- a step, again ----------------------------------------------------------------------------------------------
@@ -371,15 +353,9 @@ class ErrorFeedback:
             return ""
         names = list(self.cuts)
         bad_names = self.group.gather_json([names[number] for number in sorted(self.codec.bad)])
-        culprits = [
-            f"worker {name}: {', '.join(bad[:3])}" for name, bad in zip(self.group.names, bad_names, strict=True) if bad
-        ]
+        reports = zip(self.group.names, bad_names, strict=True)
+        culprits = [f"worker {name}: {', '.join(bad[:3])}" for name, bad in reports if bad]
         return f", on {'; '.join(culprits[:3])}"
-
-    def unused(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Of these parameters without a gradient, those that get nothing from earlier steps either."""
-        grads = [(number, self.grad_buffers.local_params[number].grad) for number in numbers]
-        return tuple(number for number, grad in grads if grad is None or not bool(grad.any()))
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -416,9 +392,7 @@ class ErrorFeedback:
     def load(self, owed: Mapping[str, torch.Tensor]) -> None:
         """Loads what `shared` returned, as full tensors or as this worker's blocks."""
         is_full = {name: tuple(tensor.shape) == self.cuts[name].shape for name, tensor in owed.items()}
-        self.pending_residual = {
-            name: (self._local_block(name, t) if is_full[name] else t).clone() for name, t in owed.items()
-        }
+        self.pending_residual = {n: (self._local_block(n, t) if is_full[n] else t).clone() for n, t in owed.items()}
 
 
 class Differing(Protocol):

@@ -10,14 +10,13 @@ seen in the step's maxima, and the step is redone on a wider one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch.nn import Parameter
 
 from paceline.base.sharding import Block
-from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, Wires, split_by_shard
+from paceline.comm.gradient_memory import Wires, split_by_shard
 
 INTEGER_BITS = 51  # adding and subtracting 1.5 * 2**52 units rounds a number up to 2**51 units to whole units
 HEADROOM = 4  # bits by which a gradient may grow from one step to the next
@@ -25,50 +24,38 @@ CHUNK = 1 << 16  # elements that stay in the cache from one operation to the nex
 LEVELS = 3  # numbers that carry a sum of squares: what the first two leave is below a float64's precision
 
 
-class ExactBuckets(Buckets):
-    """Buckets of float64 sums, with separate memory for the gradients, of the parameters' own dtype, made from them.
+class ExactSums:
+    """Rounds gradients to grids so that their float64 sums are exact, and makes gradients of the parameters' own dtype
+    from these sums.
 
-    A float64 gradient is carried as two numbers, its multiple and the remainder, each summed exactly.
+    A float64 gradient is carried as two numbers (levels), its multiple and the remainder, each summed exactly.
     """
 
-    maxima: torch.Tensor
-    _wire = torch.float64
-
-    def __init__(self, params: Sequence[Parameter], **as_others: Any) -> None:
-        self._spare = INTEGER_BITS  # bits of one micro-batch's part of a sum
-        self._sums: list[torch.Tensor] = []
-        self._scratch = torch.empty(CHUNK, dtype=torch.float64)
-        self.maxima = torch.zeros(len(params), dtype=torch.float64)
-        super().__init__(params, **as_others)
-        self.largest = [0.0] * len(params)
+    def __init__(self, elements: Sequence[int]) -> None:
+        self.elements = list(elements)  # of each full parameter
+        self.largest = [0.0] * len(self.elements)  # gradient of each parameter in recent steps, which gives its grid
+        self.maxima = torch.zeros(len(self.elements), dtype=torch.float64)  # on this worker in the present step
         self._before: list[float] | None = None  # `largest` when the step began
+        self._spare = INTEGER_BITS  # bits of one micro-batch's part of a sum
+        # The sums of each bucket as [level, elements], and the gradients that are made from them.
+        self.memory: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._scratch = torch.empty(CHUNK, dtype=torch.float64)
 
-    def _local_grads(self, stretch: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        self._sums.append(torch.zeros(stretch.shape[1], dtype=dtype, device=stretch.device))
-        return self._sums[-1]
+    def allocate_grads(self, levels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Allocates the gradients that `make_grads` makes from a bucket's sums, which are [level, elements]."""
+        grads = torch.zeros(levels.shape[1], dtype=dtype, device=levels.device)
+        self.memory.append((levels, grads))
+        return grads
 
-    @property
-    def sums(self) -> list[torch.Tensor]:
-        return self._sums
+    # -- a step -----------------------------------------------------------------------------------------------------
 
-    def memory(self) -> int:
-        """Bytes that buckets and gradients take."""
-        return super().memory() + sum(tensor.nbytes for tensor in self._sums)
-
-    def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
+    def begin(self, micro_batches: int) -> None:
         """Starts a step; its number of micro-batches decides how many bits each gradient may have."""
-        super().begin(ready, micro_batches)
         self._before = self._before or list(self.largest)
         self._spare = INTEGER_BITS - micro_batches.bit_length() - 1
         self.maxima.zero_()
 
-    def _units(self, number: int) -> list[float]:
-        """The grid of a parameter, per level: powers of two."""
-        largest = self.largest[number]
-        unit = math.frexp(largest)[1] + HEADROOM - self._spare if largest else -900
-        return [2.0**unit, 2.0 ** (unit - self._spare - 1)]
-
-    def put(self, number: int, grad: torch.Tensor, wires: Wires, first: bool) -> None:
+    def write(self, number: int, grad: torch.Tensor, wires: Wires, first: bool) -> None:
         """Rounds a gradient to its grid and writes it into its wires, or adds it to what they hold."""
         largest = torch.linalg.vector_norm(grad, math.inf) if grad.numel() else 0.0
         self.maxima[number] = max(float(self.maxima[number]), float(largest))
@@ -86,22 +73,13 @@ class ExactBuckets(Buckets):
                     if level + 1 < len(levels):
                         rest = rest - rounded
 
-    def rebind(self, allocate: Allocate) -> None:
-        """Allocates fresh memory for all buckets and gradients."""
-        self._sums.clear()
-        super().rebind(allocate)
+    def _units(self, number: int) -> list[float]:
+        """The grid of a parameter, per level: powers of two."""
+        largest = self.largest[number]
+        unit = math.frexp(largest)[1] + HEADROOM - self._spare if largest else -900
+        return [2.0**unit, 2.0 ** (unit - self._spare - 1)]
 
-    def abandon(self, again: bool = False) -> None:
-        """Ends a step whose backward failed, or which begins `again` on the same grids."""
-        super().abandon(again)
-        if self._before is not None and not again:
-            self.largest, self._before = self._before, None
-
-    def applied(self) -> None:
-        """Takes note that the optimizer has used the step's sums; the grids of this step stay."""
-        self._before = None
-
-    def resolve_exact(self, maxima: torch.Tensor) -> bool:
+    def resolve(self, maxima: torch.Tensor) -> bool:
         """Makes the gradients from the sums, after these have arrived.
 
         `maxima` has the largest gradient of each parameter over all workers in this step. Returns False if one had
@@ -114,28 +92,33 @@ class ExactBuckets(Buckets):
             kept &= bool(largest) and now <= math.ldexp(1.0, math.frexp(largest)[1] + HEADROOM)
             self.largest[number] = max(now, largest / 2)  # up at once, down slowly
         if kept:
-            self.make()
+            self.make_grads()
         return kept
 
-    def make(self) -> None:
+    def make_grads(self) -> None:
         """Makes the gradients from the sums."""
-        for grads, bucket in zip(self._sums, self.buckets, strict=True):
-            if not len(grads):  # a worker may have no rows of small parameters
-                continue
-            levels = bucket.local_shard.view(-1, len(grads))
+        for levels, grads in self.memory:
             grads.copy_(levels[0] if len(levels) == 1 else levels[0] + levels[1])
-        self.assign_grads()
+
+    def keep(self) -> None:
+        """Keeps the grids of this step, whose sums the optimizer has used."""
+        self._before = None
+
+    def undo(self) -> None:
+        """Takes back the grids of a step that failed."""
+        if self._before is not None:
+            self.largest, self._before = self._before, None
 
     def squares(
-        self, micro_batches: int, counted: Sequence[Sequence[Block]] | None = None, changed: bool = False
+        self, params: Sequence[Parameter], micro_batches: int, counted: Sequence[Sequence[Block]] | None = None
     ) -> torch.Tensor:
-        """The sums of squares of this worker's gradients, or of these blocks of each, LEVELS numbers per parameter.
+        """The sums of squares of the parameters' gradients, or of these blocks of each, LEVELS numbers per parameter.
 
         All numbers are whole multiples of a power of two, so those of all workers can be added without rounding: the
         total does not depend on which worker has which rows.
         """
-        sums = torch.zeros(len(self.local_params), LEVELS, dtype=torch.float64)
-        for number, (param, elements) in enumerate(zip(self.local_params, self.elements, strict=True)):
+        sums = torch.zeros(len(params), LEVELS, dtype=torch.float64)
+        for number, (param, elements) in enumerate(zip(params, self.elements, strict=True)):
             if param.grad is None:
                 continue
             # No element is 2**bits or more, and 2**52 units hold all of them together.

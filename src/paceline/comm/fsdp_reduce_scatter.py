@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from paceline.base.sharding import RowShards
 from paceline.comm.communicator import Group
-from paceline.comm.gradient_buckets import Allocate, Bucket, Buckets, GradSink, Wires, error_in_two_parts, zeros
+from paceline.comm.gradient_buckets import Bucket, Buckets, error_in_two_parts
+from paceline.comm.gradient_memory import Allocate, Wires, lay_out, zeros
 from paceline.errors import UsageError
 
 UNDER_WAY = 1  # blocks, before the backward waits for them
@@ -73,9 +74,9 @@ class _Block:
         return self.pool.stages[(self.pool.used + self.turn) % len(self.pool.stages)]
 
 
-class FsdpReduceScatter(GradSink):
-    """Takes full gradients of parameters of these `shapes` and sums this worker's rows of each in the buckets
-    `grad_buffers`.
+class FsdpReduceScatter:
+    """A gradient sink (gradient_sinks.py) that takes full gradients of parameters of these `shapes` and sums this
+    worker's rows of each in the buckets `grad_buffers`.
 
     `blocks` has every parameter's number once; blocks leave in this order on all workers of `group`. Blocks that are
     laid out alike share memory. `ended` is called at the end of each backward, before the remaining blocks leave; what
@@ -92,9 +93,7 @@ class FsdpReduceScatter(GradSink):
         ended: Callable[[], dist.Work | None] = lambda: None,
         patient: bool = True,
     ) -> None:
-        super().__init__(grad_buffers.params)
-        self._grad_buffers, self.group, self._ended, self._patient = grad_buffers, group, ended, patient
-        self.maxima = grad_buffers.maxima
+        self.grad_buffers, self.group, self._ended, self._patient = grad_buffers, group, ended, patient
         self.shards = RowShards(group.size, group.rank)
         self._shapes = shapes
         self._pools: dict[tuple[Any, ...], _Pool] = {}
@@ -127,16 +126,12 @@ class FsdpReduceScatter(GradSink):
             for members, count in pools.items()
         )
 
-    @property
-    def grad_buffers(self) -> Buckets:
-        return self._grad_buffers
-
     def release(self) -> list[torch.Tensor]:
         """Gives up gradients, stages and hooks; returns the memory that was allocated for sums."""
         memory = [stage.flat for pool in self._pools.values() for stage in pool.stages]
         for pool in self._pools.values():
             pool.stages.clear()
-        return super().release() + memory + self.grad_buffers.release()
+        return memory + self.grad_buffers.release()
 
     def rebind(self, allocate: Allocate) -> None:
         """Allocates fresh memory for all stages."""
@@ -146,7 +141,7 @@ class FsdpReduceScatter(GradSink):
             if len(block.pool.stages) <= UNDER_WAY:
                 block.pool.stages.append(self._make(block.members, allocate))
 
-    # -- as buckets are used --------------------------------------------------------------------------------------
+    # -- a step -----------------------------------------------------------------------------------------------------
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
         """Starts a step."""
@@ -177,7 +172,7 @@ class FsdpReduceScatter(GradSink):
             self._used.add(number)
             stage = self._stage(block)
             grad = grad if self._weight is None else grad * self._weight
-            self.grad_buffers.put(number, grad, stage.wires[index], first=number not in stage.written)
+            self.grad_buffers.write(number, grad, stage.wires[index], number not in stage.written)
             stage.written.add(number)
         block.landed.add(number)
         self._advance()
@@ -244,15 +239,12 @@ class FsdpReduceScatter(GradSink):
     def _stage(self, block: _Block) -> _Stage:
         """The stage that the block's gradients of this micro-batch are written into."""
         if block.stage is None:
-            while (
-                self._waits
-                and block.departure_stage.taken
-                and any(stage is block.departure_stage for _, _, stage, _ in self._works)
-            ):
+            departure = block.departure_stage
+            while self._waits and departure.taken and any(stage is departure for _, _, stage, _ in self._works):
                 self._arrive()
             # Gradients may come before those of blocks that leave earlier, while another block holds the stage.
-            early = block.departure_stage.taken or block.turn - block.pool.gone >= len(block.pool.stages)
-            block.stage = self._make(block.members, zeros) if early else block.departure_stage
+            early = departure.taken or block.turn - block.pool.gone >= len(block.pool.stages)
+            block.stage = self._make(block.members, zeros) if early else departure
             block.stage.taken = True
             block.stage.written.clear()
         return block.stage
@@ -260,7 +252,7 @@ class FsdpReduceScatter(GradSink):
     def _make(self, members: Sequence[int], allocate: Allocate) -> _Stage:
         like = self.grad_buffers.params[members[0]]
         shapes = [self._shapes[number] for number in members]
-        stretches, wires = self.grad_buffers.lay_out(shapes, self.shards, allocate, like.dtype, like.device)
+        stretches, wires = lay_out(shapes, like, self.shards, allocate, self.grad_buffers.exact is not None)
         return _Stage(stretches.view(-1), wires)
 
     def _forget_calls(self) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from paceline.base.batching import add_metrics, exact_sum, stream_seed
-from paceline.comm.gradient_buckets import Bucket, GradSink
+from paceline.comm.gradient_buckets import Bucket
+from paceline.comm.gradient_sinks import GradSink
 from paceline.compute.forbidden_calls import refuse_loop_calls
 from paceline.compute.grad_hooks import weighed
 from paceline.compute.grad_noise import squares
@@ -33,8 +34,8 @@ class Runner:
     makes them.
     """
 
-    def __init__(self, job: TrainingJob, landing: GradSink, gathered: bool) -> None:
-        self.job, self.grad_sink, self.gathered = job, landing, gathered
+    def __init__(self, job: TrainingJob, grad_sink: GradSink, gathered: bool) -> None:
+        self.job, self.grad_sink, self.gathered = job, grad_sink, gathered
         self.params = list(job.named.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.guard = MicroBatchGuard(job, gathered)
@@ -100,7 +101,8 @@ class Runner:
             if param.requires_grad:
                 what = f"{name} was frozen when the Trainer was made and is to be trained now"
                 raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
-        self.grad_sink.begin(ready, options.micro_batches)
+        if (begin := self.grad_sink.begin) is not None:
+            begin(ready, options.micro_batches)
         self._squares = 0.0
         order = [m for m in micro_batches if not m.is_dummy]
         guard.may_merge(order, sums)
@@ -115,10 +117,8 @@ class Runner:
         if not guard.idle or (options.test_merging and len(order) > 1):
             guard.probe.observe(partial(self._observed, sums), guard.models, order, sums, options)
         guard.end(sums, options)
-        if self.job.device.type == "cuda":
-            self.grad_sink.prefetch_norms()
+        sums.unused = self.grad_sink.flush()
         self._add_up(parts, sums)
-        sums.unused, sums.maxima = self.grad_sink.flush(), self.grad_sink.maxima
         if options.noise_sample == "all":
             sums.sq_norms = self._squares, sums.count
         return sums
@@ -181,14 +181,16 @@ class Runner:
         """Runs the backward of one chunk. User hooks see the gradient of the mean, which is weighted after them."""
         hooked = options.hooked or self.guard.probe.hooks.where
         weight = float(part.count) / options.expected if hooked else None
-        self.grad_sink.begin_backward(last, is_dummy, weight)
+        if (begin_backward := self.grad_sink.begin_backward) is not None:
+            begin_backward(last, is_dummy, weight)
         if weight is None:
             part.total.mul(1.0 / options.expected).backward()
         else:
             mean = part.total / (part.count or 1) if part.mean is None else part.mean
             with weighed(self.params, weight):
                 mean.backward()
-        self.grad_sink.end_backward()
+        if (end_backward := self.grad_sink.end_backward) is not None:
+            end_backward()
 
     def _run_dummy(self, chunk: Chunk, options: StepOptions, last: bool) -> None:
         """Runs a dummy micro-batch, so that all workers of a replica run equally many; its sums are dropped."""

@@ -151,9 +151,9 @@ class StepSums:
 
     `records` are of what forwards leave in buffers, zero where another worker computed it; `out_of_memory` says
     that the memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
-    micro-batch, `maxima` the largest gradient of each parameter, and `sums_overflowed` says that the sums do not hold
-    it. `bad_samples` names the samples whose loss is not finite. `waited` are the seconds in which this worker waited
-    for other stages. `sq_norms` is the squared norm of the gradients of some rows, and their count in the loss.
+    micro-batch, and `sums_overflowed` says that a gradient was too large for its sum. `bad_samples` names the samples
+    whose loss is not finite. `waited` are the seconds in which this worker waited for other stages. `sq_norms` is the
+    squared norm of the gradients of some rows, and their count in the loss.
     """
 
     loss: float = 0.0
@@ -170,7 +170,6 @@ class StepSums:
     records: torch.Tensor | None = None
     out_of_memory: bool = False
     parts: list[Part] = field(default_factory=list)
-    maxima: torch.Tensor | None = None
     sums_overflowed: bool = False
     bad_samples: list[str] = field(default_factory=list)
     waited: float = 0.0

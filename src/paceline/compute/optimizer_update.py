@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from paceline.base.batching import Agreed
 from paceline.comm.communicator import Group
-from paceline.comm.gradient_buckets import GradSink
+from paceline.comm.gradient_sinks import GradBuffers
 from paceline.compute.cpu_offload import CpuOffloadedParams
 from paceline.compute.full_parameters import FullParameterCopies
 from paceline.compute.job import StepOptions, TrainingJob
@@ -28,7 +28,7 @@ class OptimizerUpdate:
     copies in host memory or of full parameters.
     """
 
-    def __init__(self, job: TrainingJob, grad_buffers: GradSink) -> None:
+    def __init__(self, job: TrainingJob, grad_buffers: GradBuffers) -> None:
         self.job, self.grad_buffers = job, grad_buffers
         self.rows = list(job.local_params.values())
         self.hosted: CpuOffloadedParams | FullParameterCopies | None = (
@@ -63,27 +63,26 @@ class OptimizerUpdate:
         """Changes the weights; `norm` is that of the mean gradient, for clipping. Where the loss counted nothing in the
         whole global batch there is no mean: the optimizers rest, and the schedule goes on.
         """
-        if agreed.count <= 0:
-            self.grad_buffers.applied()
-            self.follow_schedule(agreed)
-            return
-        # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
-        factor = options.expected / agreed.count
-        if self.job.clip_norm is not None:
-            factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
-        grads = [*self.grad_buffers.sums, *(rows_of(self.job.in_rows) if self.job.sparse else ())]
-        if factor != 1.0 and grads:
-            torch._foreach_mul_(grads, factor)
-        for number in agreed.unused:
-            self.rows[number].grad = None
-        with self.hosted.update() if self.hosted is not None else nullcontext():
-            for optimizer in self.job.optimizers:
-                optimizer.step()
-        if self._looks:
-            self._looks = False
-            for optimizer in self.job.optimizers:
-                refuse_odd_state(optimizer, self.names, self.job.kept_cuts)
-        self.grad_buffers.applied()
+        if agreed.count > 0:
+            # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
+            factor = options.expected / agreed.count
+            if self.job.clip_norm is not None:
+                factor *= min(1.0, self.job.clip_norm / (norm + 1e-6))
+            if factor != 1.0:
+                grads = [*self.grad_buffers.sums, *(rows_of(self.job.in_rows) if self.job.sparse else ())]
+                if grads:
+                    torch._foreach_mul_(grads, factor)
+            for number in agreed.unused:
+                self.rows[number].grad = None
+            with self.hosted.update() if self.hosted is not None else nullcontext():
+                for optimizer in self.job.optimizers:
+                    optimizer.step()
+            if self._looks:
+                self._looks = False
+                for optimizer in self.job.optimizers:
+                    refuse_odd_state(optimizer, self.names, self.job.kept_cuts)
+        if self.grad_buffers.exact is not None:
+            self.grad_buffers.exact.keep()
         self.follow_schedule(agreed)
 
     def follow_schedule(self, agreed: Agreed) -> None:
@@ -104,11 +103,11 @@ class OptimizerUpdate:
 
     def state(self) -> dict[str, Any]:
         """State of optimizers and schedulers for a checkpoint, by parameter name; shards are marked as such."""
-        cuts, shard_index = self.job.kept_cuts, self.job.shard_index
+        cuts, shard_index, exact = self.job.kept_cuts, self.job.shard_index, self.grad_buffers.exact
         return {
             "optimizers": [optimizer_state(one, self.names, cuts, shard_index) for one in self.job.optimizers],
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
-            "exact": dict(zip(self.job.named, self.grad_buffers.largest, strict=False)),
+            "exact": {} if exact is None else dict(zip(self.job.named, exact.largest, strict=False)),
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -119,6 +118,6 @@ class OptimizerUpdate:
             load_optimizer(optimizer, saved, self.names, self.job.kept_cuts, self.job.shard_index)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
-        if self.job.exact and self.grad_buffers.largest:
+        if (exact := self.grad_buffers.exact) is not None:
             largest = state.get("exact") or {}
-            self.grad_buffers.largest = [float(largest.get(name, 0.0)) for name in self.job.named]
+            exact.largest = [float(largest.get(name, 0.0)) for name in self.job.named]

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 
 from paceline.base.sharding import RowShards
 from paceline.comm.communicator import Group
-from paceline.comm.exact_sums import ExactBuckets
 from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
 from paceline.comm.torch_private import pytree
@@ -220,7 +219,7 @@ class FullyShard(Layout):
 
     def make_grad_sink(self) -> FsdpReduceScatter:
         """Returns the reduce-scatter that collects the gradients of the full parameters."""
-        buckets = (ExactBuckets if self.job.exact else Buckets)(list(self.job.local_params.values()), hooks=False)
+        buckets = Buckets([*self.job.local_params.values()], exact=self.job.exact, hooks=False)
         self.staging = FsdpReduceScatter(
             buckets, self._shapes, self._leaving_order, self.replica, self._finish_backward, not self._compares_order
         )

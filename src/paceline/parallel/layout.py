@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from paceline.base.sharding import ALONE, RowShards
 from paceline.comm.bucket_reducer import ReduceStep
-from paceline.comm.exact_sums import ExactBuckets
-from paceline.comm.gradient_buckets import Allocate, Buckets, GradSink
+from paceline.comm.gradient_buckets import Buckets
+from paceline.comm.gradient_memory import Allocate
+from paceline.comm.gradient_sinks import GradSink, GradsInPlace
 from paceline.compute.state_dict import own_of
 from paceline.parallel.parallel_job import ParallelJob
 
@@ -36,14 +37,13 @@ class Layout:
 
     def make_grad_sink(self) -> GradSink:
         """Returns the object that collects the gradients of the parameters."""
-        return GradSink(self.job.dense) if self.allocate is None else self.buckets()
+        return GradsInPlace(self.job.dense) if self.allocate is None else self.buckets()
 
     def buckets(self) -> Buckets:
         """Builds buckets for the gradients of the dense parameters."""
-        kind = ExactBuckets if self.job.exact else Buckets
-        return kind(
-            self.job.dense, shards=self.shards, local_params=[*self.job.local_params.values()][: len(self.job.dense)]
-        )
+        dense = self.job.dense
+        local_params = [*self.job.local_params.values()][: len(dense)]
+        return Buckets(dense, shards=self.shards, local_params=local_params, exact=self.job.exact)
 
     def running(self, name: str) -> AbstractContextManager[None]:
         """Returns a context for the forwards and backwards of a step; `name` describes the step."""

@@ -7,6 +7,7 @@ from paceline.comm.bucket_reducer import ReduceStep
 from paceline.comm.communicator import Group
 from paceline.comm.fsdp_reduce_scatter import FsdpReduceScatter
 from paceline.comm.gradient_buckets import Buckets
+from paceline.comm.gradient_memory import copy
 from paceline.parallel.cost_model import Cost, Facts
 from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
@@ -55,10 +56,16 @@ class Zero1(Layout):
 
     def complete(self) -> None:
         """Gathers the updated rows of the other workers of the replica. Collective."""
-        replica, buckets = self.replica, self._buckets
+        replica, shards, buckets = self.replica, self.shards, self._buckets
         replica.declare("the weights after an update", check=False, kind="weights")
         for bucket in buckets.buckets:  # through the memory of the gradients, which are not needed any more
-            buckets.pack_params(bucket)
+            for number, rows in bucket.split(bucket.local_shard):
+                copy(rows, buckets.local_params[number].detach())
         gathered = replica.gather_stretches([bucket.flat for bucket in buckets.buckets])
         for bucket, stretches in zip(buckets.buckets, gathered, strict=True):
-            buckets.unpack_params(bucket, stretches)
+            for number, start in zip(bucket.members, bucket.starts, strict=True):
+                full = buckets.params[number].detach()
+                for shard_index in range(shards.count):
+                    if shard_index != shards.me:
+                        target = shards.of(full, shard_index)
+                        copy(target, stretches[shard_index][start : start + target.numel()].view(target.shape))

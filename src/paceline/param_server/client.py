@@ -22,10 +22,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.base.batching import Agreed
 from paceline.base.environment import World, way_to
 from paceline.base.mesh import Mesh, holders
-from paceline.comm.bucket_reducer import BucketReducer, OnReduced
+from paceline.comm.bucket_reducer import OnReduced
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, add_codes, coded_sum, pack_codes
-from paceline.comm.gradient_buckets import Bucket, levels_of, zeros
+from paceline.comm.gradient_buckets import Bucket
+from paceline.comm.gradient_memory import levels_of, zeros
 from paceline.comm.message_reader import damaged, decode_message
 from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatches import MicroBatch
@@ -281,35 +282,6 @@ class ServerClient:
             self._replies.setdefault(frame.trainer, {})[server, frame.kind, frame.key] = frame
 
 
-class GradientPusher(BucketReducer):
-    """Sends gradient buckets to the servers of their parameters, in place of a reduction between workers."""
-
-    def __init__(self, replica: ServerReplica) -> None:
-        super().__init__(replica.team, [])
-        self._replica = replica
-
-    def send(self, bucket: Bucket) -> None:
-        """Pushes a bucket's gradients to all servers that hold their parts."""
-        replica, servers = self._replica, self._replica.servers
-        levels = levels_of(replica.job.dense[bucket.members[0]].dtype) if replica.job.exact else 1
-        rows = bucket.local_shard.cpu().view(levels, -1)
-        places = zip(bucket.members, bucket.shapes, bucket.starts, strict=True)
-        gradients = {n: rows[:, start : start + shape.numel()].reshape(-1) for n, shape, start in places}
-        for part in range(servers.count):
-            numbers = [number for number in bucket.members if replica.owners[number] == part]
-            tensors = [gradients[number] for number in numbers]
-            pushed = tensors if replica.code is None else [pack_codes(replica.code, tensors)]
-            for server in holders(part, servers.count, servers.copies) if numbers else ():
-                if server in servers.used:
-                    servers.put(server, Kind.PUSH, replica.number, replica.key, numbers, pushed)
-                    replica.account(*(sum(tensor.nbytes for tensor in group) for group in (pushed, tensors)))
-        servers.advance()
-
-    def squares(self) -> float | None:
-        """None: servers compute the squares."""
-        return None
-
-
 class ServerReplica(Replica):
     """A copy of a model whose optimizer runs on `servers`, for the trainer with this `number`.
 
@@ -325,7 +297,7 @@ class ServerReplica(Replica):
         outer = (team or group).subgroup("data", "context", mesh=mesh)
         super().__init__(job, Layout(job, zeros), group, outer, mesh, team=team)
         self.owners = assign_parameters([param.nbytes for param in job.named.values()], count)
-        self.transit = GradientPusher(self)
+        self.transit, self.send_bucket = None, self.push_bucket  # servers sum the gradients and compute their squares
         self.error_feedback.coded, self.error_feedback.to = codec, "servers"
         self.code = None if codec is None else coded_sum(codec.word).code
         self.key: Key = (0, 0, 0)
@@ -337,6 +309,23 @@ class ServerReplica(Replica):
         if self.error_feedback.coded is not None and full_size:
             self.error_feedback.coded.sent += size
             self.error_feedback.coded.full += full_size
+
+    def push_bucket(self, bucket: Bucket) -> None:
+        """Pushes a bucket's gradients to all servers that hold their parts."""
+        servers = self.servers
+        levels = levels_of(self.job.dense[bucket.members[0]].dtype) if self.job.exact else 1
+        rows = bucket.local_shard.cpu().view(levels, -1)
+        places = zip(bucket.members, bucket.shapes, bucket.starts, strict=True)
+        gradients = {n: rows[:, start : start + shape.numel()].reshape(-1) for n, shape, start in places}
+        for part in range(servers.count):
+            numbers = [number for number in bucket.members if self.owners[number] == part]
+            tensors = [gradients[number] for number in numbers]
+            pushed = tensors if self.code is None else [pack_codes(self.code, tensors)]
+            for server in holders(part, servers.count, servers.copies) if numbers else ():
+                if server in servers.used:
+                    servers.put(server, Kind.PUSH, self.number, self.key, numbers, pushed)
+                    self.account(*(sum(tensor.nbytes for tensor in group) for group in (pushed, tensors)))
+        servers.advance()
 
     def push_rows(self) -> None:
         """Pushes the gradients of tables, which are complete now, as rows."""
@@ -427,8 +416,8 @@ class SyncReplica(ServerReplica):
     def norm(self, agreed: Agreed, options: StepOptions) -> float:
         """The norm of the mean gradient, from the squares that servers send once they have all pushes."""
         servers, request = self.servers, RANKED.pack(self.team.rank, self.team.size)
-        if self.job.exact:
-            request += json.dumps([options.micro_batches, self.grad_buffers.largest]).encode()
+        if (exact := self.grad_buffers.exact) is not None:
+            request += json.dumps([options.micro_batches, exact.largest]).encode()
         for server_number in servers.used:
             servers.put(server_number, Kind.SQUARES, self.number, self.key, (), request)
         replies = servers.answers(Kind.SQUARES, self.number, self.key)
@@ -470,7 +459,8 @@ class SyncReplica(ServerReplica):
         for part, frame in enumerate(replies if self.code is not None else ()):
             self._change(part, frame.text)
         self.take_rows(asked, about[2])
-        self.grad_buffers.applied()
+        if self.grad_buffers.exact is not None:
+            self.grad_buffers.exact.keep()
         self.follow_schedule(agreed)
 
     @torch.no_grad()

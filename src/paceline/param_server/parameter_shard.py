@@ -16,8 +16,9 @@ import torch
 from paceline.base.batching import NOTHING
 from paceline.checkpoint.tree import pack
 from paceline.comm.compression import add_codes, coded_sum, pack_codes
-from paceline.comm.exact_sums import LEVELS, ExactBuckets
-from paceline.comm.gradient_buckets import levels_of
+from paceline.comm.exact_sums import LEVELS
+from paceline.comm.gradient_buckets import Buckets
+from paceline.comm.gradient_memory import levels_of
 from paceline.comm.message_reader import damaged, decode_message
 from paceline.compute.grad_noise import squares
 from paceline.compute.job import StepOptions
@@ -69,7 +70,8 @@ class ParameterShard:
         self.all_dense, in_rows = ([*chain(*by_part.values())] for by_part in (self.dense, self.sparse))
         self.code = coded_sum(plan.codec).code if plan.codec else None
         self.touched = {n: TouchedRows(len(self.params[n]), context.done) for n in in_rows}
-        self.exact = ExactBuckets([self.params[n] for n in self.all_dense], hooks=False) if plan.exact else None
+        dense = [self.params[number] for number in self.all_dense]
+        self.exact = Buckets(dense, exact=True, hooks=False) if plan.exact else None
         self._sums: dict[int, torch.Tensor] = {}  # memory for sums that must not replace what was pushed
         self._window_buffers: tuple[int, list[torch.Tensor]] = -1, []  # as the window of this number began
         others = {self.params[number] for number in {*range(len(self.params))} - {*self.all_dense, *in_rows}}
@@ -151,16 +153,18 @@ class ParameterShard:
 
         The grids of the sums follow from the number of micro-batches and the `largest` gradient of each parameter.
         """
-        assert self.exact is not None
-        sums = self.exact
-        sums.largest = [largest[number] for number in self.all_dense]
-        sums.begin(lambda bucket: None, micro_batches)
+        buckets = self.exact
+        assert buckets is not None
+        assert buckets.exact is not None
+        buckets.exact.largest = [largest[number] for number in self.all_dense]
+        buckets.begin(lambda bucket: None, micro_batches)
         for one in pushed:
             for index, number in enumerate(self.all_dense):
-                sums.add(index, one[number].chunk(levels_of(self.params[number].dtype)))
-        sums.make()
+                buckets.add(index, one[number].chunk(levels_of(self.params[number].dtype)))
+        buckets.exact.make_grads()
+        buckets.assign_grads()
         counts = [len(numbers) for numbers in self.dense.values()]
-        part_squares = sums.squares(micro_batches).view(-1, LEVELS).split(counts)
+        part_squares = buckets.squares(micro_batches).view(-1, LEVELS).split(counts)
         return {part: rows.flatten().tolist() for part, rows in zip(self.parts, part_squares, strict=True)}
 
     # -- updates ----------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from paceline.comm.shared_memory import give_back
 from paceline.comm.transport import release_memory
 from paceline.comm.user_collectives import refusing
 from paceline.compute.cached_loss import GradCache
-from paceline.compute.forward_backward import Runner
+from paceline.compute.forward_backward import Ready, Runner
 from paceline.compute.grad_noise import squares
 from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.microbatch_merging import USERS_OWN
@@ -39,9 +39,7 @@ from paceline.parallel.pipeline.stage import Pipeline
 
 
 def mean_norm(squares: Sequence[float], agreed: Agreed, options: StepOptions) -> float:
-    """Returns the norm of the mean gradient from the squares of its sums; 0 if no row counts, since nothing is applied
-    then.
-    """
+    """Returns the norm of the mean gradient from the squares of its sums; 0 if no row counts: nothing is applied."""
     return math.sqrt(exact_sum(squares)) * options.expected / agreed.count if agreed.count > 0 else 0.0
 
 
@@ -77,8 +75,11 @@ class Replica:
             for name, param in [*job.local_params.items()][: len(job.dense)]
         }
         self._counted = counting([*cuts.values()], job.shard_index)
-        self.grad_buffers.elements = [math.prod(cut.shape) for cut in cuts.values()]
-        self.transit = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
+        if self.grad_buffers.exact is not None:
+            self.grad_buffers.exact.elements = [math.prod(cut.shape) for cut in cuts.values()]
+        reducer = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
+        self.transit = reducer if layout.allocate is not None else None  # else gradients stay in place: no buckets
+        self.send_bucket: Ready = reducer.send
         self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.grad_buffers, cuts)
 
     def use_full_parameters(self) -> None:
@@ -112,19 +113,21 @@ class Replica:
         name, job = f"step {options.step + 1}", self.job
         if self.codec is not None:
             self.codec.begin(options.transaction, options.expected)
-        self.transit.begin(name, on_reduced)
+        if self.transit is not None:
+            self.transit.begin(name, on_reduced)
         guard = self.runner.guard
         was_idle = guard.idle
         guard.save_streams()
         try:
             with self.layout.running(name), refusing("the loss, the forward or a hook"):
-                sums = (self.over or self.runner).run(micro_batches, options, self.transit.send)
+                sums = (self.over or self.runner).run(micro_batches, options, self.send_bucket)
         except BaseException:
             guard.restore_streams()
             raise
         if not (was_idle and guard.idle):
             guard.restore_streams()
-        self.transit.hand_on()
+        if self.transit is not None:
+            self.transit.hand_on()
         if job.sparse:
             first = len(job.dense)
             sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
@@ -144,7 +147,8 @@ class Replica:
         """Sums the step's vector over all workers. Returns it when all gradients of the step are reduced."""
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
         work = self.team.start_sum(small)
-        self.transit.finish()
+        if self.transit is not None:
+            self.transit.finish()
         if options.fault_point is not None:
             options.fault_point("summed")
         self.team.finish(work)
@@ -152,9 +156,10 @@ class Replica:
             self._add_up_rows(options)
         if sums.records is not None:
             vector, sums.records = small[: len(vector)], small[len(vector) :]
-        if sums.maxima is not None:
-            sums.sums_overflowed = not self.grad_buffers.resolve_exact(self.team.largest(sums.maxima))
-        self.error_feedback.add(options.expected)
+        if (exact := self.grad_buffers.exact) is not None:
+            sums.sums_overflowed = not exact.resolve(self.team.largest(exact.maxima))
+        if self.error_feedback.pending_residual:
+            self.error_feedback.add(options.expected)
         return vector
 
     def _add_up_rows(self, options: StepOptions) -> None:
@@ -175,28 +180,26 @@ class Replica:
 
     def squares(self, options: StepOptions) -> torch.Tensor:
         """Returns float64 numbers whose sum is the square of the norm of the gradients that this worker counts."""
-        alike = (
-            self._counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
-        )  # on all who have summed
-        known = self.transit.squares() if alike and not self.job.exact else None
+        equal_on_all = self._counted is None and self.mesh.context == 1 and not self.error_feedback.pending_residual
+        known = self.transit.squares() if self.transit is not None and equal_on_all and not self.job.exact else None
         if known is not None and math.isfinite(known):  # the squares of a float32 overflow before its norm
             total = torch.tensor([known], dtype=torch.float64)
         else:
-            total = self.grad_buffers.squares(options.micro_batches, self._counted, changed=not alike)
+            total = self.grad_buffers.squares(options.micro_batches, self._counted, changed=not equal_on_all)
         return torch.cat([total, total.new_tensor([squares(rows_of(self.job.in_rows))])]) if self.job.sparse else total
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Updates the weights. `norm` is that of the mean gradient, for clipping."""
         self.runner.guard.carried.merge(sums.records)
-        if agreed.count <= 0:  # what was sent is not used: codecs and `pending_residual` keep what they have
-            if self.codec is not None:
-                self.codec.kept.void()
-            self.updater.apply(agreed, options, norm)
-            return
-        if self.error_feedback.pending_residual or self.error_feedback.differs:
-            agreed = replace(agreed, unused=self.error_feedback.unused(agreed.unused))
+        counts, feedback, params = agreed.count > 0, self.error_feedback, self.grad_buffers.local_params
+        if not counts and self.codec is not None:  # what was sent is not used: codecs keep what they have
+            self.codec.kept.void()
+        if counts and agreed.unused and (feedback.pending_residual or feedback.differs):  # which may give a gradient
+            unused = [number for number in agreed.unused if (grad := params[number].grad) is None or not grad.any()]
+            agreed = replace(agreed, unused=tuple(unused))
         self.updater.apply(agreed, options, norm)
-        self.error_feedback.pending_residual = {}
+        if counts:
+            feedback.pending_residual = {}
 
     def complete(self) -> None:
         """Gathers the weights that other workers have updated, after an update and in a new generation. Collective."""
@@ -204,7 +207,8 @@ class Replica:
 
     def abort(self, again: bool = False) -> None:
         """Undoes a step before its update. With `again` the same workers repeat it."""
-        self.transit.abandon()
+        if self.transit is not None:
+            self.transit.abandon()
         self.runner.restore(void=True)
         self.grad_sink.abandon(again)
         self.layout.rest()
@@ -228,11 +232,9 @@ class Replica:
     def state(self) -> dict[str, Any]:
         """Returns all state that the next step depends on, by logical names."""
         job = self.job
-        owed = {
-            name: ShardedTensor(tensor, self.error_feedback.cuts[name], job.shard_index)
-            for name, tensor in self.error_feedback.shared().items()
-        }
-        return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": self.error_feedback.chosen}
+        feedback = self.error_feedback
+        owed = {n: ShardedTensor(t, feedback.cuts[n], job.shard_index) for n, t in feedback.shared().items()}
+        return {"model": model_state(job), **self.updater.state(), "owed": owed, "chosen": feedback.chosen}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads what `state` returned. Weights from elsewhere come without optimizers."""

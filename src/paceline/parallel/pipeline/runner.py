@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from paceline.base.batching import stream_seed
+from paceline.comm.gradient_buckets import Buckets
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.forward_backward import Loss, Ready, Runner
 from paceline.compute.job import StepOptions, StepSums
@@ -42,7 +43,9 @@ class PipelineRunner(Runner):
         self.pipeline = pipeline
         self.guard.may_idle = False  # draws go from stage to stage
         self._seconds: dict[int, deque[float]] = {stage: deque(maxlen=KEPT) for stage in pipeline.local_stages}
+        assert isinstance(self.grad_sink, Buckets)
         self.grad_sink.late, self.grad_sink.among = frozenset(pipeline.shared), pipeline.add_up
+        self._buckets = self.grad_sink
         self._compared = False
 
     def restore(self, void: bool = False) -> None:
@@ -104,9 +107,9 @@ class PipelineRunner(Runner):
                     pipeline.run_backward(stage, tensors, partial(self._backward, loss, options, is_last_chunk))
                     losses.append(loss.detached())
                     continue
-                self.grad_sink.begin_backward(is_last_chunk)
+                self._buckets.begin_backward(is_last_chunk)
                 pipeline.run_backward(stage, tensors, None)
-                self.grad_sink.end_backward()
+                self._buckets.end_backward()
         pipeline.set_stage(None)
         pipeline.finish()
         self._check_balance(seconds, sums, options.step + 1)
