@@ -162,7 +162,7 @@ class BufferChangeDetector:
         """
         self._prints = [sum_and_norm(param) for _, param in self._params] if values else []
         buffers = [module._buffers[key] for _, module, key in self._owners]
-        if len(self._marks) != len(buffers) or self._changed_buffer(values=False) is not None:
+        if len(self._marks) != len(buffers) or (buffers and self._changed_buffer(values=False) is not None):
             nothing = torch.empty(0, dtype=torch.float32)
             self._values = [nothing if buffer is None else buffer.clone() for buffer in buffers]
         self._marks = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
@@ -170,8 +170,7 @@ class BufferChangeDetector:
 
     def changed(self, values: bool) -> str | None:
         """``buffer 'name'`` or ``parameter 'name'`` that changed since `mark`, or None; with `values` by comparing."""
-        buffer = self._changed_buffer(values)
-        if buffer is not None:
+        if self._owners and (buffer := self._changed_buffer(values)) is not None:
             return f"buffer {buffer}"
         written = (n for (n, param), mark in zip(self._params, self._versions, strict=True) if param._version != mark)
         name = next(written, None)

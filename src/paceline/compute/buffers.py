@@ -234,6 +234,7 @@ class BufferMerger:
     def __init__(self, models: Sequence[nn.Module], exact: bool) -> None:
         statistics, self._held, self._exact = BatchNormStats(models), list(held_in(models)), exact
         self._all: list[BatchNormStats | _DeclaredBuffer] = [*([statistics] if statistics.modules else []), *self._held]
+        self.is_empty = not self._all  # there is nothing to look after
         self._open = False  # a step has begun that is neither merged nor void
 
     def buffers(self) -> set[int]:

@@ -59,15 +59,43 @@ class Runner:
                 self._squares += squares([bucket.flat])
             ready(bucket)
 
+        guard = self.guard
+        sums = guard.begin(options)
+        for param in self.params:
+            param.grad = None
+        for name, param in self.frozen.items():
+            if param.requires_grad:
+                what = f"{name} was frozen when the Trainer was made and is to be trained now"
+                raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
+        if (begin := self.grad_sink.begin) is not None:
+            begin(send, options.micro_batches)
+        self._squares = 0.0
+        order = [m for m in micro_batches if not m.is_dummy]
+        guard.may_merge(order, sums)
+        order = order[::-1] if options.reverse else order
+        sums.computed = bool(order)
+        dummies = [Chunk([m], m.batch) for m in micro_batches if m.is_dummy]
+        if sums.no_merge or options.merge == 1:
+            chunks = [Chunk([m], m.batch) for m in order]
+        else:
+            chunks = merged(order, options.merge)
         try:
-            return self._in_chunks(micro_batches, options, send)
+            parts = self._through([*dummies, *chunks], sums, options)
         except torch.OutOfMemoryError:
             if options.merge == 1 or sent:  # what was sent cannot be taken back
                 raise
-        self.restore(void=True)  # a backward may have added a part of its gradients: all begins anew, one by one
-        self.grad_sink.abandon(again=True)
-        sums = self._in_chunks(micro_batches, replace(options, merge=1), send)
-        sums.out_of_memory = True
+            self.restore(void=True)  # a backward may have added a part of its gradients: all begins anew, one by one
+            self.grad_sink.abandon(again=True)
+            sums = Runner.run(self, micro_batches, replace(options, merge=1), ready)
+            sums.out_of_memory = True
+            return sums
+        if not guard.idle or (options.test_merging and len(order) > 1):
+            guard.probe.observe(partial(self._observed, sums), guard.models, order, sums, options)
+        guard.end(sums, options)
+        sums.unused = self.grad_sink.flush()
+        self._add_up(parts, sums)
+        if options.noise_sample == "all":
+            sums.sq_norms = self._squares, sums.count
         return sums
 
     def outputs(self, micro_batches: Sequence[MicroBatch], options: StepOptions) -> list[tuple[MicroBatch, Any]]:
@@ -91,37 +119,6 @@ class Runner:
     def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         """Yields the chunks in the order in which they run; a pipeline has another order."""
         yield from chunks
-
-    def _in_chunks(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
-        guard = self.guard
-        sums = guard.begin(options)
-        for param in self.params:
-            param.grad = None
-        for name, param in self.frozen.items():
-            if param.requires_grad:
-                what = f"{name} was frozen when the Trainer was made and is to be trained now"
-                raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
-        if (begin := self.grad_sink.begin) is not None:
-            begin(ready, options.micro_batches)
-        self._squares = 0.0
-        order = [m for m in micro_batches if not m.is_dummy]
-        guard.may_merge(order, sums)
-        order = order[::-1] if options.reverse else order
-        dummies = [Chunk([m], m.batch) for m in micro_batches if m.is_dummy]
-        sums.computed = bool(order)
-        if sums.no_merge or options.merge == 1:
-            chunks = [Chunk([m], m.batch) for m in order]
-        else:
-            chunks = merged(order, options.merge)
-        parts = self._through([*dummies, *chunks], sums, options)
-        if not guard.idle or (options.test_merging and len(order) > 1):
-            guard.probe.observe(partial(self._observed, sums), guard.models, order, sums, options)
-        guard.end(sums, options)
-        sums.unused = self.grad_sink.flush()
-        self._add_up(parts, sums)
-        if options.noise_sample == "all":
-            sums.sq_norms = self._squares, sums.count
-        return sums
 
     def _through(self, chunks: Sequence[Chunk], sums: StepSums, options: StepOptions) -> list[Loss]:
         """Runs forward and backward of all chunks in turn; a merged chunk that fails is run again one by one."""
@@ -149,7 +146,10 @@ class Runner:
         if sums.no_merge and len(chunk.micro_batches) > 1:
             return None
         try:
-            part = self._loss(chunk) if guard.idle else self._forward(chunk, sums, options)
+            if not guard.idle:
+                part = self._forward(chunk, sums, options)
+            else:
+                part = self._loss(chunk) if self.job.precision else self._call_loss(chunk)
             if part is None:
                 return None
             self._backward(part, options, last)
@@ -214,8 +214,6 @@ class Runner:
         return self._loss(chunk).detached()
 
     def _loss(self, chunk: Chunk) -> Loss:
-        if self.job.precision is None and self.guard.probe.done:
-            return self._call_loss(chunk)
         with self.job.autocast(), self.user_code():
             return self._call_loss(chunk)
 

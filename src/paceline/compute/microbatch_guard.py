@@ -38,7 +38,7 @@ class MicroBatchGuard:
         self.may_idle = job.over is None  # whose outputs are computed by another run before
         self.idle = False
         self._calm = 0  # steps in a row that needed no guard
-        self._outside: tuple[object, ...] = ()  # the script's own streams, before the step
+        self.outside: tuple[object, ...] = ()  # the script's own streams, before the step
         self._mark: tuple[object, ...] = ()  # the streams before the last forward
         self.look_around()
 
@@ -68,13 +68,15 @@ class MicroBatchGuard:
         """Begins a step or another run of micro-batches: what follows may fail, and is undone to here."""
         if self._seen != (len(self.job.beside), *DECLARED):
             self.look_around()
-        sums = StepSums(records=self.carried.begin(options, self.job.device))
+        sums = StepSums()
+        if not self.carried.is_empty:
+            sums.records = self.carried.begin(options, self.job.device)
         self.detector.mark(values=not self.probe.done)
         return sums
 
     def may_merge(self, order: Sequence[MicroBatch], sums: StepSums) -> None:
         """Notes in the sums why micro-batches must be computed one by one, as far as it is known before the step."""
-        sums.why = self.probe.why(self.carried.certain)
+        sums.why = self.probe.why("" if self.carried.is_empty else self.carried.certain)
         sums.no_merge = bool(sums.why and order)
         if sums.no_merge:
             self.idle, self._calm = False, 0
@@ -96,7 +98,8 @@ class MicroBatchGuard:
         moved = self.carried.moved(values=options.test_merging) if looks else ""
         # Values are compared while the model is being observed, versions ever after.
         changed = self.detector.changed(values=options.test_merging)
-        self._refuse_change(changed, options)
+        if changed is not None:
+            self._refuse_change(changed, options)
         hooked = bool(self.probe.hooks.where) and not sums.no_merge  # it has just been found
         if drew or moved or hooked or changed is not None:
             sums.no_merge = True
@@ -107,23 +110,15 @@ class MicroBatchGuard:
                 return False
         return True
 
-    def _refuse_change(self, changed: str | None, options: StepOptions) -> None:
+    def _refuse_change(self, changed: str, options: StepOptions) -> None:
         """Raises ChangingBufferError if a buffer or parameter was changed that other workers would change otherwise."""
-        if changed is not None and options.record_buffers:
+        if options.record_buffers:
             self.detector.restore()
             cure = "change it in the body of the loop" if changed.startswith("parameter") else _MERGED
             cure += ", put that model in eval mode for the call" if cure is _MERGED and changed.endswith(OTHERS) else ""
             what = f"the forward changes the {changed}, which would come out differently on each worker"
             raise ChangingBufferError(what, f"{cure}, or train with one worker")
-        self.probe.change |= changed is not None
-
-    def drew(self) -> bool:
-        """Returns whether an idle guard is needed after all, since random numbers were drawn. They are taken back."""
-        if not self.streams.has_changed(self._outside):
-            return False
-        self.streams.restore(self._outside)
-        self.idle, self._calm = False, 0
-        return True
+        self.probe.change = True
 
     def after_backward(self, chunk: Chunk, sums: StepSums, options: StepOptions) -> None:
         """Records what the chunk has left in buffers."""
@@ -144,14 +139,13 @@ class MicroBatchGuard:
             self.idle = self.may_idle and self._calm >= WATCHED
             return
         changed = self.detector.changed(values=False)
-        self._refuse_change(changed, options)
-        self.idle &= changed is None
-        sums.failed |= self.drew()  # in a backward: the step is computed again, with care
-
-    def save_streams(self) -> None:
-        """Saves the script's own random streams before a step."""
-        self._outside = self.streams.snapshot()
+        if changed is not None:
+            self._refuse_change(changed, options)
+        if self.streams.has_changed(self.outside):  # all workers compute the step again, with care
+            sums.failed = True
+        if sums.failed or changed is not None:
+            self.idle, self._calm = False, 0
 
     def restore_streams(self) -> None:
         """Restores the script's own random streams."""
-        self.streams.restore(self._outside)
+        self.streams.restore(self.outside)

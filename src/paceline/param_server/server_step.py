@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,14 +35,14 @@ def server_step(context: StepContext, batches: Batches) -> Step:
     for attempt in attempts(context):  # again after a lost peer
         with attempt:
             open_attempt(context, step)  # in a new generation, the servers get the state
-            load_batch(context, step, batches.load(0, context.assignment))
+            load_batch(context, step, batches.load(0, context.shares.assignment))
             while True:
                 forward_backward(context, step)  # pushes each bucket to the servers that hold its parameters
                 reduce(context, step)  # losses and counts, among workers
                 if not must_repeat(context, step):  # the same on all workers
                     break
-                if step.batch.fine and not context.assignment.fine:
-                    take_batch(context, step, batches.load(0, context.assignment))
+                if step.batch.fine and not context.shares.assignment.fine:
+                    take_batch(context, step, batches.load(0, context.shares.assignment))
             examine(context, step)
             # The norm comes from the servers, once they have all pushes; the update tells them to apply the sums.
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
@@ -60,10 +60,7 @@ class SyncServers:
 
     def __init__(self, context: StepContext) -> None:
         self.context, self.servers = context, ServerTeam(context, watch_team=True)
-
-    def advance(self, batches: Batches) -> Step | None:
-        """Makes one step."""
-        return server_step(self.context, batches)
+        self.advance: Callable[[Batches], Step | None] = partial(server_step, context)
 
     def assignment(self) -> Assignment:
         """Returns how the micro-batches of a global batch are assigned to workers at present."""

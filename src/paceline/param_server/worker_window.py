@@ -88,7 +88,7 @@ def next_ticket(context: StepContext, window: Window) -> dict[str, Any] | None:
     """
     replica, transactions = async_replica(context), context.transactions
     leaves = window.has_worked and transactions.newcomers and not transactions.interrupted
-    window.wish |= {"updates": window.updates, "stop": context.stops() or leaves}
+    window.wish |= {"updates": window.updates, "stop": context.run.notices.stop_signal is not None or leaves}
     answer, window.wish = replica.deal(context.done, window.wish), {}
     if "log" in answer:
         window.log, window.dropped = answer["log"], answer["dropped"]

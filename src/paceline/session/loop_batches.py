@@ -47,7 +47,9 @@ class LoopBatches:
             if group.size > 1 and (warning := self._fingerprint.compare(group, generation)):
                 self._say(warning, once=True)
             epoch, rows, micro_batches = feed.at(step, assignment)
-            if warning := self._fingerprint.compare_stream(group, generation, feed, step, epoch):
+            if feed.source.rows is None and (
+                warning := self._fingerprint.compare_stream(group, generation, feed, step, epoch)
+            ):
                 self._say(warning, once=True)
         return WorkerBatch(
             micro_batches,
@@ -58,8 +60,8 @@ class LoopBatches:
             full=rows == feed.grid.global_batch,
             fine=feed.fine,
             last=self._looks_ahead and not feed.has(step + 1),
-            read=len(feed.read),
-            single=feed.later_single_row(step),
+            read=0 if feed.source.rows is not None else len(feed.read),
+            single=feed.later_single_row(step) if step == feed.start else "",
         )
 
 

@@ -11,7 +11,7 @@ from paceline.comm.error_feedback import AllErrorFeedback
 from paceline.session.closed_trainers import Ended
 from paceline.session.consistency import ConsistencyChecker
 from paceline.session.reporter import Reporter
-from paceline.session.training_loop import RegisteredTrainer
+from paceline.session.training_loop import RegisteredTrainer, State
 from paceline.team.team import Team
 
 
@@ -27,6 +27,7 @@ class TrainerRegistry:
         self.agreement = agreement
         self.error_feedback = AllErrorFeedback()
         self.members: list[RegisteredTrainer] = []
+        self.states: list[State] = []  # their `trainer.state`
         self.classes: list[str] = []  # of their models
         self.ended: set[int] = set()  # trainers that wait to be released
         self.models: list[torch.nn.Module] = []  # that a loss may call
@@ -47,6 +48,7 @@ class TrainerRegistry:
     def enlist(self, member: RegisteredTrainer, model: torch.nn.Module) -> None:
         """Registers a new trainer and its model."""
         self.members.append(cast(RegisteredTrainer, weakref.proxy(member)))
+        self.states.append(member.state)
         self.classes.append(type(model).__name__)
         self.models.append(model)
 
@@ -65,7 +67,7 @@ class TrainerRegistry:
         for figures in self.error_feedback.release(number):
             journal.write("codec", **figures)
         if ended is not None:
-            self.members[number] = ended
+            self.members[number], self.states[number] = ended, ended.state
             self.ended.discard(number)
 
     def update_models(self) -> None:

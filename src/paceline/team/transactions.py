@@ -226,10 +226,11 @@ class Transactions:
         """
         if self.refusal is not None:
             raise self.refusal
-        if not self._is_announced and self.elastic:
+        if not self._is_announced and self.state_owner is not None:
             self._is_announced = True
-            self.hold |= self.world.hold
-            self.world.tell("ready", replica=self._group.mesh.replica)
+            if self.elastic:
+                self.hold |= self.world.hold
+                self.world.tell("ready", replica=self._group.mesh.replica)
         if self.waiting:
             raise UsageError(
                 f"worker {self.worker} has come back, and cannot take part in what the team did before it trained",

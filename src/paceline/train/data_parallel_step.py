@@ -6,7 +6,7 @@ stages, by sequences or by layers: these are in the layout of the replica.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -38,14 +38,14 @@ def data_parallel_step(context: StepContext, batches: Batches) -> Step:
     for attempt in attempts(context):  # again after a lost peer
         with attempt:
             open_attempt(context, step)
-            load_batch(context, step, batches.load(0, context.assignment))
+            load_batch(context, step, batches.load(0, context.shares.assignment))
             while True:
                 forward_backward(context, step)
                 reduce(context, step)  # all gradients have arrived
                 if not must_repeat(context, step):  # the same on all workers
                     break
-                if step.batch.fine and not context.assignment.fine:
-                    take_batch(context, step, batches.load(0, context.assignment))
+                if step.batch.fine and not context.shares.assignment.fine:
+                    take_batch(context, step, batches.load(0, context.shares.assignment))
             examine(context, step)
             attempt.commit(partial(grad_norm, context, step), partial(update, context, step))
             complete(context, step)
@@ -62,10 +62,7 @@ class DataParallel:
 
     def __init__(self, context: StepContext) -> None:
         self.context = context
-
-    def advance(self, batches: Batches) -> Step | None:
-        """Makes one step."""
-        return data_parallel_step(self.context, batches)
+        self.advance: Callable[[Batches], Step | None] = partial(data_parallel_step, context)
 
     def assignment(self) -> Assignment:
         """Returns how the micro-batches of a global batch are assigned to workers at present."""

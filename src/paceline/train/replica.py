@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.base.batching import Agreed, exact_sum
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.base.mesh import Mesh
 from paceline.base.sharding import ShardedTensor, ShardingSpec, counting
 from paceline.comm.bucket_reducer import BucketReducer, OnReduced, ReduceStep
@@ -117,7 +118,7 @@ class Replica:
             self.transit.begin(name, on_reduced)
         guard = self.runner.guard
         was_idle = guard.idle
-        guard.save_streams()
+        guard.outside = guard.streams.snapshot()
         try:
             with self.layout.running(name), refusing("the loss, the forward or a hook"):
                 sums = (self.over or self.runner).run(micro_batches, options, self.send_bucket)
@@ -146,12 +147,14 @@ class Replica:
     def agree(self, vector: torch.Tensor, sums: StepSums, options: StepOptions) -> torch.Tensor:
         """Sums the step's vector over all workers. Returns it when all gradients of the step are reduced."""
         small = vector if sums.records is None else torch.cat([vector.to(sums.records), sums.records])
-        work = self.team.start_sum(small)
-        if self.transit is not None:
-            self.transit.finish()
-        if options.fault_point is not None:
+        if self.team.size > 1 or self.transit is not None:
+            HEARTBEAT.wait(1)  # also where NCCL waits
+            try:
+                self._sum(small, options)
+            finally:
+                HEARTBEAT.wait(-1)
+        elif options.fault_point is not None:
             options.fault_point("summed")
-        self.team.finish(work)
         if self.job.sparse:
             self._add_up_rows(options)
         if sums.records is not None:
@@ -161,6 +164,15 @@ class Replica:
         if self.error_feedback.pending_residual:
             self.error_feedback.add(options.expected)
         return vector
+
+    def _sum(self, small: torch.Tensor, options: StepOptions) -> None:
+        """Sums a small tensor over all workers, behind the gradients of the step."""
+        work = self.team.start_sum(small)
+        if self.transit is not None:
+            self.transit.finish()
+        if options.fault_point is not None:
+            options.fault_point("summed")
+        self.team.finish(work)
 
     def _add_up_rows(self, options: StepOptions) -> None:
         """Sums sparse gradients over all workers. Collective."""
@@ -190,7 +202,8 @@ class Replica:
 
     def update(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Updates the weights. `norm` is that of the mean gradient, for clipping."""
-        self.runner.guard.carried.merge(sums.records)
+        if not self.runner.guard.carried.is_empty:
+            self.runner.guard.carried.merge(sums.records)
         counts, feedback, params = agreed.count > 0, self.error_feedback, self.grad_buffers.local_params
         if not counts and self.codec is not None:  # what was sent is not used: codecs keep what they have
             self.codec.kept.void()

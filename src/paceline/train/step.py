@@ -81,4 +81,6 @@ class Step:
         metrics = {name: total / count if count else math.nan for name, (total, count) in agreed.metrics.items()}
         seconds = sum(self.spent.values()) - self.spent["other"]
         batch = self.batch
-        return StepReport(self.done, batch.epoch, loss, metrics, batch.rows, seconds, self.lr, self.norm, self.steps)
+        return StepReport(
+            self.number + self.steps, batch.epoch, loss, metrics, batch.rows, seconds, self.lr, self.norm, self.steps
+        )

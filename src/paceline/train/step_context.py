@@ -80,8 +80,8 @@ class StepContext:
         self.figures = StepFigures(run, trainer, job, plan)
         self.noise = GradNoiseScale()
         self.bound_generation: int | None = None  # the one whose group gave the memory of gradient sums
-        # Whether this worker wants the team to stop.
-        self.stops: Callable[[], bool] = lambda: run.notices.stop_signal is not None
+        # Whether this worker wants the team to stop, if that does not follow from the signals that it got.
+        self.stops: Callable[[], bool] | None = None
         self.on_new_generation: Callable[[], None] | None = None  # after `rebind`, what the plan needs besides
         self.waiting_since = time.perf_counter()  # when the last step ended
         self.layout: VectorLayout | None = None
@@ -100,11 +100,6 @@ class StepContext:
         self.observers: list[Callable[[Step], None]] = [self.notes.observe]
         if balance is not None:
             self.observers.append(self.shares.observe)
-
-    @property
-    def assignment(self) -> Assignment:
-        """How the micro-batches of a global batch are assigned to the workers of the present generation."""
-        return self.shares.assignment
 
     def options(self, step: Step) -> StepOptions:
         """Returns the options with which the loaded micro-batches of a step are computed."""
@@ -126,14 +121,14 @@ class StepContext:
             hooked="hooks" in self.notes.announced,
             advice=step.batch.cure,
             fault_point=self.transactions.fault_point,
-            transaction=self.transactions.done,
+            transaction=0 if self.replica.codec is None else self.transactions.done,
         )
 
     def restore_state(self) -> None:
         """Restores what the code of a step has changed in `trainer.state`."""
-        for member in self.run.trainers.members:
-            if member.state:
-                member.state.step_again()
+        for state in self.run.trainers.states:
+            if state:
+                state.step_again()
 
     # -- a new generation ---------------------------------------------------------------------------------------
 
@@ -169,6 +164,7 @@ class StepContext:
             self.on_new_generation()
 
     def choose_codecs(self, anew: bool) -> None:
+        """Chooses the codec of each bucket; `anew` measures them again. Collective."""
         for what, why in self.replica.error_feedback.choose(anew):
             self.run.reporter.decide(self.trainer, what, why)
             self.run.reporter.say(what)
@@ -177,7 +173,7 @@ class StepContext:
         """Returns the assignment in the present team, also before its first step: then nobody knows what the others
         know of the workers' speed, and shares are equal.
         """
-        return self.assignment if self.bound_generation == self.transactions.number else self.shares.equal()
+        return self.shares.assignment if self.bound_generation == self.transactions.number else self.shares.equal()
 
     def apply_step(self, message: list[Any]) -> None:
         """Applies a part of a step that the team made before this newcomer joined: one bucket of sums, or the step's

@@ -53,13 +53,12 @@ def open_attempt(context: StepContext, step: Step) -> None:
     step.began, step.generation = time.perf_counter(), context.transactions.number
     if context.bound_generation != step.generation:
         context.rebind(step.name)
-    HEARTBEAT.beat()
     if context.transactions.fault_point is not None:
         context.transactions.fault_point("loading")
-    for member in context.run.trainers.members:
-        if member.state:
-            member.state.step_begins()
-    looks, context.weights.refused = context.run.team.size > 1 and context.weights.looks(step.number), True
+    for state in context.run.trainers.states:
+        if state:
+            state.step_begins()
+    looks, context.weights.refused = context.run.team.group.size > 1 and context.weights.looks(step.number), True
     step.digest = context.weights.digest_state() if looks else None
 
 
@@ -129,7 +128,7 @@ def reduce(context: StepContext, step: Step) -> Agreed:
         "no_split": sums.no_split or step.indivisible,
         "failed": sums.failed,
         "news": bool(notes.news) and bool(notes.untold()),
-        "stop": context.stops(),
+        "stop": context.run.notices.stop_signal is not None if context.stops is None else context.stops(),
         "look": group.rank == 0 and group.size > 1 and context.weights.wish,
     }
     if step.options.noise_sample:
@@ -143,12 +142,7 @@ def reduce(context: StepContext, step: Step) -> Agreed:
     metrics, spent = sums.metrics if speaks else {}, context.spent | step.spent
     packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
     rows = layout.rows(sums.parts if speaks else [], batch.count) if context.plan.exact else []
-    HEARTBEAT.wait(1)  # also where NCCL does
-    try:
-        summed = context.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options)
-    finally:
-        HEARTBEAT.wait(-1)
-    vector = summed.tolist()
+    vector = context.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options).tolist()
     agreed = layout.unpack(vector[: len(packed)])
     step.agreed = layout.exactly(agreed, vector[len(packed) :]) if rows else agreed
     return step.agreed
@@ -188,9 +182,9 @@ def examine(context: StepContext, step: Step) -> None:
         refuse_lengths(context.replica.team, step.batch.read)
     if not math.isfinite(step.agreed.loss):
         refuse_nonfinite(context, step)
-    for member in context.run.trainers.members:
-        if member.state:
-            member.state.step_computed()
+    for state in context.run.trainers.states:
+        if state:
+            state.step_computed()
 
 
 def refuse_nonfinite(context: StepContext, step: Step) -> None:
@@ -201,7 +195,6 @@ def refuse_nonfinite(context: StepContext, step: Step) -> None:
 
 def grad_norm(context: StepContext, step: Step) -> float:
     """Returns the norm of the mean gradient. Once all workers know it, all sums have arrived everywhere."""
-    HEARTBEAT.beat()
     if context.transactions.fault_point is not None:
         context.transactions.fault_point("reduced")
     norm = step.norm or context.replica.norm(step.agreed, step.options)
@@ -220,7 +213,7 @@ def update(context: StepContext, step: Step, norm: float) -> list[Any]:
         step.ahead.end(buffers, dict(vars(agreed)), norm, expected, sums.records)
     context.run.checkpoints.copied()
     context.replica.update(sums, agreed, step.options, norm)
-    context.done, context.weights.refused = step.done, False
+    context.done, context.weights.refused = step.number + 1, False
     context.expected = agreed.count or context.expected
     if context.scaling is not None and (why := context.scaling.took(step.scale)):
         context.reporter.decide(
@@ -239,7 +232,6 @@ def account_update(context: StepContext, step: Step, began: float) -> None:
 def complete(context: StepContext, step: Step) -> None:
     """Gathers the weights that other workers have updated. Collective."""
     began = time.perf_counter()
-    HEARTBEAT.beat()
     if context.transactions.fault_point is not None:
         context.transactions.fault_point("applied")
     context.replica.complete()
@@ -343,7 +335,7 @@ def _learn(context: StepContext, step: Step) -> None:
             codecs = context.job.device.type == "cpu" and not context.plan.exact
             if suggestion := feedback.advice(context.figures.busy / 2, codecs):
                 context.notes.note(suggestion, context.done)
-        if step.options.merge == context.merging.size:
+        if step.options.merge == context.merging.size and context.merging.may_learn(sums, step.agreed):
             learn_merging(context, step, sums, step.spent["compute"])
         if step.agreed.sq_norm_rows:
             for news in context.noise.learn(step.agreed, step.norm, step.batch.rows):

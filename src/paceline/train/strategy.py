@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from paceline.data.loader import Assignment
@@ -16,8 +16,11 @@ class Strategy(Protocol):
     lockstep: bool
     context: StepContext
 
-    def advance(self, batches: Batches) -> Step | None:
-        """Makes the next turn, which is applied completely or not at all. Returns None if all workers stop in it."""
+    @property
+    def advance(self) -> Callable[[Batches], Step | None]:
+        """The function that makes the next turn, which is applied completely or not at all. It returns None if all
+        workers stop in it.
+        """
 
     def assignment(self) -> Assignment:
         """Returns how the micro-batches of a global batch are assigned to workers at present."""

@@ -61,6 +61,8 @@ class WorkerShares:
         balance, agreed = self.balance, step.agreed
         if balance is None or step.generation != self.run.team.transactions.number:
             return
+        if len(agreed.seconds) == 1 and not (agreed.tested or agreed.no_merge or agreed.no_split):
+            return
         before = balance.weights, balance.fine
         balance.divide(tested=agreed.tested > 0, strict=agreed.no_merge + agreed.no_split > 0)
         if step.batch.full and (change := balance.learn(agreed.seconds)):
