@@ -87,10 +87,14 @@ class LaunchError(PacelineError):
     """The workers could not be started, or the script did not train."""
 
 
+def add_note(error: BaseException, what: str) -> None:
+    """Adds to an exception what raised it, as ``micro-batch 4``. Exceptions of Paceline name that themselves."""
+    if not isinstance(error, PacelineError):
+        error.add_note(_NOTE + what)
+
+
 class AddNote:
-    """Adds a note to an exception that leaves the context: what raised it, as ``micro-batch 4``. Exceptions of Paceline
-    name that themselves.
-    """
+    """Adds a note to an exception that leaves the context; `what` returns its text."""
 
     def __init__(self, what: Callable[[], str]) -> None:
         self._what = what
@@ -100,12 +104,7 @@ class AddNote:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.add(error)
-
-    def add(self, error: BaseException) -> None:
-        """Adds the note to an exception."""
-        if not isinstance(error, PacelineError):
-            error.add_note(_NOTE + self._what())
+            add_note(error, self._what())
 
 
 def add_hint(error: BaseException, hint: str) -> None:

@@ -147,8 +147,7 @@ class Trainer(TrainerLogging):
         mesh = self._mesh = self._choose_plan(plan)
         model_seed = stream_seed(seed, 0, -1)
         self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan.apart)
-        form = check_callable("forward", forward or default_forward)
-        form = AnnotatedCallable(form, "forward", default=forward is None)
+        form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
         judge = AnnotatedCallable(check_callable("loss", loss), "loss")
         over = judge if loss_over else None
         kept = trainable(self.model, self.plan, whole_batch=over is not None)

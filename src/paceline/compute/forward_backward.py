@@ -109,7 +109,7 @@ class Runner:
             (one,) = chunk.micro_batches
             guard.streams.seed(stream_seed(self.job.seed, options.step, one.index))
             context = self.job.autocast(), self.user_code()
-            with chunk.noted, _explain_single_row(chunk, options), torch.no_grad(), context[0], context[1]:
+            with chunk, _explain_single_row(chunk, options), torch.no_grad(), context[0], context[1]:
                 output = self.job.forward(self.job.model, chunk.batch)
                 if output is not ELSEWHERE:
                     outputs.append((one, self.job.gather_output(output)))
@@ -146,16 +146,20 @@ class Runner:
         if sums.no_merge and len(chunk.micro_batches) > 1:
             return None
         try:
-            if not guard.idle:
-                part = self._forward(chunk, sums, options)
-            else:
-                part = self._loss(chunk) if self.job.precision else self._call_loss(chunk)
-            if part is None:
-                return None
-            self._backward(part, options, last)
-        except BaseException as error:
-            if not self._give_up(chunk, sums, error):
+            with chunk:
+                if not guard.idle:
+                    part = self._forward(chunk, sums, options)
+                else:
+                    part = self._loss(chunk) if self.job.precision else self._call_loss(chunk)
+                if part is None:
+                    return None
+                self._backward(part, options, last)
+        except (*USERS_OWN, LossError) as error:
+            if "backward through the graph a second time" in str(error):
+                add_hint(error, "the trainer calls backward(): leave it out of loss and forward")
+            if chunk.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
                 raise
+            guard.probe.give_up(chunk, sums, error)
             return None
         if not guard.idle:
             guard.after_backward(chunk, sums, options)
@@ -163,19 +167,6 @@ class Runner:
         if mismatches and part.mean is not None:
             sums.news["rows"] = mismatches[0], ""
         return part.detached()
-
-    def _give_up(self, chunk: Chunk, sums: StepSums, error: BaseException) -> bool:
-        """Returns whether an error may come from how micro-batches were merged or divided, so that the step is computed
-        again without. Adds to the error which rows were computed.
-        """
-        if "backward through the graph a second time" in str(error):
-            add_hint(error, "the trainer calls backward(): leave it out of loss and forward")
-        by_user = isinstance(error, (*USERS_OWN, LossError)) and not isinstance(error, torch.OutOfMemoryError)
-        if isinstance(error, Exception) and by_user and not (chunk.plain or self._sent):
-            self.guard.probe.give_up(chunk, sums, error)
-            return True
-        chunk.note(error)
-        return False
 
     def _backward(self, part: Loss, options: StepOptions, last: bool, is_dummy: bool = False) -> None:
         """Runs the backward of one chunk. User hooks see the gradient of the mean, which is weighted after them."""

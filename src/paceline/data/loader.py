@@ -366,6 +366,8 @@ class Feed:
         self._dealt: Assignment | None = None
         self._next = self.start
         self.collated = Collated(source.collate, grid.micro) if source.collate is not default_collate else None
+        self._next_slot = 0, 0  # that is being loaded: its global batch, and its number in the share
+        self._noting_rows = AddNote(self._describe_next)
         self._iterator: Any = None  # created when there is something to load
         self._rows: _Rows | None = None  # the rows, if they are loaded in this process
         self.watched = watched  # whether the script may change the dataset between two global batches
@@ -477,23 +479,22 @@ class Feed:
 
     def _taken(self, step: int, number: int) -> MicroBatch:
         """Loads the next micro-batch, which is the one with this number in the worker's share of a global batch."""
-
-        def describe() -> str:
-            assert self._dealt is not None
-            (slot,) = self.source.filled(islice(self.slots(step, self._dealt), number, number + 1))
-            return rows_told([slot.index], slot.rows)
-
-        try:
+        self._next_slot = step, number
+        with self._noting_rows:
             slot, batch = next(self._iterator)
-        except BaseException as error:
-            AddNote(describe).add(error)
-            raise
         HEARTBEAT.beat()
         rows, start = slot.stop - slot.start, slot.start % self.grid.global_batch
         taken = MicroBatch(slot.index, rows, batch, slot, slot.part, slot.dummy, slot.rows, start)
         if slot.apart:
             taken.is_part()
         return taken if self.collated is None else self.collated.look(taken)
+
+    def _describe_next(self) -> str:
+        """Describes the micro-batch that is being loaded, for errors."""
+        assert self._dealt is not None
+        step, number = self._next_slot
+        (slot,) = self.source.filled(islice(self.slots(step, self._dealt), number, number + 1))
+        return rows_told([slot.index], slot.rows)
 
     def all(self, assignment: Assignment) -> Iterator[Batch]:
         """Yields this worker's shares of all global batches under an assignment."""

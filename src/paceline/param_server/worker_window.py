@@ -41,7 +41,7 @@ WINDOW = 256  # updates, unless the plan says another number
 
 
 @dataclass
-class Window:
+class WorkerWindow:
     """A window of at most `updates` updates, as this worker goes through it.
 
     `log` has the updates that the servers made, `dropped` counts the pushes that they left out, `buffers` are those of
@@ -75,14 +75,14 @@ def announce_window(context: StepContext, what: str) -> None:
     context.reporter.decide(context.trainer, what, why)
 
 
-def begin_window(context: StepContext) -> Window:
+def begin_window(context: StepContext) -> WorkerWindow:
     """Begins a window, in which all workers have the same weights."""
     async_replica(context).begin(context.done)
     size, most = context.plan.window or WINDOW, context.run.team.world.max_steps
-    return Window(size if most is None else max(1, min(size, most - context.run.trainers.step)))
+    return WorkerWindow(size if most is None else max(1, min(size, most - context.run.trainers.step)))
 
 
-def next_ticket(context: StepContext, window: Window) -> dict[str, Any] | None:
+def next_ticket(context: StepContext, window: WorkerWindow) -> dict[str, Any] | None:
     """Asks the servers for the next ticket, and for the weights that it is to be computed with. Returns None at the end
     of the window, whose log this worker then has.
     """
@@ -99,7 +99,7 @@ def next_ticket(context: StepContext, window: Window) -> dict[str, Any] | None:
 
 
 def load_ticket(
-    context: StepContext, window: Window, ticket: dict[str, Any], batches: Batches, assignment: Assignment
+    context: StepContext, window: WorkerWindow, ticket: dict[str, Any], batches: Batches, assignment: Assignment
 ) -> WorkerBatch | None:
     """Loads the rows of a ticket's global batch that the assignment gives this worker. Returns None if the loop has no
     such batch, which the servers are told then.
@@ -120,7 +120,7 @@ def whole_batch(context: StepContext, share: tuple[int, int] = (0, 1)) -> Assign
     return replace(assignment, rank=rank, weights=(1.0,) * count, scattered=True)
 
 
-def compute_ticket(context: StepContext, window: Window, ticket: dict[str, Any], batch: WorkerBatch) -> None:
+def compute_ticket(context: StepContext, window: WorkerWindow, ticket: dict[str, Any], batch: WorkerBatch) -> None:
     """Computes the gradients of the ticket's rows, which go to the servers bucket by bucket, and pushes a report of
     them. A loss that is not finite ends the window.
     """
@@ -158,7 +158,7 @@ def ticket_report(agreed: Agreed, norm: float, options: StepOptions, batch: Work
     return {**figures, "expected": options.expected, "micro_batches": batch.count, "log": figures | more}
 
 
-def end_window(context: StepContext, step: Step, window: Window) -> None:
+def end_window(context: StepContext, step: Step, window: WorkerWindow) -> None:
     """Reads the weights and the buffers after the last update of the window."""
     step.steps, step.spent = len(window.log), {"data": window.data}
     if window.trouble is None:
@@ -169,7 +169,7 @@ def end_window(context: StepContext, step: Step, window: Window) -> None:
     step.computed = time.perf_counter()
 
 
-def exchange_window(context: StepContext, step: Step, window: Window) -> bool:
+def exchange_window(context: StepContext, step: Step, window: WorkerWindow) -> bool:
     """Exchanges reports at the end of the window, and returns whether all workers made the same updates. They may not
     have if the first server was lost after it had told only some workers that the window is over.
     """
@@ -194,7 +194,7 @@ def sum_log(step: Step, log: list[dict[str, Any]]) -> None:
 
 
 @torch.no_grad()
-def apply_window(context: StepContext, step: Step, window: Window, _: Any) -> list[Any]:
+def apply_window(context: StepContext, step: Step, window: WorkerWindow, _: Any) -> list[Any]:
     """Takes over the window's buffers and moves the schedules on; worker 0 writes the journal. Returns what a worker
     needs that takes the window over.
     """

@@ -117,16 +117,15 @@ class Replica:
         if self.transit is not None:
             self.transit.begin(name, on_reduced)
         guard = self.runner.guard
-        was_idle = guard.idle
+        was_idle, is_undisturbed = guard.idle, False
         guard.outside = guard.streams.snapshot()
         try:
             with self.layout.running(name), refusing("the loss, the forward or a hook"):
                 sums = (self.over or self.runner).run(micro_batches, options, self.send_bucket)
-        except BaseException:
-            guard.restore_streams()
-            raise
-        if not (was_idle and guard.idle):
-            guard.restore_streams()
+            is_undisturbed = was_idle and guard.idle
+        finally:
+            if not is_undisturbed:
+                guard.restore_streams()
         if self.transit is not None:
             self.transit.hand_on()
         if job.sparse:
@@ -225,13 +224,6 @@ class Replica:
         self.runner.restore(void=True)
         self.grad_sink.abandon(again)
         self.layout.rest()
-
-    # -- a step of others -------------------------------------------------------------------------------------------
-
-    def apply_step(self, sums: StepSums, agreed: Agreed, options: StepOptions, norm: float) -> None:
-        """Applies a step of other workers from the gradients that were written into the sums."""
-        self.grad_buffers.assign_grads()
-        self.update(sums, agreed, options, norm)
 
     # -- state ------------------------------------------------------------------------------------------------------
 

@@ -187,7 +187,8 @@ class StepContext:
             return
         agreed, norm, expected, records = message
         options = StepOptions(step=self.done, expected=expected, micro_batches=0)
-        self.replica.apply_step(StepSums(records=records), Agreed(**agreed), options, norm)
+        self.replica.grad_buffers.assign_grads()
+        self.replica.update(StepSums(records=records), Agreed(**agreed), options, norm)
         self.done += 1
 
     # -- state --------------------------------------------------------------------------------------------------
