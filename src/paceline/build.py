@@ -31,6 +31,7 @@ from paceline.session.run import Run
 from paceline.train.data_parallel_step import DataParallel
 from paceline.train.replica import Replica
 from paceline.train.step_context import StepContext
+from paceline.train.step_observers import register_observers
 from paceline.train.strategy import Strategy
 
 
@@ -111,6 +112,7 @@ def build_replica(
 def build_strategy(context: StepContext) -> Strategy:
     """What makes a trainer's turns: data-parallel steps, rounds of local SGD, or steps with parameter servers."""
     plan, serving = context.plan, context.run.serving
+    register_observers(context)
     if serving is not None:
         serving.contexts.append(context)
         return DataParallel(context)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from paceline.base.batching import Agreed
-from paceline.compute.job import TrainingJob
+from paceline.compute.job import StepOptions, StepSums, TrainingJob
 from paceline.plan import Plan
 
 EVERY = 10  # steps between two looks, the last of which is looked at
@@ -35,6 +35,12 @@ def looked_at(step: int, plan: Plan, unit: int, workers: int, job: TrainingJob) 
     """The `noise_sample` of a step: empty in most steps, and where workers lack full gradients of their rows."""
     has_full_gradients = unit == plan.together == 1 and not (plan.exact or plan.local or job.over or job.sparse)
     return ("all" if workers > 1 else "first") if has_full_gradients and step % EVERY == EVERY - 1 else ""
+
+
+def noise_fields(sums: StepSums, options: StepOptions) -> dict[str, float]:
+    """Returns the fields of a step's vector with what this worker's sums tell of the noise."""
+    squared_norm, rows = sums.sq_norms
+    return {"sq_norm": squared_norm * options.expected**2, "sq_norm_rows": rows, "sq_norm_squares": rows**2}
 
 
 @dataclass

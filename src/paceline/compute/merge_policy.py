@@ -31,11 +31,6 @@ class MergePolicy:
         self._settled = False
         self._seconds: dict[int, list[float]] = {}
 
-    def may_learn(self, sums: StepSums, agreed: Agreed) -> bool:
-        """Returns whether a step can change what is known."""
-        votes = agreed.no_merge or agreed.tested or sums.out_of_memory or sums.news
-        return bool(votes) or not (self.undecided or self._settled)
-
     def learn(self, sums: StepSums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
         """Takes a step's observation and measure (seconds per row, micro-batches here); a decision if it makes one."""
         self.mixes = self.mixes or sums.news.get("keeps", sums.news.get("mixes", ("",)))[0]

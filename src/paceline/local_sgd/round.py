@@ -29,6 +29,7 @@ from paceline.session.worker_batch import WorkerBatch
 from paceline.team.transactions import ReformedError
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
+from paceline.train.step_observers import learn_merging
 from paceline.train.step_verbs import (
     account_update,
     attempts,
@@ -36,7 +37,6 @@ from paceline.train.step_verbs import (
     complete,
     forward_backward,
     grad_norm,
-    learn_merging,
     load_batch,
     must_repeat,
     open_attempt,

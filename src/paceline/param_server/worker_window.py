@@ -25,11 +25,11 @@ from paceline.param_server.client import AsyncReplica
 from paceline.session.worker_batch import WorkerBatch
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
+from paceline.train.step_observers import learn_merging
 from paceline.train.step_verbs import (
     account_update,
     forward_backward,
     grad_norm,
-    learn_merging,
     load_batch,
     must_repeat,
     reduce,

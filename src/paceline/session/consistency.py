@@ -14,12 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.backends.cpu import get_cpu_capability
 
-from paceline.base.batching import parted
+from paceline.base.batching import Agreed, parted
 from paceline.base.journal import Journal
 from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
@@ -61,6 +61,16 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     return total
 
 
+class Observed(Protocol):
+    """A step that counts, and what workers agreed on in it."""
+
+    agreed: Agreed
+
+    @property
+    def done(self) -> int:
+        """The trainer's steps, this one included."""
+
+
 class Weights:
     """Compares the weights and the optimizer states of one trainer between workers. `kinds` names each worker's
     processor, by rank. `due` asks for a comparison in the next step, as in the first step of a generation. `distance`
@@ -77,6 +87,10 @@ class Weights:
         self.refused = False  # the last step was
         self.done, self._alike = 0, -1  # steps; after how many of them all were alike last
         self._rests = 0.0  # until when there is no time
+
+    def observe(self, step: Observed) -> None:
+        """Notes whether all workers wish a comparison in the next step."""
+        self.done, self.due = step.done, step.agreed.look > 0
 
     def looks(self, done: int) -> bool:
         """Returns whether the weights are compared before the step after `done` steps; the same on all workers."""

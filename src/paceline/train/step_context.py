@@ -90,16 +90,9 @@ class StepContext:
         self.kinds = {name: (param.dtype, param.device) for name, param in job.named.items()}  # at the beginning
         replica.error_feedback.trainer = trainer
         run.trainers.error_feedback.append(replica.error_feedback)
+        # Both are filled by train/step_observers.py.
         self.contributions: list[Callable[[], Mapping[str, float]]] = []
-        if run.checkpoints.storage is not None:
-            self.contributions.append(lambda: {"save": run.wants_save(), **run.checkpoints.fields})
-        if self.transactions.world.orders_fd is not None:
-            self.contributions.append(lambda: {"enter": self.transactions.newcomers})
-        if replica.codec is not None:
-            self.contributions.append(lambda: {"tune": replica.error_feedback.wishes})
-        self.observers: list[Callable[[Step], None]] = [self.notes.observe]
-        if balance is not None:
-            self.observers.append(self.shares.observe)
+        self.observers: list[Callable[[Step], None]] = []
 
     def options(self, step: Step) -> StepOptions:
         """Returns the options with which the loaded micro-batches of a step are computed."""

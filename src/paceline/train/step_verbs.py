@@ -12,6 +12,7 @@ import torch
 
 from paceline.base.batching import Agreed, VectorLayout
 from paceline.base.heartbeat import HEARTBEAT
+from paceline.compute.grad_noise import noise_fields
 from paceline.compute.job import StepSums
 from paceline.compute.loss_scale import LossScale
 from paceline.compute.microbatches import MicroBatch, cut, in_rows, to_device
@@ -119,7 +120,6 @@ def reduce(context: StepContext, step: Step) -> Agreed:
         raise MetricError(what, "return the same names every time, with count 0 where there is nothing to count")
     if sums.records is not None and not speaks:
         sums.records.zero_()
-    sq_norm, sq_norm_rows = sums.sq_norms
     fields: dict[str, float] = {
         "count": sums.count if speaks else 0.0,
         "loss": sums.loss if speaks else 0.0,
@@ -129,11 +129,9 @@ def reduce(context: StepContext, step: Step) -> Agreed:
         "failed": sums.failed,
         "news": bool(notes.news) and bool(notes.untold()),
         "stop": context.run.notices.stop_signal is not None if context.stops is None else context.stops(),
-        "look": group.rank == 0 and group.size > 1 and context.weights.wish,
     }
     if step.options.noise_sample:
-        fields |= {"sq_norm": sq_norm * step.options.expected**2, "sq_norm_rows": sq_norm_rows}
-        fields["sq_norm_squares"] = sq_norm_rows**2
+        fields |= noise_fields(sums, step.options)
     if batch.read:
         fields |= {"streams": 1.0, "read": batch.read, "read_squares": batch.read**2}
     for contribute in context.contributions:
@@ -253,11 +251,8 @@ def publish(context: StepContext, step: Step) -> None:
     # The seconds since the last step's end that are none of the other parts.
     step.spent["other"] = max(0.0, time.perf_counter() - context.waiting_since - sum(step.spent.values()))
     context.spent = step.spent
-    _learn(context, step)
     for observe in context.observers:
         observe(step)
-    context.run.agreed(step.agreed)
-    context.weights.done, context.weights.due = context.done, step.agreed.look > 0
     context.waiting_since = time.perf_counter()
     HEARTBEAT.step()
 
@@ -320,31 +315,3 @@ def _first_layout(context: StepContext, metric_names: list[str] | None) -> Vecto
                 "return the same names everywhere, with count 0 where there is nothing to count",
             )
     return VectorLayout(tuple(known[0][1]) if known else (), context.group.size, len(context.job.named))
-
-
-def _learn(context: StepContext, step: Step) -> None:
-    """Updates the estimates of links, memory and time, the merging of micro-batches, the noise scale and the
-    workers' shares.
-    """
-    feedback, sums = context.replica.error_feedback, step.sums
-    if feedback.codec is not None or context.group.size > 1:
-        feedback.step(sum(seconds for part, seconds in step.spent.items() if part not in ("data", "other")))
-    if sums is not None:
-        context.figures.observe(step)
-        if context.figures.made == 3 and context.run.team.group.rank == 0:
-            codecs = context.job.device.type == "cpu" and not context.plan.exact
-            if suggestion := feedback.advice(context.figures.busy / 2, codecs):
-                context.notes.note(suggestion, context.done)
-        if step.options.merge == context.merging.size and context.merging.may_learn(sums, step.agreed):
-            learn_merging(context, step, sums, step.spent["compute"])
-        if step.agreed.sq_norm_rows:
-            for news in context.noise.learn(step.agreed, step.norm, step.batch.rows):
-                context.reporter.journal.write("noise", trainer=context.trainer, step=context.done, **news)
-
-
-def learn_merging(context: StepContext, step: Step, sums: StepSums, seconds: float) -> None:
-    """Updates the merging of micro-batches from the `seconds` of forward and backward."""
-    share = step.batch.share
-    decision = context.merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
-    if decision is not None:
-        context.reporter.decide(context.trainer, *decision)

@@ -1,0 +1,74 @@
+"""Who observes the steps of a trainer, and who adds fields to their vectors. A step itself names none of them.
+
+Only what is on is registered: what the plan, the team or the run folder leaves out costs a step no call.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from paceline.compute.grad_noise import EVERY, looked_at
+from paceline.compute.job import StepSums
+from paceline.train.step import Step
+from paceline.train.step_context import StepContext
+
+
+def register_observers(context: StepContext) -> None:
+    """Registers who adds fields to the vectors of a trainer's steps, and who observes these once they count."""
+    run, replica, plan, add = context.run, context.replica, context.plan, context.contributions.append
+    is_alone = run.team.size == 1 and not context.transactions.elastic
+    if run.checkpoints.storage is not None:
+        add(lambda: {"save": run.wants_save(), **run.checkpoints.fields})
+    if context.transactions.elastic:
+        add(lambda: {"enter": context.transactions.newcomers})
+    if replica.codec is not None:
+        add(lambda: {"tune": replica.error_feedback.wishes})
+    if not is_alone:
+        add(lambda: {"look": context.group.rank == 0 and context.group.size > 1 and context.weights.wish})
+    observe = context.observers.append
+    if replica.codec is not None or not is_alone:
+        observe(partial(observe_links, context))
+    observe(partial(observe_computing, context))
+    observe(context.notes.observe)
+    if looked_at(EVERY - 1, plan, replica.mesh.unit, context.group.size, context.job):
+        observe(partial(observe_noise, context))
+    if context.shares.balance is not None and not is_alone:
+        observe(context.shares.observe)
+    if not is_alone:
+        observe(context.weights.observe)
+    observe(lambda step: run.agreed(step.agreed))
+
+
+def observe_links(context: StepContext, step: Step) -> None:
+    """Updates what is known of the links between hosts."""
+    spent = [seconds for part, seconds in step.spent.items() if part not in ("data", "other")]
+    context.replica.error_feedback.step(sum(spent))
+
+
+def observe_computing(context: StepContext, step: Step) -> None:
+    """Updates the figures of this worker's steps, and the merging of micro-batches."""
+    sums, figures = step.sums, context.figures
+    if sums is None:
+        return
+    figures.observe(step)
+    if figures.made == 3 and context.run.team.group.rank == 0:
+        codecs = context.job.device.type == "cpu" and not context.plan.exact
+        if suggestion := context.replica.error_feedback.advice(figures.busy / 2, codecs):
+            context.notes.note(suggestion, context.done)
+    if step.options.merge == context.merging.size:
+        learn_merging(context, step, sums, step.spent["compute"])
+
+
+def learn_merging(context: StepContext, step: Step, sums: StepSums, seconds: float) -> None:
+    """Updates the merging of micro-batches from the `seconds` of forward and backward."""
+    merging, share = context.merging, step.batch.share
+    decision = merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
+    if decision is not None:
+        context.reporter.decide(context.trainer, *decision)
+
+
+def observe_noise(context: StepContext, step: Step) -> None:
+    """Updates the gradient noise scale from the steps that looked at it."""
+    if step.agreed.sq_norm_rows and step.sums is not None:
+        for news in context.noise.learn(step.agreed, step.norm, step.batch.rows):
+            context.reporter.journal.write("noise", trainer=context.trainer, step=context.done, **news)
