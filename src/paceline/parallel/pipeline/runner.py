@@ -159,7 +159,7 @@ class PipelineRunner(Runner):
             self.job.news["pipeline"] = what, ""
             return
         full_loss, full_gradients = None, dict[str, torch.Tensor]()
-        assembled = pipeline.assembled() if way == _FULL else pipeline.assembled_by_block()
+        assembled = pipeline.assembled(by_block=way == _BY_BLOCK)
         with assembled, self._without_a_trace(trial_options):
             if has_full_model:
                 full_loss, full_gradients = self._run_full_model(chunk, trial_options, backward=way == _FULL)
@@ -196,9 +196,9 @@ class PipelineRunner(Runner):
         activations, parameters = zip(*by_worker, strict=True)
         free, only_line = room(self.job.device), self.job.unit == pipeline.line.size
         way = ""
-        if pipeline.missing_bytes() + 3 * sum(activations) + 2 * sum(parameters) <= free:
+        if pipeline.missing_bytes(by_block=False) + 3 * sum(activations) + 2 * sum(parameters) <= free:
             way = _FULL
-        elif only_line and pipeline.missing_bytes_by_block() + 2 * max(activations) <= free:
+        elif only_line and pipeline.missing_bytes(by_block=True) + 2 * max(activations) <= free:
             way = _BY_BLOCK
         return str(pipeline.line.gather_json(way)[pipeline.last_worker])
 
@@ -224,7 +224,7 @@ class PipelineRunner(Runner):
         self, chunk: Chunk, options: StepOptions, backward: bool
     ) -> tuple[Loss, dict[str, torch.Tensor]]:
         """Computes loss and gradients with the full model, with the same random draws as the stages."""
-        named = self.pipeline.trainable_parameters()
+        named = {name: param for name, param in self.job.model.named_parameters() if param.requires_grad}
         self.guard.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
         with chunk:
             with nullcontext() if backward else torch.no_grad():

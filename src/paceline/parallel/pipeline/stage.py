@@ -455,12 +455,12 @@ class Pipeline:
         """The worker of the line that has the last stage."""
         return self.last % self.line.size
 
-    def missing_bytes(self) -> int:
-        """Returns the bytes of the parameters that only other workers have."""
-        return sum(absent.shape.numel() * absent.param.element_size() for absent in self._absent.values())
-
-    def missing_bytes_by_block(self) -> int:
-        """Returns the bytes that the worker of the last stage needs if blocks get their weights one block at a time."""
+    def missing_bytes(self, by_block: bool) -> int:
+        """Returns the bytes of the parameters that only other workers have; or those that the worker of the last stage
+        needs at a time if blocks get their weights one block at a time.
+        """
+        if not by_block:
+            return sum(absent.shape.numel() * absent.param.element_size() for absent in self._absent.values())
         of_blocks = [sum(map(self._bytes, self._missing_of_block(number))) for number in range(len(self.stages.blocks))]
         return sum(map(self._bytes, self._missing)) - sum(of_blocks) + max(of_blocks)
 
@@ -468,34 +468,33 @@ class Pipeline:
         absent = self._absent.get(self._keys[name])
         return 0 if absent is None else absent.shape.numel() * absent.param.element_size()
 
-    def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the model's current trainable parameters, each by the first of its names."""
-        params = self.job.model.named_parameters()
-        return {name: param for name, param in params if param.requires_grad}
-
     def source_worker(self, name: str) -> int:
         """Returns the first worker of the line that has a parameter."""
         return self._homes[name][0] % self.line.size
 
     @contextmanager
-    def assembled(self) -> Iterator[None]:
+    def assembled(self, by_block: bool) -> Iterator[None]:
         """Assembles the full model on the worker of the last stage while the context is active.
 
         The other workers send it their parameters. The parameters stay the same objects, so that lists of them in
-        modules or closures hold the values as well. Collective in the line.
+        modules or closures hold the values as well. If `by_block`, each block has its weights only while it is called.
+        Collective in the line.
         """
         self.line.declare("the whole model, on one worker of a pipeline", check=False, kind="comparison")
-        with self._borrowed(self._missing), self._assembling():
-            yield
+        if by_block:
+            with self._assembled_by_block():
+                yield
+        else:
+            with self._borrowed(self._missing), self._assembling():
+                yield
 
     @contextmanager
-    def assembled_by_block(self) -> Iterator[None]:
+    def _assembled_by_block(self) -> Iterator[None]:
         """Assembles the full model where it does not fit: each block has its weights only while it is called.
 
         The weights are NaN otherwise, so that code which uses them elsewhere is noticed. The worker of the last stage
         computes one forward; the other workers send it each block in turn.
         """
-        self.line.declare("the whole model, on one worker of a pipeline", check=False, kind="comparison")
         in_blocks = {name for number in range(len(self.stages.blocks)) for name in self._missing_of_block(number)}
         with self._borrowed([name for name in self._missing if name not in in_blocks]), self._assembling():
             if not self.assembles:
