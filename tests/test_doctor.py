@@ -21,12 +21,13 @@ from paceline.observe.summary import Summary
 # and shares are the same whatever else this machine does.
 SCRIPT = """
 from basics import *
-import os, time, paceline.observe.step_totals, paceline.train.step, paceline.trainer
+import os, time, paceline.observe.step_totals, paceline.trainer
+from paceline.train import step_context, step_verbs
 rank, CASE = int(os.environ["PACELINE_RANK"]), os.environ["CASE"]
 class Clock:
     now = 0.0
     perf_counter = staticmethod(lambda: Clock.now)
-paceline.train.step.time = paceline.trainer.time = Clock
+step_context.time = step_verbs.time = paceline.trainer.time = Clock
 paceline.observe.step_totals.EVERY = 0.0
 class Rows:
     def __len__(self): return len(data)

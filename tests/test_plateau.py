@@ -134,7 +134,7 @@ def test_a_value_that_is_evaluated_and_then_logged_is_one_report() -> None:
         assert scheduler.last_epoch == report.step
     mine.log(loss=0.75)
     assert scheduler.last_epoch == 4
-    mine._take_over({"loss": 0.75}, None)  # with the state of a worker that has it
+    mine._take_over({"loss": 0.75})  # with the state of a worker that has it
     mine.log(other=0.75)
     assert scheduler.last_epoch == 4
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from paceline.base.environment import pulse_descriptor
@@ -61,6 +61,9 @@ class Heartbeat:
         shared = memoryview(mmap.mmap(fd, BEHIND))
         self._page = shared[:PAGE].cast("d")
         FLIGHT_RECORDER.take(shared[PAGE : PAGE + SIZE])
+        # When the interpreter ends it forgets the handler, and what was there before must not end the process.
+        with suppress(ValueError):  # in another thread than the main one
+            signal.signal(SIGNAL, signal.SIG_IGN)
         faulthandler.register(SIGNAL, file=fd, all_threads=True, chain=False)
         self._page[WRITES] = fd
         os.register_at_fork(after_in_child=self._leave)  # which writes its stacks, and is not seen

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+_PYTHON: Any = getattr(random.getstate, "__self__", None)  # Python's global generator
 _Words = ctypes.c_uint32 * 625  # of a Mersenne Twister, with the number of those that are used up
 
 
@@ -20,11 +21,10 @@ def _find_python_words() -> Any:
     """The memory of Python's global generator: the number of its words that are used up, and the words. None if it is
     not where CPython has it.
     """
-    generator = getattr(random, "_inst", None)
-    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+    if sys.implementation.name != "cpython" or type(_PYTHON) is not random.Random:
         return None
-    _, (*words, used), _ = generator.getstate()
-    in_memory = _Words.from_address(id(generator) + object.__basicsize__)
+    _, (*words, used), _ = _PYTHON.getstate()
+    in_memory = _Words.from_address(id(_PYTHON) + object.__basicsize__)
     return in_memory if in_memory[:] == [used, *words] else None
 
 
@@ -120,7 +120,7 @@ class RngState:
         if _PYTHON_WORDS is None:
             marks.append(random.getstate())
         else:
-            marks.append((bytes(_PYTHON_WORDS), random._inst.gauss_next))  # type: ignore[attr-defined]
+            marks.append((bytes(_PYTHON_WORDS), _PYTHON.gauss_next))
         if "numpy" in sys.modules:
             marks.append(_NUMPY.snapshot(sys.modules["numpy"].random.mtrand._rand))
         return tuple(marks)
@@ -135,7 +135,7 @@ class RngState:
         if _PYTHON_WORDS is None:
             moved = random.getstate() != python
         else:
-            moved = bytes(_PYTHON_WORDS) != python[0] or random._inst.gauss_next != python[1]  # type: ignore[attr-defined]
+            moved = bytes(_PYTHON_WORDS) != python[0] or _PYTHON.gauss_next != python[1]
         if moved or (len(mark) > count + 1) != ("numpy" in sys.modules):
             return True
         return len(mark) > count + 1 and _NUMPY.has_changed(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
@@ -150,7 +150,7 @@ class RngState:
             random.setstate(mark[count])
         elif _PYTHON_WORDS is not None:
             ctypes.memmove(_PYTHON_WORDS, words, len(words))
-            random._inst.gauss_next = normal  # type: ignore[attr-defined]
+            _PYTHON.gauss_next = normal
         else:  # another worker's, which has them in memory
             used, *numbers = _Words.from_buffer_copy(words)
             random.setstate((random.Random.VERSION, (*numbers, used), normal))

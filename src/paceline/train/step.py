@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -66,7 +65,7 @@ class Step:
     norm: float = 0.0
     news: dict[str, tuple[str, str]] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
-    began: float = field(default_factory=time.perf_counter)  # when the present attempt began
+    began: float = 0.0  # when the present attempt began
     computed: float = 0.0  # when this worker's own gradients were complete
 
     @property

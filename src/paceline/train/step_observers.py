@@ -55,7 +55,8 @@ def observe_computing(context: StepContext, step: Step) -> None:
         codecs = context.job.device.type == "cpu" and not context.plan.exact
         if suggestion := context.replica.error_feedback.advice(figures.busy / 2, codecs):
             context.notes.note(suggestion, context.done)
-    if step.options.merge == context.merging.size:
+    votes = step.agreed.no_merge or step.agreed.tested or sums.out_of_memory or sums.news
+    if (votes or len(step.batch.micro_batches) > 1) and step.options.merge == context.merging.size:
         learn_merging(context, step, sums, step.spent["compute"])
 
 
