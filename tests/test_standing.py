@@ -8,6 +8,7 @@ import mmap
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from subprocess import PIPE
@@ -55,6 +56,23 @@ def test_the_last_collectives_are_kept_and_read_from_the_memory_of_both() -> Non
     assert view.flight == []
     view.close()
     assert read_flight(bytes(SIZE)) == []
+
+
+def test_a_request_for_stacks_does_not_end_a_process_whose_interpreter_has_forgotten_the_handler() -> None:
+    """As it does when it ends, while the agent still looks for a worker that does nothing."""
+    view = HeartbeatView()
+    code = (
+        "import faulthandler, os\n"
+        "from paceline.base.heartbeat import HEARTBEAT, SIGNAL\n"
+        "HEARTBEAT.take()\n"
+        "assert faulthandler.unregister(SIGNAL)\n"
+        "os.kill(os.getpid(), SIGNAL)\n"
+        "print('still here')"
+    )
+    env = {**os.environ, "PACELINE_PULSE_FD": str(view.fd)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, pass_fds=[view.fd], capture_output=True, text=True)
+    view.close()
+    assert (done.returncode, done.stdout) == (0, "still here\n")
 
 
 def test_in_whose_code_a_stack_stands() -> None:
