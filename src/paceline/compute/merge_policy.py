@@ -13,7 +13,8 @@ from paceline.base.batching import Agreed
 from paceline.compute.job import StepSums
 
 Decision = tuple[str, str]  # what, why
-TRIES = 2  # steps measured per size; the better one counts
+TRIES, MOST_TRIES = 2, 8  # steps measured per size; the best one counts
+LONG = 0.02  # seconds of these together after which no more are measured: short ones are disturbed more
 GAIN = 0.99
 
 
@@ -31,8 +32,10 @@ class MergePolicy:
         self._settled = False
         self._seconds: dict[int, list[float]] = {}
 
-    def learn(self, sums: StepSums, agreed: Agreed, per_row: float, share: int) -> Decision | None:
-        """Takes a step's observation and measure (seconds per row, micro-batches here); a decision if it makes one."""
+    def learn(self, sums: StepSums, agreed: Agreed, seconds: float, rows: int, share: int) -> Decision | None:
+        """Takes what a step observed, and its measure: the `seconds` of so many `rows`, in `share` micro-batches here;
+        returns a decision if it makes one.
+        """
         self.mixes = self.mixes or sums.news.get("keeps", sums.news.get("mixes", ("",)))[0]
         if agreed.no_merge and self._verdict != "strict":
             self._verdict, self.size, self.undecided = "strict", 1, False
@@ -50,13 +53,13 @@ class MergePolicy:
             self.size, self._settled = max(1, self.size // 2), True
             return f"micro-batches in a piece on worker 0: {self.size}", "more at a time ran out of memory"
         if self._verdict == "merge" and not self._settled and not self._never and share:
-            return self._measure(per_row, share)
+            return self._measure(seconds, max(1, rows), share)
         return None
 
-    def _measure(self, per_row: float, share: int) -> Decision | None:
+    def _measure(self, seconds: float, rows: int, share: int) -> Decision | None:
         tries = self._seconds.setdefault(self.size, [])
-        tries.append(per_row)
-        if len(tries) < TRIES:
+        tries.append(seconds / rows)
+        if len(tries) < TRIES or (len(tries) < MOST_TRIES and sum(tries) * rows < LONG):
             return None
         best = min(self._seconds, key=lambda size: min(self._seconds[size]))
         smaller = min((min(times) for size, times in self._seconds.items() if size < self.size), default=math.inf)

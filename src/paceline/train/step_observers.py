@@ -63,7 +63,7 @@ def observe_computing(context: StepContext, step: Step) -> None:
 def learn_merging(context: StepContext, step: Step, sums: StepSums, seconds: float) -> None:
     """Updates the merging of micro-batches from the `seconds` of forward and backward."""
     merging, share = context.merging, step.batch.share
-    decision = merging.learn(sums, step.agreed, seconds / max(1, sum(m.rows for m in share)), len(share))
+    decision = merging.learn(sums, step.agreed, seconds, sum(m.rows for m in share), len(share))
     if decision is not None:
         context.reporter.decide(context.trainer, *decision)
 
