@@ -1,4 +1,4 @@
-"""Divides a global batch into micro-batches and shares, and seeds them; the step vector and the step transaction."""
+"""Cuts a global batch into micro-batches and shares, derives their seeds; the step vector and the transaction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads environment variables: rank, addresses and settings of this process."""
+"""Reads environment variables: ranks, addresses, settings, as Paceline, torchrun, mpirun or Slurm's srun set them."""
 
 from __future__ import annotations
 

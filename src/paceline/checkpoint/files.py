@@ -1,4 +1,4 @@
-"""The checkpoint format: a folder per step, verified by a manifest that is written last; removes old ones.
+"""The checkpoint format: a folder per step, its manifest last; finds the newest intact one, removes old ones.
 
 A folder without a manifest is no checkpoint. The manifest holds size and SHA-256 of every file and ends with the
 SHA-256 of its own text before it, so that damage anywhere is found before a value is used. Several workers may write

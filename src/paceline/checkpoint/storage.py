@@ -1,4 +1,4 @@
-"""Stores checkpoints in a folder or at an fsspec URL.
+"""Writes files durably (fsync, rename) in a folder, or at an fsspec URL: where checkpoints are stored.
 
 Both hold folders of files, by name.
 

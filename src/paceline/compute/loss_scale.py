@@ -1,4 +1,4 @@
-"""Dynamic loss scaling for fp16.
+"""The scale of fp16 losses: halved while gradients overflow, doubled after many steps that did not.
 
 It moves as that of torch.amp.GradScaler, with one difference: a step whose gradients overflow is computed again with
 half the scale instead of being left out, so no row is lost. All workers see the same overflow, in the squares of the
@@ -18,6 +18,10 @@ class LossScale:
 
     scale: float = FIRST
     good: int = 0
+
+    def halved(self, scale: float) -> float | None:
+        """Returns the scale to try after gradients overflowed with this one; None if the loss is not scaled."""
+        return scale / 2 if scale > 1 else None
 
     def took(self, scale: float) -> str:
         """A step was made with this scale; says so if another one is tried from now on."""

@@ -1,4 +1,4 @@
-"""Seeds the random generators for each micro-batch; saves and restores the generators that user code draws from."""
+"""Puts a seed into every random generator; saves and restores the generators that user code draws from."""
 
 from __future__ import annotations
 

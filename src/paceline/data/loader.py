@@ -1,4 +1,4 @@
-"""Loads this worker's rows ahead of need.
+"""Loads this worker's rows ahead of need: which rows of a global batch are its own, and the processes that load them.
 
 The order is a function and the position a number, so a feed can start anywhere at once. Whatever a dataset or collate
 draws at random comes from streams keyed by row and by micro-batch: the same rows look the same on any worker.

@@ -1,4 +1,4 @@
-"""What DiLoCo and streaming DiLoCo merge islands with: the outer optimizer, and sums over islands."""
+"""Makes the outer optimizer, and sums over islands: what DiLoCo and streaming DiLoCo share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves metrics to Prometheus."""
+"""Answers a Prometheus scrape: the metrics of a run, for who has its reading key."""
 
 from __future__ import annotations
 

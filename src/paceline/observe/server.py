@@ -1,4 +1,4 @@
-"""The process that serves metrics and the live page.
+"""The process behind /metrics and the live page: its listening sockets and routes.
 
 GET /metrics    with the run's reading key as bearer token, where Prometheus is to scrape
     and the live page at an address of its own, see `paceline.observe.live`

@@ -1,4 +1,4 @@
-"""Synchronous parameter server with backup workers: sums the first pushes of a step, and drops the later ones.
+"""Parameter server with backup workers: sums the first pushes of a step, and makes the update of them.
 
 The leading server chooses whose pushes make a step, among those that are complete at every server, and has all servers
 sum these. It computes the norm of the gradient from the squares of all parts, and tells the servers to apply the step.

@@ -1,4 +1,4 @@
-"""Replication between the servers of one trainer: all make the same updates in the same order, whichever are lost.
+"""Replication between a trainer's servers: takes pushes or drops late ones; all make the same updates in one order.
 
 The lowest of the servers that workers use leads. A push counts once it is complete at every server: the others tell the
 leading server what they have, which decides the next update and tells them. So an update is made by all servers or by

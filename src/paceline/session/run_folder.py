@@ -1,4 +1,4 @@
-"""Where a run lives on disk, and what it continues from."""
+"""The storage and name of the run folder; what a resumed run says and checks about the checkpoint it goes on from."""
 
 from __future__ import annotations
 

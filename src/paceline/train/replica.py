@@ -1,4 +1,4 @@
-"""One copy of the model on this worker: gradients, their reduction, update and state."""
+"""One copy of the model on this worker: gradients, their reduction and global norm, update and state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs that a turn of a trainer's loop consists of, in the order in which a step uses them."""
+"""The verbs of a step, in order: load, forward and backward, reduce, repeat at a smaller loss scale, norm, update."""
 
 from __future__ import annotations
 
@@ -284,10 +284,10 @@ def _overflows(context: StepContext, step: Step, scaling: LossScale) -> bool:
     if not math.isfinite(step.agreed.loss) or step.agreed.count <= 0:
         return False
     step.norm = context.replica.norm(step.agreed, step.options)
-    if math.isfinite(step.norm) or step.scale <= 1:
+    if math.isfinite(step.norm) or (smaller := scaling.halved(step.scale)) is None:
         return False
-    step.scale /= 2
-    step.options.expected *= 2
+    step.options.expected *= step.scale / smaller
+    step.scale = smaller
     return True
 
 

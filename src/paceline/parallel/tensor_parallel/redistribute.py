@@ -1,4 +1,4 @@
-"""Moves shards of activations between the workers of a unit.
+"""Sums, joins and exchanges activations between workers that share a micro-batch (tensor=, context=), with gradients.
 
 Each autograd function's backward is made of the others, so that a gradient may have a gradient (Shoeybi et al.,
 "Megatron-LM", 2019, calls the first two f and g).
