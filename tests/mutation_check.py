@@ -5,8 +5,9 @@
     python tests/mutation_check.py --only stale_divisor exit_code_lost  check two of them
     python tests/mutation_check.py --record runs/mutations.json         also write the results to a file
 
-For each mistake the tests that reach its lines run until one fails: those of different files first, short ones before
-long ones. A test that fails also without the mistake does not count. The exit code is 1 if the tests missed a mistake.
+For each mistake the tests that reach its lines run until one fails: those of different files first, and short ones
+before long ones. A test that fails also without the mistake does not count. The exit code is 1 if the tests missed a
+mistake.
 
 Which tests reach a line is found by one run of all fast tests, on a copy in which every place of a mistake notes the
 test that comes by. This takes as long as `make test`, and the result is kept in `runs/`: renew it with --probe after
@@ -29,7 +30,7 @@ import time
 import tomllib
 import venv
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
@@ -277,7 +278,8 @@ def probe(places: Sequence[Mutation], copy: Copy) -> dict[str, Any]:
     for file, text in before.items():
         copy.write(file, probed(text, by_file[file]))
     settings = f"NOTES, LOG = {str(notes)!r}, {str(log)!r}\n"
-    (copy.folder / "src" / "mutation_probe.py").write_text(_PROBE.read_text() + settings)
+    for folder in ("src", "tests"):  # the processes of tests see both
+        (copy.folder / folder / _PROBE.name).write_text(_PROBE.read_text() + settings)
     log.touch()
     outcome = copy.run(None, **{NOTES: str(notes)})
     for file, text in before.items():
@@ -297,13 +299,18 @@ def probe(places: Sequence[Mutation], copy: Copy) -> dict[str, Any]:
     return {"reached": by_mistake, "seconds": dict(outcome.seconds), "failed": outcome.failed}
 
 
-def in_order(tests: Iterable[str], seconds: dict[str, float]) -> list[str]:
-    """Tests in the order in which they are tried: the shortest of each file, then the second ones, and so on."""
-    ranks = Counter[str]()
+def in_order(tests: Iterable[str], seconds: Mapping[str, float]) -> list[str]:
+    """Tests in the order in which they are tried: first one variant of each test, then the second ones, and so on; of
+    these the shortest of each file, then the next ones.
+    """
+    variants, of_file = Counter[str](), Counter[tuple[int, str]]()
     order = []
     for test in sorted(tests, key=lambda test: (seconds.get(test, 0.0), test)):
-        order.append((ranks[file_of(test)], seconds.get(test, 0.0), test))
-        ranks[file_of(test)] += 1
+        function = test.partition("[")[0]
+        variant = variants[function]
+        variants[function] += 1
+        order.append((variant, of_file[variant, file_of(test)], seconds.get(test, 0.0), test))
+        of_file[variant, file_of(test)] += 1
     return [test for *_, test in sorted(order)]
 
 

@@ -46,5 +46,5 @@ def test_a_probe_is_in_a_function() -> None:
 
 
 def test_tests_of_different_files_come_first_and_short_ones_before_long_ones() -> None:
-    seconds = {"a::1": 1.0, "a::2": 0.1, "b::1": 0.5, "b::2": 0.7, "c::1": 9.0}
-    assert in_order(seconds, seconds) == ["a::2", "b::1", "c::1", "b::2", "a::1"]
+    seconds = {"a::1": 1.0, "a::2[x]": 0.1, "a::2[y]": 0.1, "b::1": 0.5, "b::2": 0.7, "c::1": 9.0}
+    assert in_order(seconds, seconds) == ["a::2[x]", "b::1", "c::1", "b::2", "a::1", "a::2[y]"]
