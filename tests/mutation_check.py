@@ -3,7 +3,7 @@
     python tests/mutation_check.py --list                               print the mistakes
     python tests/mutation_check.py                                      check all of them, which takes an hour or two
     python tests/mutation_check.py --only stale_divisor exit_code_lost  check two of them
-    python tests/mutation_check.py --record runs/mutations.json         also write the results to a file
+    python tests/mutation_check.py --record runs/mutations.json         also write the results, each when it is known
 
 For each mistake the tests that reach its lines run until one fails: those of different files first, and short ones
 before long ones. A test counts if it fails again by itself, and passes without the mistake. The exit code is 1 if the
@@ -353,11 +353,18 @@ def check(mutation: Mutation, copy: Copy, tests: Sequence[str]) -> Result:
     return Result(mutation.name, None, "", len(tests), ran, time.monotonic() - began)
 
 
+def record(file: Path, result: Result) -> None:
+    """Writes a result to a JSON file, in the place of an earlier one of that mistake."""
+    rows = json.loads(file.read_text()) if file.exists() else []
+    rows = [row for row in rows if row["name"] != result.name] + [asdict(result)]
+    file.write_text(json.dumps(rows, indent=1) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME", nargs="+", help="check these mistakes")
     parser.add_argument("--list", action="store_true", help="print all mistakes, and check nothing")
-    parser.add_argument("--record", metavar="FILE", type=Path, help="write the results to a JSON file")
+    parser.add_argument("--record", metavar="FILE", type=Path, help="write each result to a JSON file")
     parser.add_argument("--probe", action="store_true", help="find out anew which tests reach which mistake")
     parser.add_argument("--most", metavar="N", type=int, help="run at most so many tests for each mistake")
     parser.add_argument("--jobs", metavar="N", type=int, default=2, help="run so many tests at a time (default 2)")
@@ -385,7 +392,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(check(one, copy, in_order(tests, reach["seconds"])[: options.most]))
             print(results[-1], flush=True)
             if options.record is not None:
-                options.record.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+                record(options.record, results[-1])
     missed = [result.name for result in results if result.found_by is None]
     print(f"{len(results) - len(missed)} of {len(results)} mistakes were found")
     return int(bool(missed))
