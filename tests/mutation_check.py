@@ -44,7 +44,6 @@ RECORDS = Path(__file__).with_name("mutations.toml")
 REACH = ROOT / "runs" / "mutation-reach.json"
 # These read the source: they would find any change, and not what is wrong with it.
 EXCLUDED = {"tests/test_house.py", "tests/test_mutation_check.py"}
-FIRST = 60  # tests of a mistake that run at first; then the others that reach it
 TIMEOUT = 200  # seconds of one test
 # Environment variables of the plugin, which is this module: the tests to run, its reports, and notes for the probe.
 SELECTED, REPORTS, NOTES = "MUTATION_CHECK_SELECTED", "MUTATION_CHECK_REPORTS", "MUTATION_CHECK_NOTES"
@@ -336,20 +335,17 @@ class Result:
 
 def check(mutation: Mutation, copy: Copy, tests: Sequence[str]) -> Result:
     """Makes a mistake and runs these tests until one fails that, alone, fails again with it and not without it."""
-    began, left, ran, doubted = time.monotonic(), list(tests), 0, set[str]()
+    began, left, ran = time.monotonic(), list(tests), 0
     while left:
-        batch = left[:FIRST]
         with copy.with_mistake(mutation):
-            outcome = copy.run(batch, "-x")
+            outcome = copy.run(left, "-x")
         ran += len(outcome.seconds)
         for test, why in outcome.failed.items():
             with copy.with_mistake(mutation):
                 again = copy.run([test]).failed
             if again and not copy.run([test]).failed:
                 return Result(mutation.name, test, why, len(tests), ran, time.monotonic() - began)
-            doubted.add(test)
-        done = {*outcome.seconds} if outcome.failed else {*batch}
-        left = [test for test in left if test not in done | doubted]
+        left = [test for test in left if test not in outcome.seconds] if outcome.failed else []
     return Result(mutation.name, None, "", len(tests), ran, time.monotonic() - began)
 
 
