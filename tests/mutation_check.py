@@ -222,8 +222,10 @@ class Copy:
         jobs = min(self._jobs, len(tests) if tests is not None else self._jobs)
         command += ["-n", str(jobs), "--maxschedchunk", "1"] if jobs > 1 else []
         with (self.folder / "output.txt").open("w") as output:
-            subprocess.run([*command, *files], cwd=self.folder, env=variables, stdout=output, stderr=output)
-        _end_children()
+            try:
+                subprocess.run([*command, *files], cwd=self.folder, env=variables, stdout=output, stderr=output)
+            finally:
+                _end_children()
         outcome = Outcome()
         for row in map(json.loads, reports.read_text().splitlines()):
             outcome.seconds[row["test"]] += row["seconds"]
@@ -373,6 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if unknown := {*(options.only or ())} - {one.name for one in known}:
         parser.error(f"there is no mistake {', '.join(sorted(unknown))}: see --list")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the copy and what runs in it go, too
     adopt_children()
     results = list[Result]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
