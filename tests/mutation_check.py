@@ -48,6 +48,7 @@ TIMEOUT = 200  # seconds of one test
 # Environment variables of the plugin, which is this module: the tests to run, its reports, and notes for the probe.
 SELECTED, REPORTS, NOTES = "MUTATION_CHECK_SELECTED", "MUTATION_CHECK_REPORTS", "MUTATION_CHECK_NOTES"
 _PROBE = Path(__file__).with_name("mutation_probe.py")
+_CALL = '__import__("paceline.mutation_probe", fromlist=[""]).reached'
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER of linux/prctl.h
 
 
@@ -103,7 +104,7 @@ def probed(text: str, places: Iterable[Mutation]) -> str:
     lines = text.splitlines()
     at = [(statement(text, one.line(text)), one.name) for one in places]
     for found, name in sorted(at, key=lambda pair: -pair[0].lineno):
-        lines.insert(found.lineno - 1, f'{" " * found.col_offset}__import__("mutation_probe").reached("{name}")')
+        lines.insert(found.lineno - 1, f'{" " * found.col_offset}{_CALL}("{name}")')
     return "\n".join([*lines, ""])
 
 
@@ -280,10 +281,11 @@ def probe(places: Sequence[Mutation], copy: Copy) -> dict[str, Any]:
     for file, text in before.items():
         copy.write(file, probed(text, by_file[file]))
     settings = f"NOTES, LOG = {str(notes)!r}, {str(log)!r}\n"
-    for folder in ("src", "tests"):  # the processes of tests see both
-        (copy.folder / folder / _PROBE.name).write_text(_PROBE.read_text() + settings)
+    module = copy.folder / "src" / "paceline" / _PROBE.name
+    module.write_text(_PROBE.read_text() + settings)
     log.touch()
     outcome = copy.run(None, **{NOTES: str(notes)})
+    module.unlink()
     for file, text in before.items():
         copy.write(file, text)
     tests = [test for test in outcome.seconds if file_of(test) not in EXCLUDED]
