@@ -21,6 +21,7 @@ import ast
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -293,7 +294,8 @@ def probe(places: Sequence[Mutation], copy: Copy) -> dict[str, Any]:
     for line in log.read_text().splitlines():
         name, _, test = line.partition("\t")
         reached[name].add(test)
-    cached = {file for file in map(file_of, tests) if "cache" in (copy.folder / file).read_text()}
+    caches = re.compile(r"^ *@(functools\.)?(lru_)?cache\b", re.MULTILINE)
+    cached = {file for file in {*map(file_of, tests)} if caches.search((copy.folder / file).read_text())}
     by_mistake = {}
     for one in places:
         # A result that a test has computed and kept for others, all tests of its file may look at.
