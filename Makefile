@@ -21,7 +21,7 @@ COLD := tests/test_launch.py tests/test_launch_ends.py tests/test_errors.py test
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-all engines lint types bench gallery gpu clean
+.PHONY: help demo test test-torch test-all mutants engines lint types bench gallery gpu clean
 
 # $(call install,WHAT,VENV,TORCH): one command line for all, or pip would fetch another torch first, which is several
 # gigabytes. TORCH is pip's way to say which torch.
@@ -77,6 +77,10 @@ test-torch: $(TORCH_VENV)/.installed ## the fast tests on another torch: make te
 test-all: lint types ## lint, types, and all tests
 	@$(BIN)/pytest -n 3 --dist worksteal
 	@PACELINE_COLD_START=1 $(BIN)/pytest -n 3 --dist worksteal $(COLD)
+
+# It stays out of the way of what else the machine does, as it takes long.
+mutants: $(TOOLS) ## forty mistakes, one at a time in a copy of the tree: do the tests find them; an hour or two
+	@nice $(BIN)/python tests/mutation_check.py --record runs/mutations.json
 
 engines: $(TOOLS) ## the tests of ssh, Slurm, MPI, Ray, Spark and Kubernetes, on real ones where they are installed
 	@$(BIN)/pytest -n 2 --dist loadfile $(ENGINES)
