@@ -234,3 +234,12 @@ def test_torch_that_has_too_little_memory_is_explained(tmp_path: Path) -> None:
 def test_of_tables_nobody_knows_how_many_rows_go_to_servers(words: str, sent: int) -> None:
     facts = Facts([(7,), (3, 5), (100, 4)], [4] * 3, sparse=1)
     assert cost(Plan.parse(f"data=2 server=2 {words}"), facts, 2).sent == {"servers": sent}
+
+
+def test_with_zero_3_a_worker_holds_what_is_in_no_block_and_the_largest_block_whole() -> None:
+    """An embedding of 1,000 rows beside two blocks: what is gathered is whole, all else a half."""
+    shapes = [(1000, 4), (6, 4), (2, 4)]
+    facts = Facts(shapes, [4] * 3, blocks=[[1], [2]], rest=[0])
+    held = cost(Plan.parse("data=1 shard=2 zero=3"), facts, 2)
+    assert held.parameters == 4 * (4000 + 24 + (4000 + 24 + 8) // 2)
+    assert cost(Plan.parse("data=1 shard=2 zero=2"), facts, 2).parameters == 4 * (4032 + 4032 // 2)

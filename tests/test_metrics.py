@@ -307,3 +307,20 @@ def test_what_needs_gradients_in_an_evaluation_is_told_how_to_have_them() -> Non
             return _slope(cured.model.energy(x.double()), [x])
 
     assert cured.evaluate(rows(2, 10, 10), slope)["slope"] > 0
+
+
+def test_dummy_micro_batches_of_an_evaluation_count_nothing(tmp_path: Path) -> None:
+    """Of 76 rows in micro-batches of 3 the last two, of 3 and 1, go to two of three workers; the third runs a dummy."""
+    body = (
+        "import json\n"
+        "t = make()\n"
+        "for r in t.steps(data, count=1): pass\n"
+        "rows = TensorDataset(data.tensors[0][:76], data.tensors[1][:76])\n"
+        "found = t.evaluate(rows, lambda o, b: {'rows': (float(len(o)), 1), 'x': (b[0].sum(), len(o))})\n"
+        "open('found.json', 'w').write(json.dumps(found)) if t.main else None\n"
+    )
+    train_basics(tmp_path, body, 3, "--plan", "data=1 shard=3 zero=3")
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["n"] == 76
+    assert found["rows"] == 76 / 26
+    assert found["x"] == pytest.approx(float(x[:76].sum()) / 76, rel=1e-12)

@@ -116,6 +116,13 @@ def test_the_scale_grows_after_many_good_steps() -> None:
     assert (scale.scale, scale.good) == (FIRST / 2, 0)
 
 
+def test_an_overflow_begins_the_good_steps_anew() -> None:
+    scale = LossScale()
+    assert [scale.took(FIRST) for _ in range(GROWTH - 1)] == [""] * (GROWTH - 1)
+    assert scale.took(FIRST / 2) == "the gradients overflowed with a larger one"
+    assert [bool(scale.took(FIRST / 2)) for _ in range(GROWTH)] == [False] * (GROWTH - 1) + [True]
+
+
 @pytest.mark.parametrize(
     "words",
     [
