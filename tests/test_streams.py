@@ -183,6 +183,10 @@ def test_what_workers_pack_is_unpacked_as_their_sum(data):
         unused=tuple(sorted(set.intersection(*(part["unused"] for part in parts)))),
         **{name: sum(part["fields"][name] for part in parts) for name in parts[0]["fields"]},
     )
+    if workers == 1:
+        (part,) = parts
+        del part["spent"]
+        assert layout.alone(**part) == agreed
 
 
 def test_fields_that_are_not_given_are_zero():

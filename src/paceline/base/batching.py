@@ -202,6 +202,7 @@ _VOTES = ("tested", "no_merge", "no_split", "failed", "news")
 _NUMBERS = ("count", "loss", "sq_norm", "sq_norm_rows", "sq_norm_squares")  # the rest are whole ones
 _STREAMS = ("streams", "read", "read_squares")
 _FIELDS = (*_NUMBERS, *_VOTES, "stop", "save", "enter", "writing", "written", "look", "tune", *_STREAMS)
+_ZEROS: dict[str, Any] = dict.fromkeys(_FIELDS, 0) | dict.fromkeys(_NUMBERS, 0.0)
 
 
 @dataclass(frozen=True)
@@ -258,6 +259,24 @@ class VectorLayout:
             unused=tuple(number for number, workers in enumerate(used) if workers == 0),
             digests=tuple(digests),
             spent=tuple(tuple(lanes[at : at + len(PARTS)]) for at in range(0, len(lanes), len(PARTS))),
+        )
+
+    def alone(
+        self,
+        seconds: float,
+        metrics: dict[str, tuple[float, float]],
+        unused: set[int],
+        fields: dict[str, float],
+        digest: float = 0.0,
+    ) -> Agreed:
+        """What `unpack` makes of the part of a worker that is alone."""
+        integers = {name: round(value) for name, value in fields.items() if name not in _NUMBERS}
+        return Agreed(
+            **{**_ZEROS, **fields, **integers},
+            metrics={name: metrics.get(name, (0.0, 0.0)) for name in self.metrics},
+            seconds=(seconds,),
+            unused=tuple(sorted(unused)),
+            digests=(digest,),
         )
 
     def rows(self, parts: Sequence[Part], micro_batches: int) -> list[float]:

@@ -13,8 +13,7 @@ from paceline.base.batching import Agreed
 from paceline.compute.job import StepSums
 
 Decision = tuple[str, str]  # what, why
-TRIES, MOST_TRIES = 2, 8  # steps measured per size; the best one counts
-LONG = 0.02  # seconds of these together after which no more are measured: short ones are disturbed more
+TRIES = 4  # steps measured per size; the best one counts
 GAIN = 0.99
 
 
@@ -53,13 +52,13 @@ class MergePolicy:
             self.size, self._settled = max(1, self.size // 2), True
             return f"micro-batches in a piece on worker 0: {self.size}", "more at a time ran out of memory"
         if self._verdict == "merge" and not self._settled and not self._never and share:
-            return self._measure(seconds, max(1, rows), share)
+            return self._measure(seconds / max(1, rows), share)
         return None
 
-    def _measure(self, seconds: float, rows: int, share: int) -> Decision | None:
+    def _measure(self, per_row: float, share: int) -> Decision | None:
         tries = self._seconds.setdefault(self.size, [])
-        tries.append(seconds / rows)
-        if len(tries) < TRIES or (len(tries) < MOST_TRIES and sum(tries) * rows < LONG):
+        tries.append(per_row)
+        if len(tries) < TRIES:
             return None
         best = min(self._seconds, key=lambda size: min(self._seconds[size]))
         smaller = min((min(times) for size, times in self._seconds.items() if size < self.size), default=math.inf)

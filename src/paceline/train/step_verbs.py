@@ -26,6 +26,8 @@ from paceline.train.step import Step
 from paceline.train.step_context import StepContext
 from paceline.train.step_notes import describe_changing_counters
 
+_NOTHING = torch.empty(0, dtype=torch.float64)
+
 
 def begin_step(context: StepContext, name: str) -> Step:
     """Begins the next step, whose collectives have this name."""
@@ -137,7 +139,12 @@ def reduce(context: StepContext, step: Step) -> Agreed:
     for contribute in context.contributions:
         fields |= contribute()
     seconds = context.updated + step.computed - step.began
-    metrics, spent = sums.metrics if speaks else {}, context.spent | step.spent
+    metrics = sums.metrics if speaks else {}
+    if layout.workers == 1 and not context.plan.exact:
+        context.replica.agree(_NOTHING, sums, step.options)
+        step.agreed = layout.alone(seconds, metrics, sums.unused, fields, step.digest or 0.0)
+        return step.agreed
+    spent = context.spent | step.spent
     packed = layout.pack(group.rank, seconds, metrics, sums.unused, fields, step.digest or 0.0, spent)
     rows = layout.rows(sums.parts if speaks else [], batch.count) if context.plan.exact else []
     vector = context.replica.agree(torch.tensor(packed + rows, dtype=torch.float64), sums, step.options).tolist()
