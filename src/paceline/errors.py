@@ -87,14 +87,10 @@ class LaunchError(PacelineError):
     """The workers could not be started, or the script did not train."""
 
 
-def add_note(error: BaseException, what: str) -> None:
-    """Adds to an exception what raised it, as ``micro-batch 4``. Exceptions of Paceline name that themselves."""
-    if not isinstance(error, PacelineError):
-        error.add_note(_NOTE + what)
-
-
 class AddNote:
-    """Adds a note to an exception that leaves the context; `what` returns its text."""
+    """Adds a note to an exception that leaves the context: what raised it, as ``micro-batch 4``. Exceptions of Paceline
+    name that themselves.
+    """
 
     def __init__(self, what: Callable[[], str]) -> None:
         self._what = what
@@ -103,8 +99,8 @@ class AddNote:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            add_note(error, self._what())
+        if error is not None and not isinstance(error, PacelineError):
+            error.add_note(_NOTE + self._what())
 
 
 def add_hint(error: BaseException, hint: str) -> None:

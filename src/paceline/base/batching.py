@@ -88,7 +88,6 @@ class Grid:
         count = len(self.batch_rows(batch, rows))
         return count % self.micro == 1 or self.micro == 1
 
-    @lru_cache(maxsize=64)  # noqa: B019  grids are few and small
     def batches(self, rows: int) -> int:
         """Global batches of an epoch of `rows` rows; the last one may be smaller."""
         return -(-rows // self.global_batch)
@@ -353,30 +352,28 @@ class Transaction:
     generation: int = 0
     applied_in: int = 0
 
+    def _move(self, before: Moment, after: Moment) -> None:
+        if self.moment is not before:
+            raise RuntimeError(f"step {self.done}: {after.value} cannot follow {self.moment.value}")
+        self.moment = after
+
     def begin(self, generation: int = 0) -> int:
         """Starts the next step and returns its number, counted from 0."""
-        if self.moment is not Moment.IDLE:
-            raise self._wrong(Moment.COMPUTING)
-        self.moment, self.generation = Moment.COMPUTING, generation
+        self._move(Moment.IDLE, Moment.COMPUTING)
+        self.generation = generation
         return self.done
 
     def prepared(self) -> None:
         """Marks the step as prepared: all its reductions have arrived."""
-        if self.moment is not Moment.COMPUTING:
-            raise self._wrong(Moment.PREPARED)
-        self.moment = Moment.PREPARED
+        self._move(Moment.COMPUTING, Moment.PREPARED)
 
     def updating(self) -> None:
         """Marks the beginning of the update: from now on the step cannot be aborted."""
-        if self.moment is not Moment.PREPARED:
-            raise self._wrong(Moment.UPDATING)
-        self.moment = Moment.UPDATING
+        self._move(Moment.PREPARED, Moment.UPDATING)
 
     def applied(self) -> int:
         """Ends the step and returns the number of steps done."""
-        if self.moment is not Moment.UPDATING:
-            raise self._wrong(Moment.IDLE)
-        self.moment = Moment.IDLE
+        self._move(Moment.UPDATING, Moment.IDLE)
         self.done += 1
         self.applied_in = self.generation
         return self.done
@@ -395,13 +392,8 @@ class Transaction:
 
     def taken(self, done: int, applied_in: int) -> None:
         """The state of another worker has arrived whole."""
-        if self.moment is not Moment.EMPTY:
-            raise self._wrong(Moment.IDLE)
-        self.moment = Moment.IDLE
+        self._move(Moment.EMPTY, Moment.IDLE)
         self.done, self.applied_in = done, applied_in
-
-    def _wrong(self, after: Moment) -> RuntimeError:
-        return RuntimeError(f"step {self.done}: {after.value} cannot follow {self.moment.value}")
 
     @property
     def status(self) -> Status:

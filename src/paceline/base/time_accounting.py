@@ -54,18 +54,15 @@ class Account:
 
     def begin(self, account: str) -> None:
         """From now on the time belongs to `account`, until `end`."""
-        now, before = time.perf_counter(), self._stack[-1]
-        self._seconds[before] = self._seconds.get(before, 0.0) + now - self._since
-        self._since = now
+        self._book()
         if account == "steps":
             self._stack[0] = "script"
         self._stack.append(account)
 
     def end(self) -> None:
         """From now on the time belongs to the account before the last `begin`."""
-        now, account = time.perf_counter(), self._stack.pop()
-        self._seconds[account] = self._seconds.get(account, 0.0) + now - self._since
-        self._since = now
+        self._book()
+        self._stack.pop()
 
     def move(self, seconds: float, account: str) -> None:
         """So many of the last seconds, on the account of now, belong to another one."""

@@ -109,7 +109,7 @@ class Runner:
             (one,) = chunk.micro_batches
             guard.streams.seed(stream_seed(self.job.seed, options.step, one.index))
             context = self.job.autocast(), self.user_code()
-            with chunk, _explain_single_row(chunk, options), torch.no_grad(), context[0], context[1]:
+            with chunk.noted, _explain_single_row(chunk, options), torch.no_grad(), context[0], context[1]:
                 output = self.job.forward(self.job.model, chunk.batch)
                 if output is not ELSEWHERE:
                     outputs.append((one, self.job.gather_output(output)))
@@ -146,7 +146,7 @@ class Runner:
         if sums.no_merge and len(chunk.micro_batches) > 1:
             return None
         try:
-            with chunk:
+            with chunk.noted:
                 if not guard.idle:
                     part = self._forward(chunk, sums, options)
                 else:

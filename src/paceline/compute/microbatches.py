@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline.comm.torch_private import pytree
-from paceline.errors import UsageError, add_note
+from paceline.errors import AddNote, UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.communicator import Group
@@ -93,14 +93,14 @@ class Chunk:
     def __str__(self) -> str:
         return self.source
 
-    def __enter__(self) -> None:
-        """Begins the computation of the chunk: an exception that is raised in it gets the rows as a note."""
+    @property
+    def noted(self) -> AddNote:
+        """The context of the chunk's computation, which adds the dataset rows to an exception that is raised in it."""
+        return AddNote(self._rows_or_source)
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            numbers = [number for micro_batch in self.micro_batches for number in micro_batch.numbers]
-            where = rows_told([micro_batch.index for micro_batch in self.micro_batches], numbers)
-            add_note(error, where or self.source)
+    def _rows_or_source(self) -> str:
+        numbers = [number for micro_batch in self.micro_batches for number in micro_batch.numbers]
+        return rows_told([micro_batch.index for micro_batch in self.micro_batches], numbers) or self.source
 
 
 def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:

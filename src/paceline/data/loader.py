@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby, islice
 from multiprocessing import parent_process
 from typing import Any
@@ -366,8 +366,6 @@ class Feed:
         self._dealt: Assignment | None = None
         self._next = self.start
         self.collated = Collated(source.collate, grid.micro) if source.collate is not default_collate else None
-        self._next_slot = 0, 0  # that is being loaded: its global batch, and its number in the share
-        self._noting_rows = AddNote(self._describe_next)
         self._iterator: Any = None  # created when there is something to load
         self._rows: _Rows | None = None  # the rows, if they are loaded in this process
         self.watched = watched  # whether the script may change the dataset between two global batches
@@ -479,8 +477,7 @@ class Feed:
 
     def _taken(self, step: int, number: int) -> MicroBatch:
         """Loads the next micro-batch, which is the one with this number in the worker's share of a global batch."""
-        self._next_slot = step, number
-        with self._noting_rows:
+        with AddNote(partial(self._describe_rows, step, number)):
             slot, batch = next(self._iterator)
         HEARTBEAT.beat()
         rows, start = slot.stop - slot.start, slot.start % self.grid.global_batch
@@ -489,10 +486,9 @@ class Feed:
             taken.is_part()
         return taken if self.collated is None else self.collated.look(taken)
 
-    def _describe_next(self) -> str:
-        """Describes the micro-batch that is being loaded, for errors."""
+    def _describe_rows(self, step: int, number: int) -> str:
+        """Describes the rows of a micro-batch that is being loaded, for errors."""
         assert self._dealt is not None
-        step, number = self._next_slot
         (slot,) = self.source.filled(islice(self.slots(step, self._dealt), number, number + 1))
         return rows_told([slot.index], slot.rows)
 

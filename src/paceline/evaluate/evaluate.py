@@ -107,7 +107,7 @@ class EvalPass:
             number = base + micro_batch.index
             batch = to_device(micro_batch.batch, self.job.device)
             streams.seed(stream_seed(self.job.seed, _STREAM, number))
-            with Chunk([micro_batch], batch), self.job.autocast(), _without_gradients():
+            with Chunk([micro_batch], batch).noted, self.job.autocast(), _without_gradients():
                 output = self.job.gather_output(self.job.forward(self.model, batch))
                 if speaks and not micro_batch.is_dummy:
                     with metric_view():

@@ -93,7 +93,7 @@ class PipelineRunner(Runner):
             _, stage, number = action
             chunk, is_last_stage = chunks[number], stage == pipeline.last
             pipeline.set_stage(stage)
-            with chunk, self._timed(seconds, stage):
+            with chunk.noted, self._timed(seconds, stage):
                 if action.kind == FORWARD:
                     if options.fault_point is not None and not passed_forward:
                         options.fault_point("forward")
@@ -121,7 +121,7 @@ class PipelineRunner(Runner):
         """Surveys all kinds of forwards before the schedule: during it workers run different chunks."""
         for chunk in chunks:
             if not self.pipeline.knows(self.job.model, chunk.batch):
-                with chunk, self.job.autocast():
+                with chunk.noted, self.job.autocast():
                     self.pipeline.survey(self.job.model, chunk.batch)
 
     @contextmanager
@@ -226,7 +226,7 @@ class PipelineRunner(Runner):
         """Computes loss and gradients with the full model, with the same random draws as the stages."""
         named = {name: param for name, param in self.job.model.named_parameters() if param.requires_grad}
         self.guard.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
-        with chunk:
+        with chunk.noted:
             with nullcontext() if backward else torch.no_grad():
                 loss = self._loss(chunk)
             if not backward:
