@@ -1,7 +1,4 @@
-"""Builds layouts, replica and stepper from a plan; the only module that knows all strategies.
-
-The only module that knows all strategies.
-"""
+"""Builds layout, replica and strategy from a plan; the only module that knows all strategies."""
 
 from __future__ import annotations
 
@@ -21,18 +18,18 @@ from paceline.parallel.model_values import ModelValues
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.schedule import KINDS
 from paceline.parallel.zero1 import Zero1
-from paceline.param_server.async_window import AsyncServers
-from paceline.param_server.backup_steps import BackupWorkers
+from paceline.param_server.async_window import build_async_windows
+from paceline.param_server.backup_steps import build_backup_windows
 from paceline.param_server.client import AsyncReplica, SyncReplica
 from paceline.param_server.server import ParameterServer
-from paceline.param_server.server_step import SyncServers
+from paceline.param_server.server_step import build_server_steps
 from paceline.plan import Plan
 from paceline.session.run import Run
-from paceline.train.data_parallel_step import DataParallel
+from paceline.train.data_parallel_step import data_parallel_step
 from paceline.train.replica import Replica
 from paceline.train.step_context import StepContext
 from paceline.train.step_observers import register_observers
-from paceline.train.strategy import Strategy
+from paceline.train.strategy import LockstepStrategy, Strategy
 
 
 def build_replica(
@@ -115,14 +112,14 @@ def build_strategy(context: StepContext) -> Strategy:
     register_observers(context)
     if serving is not None:
         serving.contexts.append(context)
-        return DataParallel(context)
+        return LockstepStrategy(context, data_parallel_step)
     if plan.local:
         return build_local_sgd(context)
     if plan.server is None:
-        return DataParallel(context)
+        return LockstepStrategy(context, data_parallel_step)
     if plan.backup:
-        return BackupWorkers(context)
-    return AsyncServers(context) if plan.in_windows else SyncServers(context)
+        return build_backup_windows(context)
+    return build_async_windows(context) if plan.in_windows else build_server_steps(context)
 
 
 def load_strategy(strategy: Strategy, saved: dict[str, Any], newcomer: bool) -> None:

@@ -393,9 +393,10 @@ def _far(option: Callable[..., Any], engine: str) -> None:
 
 
 def _parser(wanted: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of the command `wanted`, or of all commands if there is no such command: ten times as slow.
+    """Returns a parser of the command `wanted` alone, or of all commands if no command has that name.
 
-    The options of a command have the names of its function's parameters.
+    To make those of all commands takes ten times as long. The options of a command have the names of its function's
+    parameters.
     """
     parser = argparse.ArgumentParser(
         prog="paceline",

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from paceline.base.sharding import Block, RowShards
 
-LARGE = 1 << 22  # bytes above which a gradient is no longer in a core's cache
+LARGE = 1 << 22  # bytes: a gradient of this size no longer fits in the cache of a core
 
 Allocate = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 Wires = list[list[torch.Tensor]]  # the bucket memory of a gradient, by shard and level

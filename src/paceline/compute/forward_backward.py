@@ -26,7 +26,6 @@ from paceline.compute.microbatches import Chunk, MicroBatch, merged
 from paceline.errors import LossError, UsageError, a, add_hint
 
 Ready = Callable[[Bucket], None]
-_MERGED = "say how it is merged with paceline.buffer"
 
 
 class Runner:

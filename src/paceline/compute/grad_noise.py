@@ -19,7 +19,7 @@ from paceline.base.batching import Agreed
 from paceline.compute.job import StepOptions, StepSums, TrainingJob
 from paceline.plan import Plan
 
-EVERY = 10  # steps between two looks, the last of which is looked at
+EVERY = 10  # steps: the noise is measured in the last of every ten
 KEEP = 0.95  # of what was seen before, with each look
 LEAST = 10  # looks before it is told
 CHANGED = 1.2  # it is told again when it is another one by so much

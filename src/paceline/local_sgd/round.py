@@ -102,9 +102,7 @@ def local_sgd_round(strategy: LocalSgd, batches: Batches) -> Step:
                 quorum.wait()
             merged, late = strategy.exchange(step, made)  # what all teams and workers have made
             diloco.sum_outer_gradients(step.name, step.done, merged, late)
-            for member in context.run.trainers.members:
-                if member.state:
-                    member.state.step_computed()
+            context.note_computed_state()
             step.spent["compute"] = step.computed - step.began - step.spent["data"]
             attempt.commit(lambda: step.agreed.count, partial(strategy.apply, step))
             complete(context, step)

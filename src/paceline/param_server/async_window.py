@@ -8,15 +8,11 @@ synchronous parallel, Ho et al., "More Effective Distributed ML via a Stale Sync
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-from paceline.data.loader import Assignment
-from paceline.param_server.server_team import ServerTeam, add_server_state
 from paceline.param_server.worker_window import (
     WINDOW,
-    announce_window,
+    WindowStrategy,
     apply_window,
     begin_window,
     compute_ticket,
@@ -30,10 +26,9 @@ from paceline.param_server.worker_window import (
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
 from paceline.train.step_verbs import attempts, begin_step, open_attempt, publish, take_over
-from paceline.train.turn_reports import BrokenOffError
 
 
-def async_window(strategy: AsyncServers, batches: Batches) -> Step:
+def async_window(strategy: WindowStrategy, batches: Batches) -> Step:
     """Makes a window of asynchronous updates, and returns it as a step of so many steps.
 
     Raises BrokenOffError if it is empty because all workers stop.
@@ -55,9 +50,7 @@ def async_window(strategy: AsyncServers, batches: Batches) -> Step:
                 if exchange_window(context, step, window):  # all workers made the same updates
                     break
             sum_log(step, window.log)
-            for member in context.run.trainers.members:
-                if member.state:
-                    member.state.step_computed()
+            context.note_computed_state()
             step.spent["compute"] = step.computed - step.began - step.spent["data"]
             attempt.commit(None, partial(apply_window, context, step, window))
             if context.transactions.fault_point is not None:
@@ -69,53 +62,9 @@ def async_window(strategy: AsyncServers, batches: Batches) -> Step:
     return step
 
 
-class AsyncServers:
-    """Trains in windows of asynchronous updates; see train/strategy.py."""
-
-    lockstep = False
-
-    def __init__(self, context: StepContext) -> None:
-        self.context, self.servers = context, ServerTeam(context, watch_team=False)
-        self._compared = -1  # the generation in which all know that they read the same rows
-        staleness = context.plan.staleness
-        bound = "as far ahead as they are" if staleness == math.inf else f"at most {staleness or 0:g} ahead"
-        updates = context.plan.window or WINDOW
-        what = f"updates are not in step: workers read weights {bound}, and meet every {updates} updates"
-        announce_window(context, what)
-
-    def compare_datasets(self, batches: Batches) -> None:
-        """In a new generation: loads a batch, by which workers compare their datasets. Collective."""
-        if self._compared != self.context.transactions.number:
-            batches.load(0, whole_batch(self.context))
-            self._compared = self.context.transactions.number
-
-    def advance(self, batches: Batches) -> Step | None:
-        """Makes a window. Returns None if it was empty because all workers stop."""
-        try:
-            return async_window(self, batches)
-        except BrokenOffError as end:
-            self.context.run.agreed(end.agreed)
-            return None
-
-    def assignment(self) -> Assignment:
-        """Returns the assignment of a whole global batch to this worker."""
-        return whole_batch(self.context)
-
-    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
-        """Returns one share: a worker computes all micro-batches of a global batch."""
-        return [batches]
-
-    def memory(self) -> dict[str, int]:
-        """Returns the largest number of bytes that this worker holds, by category."""
-        return self.context.replica.memory()
-
-    def state(self, done: int | None) -> dict[str, Any]:
-        """Returns what further windows depend on, for a checkpoint with the optimizer state of the servers."""
-        return add_server_state(self.context, done)
-
-    def load(self, saved: dict[str, Any], newcomer: bool) -> None:
-        """Loads what `state` returned, possibly under another plan."""
-        self.context.load_state(saved)
-
-    def end_loop(self) -> None:
-        """Does nothing: nothing is under way between two windows."""
+def build_async_windows(context: StepContext) -> WindowStrategy:
+    """Returns what trains in windows of asynchronous updates."""
+    updates, staleness = context.plan.window or WINDOW, context.plan.staleness
+    bound = "as far ahead as they are" if staleness == math.inf else f"at most {staleness or 0:g} ahead"
+    what = f"updates are not in step: workers read weights {bound}, and meet every {updates} updates"
+    return WindowStrategy(context, async_window, what)

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from paceline.base.batching import deal
-from paceline.data.loader import Assignment
 from paceline.param_server.server_team import ServerTeam, add_server_state
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
@@ -27,6 +23,7 @@ from paceline.train.step_verbs import (
     take_over,
     update,
 )
+from paceline.train.strategy import LockstepStrategy
 
 
 def server_step(context: StepContext, batches: Batches) -> Step:
@@ -53,34 +50,7 @@ def server_step(context: StepContext, batches: Batches) -> Step:
     return step
 
 
-class SyncServers:
-    """Trains in steps with parameter servers; see train/strategy.py."""
-
-    lockstep = True
-
-    def __init__(self, context: StepContext) -> None:
-        self.context, self.servers = context, ServerTeam(context, watch_team=True)
-        self.advance: Callable[[Batches], Step | None] = partial(server_step, context)
-
-    def assignment(self) -> Assignment:
-        """Returns how the micro-batches of a global batch are assigned to workers at present."""
-        return self.context.current_assignment()
-
-    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
-        """Returns how many micro-batches of a global batch each unit gets, by the units' weights."""
-        return [len(part) for part in deal(batches, weights)]
-
-    def memory(self) -> dict[str, int]:
-        """Returns the largest number of bytes that this worker holds, by category."""
-        return self.context.replica.memory()
-
-    def state(self, done: int | None) -> dict[str, Any]:
-        """Returns what further steps depend on, for a checkpoint with the optimizer state of the servers."""
-        return add_server_state(self.context, done)
-
-    def load(self, saved: dict[str, Any], newcomer: bool) -> None:
-        """Loads what `state` returned, possibly under another plan."""
-        self.context.load_state(saved)
-
-    def end_loop(self) -> None:
-        """Does nothing: nothing is under way between two steps."""
+def build_server_steps(context: StepContext) -> LockstepStrategy:
+    """Returns what trains in steps with parameter servers, whose optimizer state is in its checkpoints."""
+    ServerTeam(context, watch_team=True)  # the context holds it, for new generations
+    return LockstepStrategy(context, server_step, add_server_state)

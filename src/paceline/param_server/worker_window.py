@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from paceline.compute.optimizers import DelayedNesterov
 from paceline.data.loader import Assignment
 from paceline.errors import NonFiniteLossError
 from paceline.param_server.client import AsyncReplica
+from paceline.param_server.server_team import ServerTeam, add_server_state
 from paceline.session.worker_batch import WorkerBatch
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
@@ -218,3 +220,51 @@ def apply_window(context: StepContext, step: Step, window: WorkerWindow, _: Any)
         )
     account_update(context, step, began)
     return [dict(vars(step.agreed)), step.norm, step.lr, [step.batch.rows, step.batch.epoch], step.steps]
+
+
+class WindowStrategy:
+    """Trains in windows of one kind; see train/strategy.py. `window` makes one, and `what` says what it changes."""
+
+    lockstep = False
+
+    def __init__(self, context: StepContext, window: Callable[[WindowStrategy, Batches], Step], what: str) -> None:
+        self.context, self._window, self.servers = context, window, ServerTeam(context, watch_team=False)
+        self._compared = -1  # the generation in which all know that they read the same rows
+        announce_window(context, what)
+
+    def compare_datasets(self, batches: Batches) -> None:
+        """In a new generation: loads a batch, by which workers compare their datasets. Collective."""
+        if self._compared != self.context.transactions.number:
+            batches.load(0, whole_batch(self.context))
+            self._compared = self.context.transactions.number
+
+    def advance(self, batches: Batches) -> Step | None:
+        """Makes a window. Returns None if it was empty because all workers stop."""
+        try:
+            return self._window(self, batches)
+        except BrokenOffError as end:
+            self.context.run.agreed(end.agreed)
+            return None
+
+    def assignment(self) -> Assignment:
+        """Returns the assignment of a whole global batch to this worker."""
+        return whole_batch(self.context)
+
+    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
+        """Returns one share: a worker computes all micro-batches of a global batch."""
+        return [batches]
+
+    def memory(self) -> dict[str, int]:
+        """Returns the largest number of bytes that this worker holds, by category."""
+        return self.context.replica.memory()
+
+    def state(self, done: int | None) -> dict[str, Any]:
+        """Returns what further windows depend on, for a checkpoint with the optimizer state of the servers."""
+        return add_server_state(self.context, done)
+
+    def load(self, saved: dict[str, Any], newcomer: bool) -> None:
+        """Loads what `state` returned, possibly under another plan."""
+        self.context.load_state(saved)
+
+    def end_loop(self) -> None:
+        """Does nothing: nothing is under way between two windows."""

@@ -1,4 +1,4 @@
-"""The global batches of a loop over steps(), and those that workers bring to step(), as a step loads them."""
+"""Loads the rows of a step: from the dataset of a loop over steps(), or from what each worker passes to step()."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the script is: in the bodies of which loops, and whether it has trained yet."""
+"""Tracks which loops the script is inside at the moment, and whether it has trained yet."""
 
 from __future__ import annotations
 

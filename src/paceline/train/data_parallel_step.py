@@ -6,12 +6,8 @@ stages, by sequences or by layers: these are in the layout of the replica.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from paceline.base.batching import deal
-from paceline.data.loader import Assignment
 from paceline.train.step import Step
 from paceline.train.step_context import Batches, StepContext
 from paceline.train.step_verbs import (
@@ -53,36 +49,3 @@ def data_parallel_step(context: StepContext, batches: Batches) -> Step:
         take_over(context, step, *attempt.taken[1])
     publish(context, step)
     return step
-
-
-class DataParallel:
-    """Trains in data-parallel steps; see train/strategy.py."""
-
-    lockstep = True
-
-    def __init__(self, context: StepContext) -> None:
-        self.context = context
-        self.advance: Callable[[Batches], Step | None] = partial(data_parallel_step, context)
-
-    def assignment(self) -> Assignment:
-        """Returns how the micro-batches of a global batch are assigned to workers at present."""
-        return self.context.current_assignment()
-
-    def shares(self, batches: int, weights: Sequence[float]) -> list[int]:
-        """Returns how many micro-batches of a global batch each unit gets, by the units' weights."""
-        return [len(part) for part in deal(batches, weights)]
-
-    def memory(self) -> dict[str, int]:
-        """Returns the largest number of bytes that this worker holds, by category."""
-        return self.context.replica.memory()
-
-    def state(self, done: int | None) -> dict[str, Any]:
-        """Returns what further steps depend on; see `StepContext.state`."""
-        return self.context.state()
-
-    def load(self, saved: dict[str, Any], newcomer: bool) -> None:
-        """Loads what `state` returned, possibly under another plan."""
-        self.context.load_state(saved)
-
-    def end_loop(self) -> None:
-        """Does nothing: nothing is under way between two steps."""

@@ -117,6 +117,12 @@ class StepContext:
             transaction=0 if self.replica.codec is None else self.transactions.done,
         )
 
+    def note_computed_state(self) -> None:
+        """Finds what the code of a step has changed in `trainer.state`."""
+        for state in self.run.trainers.states:
+            if state:
+                state.step_computed()
+
     def restore_state(self) -> None:
         """Restores what the code of a step has changed in `trainer.state`."""
         for state in self.run.trainers.states:

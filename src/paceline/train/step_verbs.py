@@ -185,11 +185,8 @@ def examine(context: StepContext, step: Step) -> None:
         context.choose_codecs(anew=True)
     if step.agreed.streams and step.agreed.lengths_differ:
         refuse_lengths(context.replica.team, step.batch.read)
-    if not math.isfinite(step.agreed.loss):
-        refuse_nonfinite(context, step)
-    for state in context.run.trainers.states:
-        if state:
-            state.step_computed()
+    refuse_nonfinite(context, step)
+    context.note_computed_state()
 
 
 def refuse_nonfinite(context: StepContext, step: Step) -> None:
