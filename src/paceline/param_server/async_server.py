@@ -31,29 +31,17 @@ class AsyncServer:
         done = shard.applied
         self.scheduler = SspScheduler(shard.plan.staleness or 0.0, done, done, done)
         self.window = Window(shard.trainer, shard.server, self.scheduler)
-        self.replication = Replication(shard, self.window, "standing", "update")
+        self.replication = Replication(shard, self.window, "standing", "update", self._follow)
         self.reads = WeightReads(shard)
 
     def handle(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
         """Handles a message of a worker, or of another server, whose number is negative: -2 is server 1."""
-        shard, window, replication, server = self.shard, self.window, self.replication, -1 - worker
-        if frame.kind == Kind.DEAL:
-            window.requests.append((link, worker, frame))
-        elif frame.kind == Kind.READ:
+        if frame.kind == Kind.READ:
             self.reads.waiting.append((link, frame))
-        elif frame.kind == Kind.PUSHED:
-            replication.take_push(client, worker, frame)
-        elif frame.kind == Kind.HAVE:
-            window.add_holder(server, *frame.key)
-        elif frame.kind == Kind.STAND:
-            replication.add_standing(server, link, frame)
-        elif frame.kind == Kind.APPLIED:
-            replication.applied_by[server] = frame.key[0]
-        elif frame.kind == Kind.APPLY and frame.key[0] == shard.applied:
-            self._follow(*replication.read_update(server, frame))
-            replication.confirm(link)
         elif frame.kind == Kind.BUFFERS:
-            shard.send_buffers(link, frame)
+            self.shard.send_buffers(link, frame)
+        else:
+            self.replication.handle(link, client, worker, frame)
         self._advance()
 
     def use(self, servers: set[int]) -> None:
@@ -70,9 +58,7 @@ class AsyncServer:
         """Makes all progress that is possible now: takes over, applies pushes, assigns tickets, sends weights."""
         window, replication = self.window, self.replication
         if replication.has_reports:
-            for update in replication.missed_updates():
-                self._follow(*update)
-            replication.start_leading(self._workers())
+            replication.read_reports(self._workers())
         if replication.leads:
             window.read_requests()
             for worker in window.take_complete_pushes(replication.used):

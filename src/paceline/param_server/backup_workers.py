@@ -38,37 +38,26 @@ class BackupWorkerServer:
         done = shard.applied
         self.scheduler = BackupScheduler(shard.plan.backup or 0, done, done, done)
         self.window = Window(shard.trainer, shard.server, self.scheduler)
-        self.replication = Replication(shard, self.window, "standing by shares", "update by shares")
+        self.replication = Replication(shard, self.window, "standing by shares", "update by shares", self._follow)
         self.reads = WeightReads(shard)
         self.squares: dict[int, dict[str, list[float]]] = {}
         self._summed: tuple[int, list[int]] | None = None  # the step and the workers that the gradients are the sums of
 
     def handle(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
         """Handles a message of a worker, or of another server, whose number is negative: -2 is server 1."""
-        shard, window, replication, server = self.shard, self.window, self.replication, -1 - worker
-        if frame.kind == Kind.DEAL:
-            window.requests.append((link, worker, frame))
-        elif frame.kind == Kind.READ:
+        if frame.kind == Kind.READ:
             self.reads.waiting.append((link, frame))
-        elif frame.kind == Kind.PUSHED:
-            replication.take_push(client, worker, frame)
-        elif frame.kind == Kind.HAVE:
-            window.add_holder(server, *frame.key)
-        elif frame.kind == Kind.SUM and frame.key[0] == shard.applied:
-            if replication.leads:
+        elif frame.kind == Kind.SUM and frame.key[0] == self.shard.applied:
+            server = -1 - worker
+            if self.replication.leads:
                 self.squares[server] = decode_message(frame.text, "squares", f"server {server}")
             else:
                 squares = self._sum(decode_message(frame.text, "workers", f"server {server}"))
-                link.put(Kind.SUM, shard.trainer, frame.key, content=json.dumps(squares).encode())
-        elif frame.kind == Kind.STAND:
-            replication.add_standing(server, link, frame)
-        elif frame.kind == Kind.APPLIED:
-            replication.applied_by[server] = frame.key[0]
-        elif frame.kind == Kind.APPLY and frame.key[0] == shard.applied:
-            self._follow(*replication.read_update(server, frame))
-            replication.confirm(link)
+                link.put(Kind.SUM, self.shard.trainer, frame.key, content=json.dumps(squares).encode())
         elif frame.kind == Kind.BUFFERS:
-            shard.send_buffers(link, frame)
+            self.shard.send_buffers(link, frame)
+        else:
+            self.replication.handle(link, client, worker, frame)
         self._advance()
 
     def use(self, servers: set[int]) -> None:
@@ -86,9 +75,7 @@ class BackupWorkerServer:
         """Makes all progress that is possible now: takes over, assigns shares, sends weights, makes steps."""
         window, replication, scheduler = self.window, self.replication, self.scheduler
         if replication.has_reports:
-            for update in replication.missed_updates():
-                self._follow(*update)
-            replication.start_leading(self._workers())
+            replication.read_reports(self._workers())
         if replication.leads:
             start = scheduler.start
             window.read_requests()

@@ -10,7 +10,7 @@ have. Servers that are behind follow the one that is furthest, and work that is 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from paceline.comm.message_reader import damaged, decode_message
@@ -18,17 +18,22 @@ from paceline.param_server.parameter_shard import Client, ParameterShard
 from paceline.param_server.protocol import Connection, Kind, Message
 from paceline.param_server.window import Window
 
+Follow = Callable[[tuple[int, int], list[Any]], None]
+
 
 class Replication:
     """What one server knows of the other servers of a trainer: of the `shard`, and of the `window` that they share.
 
     `used` are the servers that workers use now. The leading server has `peers`, the connections to the others, and
     `applied_by`, the updates that each has applied; the others have `leader`, the connection to it. The message types
-    of standings and updates are names in `paceline.comm.message_types`.
+    of standings and updates are names in `paceline.comm.message_types`. `follow` makes an update that another server
+    has made or decided: it gets the window (start, end) and the decision.
     """
 
-    def __init__(self, shard: ParameterShard, window: Window, standing_type: str, update_type: str) -> None:
-        self.shard, self.window = shard, window
+    def __init__(
+        self, shard: ParameterShard, window: Window, standing_type: str, update_type: str, follow: Follow
+    ) -> None:
+        self.shard, self.window, self._follow = shard, window, follow
         self.trainer, self.server = shard.trainer, shard.server
         self.has_copies = bool(shard.plan.copies)
         self.used: set[int] = set()
@@ -50,6 +55,22 @@ class Replication:
         others = self.others if self.has_copies else ()
         return min([self.shard.applied, *(self.applied_by.get(server, 0) for server in others)])
 
+    def handle(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
+        """Handles a message of a worker, or of another server, whose number is negative: -2 is server 1."""
+        server = -1 - worker
+        if frame.kind == Kind.DEAL:
+            self.window.requests.append((link, worker, frame))
+        elif frame.kind == Kind.PUSHED:
+            self._take_push(client, worker, frame)
+        elif frame.kind == Kind.HAVE:
+            self.window.add_holder(server, *frame.key)
+        elif frame.kind == Kind.STAND:
+            self._add_standing(server, link, frame)
+        elif frame.kind == Kind.APPLIED:
+            self.applied_by[server] = frame.key[0]
+        elif frame.kind == Kind.APPLY and frame.key[0] == self.shard.applied:
+            self._follow_leader(link, server, frame)
+
     def use(self, servers: set[int]) -> None:
         """Takes over the set of servers that workers use. It grows, or gets another lowest, only between windows."""
         self.used = servers
@@ -61,7 +82,7 @@ class Replication:
             self.leads = False
             self.window.stop_assigning()
 
-    def take_push(self, client: Client, worker: int, frame: Message) -> None:
+    def _take_push(self, client: Client, worker: int, frame: Message) -> None:
         """Takes a push that has arrived completely, unless it does not count any more, and tells the leading server."""
         ticket, dealing, _ = frame.key
         if self.leads and not self.window.is_due(worker, ticket, dealing):
@@ -75,7 +96,7 @@ class Replication:
 
     # -- the leading server -----------------------------------------------------------------------------------------
 
-    def add_standing(self, server: int, link: Connection, frame: Message) -> None:
+    def _add_standing(self, server: int, link: Connection, frame: Message) -> None:
         """Stores a server's report, and its connection."""
         self._standings[server] = decode_message(frame.text, self._types[0], f"server {server}")
         self.peers[server] = link
@@ -88,15 +109,22 @@ class Replication:
             return False
         return all(server in self.peers and not self.peers[server].broken for server in others)
 
-    def missed_updates(self) -> Iterator[tuple[tuple[int, int], list[Any]]]:
-        """Yields the updates that others have reported and this server lacks: the window and the decision of each."""
+    def read_reports(self, workers: Collection[int]) -> None:
+        """Starts to lead, or goes on, once `has_reports`: makes the updates that others have reported and this server
+        lacks, sends the others those that they lack, and assigns work to these workers.
+        """
+        self._catch_up()
+        self._start_leading(workers)
+
+    def _catch_up(self) -> None:
+        """Makes the updates that other servers have reported and this one lacks, in their order."""
         standings = [self._standings[server] for server in self.others if server in self._standings]
         for one in sorted(standings, key=lambda one: -int(one["applied"])):
             ahead = max(0, one["applied"] - self.shard.applied)
             for decision in one["log"][len(one["log"]) - ahead :]:
-                yield tuple(one["window"]), decision
+                self._follow((one["window"][0], one["window"][1]), decision)
 
-    def start_leading(self, workers: Collection[int]) -> None:
+    def _start_leading(self, workers: Collection[int]) -> None:
         """Reads the reports: sends the servers the updates they lack, and counts the pushes they have.
 
         Starts to assign work to these workers, unless this server leads already.
@@ -141,12 +169,9 @@ class Replication:
         }
         leader.put(Kind.STAND, self.trainer, content=json.dumps(standing).encode())
 
-    def read_update(self, server: int, frame: Message) -> tuple[tuple[int, int], list[Any]]:
-        """Returns the window and the decision of an update that the leading server decided."""
+    def _follow_leader(self, link: Connection, server: int, frame: Message) -> None:
+        """Makes an update that the leading server decided, and tells it so if it waits for that."""
         start, end, decision = decode_message(frame.text, self._types[1], f"server {server}")
-        return (start, end), decision
-
-    def confirm(self, link: Connection) -> None:
-        """Tells the leading server that an update is applied, if it waits for that."""
+        self._follow((start, end), decision)
         if self.has_copies:
             link.put(Kind.APPLIED, self.trainer, (self.shard.applied, 0, 0))
