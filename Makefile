@@ -13,9 +13,10 @@ RUN := runs/demo
 ONE := runs/demo-one
 
 # What other programs start, on the real ones as far as this machine has them: sshd, Slurm, Open MPI, Ray, Spark, Kubernetes.
-ENGINES := $(addprefix tests/test_,engines.py ssh.py slurm.py ray_and_spark.py kubernetes.py nodes.py function.py \
-  launchers_of_others.py parquet.py)
-COLD := tests/test_launch.py tests/test_launch_ends.py tests/test_errors.py tests/test_exits.py
+LAUNCHERS := $(addprefix tests/launch/test_,engines.py ssh.py slurm.py ray_and_spark.py kubernetes.py nodes_auto.py \
+  launch_function.py torchrun_mpi_srun.py)
+ENGINES := $(LAUNCHERS) tests/integrations/test_parquet.py
+COLD := $(addprefix tests/launch/test_,agent.py agent_ends.py clean_exit.py) tests/cli/test_errors.py
 
 # Else each of the thousands of processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE

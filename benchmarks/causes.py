@@ -33,7 +33,7 @@ from paceline.base.journal import read_journal
 from paceline.observe.doctor import usual_step, verdict
 from paceline.observe.summary import Summary
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import Host, Network, join_over, network
 
 WORKERS, TIMES, MBIT = 4, 1.5, 100

@@ -35,7 +35,7 @@ from paceline.team.coordinator import WorkerReport
 from paceline.team.coordinator_client import CoordinatorClient, Wire
 from paceline.team.coordinator_server import read_report
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from replay import STORE, Replay
 
 ACTS = ["begin", "news", "lose_worker", "news", "enter", "come_back", "lose_host", "news", "enter", "leave", "end"]

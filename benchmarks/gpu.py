@@ -199,7 +199,7 @@ def fitting(sizes: argparse.Namespace, sides: int) -> int:
 
 def gpu_tests() -> dict[str, object]:
     """What `pytest -m gpu` says; of the files that have such tests, since others need more than a GPU's machine has."""
-    files = [str(file) for file in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in file.read_text()]
+    files = [str(file) for file in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in file.read_text()]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "--tb=short", "-p", "no:cacheprovider", *files]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tests:
         assert tests.stdout is not None

@@ -26,7 +26,7 @@ from turns import record
 
 from paceline.base.journal import read_journal
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import Host, network
 
 WIDTH, LAYERS, ROWS, PORT = 4096, 4, 64, 29400

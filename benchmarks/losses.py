@@ -31,7 +31,7 @@ from turns import record
 from paceline.base.environment import SERVERS
 from paceline.base.journal import read_journal
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import network
 
 WORKERS, APART = 6, 150  # steps between two losses: the one before has come back by then

@@ -29,7 +29,7 @@ from typing import Any
 
 from turns import compare, medians, record
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import Host, network
 
 SIZE, TENSORS, BUCKET, WARM = 64 << 20, 16, 4, 4

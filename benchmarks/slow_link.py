@@ -30,7 +30,7 @@ from typing import Any
 
 from turns import record
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import far, network
 
 WIDTH, DEPTH, CLASSES, ROWS, RATE, PORT = 1024, 6, 16, 64, 0.02, 29500

@@ -24,7 +24,7 @@ from turns import record
 from paceline.observe.doctor import UsualStep, usual_step
 from paceline.observe.summary import Summary
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import join_over, network
 
 ROWS, AIM = 48, 0.15

@@ -18,6 +18,7 @@ from uuid import uuid4
 
 import pytest
 from agents import Launcher
+from golden import Golden
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
@@ -37,10 +38,16 @@ def lacking(what: str) -> NoReturn:
     pytest.skip(what)
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--golden", action="store_true", help="write the texts of tests/golden instead of comparing them")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """What runs in the background of a shell ignores Ctrl-C, and under nohup a hang-up, and so would all that the tests
     start.
     """
+    if config.getoption("--golden") and os.environ.get("PYTEST_XDIST_WORKER"):
+        raise pytest.UsageError("--golden writes files: run it without -n")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -72,6 +79,17 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     terminalreporter.section("the slowest files", sep="-")
     for file, taken in seconds.most_common(10):
         terminalreporter.line(f"{taken:7.1f} s  {file}")
+
+
+@pytest.fixture(scope="module")
+def _golden_file(request: pytest.FixtureRequest) -> Golden:
+    return Golden(request.path, request.config.getoption("--golden"))
+
+
+@pytest.fixture
+def golden(_golden_file: Golden) -> Callable[[str, str], None]:
+    """Compares a text that a user reads with the one of that name in the golden file; see support/golden.py."""
+    return _golden_file.compare
 
 
 MemoryGroup = Callable[[int], Path]

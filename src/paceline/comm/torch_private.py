@@ -1,8 +1,9 @@
 """The private names of torch that the package uses, and the torch versions it is tested with.
 
 Torch may rename or remove a private name in any release. `NAMES` lists each one with its purpose and the versions on
-which it was checked. `tests/test_torch_private.py` looks every name up in the installed torch, and finds the private
-names in the source that are missing from the list. Before you add a name, look for a public interface.
+which it was checked. `tests/integrations/test_torch_private_names.py` looks every name up in the installed torch, and
+finds the private names in the source that are missing from the list. Before you add a name, look for a public
+interface.
 
 Names that several modules use are imported from here, so that a change in torch is repaired in one place.
 """

@@ -1,0 +1,193 @@
+"""The code blocks of docs/recipes.md as they stand, on several workers, beside plain PyTorch written by hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from basics import data, net
+from by_hand import built, grid
+from launching import equal_bytes, train_basics
+from oracle import apart
+from paths import DOCS
+from safetensors.torch import load_file
+from torch import nn
+
+from paceline import stream_seed
+
+PAGE = DOCS / "recipes.md"
+BEFORE = """
+from functools import partial
+Net = net
+def first(output, batch):
+    return F.cross_entropy(output, batch[1])
+def second(output, batch):
+    return F.cross_entropy(output, (batch[0][:, 0] < 0).long())
+"""
+AFTER = "trainer.export('out.safetensors')\n"
+Tensors = dict[str, torch.Tensor]
+UNEQUAL = {2: "3,1", 3: "1,0,2", 5: "3,1,1,2,1"}
+
+
+def recipe(title: str) -> str:
+    """A script of `train_basics` that runs the code block below a heading."""
+    (block,) = re.findall(rf"^### {title}\n.*?^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    return BEFORE + block + AFTER
+
+
+def whole_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [tuple(batch) for (batch,) in grid(data, 24, 24, epochs=3)]
+
+
+def noisy() -> Tensors:
+    model = built(net)
+    update = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, (x, y) in enumerate(whole_batches()):
+        update.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for number, param in enumerate(model.parameters()):
+            torch.manual_seed(stream_seed(7, step, number))
+            param.grad += torch.randn(param.shape, dtype=param.dtype) * (0.01 / (1 + step) ** 0.55) ** 0.5
+        update.step()
+    return dict(model.state_dict())
+
+
+def operated() -> Tensors:
+    """Algorithm 1 of the paper, of two losses, on flat gradients of one network."""
+    model, momentum, against = built(net), 0.0, 0
+    params = list(model.parameters())
+    for x, y in whole_batches():
+        losses = F.cross_entropy(model(x), y), F.cross_entropy(model(x), (x[:, 0] < 0).long())
+        g, h = (torch.cat([part.flatten() for part in torch.autograd.grad(loss, params)]) for loss in losses)
+        against += int(g @ h < 0)
+        mine, its = (a - (a @ b) / (b @ b) * b if a @ b < 0 else a for a, b in ((g, h), (h, g)))
+        momentum = 0.9 * momentum + mine + its
+        with torch.no_grad():
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(params) - 0.1 * momentum, params)
+    assert against > 1  # else there was no surgery
+    one, other = ({f"{copy}.{name}": value for name, value in model.state_dict().items()} for copy in ("one", "other"))
+    return one | other
+
+
+def towers() -> Tensors:
+    made: dict[str, Any] = {"net": net}
+    exec(recipe("Two towers").split("trainer =")[0], made)
+    model = built(lambda: made["Towers"]().double())
+    made["trainer"], update = SimpleNamespace(model=model), torch.optim.AdamW(model.parameters(), lr=0.01)
+    for x, _ in whole_batches():
+        update.zero_grad()
+        made["clip"](model(x), None).backward()
+        update.step()
+    return dict(model.state_dict())
+
+
+def scaled() -> Tensors:
+    model = built(net)
+    update = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, (x, y) in enumerate(whole_batches()):
+        update.zero_grad()
+        F.cross_entropy(model(x * (1 - 0.8 ** (1 + step))), y).backward()
+        update.step()
+    return dict(model.state_dict())
+
+
+RECIPES: dict[str, Callable[[], Tensors]] = {
+    "A curriculum": scaled,
+    "Two towers": towers,
+    "Gradient noise": noisy,
+    "Gradient surgery": operated,
+}
+CASES = [
+    pytest.param(title, workers, marks=[] if workers == 3 else pytest.mark.slow)
+    for title in RECIPES
+    for workers in (1, 2, 3, 5)
+]
+
+
+@pytest.mark.parametrize(("title", "workers"), CASES)
+def test_a_recipe_is_what_one_process_in_plain_pytorch_does(title: str, workers: int, tmp_path: Path) -> None:
+    """With unequal shares and the loss of a worker, unless there is one."""
+    several = workers > 1
+    shares = ["--shares", UNEQUAL[workers]] if several else []
+    train_basics(tmp_path, recipe(title), workers, *shares, chaos="kill:0@5.backward" if several else "")
+    found = load_file(tmp_path / "out.safetensors")
+    assert apart(found, RECIPES[title]()) <= 1e-12
+    for name, value in found.items():
+        assert value.equal(found[name.replace("one.", "other.")])  # the copies of gradient surgery
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", RECIPES)
+def test_a_recipe_has_equal_bytes_with_exact(title: str, tmp_path: Path) -> None:
+    equal_bytes(tmp_path, recipe(title), 3, "")
+
+
+# ---- on `trainer.state`, and beside training
+
+BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text().partition("\n## Gradients\n")[0], re.M | re.S)
+STATE = """
+heldout = torch.utils.data.Subset(data, range(45))
+trainer = make(plan="exact micro=3")
+"""
+OTHERS = (
+    BEFORE
+    + STATE
+    + """
+import functools
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+loss = cross_entropy
+def optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+def accuracy(output, batch):
+    return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(output))}
+def training_rows(fold):
+    return torch.utils.data.Subset(data, [row for row in range(96) if row % 7 != fold])
+def heldout_rows(fold):
+    return torch.utils.data.Subset(data, range(fold, 96, 7))
+"""
+)
+(STOPPING,) = (block for block in BLOCKS if "AveragedModel" in block)
+ENDED = """
+from safetensors.torch import save_file
+save_file({name: tensor.contiguous() for name, tensor in mean.module.state_dict().items()}, "mean.safetensors")
+trainer.export("end.safetensors")
+print("stopped", trainer.steps_done, trainer.state["waited"], trainer.complete)
+"""
+
+
+def test_every_other_recipe_runs(tmp_path: Path) -> None:
+    others = [block for block in BLOCKS if block != STOPPING]
+    assert len(others) == 12
+    done = train_basics(tmp_path, OTHERS + "\n".join(others), 2)
+    assert "rows 0 to 2: [" in done.stdout
+    assert (tmp_path / "outputs.safetensors").exists()
+
+
+def test_early_stopping_and_a_mean_are_those_of_one_undisturbed_process(tmp_path: Path) -> None:
+    """Through the loss of a worker, and a resume with another number of them."""
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    whole.mkdir()
+    lost.mkdir()
+    alone = train_basics(whole, STATE + STOPPING + ENDED, 1).stdout
+    train_basics(lost, STATE + STOPPING + ENDED, 3, "--steps", "9", chaos="kill:1@5.backward")
+    again = train_basics(lost, STATE + STOPPING + ENDED, 2).stdout
+    told = [re.search(r"stopped \d+ 3 True", text) for text in (alone, again)]
+    assert told[0] is not None
+    assert told[1] is not None
+    assert told[0][0] == told[1][0]
+    for name in ("mean.safetensors", "end.safetensors"):
+        one, other = load_file(whole / name), load_file(lost / name)
+        assert all(tensor.equal(other[key]) for key, tensor in one.items()), name
+    assert not load_file(whole / "mean.safetensors")["0.weight"].equal(load_file(whole / "end.safetensors")["0.weight"])
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_recipes_fit_the_page(block: str) -> None:
+    assert max(map(len, block.splitlines())) <= 120

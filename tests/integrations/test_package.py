@@ -1,0 +1,429 @@
+"""What people get: the wheel in an empty environment, the README's script as written, and documents that stay true."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from launching import paceline, without_an_agent
+from once import once
+from oracle import apart
+from paths import ROOT
+from safetensors.torch import load_file
+from token_folders import write_folder
+from warm import Process
+
+import paceline as package
+from paceline.base.environment import (
+    SlurmJob,
+    began,
+    gpus,
+    inherited_warm,
+    pulse_descriptor,
+    reached_at,
+    read_call,
+    read_nodes,
+    read_world,
+    slurm_job,
+    standstill,
+    starts_cold,
+    take_token,
+    trainjob_server,
+    tunnel,
+)
+from paceline.cli.main import main
+from paceline.errors import UsageError
+from paceline.launch.tuning import HUGE, surround
+from paceline.plan import Plan
+from paceline.session.training_loop import RegisteredTrainer
+
+SOURCE = ROOT / "src" / "paceline"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+BORROWED = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "msgspec",
+    "tornado",
+    "rich",
+)  # what the wheel requires, lent by the environment of the tests
+
+
+def text(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def section(page: str, heading: str) -> str:
+    """The part of a page under a heading, up to the next one of its level."""
+    level = heading.split()[0]
+    _, found, rest = text(page).partition(f"\n{heading}\n")
+    assert found, f"{page} has no heading {heading!r}"
+    return re.split(rf"^{level} ", rest, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def rows(table: str) -> list[list[str]]:
+    """The cells of a Markdown table's rows, its head left out."""
+    lines = [line.replace(r"\|", "\0") for line in table.splitlines() if line.startswith("|")]
+    cells = [[cell.strip().replace("\0", "|") for cell in line.strip("|").split("|")] for line in lines]
+    return [row for number, row in enumerate(cells) if number and not set(row[0]) <= set("- ")]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", text(page), re.MULTILINE | re.DOTALL)
+
+
+# ---- the wheel
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built as for a release: a source archive, and the wheel from that archive alone."""
+
+    def build(out: Path) -> None:
+        command = [sys.executable, "-m", "build", "--outdir", out, ROOT]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (out / f"paceline-{VERSION}.tar.gz").exists()
+
+    return once(tmp_path_factory, "dist", build) / f"paceline-{VERSION}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `bin` of a new environment that holds the wheel and nothing else; its requirements are seen from ours."""
+
+    def install(home: Path) -> None:
+        venv.create(home, with_pip=False)
+        command = [sys.executable, "-m", "pip", "--python", home / "bin" / "python"]
+        command += ["install", "--no-deps", "--no-index", "--quiet", wheel]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        places = {str(Path(str(import_module(name).__file__)).parents[1]) for name in BORROWED}
+        # Lines of a .pth file are searched last, and .pth files in those places, such as ours, are not read.
+        (site,) = home.glob("lib/python*/site-packages")
+        (site / "borrowed.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
+
+    return once(tmp_path_factory, "environment", install) / "bin"
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        about = f"paceline-{VERSION}.dist-info"
+        names = {name for name in archive.namelist() if not name.startswith(f"{about}/")}
+        made = archive.read(f"{about}/WHEEL").decode()
+        metadata = archive.read(f"{about}/METADATA").decode()
+    files = [path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert names == {path.relative_to(SOURCE.parent).as_posix() for path in files}
+    assert {name.rpartition(".")[2] for name in names} == {"py", "typed"}
+    assert "Root-Is-Purelib: true" in made
+    required = re.findall(r"^Requires-Dist: ([a-z]+)[^;\n]*$", metadata, re.MULTILINE)
+    assert sorted(required) == sorted(BORROWED)
+    assert f"Version: {VERSION}\n" in metadata
+    assert "License-Expression: Apache-2.0\n" in metadata
+
+
+def test_one_version() -> None:
+    assert package.__version__ == VERSION
+    assert f"\n## [{VERSION}]" in text("CHANGELOG.md")
+
+
+def test_the_readmes_script_runs_as_written(installed: Path, tmp_path: Path) -> None:
+    """Alone with the package that is being developed, and on two workers with the wheel: the same training."""
+    (script,) = blocks("README.md")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment["OMP_NUM_THREADS"] = "1"
+    said = {}
+    command = [installed / "paceline", "run", "--workers", "2", "--run-dir", "runs/a", "train.py"]
+    for name, start in {
+        "one": partial(Process, [sys.executable, "train.py"]),
+        "two": partial(subprocess.Popen, command, env=environment, text=True),
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "train.py").write_text(script + "\nimport sys\nprint(paceline.__file__, file=sys.stderr)\n")
+        process = start(cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        stdout, stderr = process.communicate()
+        assert process.returncode == 0, stdout + stderr
+        said[name] = stdout, stderr
+    assert str(SOURCE / "__init__.py") in said["one"][1]
+    assert re.search(rf"^{re.escape(str(installed.parent))}/lib/.*/paceline/__init__.py$", said["two"][1], re.M)
+    assert said["one"][0] == said["two"][0]
+    assert said["one"][0] in text("README.md")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in said)
+    assert apart(two, one) < 1e-5
+    assert (tmp_path / "two" / "runs" / "a" / "report.html").exists()
+
+
+# ---- the documents
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, made as GitHub makes them."""
+    found = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if link.startswith("https://"):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+            broken.append(link)
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_python_block_compiles(page: Path) -> None:
+    for block in re.findall(r"^( *)```python\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL):
+        ast.parse("if True:\n" + block[1] if block[0] else block[1])
+
+
+YOURS = """
+import importlib.util
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+def made(seed, count):
+    x = torch.randn(count, 20, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, (x[:, :10].sum(1) > 0).long())
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(20, 32), nn.ReLU(), nn.Linear(32, 2))
+
+class Output:
+    def __init__(self, logits):
+        self.logits = logits
+
+class GPT2LMHeadModel(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(*config), nn.Linear(config[1], config[0])
+    def forward(self, input_ids, attention_mask, labels):
+        return Output(self.out(self.embed(input_ids)))
+
+def collate(samples):
+    ids = nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.where(ids > 0, -100)}
+
+data, held_out, config = made(0, 600), made(1, 101), (50, 8)
+texts = [{"input_ids": torch.arange(1, length)} for length in range(3, 40)]
+"""
+
+
+def test_what_others_become_runs(tmp_path: Path) -> None:
+    """Each "after" of coming-from.md, one behind the other in one script, on two workers."""
+    after = [block for block in blocks("docs/coming-from.md") if "paceline.Trainer(" in block]
+    assert len(after) == 4
+    asks = "assert trainer.complete and trainer.steps_done > 0\n"
+    script = YOURS + "".join(block.replace("from transformers import GPT2LMHeadModel\n", "") + asks for block in after)
+    (tmp_path / "train.py").write_text(script)
+    done = paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
+    assert len(re.findall(r"^epoch \d: accuracy 0\.\d{3}$", done.stdout, re.MULTILINE)) == 3
+    assert "embed.weight" in load_file(tmp_path / "model.safetensors")
+
+
+def test_tokens_are_trained_as_documented(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tokens", [np.arange(128 * 1025, dtype=np.uint16) % 500], vocabulary=500)
+    block, _ = blocks("docs/data.md")
+    (tmp_path / "train.py").write_text(block + "print('trained', trainer.steps_done)\n")
+    done = paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
+    assert "trained 2\n" in done.stdout
+
+
+def test_the_transport_is_used_as_documented(tmp_path: Path) -> None:
+    (block,) = blocks("docs/transport.md")
+    script = tmp_path / "ours.py"
+    script.write_text(
+        f"{block}import torch\ntensor = torch.full((3,), dist.get_rank() + 1.0)\ndist.all_reduce(tensor)\n"
+        "assert tensor.tolist() == [3.0] * 3\ndist.destroy_process_group()\n"
+    )
+    assert [code for code, _ in without_an_agent(script, script)] == [0, 0]
+
+
+def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out.partition("\nexample")[0]))
+
+
+def test_hosts_behind_mpirun_have_the_options_of_those_behind_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+    assert options_of("launch mpi", capsys) == options_of("launch ssh", capsys) - {"--tunnel"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("run", "launch ssh", "launch slurm", "stop", "stacks", "profile", "trace", "doctor", "logs", "check"),
+        *("tokenize", "export", "import", "inspect", "explain", "report", "metrics", "watch", "runs", "compare"),
+    ],
+)
+def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    options = options_of(command, capsys)
+    told = set(re.findall(r"`(--[a-z-]+)", section("docs/running.md", f"## `paceline {command}`")))
+    assert told >= options
+    assert told - options == set()
+    assert f"`paceline {command}`" in text("docs/running.md")
+
+
+def test_the_words_of_a_plan_are_documented() -> None:
+    told = {}
+    for words, _, built in rows(section("docs/running.md", "## The plan")):
+        for word in words.strip("`").split():
+            told[word.partition("=")[0]] = built
+    for word in fields(Plan):
+        built = word.metadata["built"]
+        assert told.pop(word.name) == ("yes" if built is True else f"`{'|'.join(built)}`" if built else "no"), word.name
+    assert told == {}
+
+
+class Asked(dict[str, str]):
+    """An environment that remembers what it was asked for."""
+
+    def __init__(self, **values: str) -> None:
+        super().__init__(values)
+        self.names: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> str:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+
+def asked() -> Iterator[str]:
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for values in (
+        {},
+        {"PACELINE_WORLD_SIZE": "2", "PACELINE_STORE": "127.0.0.1:1"},
+        {"RANK": "0", "WORLD_SIZE": "2", **place},
+        {"OMPI_COMM_WORLD_SIZE": "2", **place},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", **place},
+    ):
+        environment = Asked(**values)
+        assert read_world(environment).size == (2 if values else 1)
+        assert (began(environment), starts_cold(environment), inherited_warm(environment)) == (None, False, None)
+        assert (pulse_descriptor(environment), standstill(environment)) == (None, 30.0)
+        environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+        assert (slurm_job(environment), reached_at(environment)) == (SlurmJob("7", "n1", 0, False), "")
+        assert gpus(environment) >= 0
+        yield from environment.names - {""}
+    nodes = Asked(SKYPILOT_NODE_RANK="1", DSTACK_NODE_RANK="1", PET_NODE_RANK="1")
+    assert (read_nodes(nodes), take_token(nodes)) == ((1, 1, "", 0), None)
+    yield from nodes.names
+    pod = Asked(JOB_COMPLETION_INDEX="0", PACELINE_FIRST="first")
+    assert read_nodes(pod) == (0, 0, "", 0)
+    yield from pod.names - {""}
+    called = Asked(PACELINE_CALL="/function:/value")
+    assert read_call(called) == ("/function", "/value")
+    yield from called.names
+    told = Asked(KUBEFLOW_TRAINER_SERVER_URL="https://a")
+    assert trainjob_server(told) == {"url": "https://a", "certificate": "", "token": ""}
+    yield from told.names
+    inside = Asked(PACELINE_TUNNEL="127.64.0.1=/asked")
+    assert tunnel(inside) == ("127.64.0.1", "/asked")
+    yield from inside.names
+    assert 'variable("PACELINE_AGAIN")' in (SOURCE / "launch" / "local.py").read_text()
+    yield "PACELINE_AGAIN"
+
+
+def test_every_environment_variable_is_documented() -> None:
+    names = set(asked())
+    assert "PACELINE_RANK" in names
+    told = set(re.findall(r"`([A-Z][A-Z_]+)\b", section("docs/names.md", "## Environment variables")))
+    told_to_users = set(re.findall(r"`(PACELINE_[A-Z_]+)`", section("docs/running.md", "## Environment variables")))
+    assert names - told == set()
+    assert told_to_users <= names
+    given_by_agent = {*surround(2, {}, [0, 1])[0], HUGE, "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
+    assert told - names == given_by_agent
+
+
+def errors(kind: type) -> Iterator[str]:
+    """The public ones below a kind of them."""
+    for below in kind.__subclasses__():
+        if below.__module__ == "paceline.errors":
+            yield below.__name__
+        yield from errors(below)
+
+
+def test_every_event_and_public_name_is_documented() -> None:
+    source = "".join(path.read_text() for path in SOURCE.rglob("*.py"))
+    written = set(re.findall(r"(?:\.(?:write|show)|record)\(\s*\"([a-z]+)\"", source)) - {"journal"}
+    told = set(re.findall(r"\.tell(?:\(\s*|, )\"([a-z]+)\"", source)) | {"step", "evaluate"}
+    assert {"start", "grid", "failed"} <= written
+    assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Journal"))} == written
+    assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Events of a worker"))} == told
+    public = section("docs/names.md", "## Public names")
+    own = [
+        f"Trainer.{name}"
+        for name in {**vars(package.Trainer), **vars(package.Trainer.__base__)}
+        if not name.startswith("_")
+    ]
+    for name in [*package.__all__, *own]:
+        if name != "__version__" and name.removeprefix("Trainer.") not in vars(
+            RegisteredTrainer
+        ):  # those are the run's
+            assert re.search(rf"`{name}\b|`\.{name.removeprefix('Trainer.')}`", public), name
+    kinds = set(errors(package.PacelineError))
+    assert UsageError.__name__ in kinds
+    assert set(re.findall(r"`(\w+Error)`", public)) == kinds | {"PacelineError"}
+
+
+# ---- exit codes
+
+SLEEP = "import time\nprint('here', flush=True)\ntime.sleep(60)\n"
+CODES: list[tuple[str, int, str, list[str], list[int]]] = [  # the table's row, code, script, options, signals
+    ("0", 0, "print('here', flush=True)\n", [], []),
+    ("1", 1, "raise ValueError('no')\n", [], []),
+    ("1", 1, "print('no paceline')\n", ["--workers", "2"], []),
+    ("2", 2, "", ["--plan", "shard=3", "--workers", "2"], []),
+    ("2", 2, "", ["--no-such-option"], []),
+    ("75", 75, SLEEP, [], [signal.SIGTERM]),
+    ("75", 75, SLEEP, [], [signal.SIGHUP]),
+    ("130", 130, SLEEP, [], [signal.SIGINT]),
+    ("128 + N", 137, "import os\nos.kill(os.getpid(), 9)\n", [], []),
+    ("128 + N", 139, "import os\nos.kill(os.getpid(), 11)\n", [], []),
+    ("any other", 3, "import sys\nsys.exit(3)\n", [], []),
+]
+
+
+@pytest.mark.parametrize(("row", "code", "script", "options", "signals"), CODES, ids=[str(case[1]) for case in CODES])
+def test_exit_codes(row: str, code: int, script: str, options: list[str], signals: list[int], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "paceline", "run", *options, "train.py"]
+    process = Process(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if signals:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+    for number in signals:
+        process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code, said
+
+
+def test_every_exit_code_of_the_table_is_tested() -> None:
+    assert {row[0] for row in rows(section("docs/running.md", "## Exit codes"))} == {row for row, *_ in CODES}

@@ -1,0 +1,96 @@
+"""`paceline launch slurm` on a real Slurm of two nodes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from agents import journal, until
+from launching import SCRIPTS, paceline
+from oracle import apart
+from safetensors.torch import load_file
+from test_ssh import SLOWLY
+from test_torchrun_mpi_srun import Slurm
+from test_torchrun_mpi_srun import slurm as slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
+LAUNCH = [sys.executable, "-m", "paceline", "launch", "slurm"]
+
+
+class Job:
+    """A run of `SLOWLY` on both nodes, submitted by a launcher that follows it."""
+
+    def __init__(self, slurm: Slurm, folder: Path) -> None:
+        self.slurm, self.folder = slurm, folder
+        (folder / "train.py").write_text(SLOWLY)
+        words = ["-N", "2", "--workers-per-host", "1", "--min-workers", "2", "--run-dir", "run", "train.py"]
+        self.console = folder / "console"
+        with self.console.open("w") as out:
+            env = {**slurm.env, "PYTHONPATH": str(SCRIPTS)}
+            del env["PACELINE_MAX_STEPS"]
+            command = slurm.hosts[0].command(*LAUNCH, *words)
+            self.process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out)
+        until(lambda: (folder / "run/journal.jsonl").exists() and journal(folder / "run", "formed"), 300)
+        (self.number,) = [path.stem.removeprefix("slurm-") for path in (folder / "run").glob("slurm-*.out")]
+
+    @property
+    def text(self) -> str:
+        return self.console.read_text()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.slurm.run("scancel", self.number)
+
+
+@pytest.fixture
+def job(slurm: Slurm, tmp_path: Path) -> Iterator[Job]:
+    made = Job(slurm, tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("notice", [["--batch", "--signal=USR2"], ["--signal=USR1"]], ids=["script", "steps"])
+def test_a_notice_is_a_checkpoint_and_a_requeue(job: Job, notice: list[str]) -> None:
+    """What comes out is what one worker gives; no token is in the script, the output or what Slurm tells of the job."""
+    token = (job.folder / "run" / "token").read_text().strip()
+    job.slurm.run("scancel", *notice, job.number)
+    until(lambda: f"job {job.number} was preempted, or is near its time limit, and is requeued\n" in job.text, 120)
+    (stopped, *_) = journal(job.folder / "run", "stopped")
+    assert (job.folder / "run/checkpoints" / f"step-{stopped['step']:012d}" / "manifest.json").exists()
+    (job.folder / "go").touch()
+
+    def hurried() -> bool:  # Slurm itself would wait for two minutes
+        time.sleep(1.0)
+        job.slurm.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
+        return f"job {job.number} goes on: restart 1\n" in job.text
+
+    until(hurried, 240)
+    assert job.process.wait(240) == 0, job.text
+    assert "train.py finished at step 400" in job.text
+    for said in (job.text, job.slurm.run("scontrol", "show", "job", job.number).stdout):
+        assert token not in said
+    found = load_file(job.folder / "out.safetensors")
+    paceline("run", "--run-dir", "alone", "train.py", cwd=job.folder)
+    assert apart(found, load_file(job.folder / "out.safetensors")) < 1e-12
+
+
+def test_ctrl_c_stops_the_run_and_leaves_no_allocation(job: Job) -> None:
+    job.process.send_signal(signal.SIGINT)
+    assert job.process.wait(240) == 130, job.text
+    assert "continue with: paceline launch slurm -N 2 " in job.text
+    assert journal(job.folder / "run", "stopped")
+    until(lambda: job.slurm.run("squeue", "-h", "-t", "running").stdout == "", 60)
+
+
+def test_slurm_refuses_and_says_why(slurm: Slurm, tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    done = slurm.run(*LAUNCH, "-N", "2", "--engine=-p none", "train.py", cwd=tmp_path)
+    what = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid "
+    cure = "partition name specified); see --engine='...' and --dry-run\n"
+    assert (done.returncode, done.stderr) == (2, f"paceline: Slurm refuses the job ({what}{cure}")

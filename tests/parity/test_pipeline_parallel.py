@@ -1,0 +1,405 @@
+"""A model in stages, and its sequences divided among workers: every plan gives what one worker gives, with models as
+they are, through losses of workers; what scripts do with such models, and what is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+from agents import journal
+from checkpoints import find_checkpoint
+from launching import SCRIPTS, TRANSFORMERS, paceline, train_basics
+from once import once
+from oracle import apart
+from safetensors.torch import load_file
+from staging import MODELS
+from test_kill_and_join import STEPS, fired, train
+from test_tensor_parallel import MOMENTS, Calm, calm
+
+__all__ = ["calm"]
+
+TEAMS = {
+    "pipeline=2": 2,
+    "pipeline=2 virtual=2": 2,
+    "pipeline=2 schedule=gpipe": 2,
+    "pipeline=3": 3,
+    "pipeline=4": 4,
+    "data=2 pipeline=2": 4,
+    "shard=2 zero=1 pipeline=2": 4,
+    "context=2": 2,
+    "context=4": 4,
+    "data=2 context=2": 4,
+    "shard=2 zero=1 context=2": 4,
+    "pipeline=2 tensor=2": 4,
+    "pipeline=2 context=2": 4,
+    "context=2 tensor=2": 4,
+    "data=2 pipeline=2 tensor=2": 8,
+    "pipeline=2 context=2 tensor=2": 8,
+    "shard=2 zero=1 pipeline=2 tensor=2": 8,
+}
+QUICK = {"pipeline=2 virtual=2": ("llama", "tuples"), "pipeline=2 context=2": ("tuples",)}  # and below, "skips"
+
+
+def trained(folder: Path, workers: int, plan: str, *names: str) -> None:
+    options = ("--max-restarts", "0", *(("--plan", f"micro=3 {plan}") if plan else ()))
+    script = SCRIPTS / "staging.py"
+    paceline("run", "--workers", str(workers), "--run-dir", "out", *options, script, *names, cwd=folder, **TRANSFORMERS)
+
+
+def parity(plan: str, names: tuple[str, ...], factory: pytest.TempPathFactory, folder: Path) -> None:
+    what = f"staged models of one worker: {names}"
+    one = once(factory, what, lambda folder: trained(folder, 1, "", *names))
+    trained(folder, TEAMS[plan], plan, *names)
+    found = {name: apart(*(load_file(at / f"{name}.safetensors") for at in (folder, one))) for name in names}
+    assert {name: distance for name, distance in found.items() if distance > 1e-12} == {}
+    pattern = re.compile("stages have the blocks|sequences are divided among .* whole on each")
+    told = [event["what"] for event in journal(folder / "out", "decision") if pattern.search(str(event["what"]))]
+    assert len(told) == len(names) * (("pipeline" in plan) + ("context" in plan))
+
+
+@pytest.mark.parametrize("plan", QUICK)
+def test_some_models_as_they_are(plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    parity(plan, QUICK[plan], tmp_path_factory, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", TEAMS)
+def test_models_as_they_are(plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    parity(plan, tuple(MODELS), tmp_path_factory, tmp_path)
+
+
+# ---- checkpoints
+
+PLANS = {
+    "alone": (1, ""),
+    "shard=3": (3, "shard=3"),
+    "pipeline=3": (3, "pipeline=3"),
+    "pipeline=2 virtual=2": (2, "pipeline=2 virtual=2"),
+    "data=2 pipeline=2": (4, "data=2 pipeline=2"),
+    "shard=2 zero=1 pipeline=2": (4, "shard=2 zero=1 pipeline=2"),
+    "pipeline=2 tensor=2": (4, "pipeline=2 tensor=2"),
+    "pipeline=2 context=2": (4, "pipeline=2 context=2"),
+    "context=2 tensor=2": (4, "context=2 tensor=2"),
+}
+CUT = [name for name in PLANS if "pipeline" in name or "context" in name]
+PAIRS = [("alone", name) for name in CUT] + [(name, "alone") for name in CUT]
+OTHERS = [(one, other) for one in CUT for other in [*CUT, "shard=3"] if one != other]
+DRAWN = random.Random(25).sample(OTHERS, 10)
+RESUMED = """
+import staging
+from cases import groups
+make, data, forward = staging.MODELS["skips"]
+t = paceline.Trainer(lambda: make().double(), staging.loss, groups, forward=forward, global_batch=8, clip_norm=0.05)
+t.state["named"] = {name: p.detach().clone() for name, p in t.model.named_parameters()}
+for report in t.steps(data, count=8):
+    for name, p in t.model.named_parameters():
+        t.state["named"][name].mul_(0.9).add_(p.detach(), alpha=0.1)
+t.export("out.safetensors")
+if t.main and str(t.plan) == "data=1 micro=3":
+    from safetensors.torch import save_file
+    save_file(t.state["named"], "averages.safetensors")
+"""
+
+
+def run(folder: Path, name: str, *options: str) -> None:
+    workers, plan = PLANS[name]
+    train_basics(folder, RESUMED, workers, "--max-restarts", "0", "--plan", f"micro=3 {plan}", *options)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        pytest.param(*pair, marks=[] if pair == ("pipeline=2 context=2", "alone") else pytest.mark.slow)
+        for pair in (*PAIRS, *DRAWN)
+    ],
+)
+def test_what_one_plan_saved_another_resumes(
+    first: str, then: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    one = once(tmp_path_factory, "undisturbed by stages", lambda folder: run(folder, "alone"))
+    run(tmp_path, first, "--steps", "4")
+    assert find_checkpoint(tmp_path / "out", print).step == 4
+    run(tmp_path, then)
+    for file in ["out.safetensors", *(["averages.safetensors"] if then == "alone" else [])]:
+        assert apart(load_file(tmp_path / file), load_file(one / file)) <= 1e-12
+
+
+# ---- losses
+
+PLACES = [("pipeline=2", worker) for worker in range(4)] + [("context=2", worker) for worker in range(4)]
+# Where each worker of a unit has all of the state, and it is small, the first one alone writes it.
+LOST = [(p, moment, w) for p, w in PLACES for moment in MOMENTS if p == "pipeline=2" or moment != "writing" or w == 0]
+LOST_QUICK = {("pipeline=2", "backward", 2)}
+
+
+@pytest.mark.parametrize(
+    ("plan", "moment", "worker"),
+    [pytest.param(*row, marks=[] if row in LOST_QUICK else pytest.mark.slow) for row in LOST],
+)
+def test_a_lost_worker_takes_its_unit_and_nothing_else(
+    plan: str, moment: str, worker: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ATTENTION", "1")
+    fault = f"kill:{worker}@{9 if moment in ('saving', 'writing') else 11}.{moment}"
+    ended = train(tmp_path, 4, STEPS, fault, plan=f"micro=4 {plan} recompute=blocks")
+    assert fired(ended) == {fault}
+    calm.meets(ended, STEPS)
+    said = f"worker {worker} was killed by SIGKILL, and worker {worker ^ 1} of the same replica starts anew"
+    assert f"\n{said}: 2 workers go on\n" in ended.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stop", "raise", "exit"])
+def test_other_losses(kind: str, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ATTENTION", "1")
+    fault = f"{kind}:3@11.backward"
+    ended = train(tmp_path, 4, STEPS, fault, plan="micro=4 pipeline=2")
+    assert fired(ended) == {fault}
+    calm.meets(ended, STEPS)
+
+
+# ---- what scripts do, each in a trainer of its own
+
+TRIES = """
+import copy
+from paceline.errors import UsageError
+import basics
+from staging import Block, LENGTH, WIDTH, loss, numbers
+def tried(name, action):
+    try:
+        found = action()
+        said[name] = "" if found is None else found
+    except UsageError as error:
+        said[name] = f"{type(error).__name__}: {error}"
+said, team = {}, paceline.join()
+x = numbers.tensors[0]
+class Row(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.last = nn.Linear(WIDTH, 3)
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = self.between(block, x)
+        return {"out": self.last(x)} if self.named else self.last(x)
+    def between(self, block, x): return block(x)
+    named = False
+class Named(Row): named = True
+class Reads(Row):
+    def between(self, block, x): return block(x) if x.sum() > 1e9 else block(-x)
+class Stops(Row):
+    def forward(self, x): return self.last(self.blocks[1](self.blocks[0](self.first(x))))
+class Ends(Row):
+    def forward(self, x): return self.blocks[1](self.blocks[0](self.first(x)))
+class Turns(Row):
+    def forward(self, x): return self.last(self.blocks[0](self.blocks[2](self.first(x))))
+class Late(Row):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+    def forward(self, x): return super().forward(self.norm(x))
+class Repeated(Row):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([self.blocks[0]] * 4)
+class Kept:
+    pass
+class Objects(Row):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Giving() for _ in range(4))
+    def between(self, block, x): return block(x).x
+class Giving(nn.Linear):
+    def __init__(self): super().__init__(WIDTH, WIDTH)
+    def forward(self, x):
+        kept = Kept()
+        kept.x = super().forward(x)
+        return kept
+class Normal(Row):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(LENGTH)) for _ in range(4))
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Row(), Row()
+    def forward(self, x): return self.up(x) + self.down(x)
+def made(model=Row, **more):
+    more = {"global_batch": 8, **more}
+    return paceline.Trainer(lambda: model().double(), loss, lambda ps: torch.optim.SGD(ps, lr=0.1), **more)
+def trained(trainer, count=2):
+    for _ in trainer.steps(numbers, count=count): pass
+def acted():
+    t = made(Named)
+    trained(t)
+    with torch.no_grad():
+        found = t.model(torch.cat(team.gather(x[:8].chunk(team.size)[team.rank])))
+    return [float(found["out"].sum()), float(getattr(found, "out", found["out"]).square().sum())]
+def brought():
+    t, losses = made(global_batch=None), []
+    for step in range(3):
+        mine = x[step * 5 : step * 5 + 5].tensor_split(team.size)[team.rank]
+        losses.append(t.step([mine]).loss)
+    return losses
+def adversaries():
+    gen = paceline.Trainer(
+        lambda: Row().double(), lambda output, batch: -critic.model(output).mean(),
+        lambda ps: torch.optim.SGD(ps, lr=0.1), global_batch=8)
+    critic = paceline.Trainer(
+        lambda: nn.Linear(3, 1).double(), lambda output, batch: (output * batch[1][:, None, None]).mean(),
+        lambda ps: torch.optim.SGD(ps, lr=0.1), global_batch=8, forward=lambda model, batch: model(batch[0]),
+        plan="pipeline=1")
+    losses = []
+    for one in gen.steps(numbers, count=3):
+        with torch.no_grad(): fakes = gen.model(x[:6])
+        both = torch.cat([fakes, x[:6, :, :3]]), torch.cat([torch.ones(6), -torch.ones(6)]).double()
+        losses += [one.loss, critic.step([part.tensor_split(team.size)[team.rank] for part in both]).loss]
+    return losses
+def predicted():
+    import numpy
+    t = made()
+    trained(t)
+    t.predict(numbers, path="found.npy")
+    return [float(numpy.load("found.npy").sum()), t.evaluate(numbers, lambda o, b: {"sum": (o.sum(), len(o))})["sum"]]
+for name, action in ACTIONS.items():
+    tried(name, eval(f"lambda: {action}"))
+if team.rank == team.size - 1: __import__("pathlib").Path("said.json").write_text(json.dumps(said))
+"""
+DONE = {"acting": "acted()", "step()": "brought()", "adversaries": "adversaries()", "predict": "predicted()"}
+REFUSED = {
+    "called with gradients": (
+        "made().model(x)",
+        "UsageError: Row is cut in stages by pipeline=, and called outside of its own trainer's forward; call it under "
+        'torch.no_grad(), or let that other trainer\'s model whole: plan="pipeline=1"',
+    ),
+    "weights by name": (
+        "made().model.state_dict()",
+        "UsageError: state_dict() of Row, which is cut in stages, would have parts of weights; export() writes it "
+        "whole, and every checkpoint has it",
+    ),
+    "a copy": (
+        "copy.deepcopy(made().model)",
+        "UsageError: Row is cut in stages, and a copy would be of this worker's; export() writes it whole; leave "
+        "pipeline= out to keep a copy, as an average is",
+    ),
+    "a block by itself": (
+        "made().model.blocks[0](x)",
+        "UsageError: blocks.0 is called by itself, and Row is cut in stages; call the whole model, on all workers",
+    ),
+    "several lists": (
+        "made(Two)",
+        "UsageError: Two has several lists of blocks: up.blocks, down.blocks, and pipeline= cuts one; say which: "
+        'Trainer(..., pipeline_blocks="model.layers")',
+    ),
+    "another kind": (
+        "made(pipeline_blocks=3)",
+        "UsageError: pipeline_blocks=3 is an int, and the path of a list of blocks is wanted; write "
+        'pipeline_blocks="model.layers", or "model.layers:5,9" to say the first blocks of the later stages',
+    ),
+}
+
+
+def test_scripts_and_what_is_refused(tmp_path: Path) -> None:
+    found = {}
+    for workers in (1, 2):
+        folder = tmp_path / str(workers)
+        folder.mkdir()
+        actions = {**DONE, **({name: action for name, (action, _) in REFUSED.items()} if workers > 1 else {})}
+        body = f"import json\nACTIONS = {actions!r}\n{TRIES}"
+        plan = f"micro=4{' pipeline=2' if workers > 1 else ''}"
+        train_basics(folder, body, workers, "--max-restarts", "0", "--plan", plan)
+        found[workers] = json.loads((folder / "said.json").read_text())
+    for name in DONE:
+        assert found[2][name] == pytest.approx(found[1][name], rel=1e-12), name
+    assert {name: found[2][name] for name in REFUSED} == {name: text for name, (_, text) in REFUSED.items()}
+
+
+# Each ends a run, on the worker that finds it.
+ENDS = {
+    "trained(made(Reads))": "the forward reads a value (bool) that another stage of the pipeline computes; let no "
+    "value that a block gave decide what the forward does, or leave pipeline= out",
+    "trained(made(Stops))": "the forward uses last.weight between two blocks or without calling all of them; let it "
+    "call all blocks, one after another, and use it after them, or leave pipeline= out",
+    "trained(made(Ends))": "the forward of Ends ended without a call of blocks.2; let it call all blocks, one after "
+    "another, or leave pipeline= out",
+    "trained(made(Turns))": "blocks.2 is called before the blocks that stand before it, and pipeline= passes all in "
+    'their order; name a list whose blocks are called one after another: pipeline_blocks="path", or leave pipeline= '
+    "out",
+    "trained(made(forward=lambda model, batch: model(batch[0]) + model(-batch[0])))": "blocks.0 is called a second "
+    "time in one forward, and pipeline= passes each block once; where the forward calls a model twice, give it both "
+    "inputs in one call (torch.cat), or leave pipeline= out",
+    "trained(made(Late))": "norm.weight is made after the blocks and used before them, and pipeline= puts it behind "
+    "them; make it before the blocks in __init__, or leave pipeline= out",
+    "trained(made(Repeated))": "the blocks of Repeated are one module that is called several times (blocks), and "
+    "pipeline= passes each once; leave pipeline= out; tensor=N cuts such a module inside",
+    "trained(made(Objects))": "blocks.0 gives a Kept, and the next block may be on another worker; let blocks give "
+    "tensors, or tuples, lists and dicts of them, or leave pipeline= out",
+    "trained(made(Normal))": "the model has BatchNorm, or a buffer that says how it is merged, and pipeline= is not "
+    "built for these yet; leave pipeline= out",
+}
+
+
+OWN = """
+from staging import Block, LENGTH, WIDTH, loss, numbers
+chance = torch.Generator().manual_seed(1)
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+    def forward(self, x):
+        for block in self.blocks: x = block(x)
+        return x + torch.randn(x.shape, generator=chance)
+t = paceline.Trainer(lambda: Own().double(), loss, lambda ps: torch.optim.SGD(ps, lr=0.1), global_batch=8)
+list(t.steps(numbers, count=2))
+"""
+
+
+def test_sequences_are_compared_with_whole_ones(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as ended:
+        train_basics(tmp_path, OWN, 2, "--max-restarts", "0", "--plan", "context=2")
+    said = "UsageError: outputs are another when the sequences of Own are divided by context=; leave context= out\n"
+    assert said in str(ended.value)
+
+
+def test_another_cut_is_advised_where_a_stage_is_slow(tmp_path: Path) -> None:
+    slow = """
+import time
+class Slow(Row):
+    def between(self, block, x): return self.waits(block(x))
+    def waits(self, x):
+        return Waits.apply(x)
+class Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep([1e-3, 30e-3][team.rank])  # much more than other work on the machine takes
+        return grad
+trained(made(Slow), count=17)
+"""
+    body = f"import json\nACTIONS = {{}}\n{TRIES}\n{slow}\n"
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "micro=4 pipeline=2")
+    (said,) = (line for line in done.stderr.splitlines() if "other stages" in line)
+    seconds = r"0\.\d+ s on worker"
+    what = (
+        r'other stages suit these workers better: Trainer\(\.\.\., pipeline_blocks="blocks:3"\): in a step the stages'
+    )
+    pattern = (
+        rf"{what} take {seconds} 0, {seconds} 1; so cut, the slowest worker would compute 0\.\d+ instead of 0\.\d+"
+    )
+    assert re.fullmatch(pattern, said)
+    assert said in [event["text"] for event in journal(tmp_path / "out", "note")]
+
+
+@pytest.mark.parametrize("action", [a if "Reads" in a else pytest.param(a, marks=pytest.mark.slow) for a in ENDS])
+def test_what_ends_a_run(action: str, tmp_path: Path) -> None:
+    body = f"import json\nACTIONS = {{}}\n{TRIES}\n{action}\n"
+    with pytest.raises(AssertionError) as ended:
+        train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "micro=4 pipeline=2")
+    assert f"UsageError: {ENDS[action]}\n" in str(ended.value)

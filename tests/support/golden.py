@@ -1,0 +1,57 @@
+"""Texts that a user reads, kept in one file for each module of tests: `golden/FOLDER/MODULE.txt` beside the folders.
+
+A test asks the fixture `golden` to compare what was said with the text of its name:
+
+    golden("a missing folder", str(error.value))
+
+After a change of texts, `pytest --golden` writes what is said now; read the difference before you commit it. Texts that
+no test asks for any more stay: delete the file first to be rid of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+_HEAD = "==== "
+
+
+def read_texts(file: Path) -> dict[str, str]:
+    """The texts of a golden file by name; of a file that is not there, none."""
+    texts: dict[str, str] = {}
+    if not file.exists():
+        return texts
+    for part in file.read_text().split(f"\n{_HEAD}")[1:]:
+        name, _, text = part.partition("\n")
+        texts[name] = text.removesuffix("\n")
+    return texts
+
+
+def write_texts(file: Path, about: str, texts: Mapping[str, str]) -> None:
+    """Writes a golden file, its texts in the order of their names, below a line that says what it holds."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    parts = [f"\n{_HEAD}{name}\n{texts[name]}\n" for name in sorted(texts)]
+    file.write_text(f"{about}\n" + "".join(parts))
+
+
+class Golden:
+    """The golden file of one module of tests. `update`: texts are written instead of compared."""
+
+    def __init__(self, module: Path, update: bool) -> None:
+        self.module, self.update = module, update
+        self.file = module.parents[1] / "golden" / module.parent.name / f"{module.stem.removeprefix('test_')}.txt"
+        self.texts = read_texts(self.file)
+        self.asked: set[str] = set()
+
+    def compare(self, name: str, text: str) -> None:
+        """Raises AssertionError unless `text` is what the file has under `name`."""
+        assert "\n" not in name, f"{name!r} is no name"
+        assert f"\n{_HEAD}" not in f"\n{text}", "this would read as another text's head"
+        text = "\n".join(line.rstrip() for line in text.strip("\n").splitlines())
+        assert name not in self.asked or self.texts[name] == text, f"two texts have the name {name!r}"
+        self.asked.add(name)
+        if self.update:
+            self.texts[name] = text
+            write_texts(self.file, f"What tests/{self.module.parent.name}/{self.module.name} expects.", self.texts)
+        assert name in self.texts, f"{self.file} has no text {name!r}; it would be:\n{text}"
+        assert text == self.texts[name]
