@@ -24,8 +24,10 @@ from typing import Any
 from turns import record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-sys.path[:0] = [str(Path(__file__).parents[1] / "tests" / folder) for folder in ("launch", "observe")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "observe"))
 from networks import PORT, Host, Network, join_over, network
 from test_ssh import Shore
 
