@@ -141,12 +141,13 @@ class IslandProgress:
 
     def to_tree(self, replica: Replica) -> Any:
         """Returns this progress as a tree by logical names."""
-        return {**vars(self), "inner": self.inner.to_tree(replica), "unused": sorted(self.unused or ())}
+        return {**vars(self), "inner": self.inner.to_tree(replica), "unused": None if self.unused is None else sorted(self.unused)}
 
     @classmethod
     def from_tree(cls, tree: Any, at: int) -> IslandProgress:
         """Returns the progress in a tree from another worker, whose inner optimizers are after step `at`."""
-        return cls(**tree | {"inner": InnerOptimizerState.from_tree(tree["inner"], at), "unused": {*tree["unused"]}})
+        unused = None if tree["unused"] is None else {*tree["unused"]}
+        return cls(**tree | {"inner": InnerOptimizerState.from_tree(tree["inner"], at), "unused": unused})
 
     def add_step(self, agreed: Agreed, norm: float, lr: float, rows: int = 0) -> None:
         """Adds one inner step, whose count may be zero."""

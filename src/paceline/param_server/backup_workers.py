@@ -41,6 +41,7 @@ class BackupWorkerServer:
         self.replication = Replication(shard, self.window, "standing by shares", "update by shares", self._follow)
         self.reads = WeightReads(shard)
         self.squares: dict[int, dict[str, list[float]]] = {}
+        self._choice = 0  # the number of this server's last choice of a step's workers
         self._summed: tuple[int, list[int]] | None = None  # the step and the workers that the gradients are the sums of
 
     def handle(self, link: Connection, client: Client, worker: int, frame: Message) -> None:
@@ -49,11 +50,11 @@ class BackupWorkerServer:
             self.reads.waiting.append((link, frame))
         elif frame.kind == Kind.SUM and frame.key[0] == self.shard.applied:
             server = -1 - worker
-            if self.replication.leads:
-                self.squares[server] = decode_message(frame.text, "squares", f"server {server}")
-            else:
+            if not self.replication.leads:
                 squares = self._sum(decode_message(frame.text, "workers", f"server {server}"))
                 link.put(Kind.SUM, self.shard.trainer, frame.key, content=json.dumps(squares).encode())
+            elif frame.key[1] == self._choice:  # else the sum of workers that were chosen before
+                self.squares[server] = decode_message(frame.text, "squares", f"server {server}")
         elif frame.kind == Kind.BUFFERS:
             self.shard.send_buffers(link, frame)
         else:
@@ -111,10 +112,11 @@ class BackupWorkerServer:
         """Sums the pushes that make the step, once enough have arrived, and has all servers do so."""
         if self.scheduler.chosen or not (chosen := self.scheduler.choose()):
             return
+        self._choice += 1
         squares = self._sum(chosen)
         self.squares = {self.shard.server: {str(part): values for part, values in squares.items()}}
         for server in self.replication.others:
-            key, text = (self.shard.applied, 0, 0), json.dumps(chosen).encode()
+            key, text = (self.shard.applied, self._choice, 0), json.dumps(chosen).encode()
             self.replication.peers[server].put(Kind.SUM, self.shard.trainer, key, content=text)
 
     def _lead_step(self) -> None:

@@ -194,7 +194,8 @@ class ParameterServer:
         elif frame.kind == Kind.KEPT:
             self._servers[frame.trainer].shard.send_optimizer_state(link, frame)
         else:
-            self._servers[frame.trainer].handle(link, client, _peer_number(link), frame)
+            number = -1 - min(self._used) if link is self._leader else _peer_number(link)
+            self._servers[frame.trainer].handle(link, client, number, frame)
 
 
 def _read_greeting(link: Connection) -> tuple[int, str]:
