@@ -15,6 +15,7 @@ import itertools
 import json
 import mmap
 import os
+import secrets
 import socket
 import statistics
 import subprocess
@@ -23,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,8 @@ from turns import compare, medians, record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import Host, network
+
+from paceline.team.auth import keep_token
 
 SIZE, TENSORS, BUCKET, WARM = 64 << 20, 16, 4, 4
 
@@ -52,7 +56,7 @@ def parts() -> Any:
     )
 
 
-def serve(address: str) -> None:
+def serve(address: str, folder: str) -> None:
     import torch
 
     from paceline.base.environment import SERVERS
@@ -64,21 +68,22 @@ def serve(address: str) -> None:
         if "at" in more:
             print(json.dumps(more["at"]), flush=True)
 
-    world: Any = SimpleNamespace(store=(address, 0), rank=SERVERS, tell=tell)
+    world: Any = SimpleNamespace(store=(address, 0), rank=SERVERS, tell=tell, run_dir=folder)
     server = ParameterServer(world)
     server.take()
-    server.steppers.append(parts())
+    server.contexts.append(parts())
     server.serve(lambda moment: None)
 
 
-def ours(at: Any) -> tuple[Callable[[], None], Callable[[], None]]:
+def ours(at: Any, folder: str) -> tuple[Callable[[], None], Callable[[], None]]:
     import torch
 
     from paceline.checkpoint.tree import pack
     from paceline.param_server.client import RANKED, ServerClient
     from paceline.param_server.protocol import Kind
+    from paceline.team.auth import handshake_key
 
-    servers = ServerClient(1, 0, 0, lambda: {0: tuple(at)}, lambda: None)
+    servers = ServerClient(1, 0, 0, lambda: {0: tuple(at)}, partial(handshake_key, folder), lambda: None)
     while not servers.ready_servers:
         servers.meet(0.1, True)
         for empty in servers.empty:
@@ -102,7 +107,7 @@ def ours(at: Any) -> tuple[Callable[[], None], Callable[[], None]]:
     def pull() -> None:
         told = json.dumps({"count": 1, "loss": 0.0, "unused": [], "expected": 1.0, "norm": 1.0}).encode()
         servers.put(0, Kind.COMMIT, 0, (step[0], 1, 0), (), told)
-        about = Kind.READ, 0, (step[0] + 1, 1, 0)
+        about = Kind.READ, 0, (step[0] + 1, 1, 0), lambda *_: str(step[0]).encode()
         servers.hear(servers.ask(*about), *about)
         with torch.no_grad():
             for number, param in enumerate(params):
@@ -176,14 +181,14 @@ def raw(at: Any, path: str) -> tuple[Callable[[], None], Callable[[], None]]:
     return push, pull
 
 
-def drive(server: str, peer: str, path: str, rounds: int) -> None:
+def drive(folder: str, server: str, peer: str, path: str, rounds: int) -> None:
     """Prints seconds by side, of pushes and pulls."""
     import torch
 
     from paceline.compute.grad_noise import squares
 
     torch.set_num_threads(1)
-    sides = {"paceline": ours(json.loads(server)), "raw": raw(json.loads(peer), path)}
+    sides = {"paceline": ours(json.loads(server), folder), "raw": raw(json.loads(peer), path)}
     found: dict[str, list[list[float]]] = {side: [] for side in sides}
     for number in range(-WARM, rounds):
         for side in sorted(sides, reverse=number % 2 > 0):
@@ -205,6 +210,7 @@ def drive(server: str, peer: str, path: str, rounds: int) -> None:
 def measured(rounds: int, hosts: Sequence[Host]) -> dict[str, Any]:
     """On one host, or two."""
     with ExitStack() as stack, tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        keep_token(Path(folder), secrets.token_hex(32).encode())
         path, address = "", "127.0.0.1"
         if hosts:
             address = hosts[0].address
@@ -223,9 +229,9 @@ def measured(rounds: int, hosts: Sequence[Host]) -> dict[str, Any]:
             stack.callback(process.kill)
             return process
 
-        peers = [started(0, "serve", address), started(0, "raw", address, path)]
+        peers = [started(0, "serve", address, folder), started(0, "raw", address, path)]
         at = [peer.stdout.readline() for peer in peers if peer.stdout is not None]
-        said, _ = started(1, "drive", *at, path, str(rounds)).communicate(timeout=1200)
+        said, _ = started(1, "drive", folder, *at, path, str(rounds)).communicate(timeout=1200)
         return dict(json.loads(said.splitlines()[-1]))
 
 
@@ -253,7 +259,7 @@ def main() -> None:
     if options.role:
         role, *words = options.role
         if role == "drive":
-            drive(*words[:3], int(words[3]))
+            drive(*words[:4], int(words[4]))
         else:
             {"serve": serve, "raw": raw_peer}[role](*words)
         return
