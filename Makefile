@@ -22,7 +22,7 @@ COLD := $(addprefix tests/launch/test_,agent.py agent_ends.py clean_exit.py) tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-all mutants engines lint types bench gallery gpu clean
+.PHONY: help demo test test-torch test-all mutants engines lint types docs bench gallery gpu clean
 
 # $(call install,WHAT,VENV,TORCH): one command line for all, or pip would fetch another torch first, which is several
 # gigabytes. TORCH is pip's way to say which torch.
@@ -86,12 +86,20 @@ mutants: $(TOOLS) ## forty mistakes, one at a time in a copy of the tree: do the
 engines: $(TOOLS) ## the tests of ssh, Slurm, MPI, Ray, Spark and Kubernetes, on real ones where they are installed
 	@$(BIN)/pytest -n 2 --dist loadfile $(ENGINES)
 
+docs: $(TOOLS) ## build the documentation site, with its search, into docs/_build/html
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html in a browser"
+
 lint: $(TOOLS) ## ruff: rules and format
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 
 types: $(TOOLS) ## mypy, strict
 	@$(BIN)/mypy
+
+docs: $(TOOLS) ## build the documentation site, with its search, into docs/_build/html
+	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
+	@echo "open docs/_build/html/index.html in a browser"
 
 bench: $(TOOLS) ## step time, sharded, cut and contrastive steps, a tiny one, memory, a GPU, sums, checkpoints and start beside their peers
 	@$(BIN)/python benchmarks/step_time.py
@@ -115,5 +123,5 @@ gpu: $(TOOLS) ## with CUDA, in ten minutes: the GPU tests, GPT-2 beside plain to
 	@$(BIN)/python benchmarks/gpu.py --tests --record benchmarks/records/gpu-$$(date +%F).json
 
 clean: ## remove what was installed, built and cached; runs/ stays
-	@rm -rf $(VENV) .venv-torch-* build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	@rm -rf $(VENV) .venv-torch-* build dist docs/_build .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

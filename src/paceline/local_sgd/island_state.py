@@ -141,7 +141,11 @@ class IslandProgress:
 
     def to_tree(self, replica: Replica) -> Any:
         """Returns this progress as a tree by logical names."""
-        return {**vars(self), "inner": self.inner.to_tree(replica), "unused": None if self.unused is None else sorted(self.unused)}
+        return {
+            **vars(self),
+            "inner": self.inner.to_tree(replica),
+            "unused": None if self.unused is None else sorted(self.unused),
+        }
 
     @classmethod
     def from_tree(cls, tree: Any, at: int) -> IslandProgress:

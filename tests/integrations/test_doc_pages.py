@@ -1,0 +1,60 @@
+"""The pages of the documentation site: their commands print what they say, and the site is built."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_pages import blocks_of, commands_of, missing_line, run_page
+from paths import DOCS
+from warm import environment
+
+START = ["install", "first-script", "two-workers", "resume"]
+FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page
+
+
+def file_of(page: str, name: str) -> str:
+    return next(block.text for block in blocks_of((DOCS / page).read_text()) if block.file == name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", START)
+def test_commands_of_a_start_page_print_what_it_says(page: str, tmp_path: Path) -> None:
+    for name, other in FILES.items():
+        (tmp_path / name).write_text(file_of(other, name))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    count, _ = run_page(DOCS / "start" / f"{page}.md", tmp_path, environment(PATH=path))
+    assert count > 0
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """Links between pages and to their headings lead somewhere, and each page is in the table of contents."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", DOCS, tmp_path / "site"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    index = (tmp_path / "site" / "searchindex.js").read_text()
+    assert all(f'"start/{page}"' in index for page in START)
+
+
+def test_each_block_of_a_start_page_is_run_or_says_why_not() -> None:
+    for page in sorted((DOCS / "start").glob("*.md")):
+        blocks = [*blocks_of(page.read_text())]
+        assert blocks
+        for block in blocks:
+            assert block.reason or block.file or block.language == "console", page.name
+        assert page.stem in START or all(block.reason for block in blocks), f"{page.name} is not in the list START"
+
+
+def test_blocks_and_commands_are_read() -> None:
+    page = "```{code-block} python\n:caption: a.py\n\nprint(1)\n```\n<!-- not run: why -->\n```console\n$ ls\n```\n"
+    file, command = blocks_of(page)
+    assert (file.file, file.text, file.reason) == ("a.py", "print(1)\n", None)
+    assert (command.language, command.text, command.reason) == ("console", "$ ls\n", "why")
+    (first, second) = commands_of("$ ls\na  b\n...\n$ pwd\n")
+    assert (first.line, first.output, second.line, second.output) == ("ls", ("a  b", "..."), "pwd", ())
+    assert missing_line(("a ... c", "d"), "x\na b c\ny\nd\n") is None
+    assert missing_line(("d", "a ... c"), "x\na b c\ny\nd\n") == "a ... c"
