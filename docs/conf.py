@@ -8,7 +8,7 @@ project = "Paceline"
 copyright = "the authors of Paceline"  # noqa: A001 - the name that Sphinx reads
 version = release = paceline.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.intersphinx", "sphinx_copybutton", "sphinx_design"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_design"]
 exclude_patterns = ["_build"]
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -21,4 +21,6 @@ html_show_sphinx = False
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 add_module_names = False
+default_role = "code"  # single backticks in docstrings
+napoleon_use_ivar = True
 copybutton_prompt_text = "$ "

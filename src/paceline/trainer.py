@@ -89,21 +89,49 @@ _FUSED = "fused= was left open, and torch has it for this device"
 
 
 class Trainer(TrainerLogging):
-    """Trains one model: the same result on any number of workers.
+    """Trains one model, with the same result on any number of workers.
 
-    `model` is a module (worker 0's weights are everybody's) or a function that builds one, called under `seed`.
-    `loss(output, batch)` returns a scalar (the mean over the rows it was given), ``(sum, count)`` or
-    ``(sum, count, {name: (sum, count)})``. `optimizer(params)` receives the trainable named parameters and returns one
-    optimizer or a list. `global_batch` is the rows of one optimizer step over all workers; only `step` can do without.
-    `forward(model, batch)` is by default ``model(batch)`` for a tensor, ``model(batch[0])`` for a tuple or list,
-    ``model(**batch)`` for a mapping. `schedule` is a factor as a function of the step (from 0), a scheduler class of
-    torch's, plain or as functools.partial, a function of the optimizer that returns a scheduler, or
-    ``paceline.plateau(name)``. `clip_norm` bounds the norm of the mean gradient. `plan` says how the work
-    is spread; ``--plan`` wins over it. `tensor` names the layers that are cut and how, `pipeline_blocks` the list of
-    blocks that is cut in stages, where these should not be found. With ``loss_over="batch"`` the loss gets what
-    `forward` returned for all rows of the global batch, wherever they were, and None as `batch`.
+    Every worker makes the same Trainer; none of the arguments names a worker.
 
-    Raises PlanError, UsageError, and WorkersDifferError; CheckpointError when a run cannot be resumed.
+    Args:
+        model: An `nn.Module` (all workers take worker 0's weights), or a function without arguments that builds one.
+            Prefer the function: it is called under `seed`, and models that are too large for one worker can then be
+            built in parts.
+        loss: ``loss(output, batch)`` returns a scalar (the mean over the rows that it was given), ``(sum, count)``, or
+            ``(sum, count, {name: (sum, count)})`` with metrics. Return the sum and the count where rows weigh
+            differently, as in means over tokens.
+        optimizer: ``optimizer(params)`` gets the trainable parameters as (name, parameter) pairs, and returns one
+            optimizer or a list of them.
+        global_batch: Rows of one optimizer step, over all workers. Only `step` works without it.
+        forward: ``forward(model, batch)``; by default ``model(batch)`` for a tensor, ``model(batch[0])`` for a tuple or
+            list, and ``model(**batch)`` for a mapping.
+        schedule: The learning rate: a factor as a function of the step (from 0), as `paceline.cosine` makes it; one of
+            torch's scheduler classes, plain or in `functools.partial`; a function of the optimizer that returns a
+            scheduler; or `paceline.plateau(name)`.
+        clip_norm: Upper bound of the norm of the mean gradient.
+        seed: Seeds the weights, the order of the rows, and the random numbers of each micro-batch.
+        plan: How the work is spread, for example ``"shard=2 zero=3 precision=bf16"``. ``paceline run --plan`` overrides
+            it.
+        tensor: The layers that ``tensor=`` cuts and how, by name, where Paceline does not find them by itself.
+        pipeline_blocks: The name of the list of blocks that ``pipeline=`` cuts into stages, where it is not found.
+        loss_over: With ``"batch"``, `loss` is called once per step with the outputs for all rows of the global batch
+            (and None as the batch), as contrastive losses need.
+
+    Raises:
+        PlanError: The plan has an unknown word, or does not fit the model or the number of workers.
+        UsageError: An argument is wrong; the message names it.
+        WorkersDifferError: Workers make different models, optimizers or arguments.
+        CheckpointError: The run cannot be resumed.
+
+    Example:
+        >>> trainer = paceline.Trainer(
+        ...     model=lambda: nn.Linear(10, 2),
+        ...     loss=lambda output, batch: nn.functional.cross_entropy(output, batch[1]),
+        ...     optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        ...     global_batch=256,
+        ... )
+        >>> for report in trainer.steps(dataset, epochs=3):
+        ...     print(report.step, report.loss)
     """
 
     model = Fixed[nn.Module](
@@ -201,13 +229,14 @@ class Trainer(TrainerLogging):
 
     @without_script_view
     def close(self) -> None:
-        """Ends this trainer and gives the memory of its model, optimizer and gradients back. Checkpoints hold its state
-        no longer; its last weights are kept once, beside them. A second call does nothing. A model that is whole on
-        each worker stays as it is, if the script has it.
+        """Ends this trainer and frees the memory of its model, optimizer and gradients.
 
-        Collective. In the handling of an exception, which other workers may not have, nothing is done together: the
-        memory is given back with the next Trainer or checkpoint. Under ``server=`` servers keep their part of the state
-        until the run ends. Not in the body of the trainer's own loop, unless `break` follows.
+        Checkpoints no longer hold its state; its last weights are kept once, beside them. A model that every worker
+        holds completely stays usable if the script still refers to it. A second call does nothing.
+
+        All workers must call it, and not in the body of the trainer's own loop unless `break` follows. While an
+        exception is handled, workers do nothing together: the memory is then freed with the next Trainer or checkpoint.
+        Parameter servers (``server=``) keep their part until the run ends.
         """
         if self._closed:
             return
@@ -315,7 +344,7 @@ class Trainer(TrainerLogging):
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps done in the whole training, resumed ones included."""
+        """Optimizer steps of the whole training, those before a resume included."""
         return self._run.trainers.members[self._number].steps_done if self._closed else self._context.done
 
     @property
@@ -370,7 +399,10 @@ class Trainer(TrainerLogging):
 
     @property
     def main(self) -> bool:
-        """True on one worker: for loggers of other makers only. Our own methods are called by all workers."""
+        """True on one worker, for example to feed a logger.
+
+        Methods of the Trainer itself must be called by all workers.
+        """
         return self._reporter.main
 
     @property
@@ -379,7 +411,7 @@ class Trainer(TrainerLogging):
 
     @property
     def complete(self) -> bool:
-        """Whether every `steps()` of this trainer reached its end, or `stop()` was called."""
+        """True once every loop over `steps()` has reached its end, or `stop()` was called."""
         return (
             self._closed or self._stopped or all(phase.complete or phase.done == phase.total for phase in self._phases)
         )
@@ -397,11 +429,25 @@ class Trainer(TrainerLogging):
         loader: Mapping[str, Any] | None = None,
         **words: Never,
     ) -> Iterator[StepReport]:
-        """Trains, one optimizer step per turn of the loop, and yields a StepReport after each.
+        """Trains: makes one optimizer step per turn of the loop, and yields a StepReport after each.
 
-        Give `epochs` (default 1) or `count`, the optimizer steps of the whole phase; a resumed run ends where the
-        undisturbed one would. `collate` always sees the samples of one micro-batch. `order(position, size, seed,
-        epoch)` is any pure function, by default `paceline.sample_index`. `loader` are options of torch's DataLoader.
+        A resumed run continues in the middle of the loop and ends where the undisturbed run would.
+
+        Args:
+            dataset: A dataset with a length (rows by index), or an iterable one.
+            epochs: How often to go through the dataset (default 1). A resumed run counts those that are done.
+            count: Instead of `epochs`: the number of optimizer steps.
+            collate: Makes a batch of the samples of one micro-batch; torch's `default_collate` if not given.
+            order: ``order(position, size, seed, epoch)`` returns the index of the sample at a position: any pure
+                function, by default `paceline.sample_index`, a random permutation of each epoch.
+            loader: Options of torch's DataLoader, for example ``{"num_workers": 4}``.
+
+        Yields:
+            A StepReport, the same on every worker but for `seconds`.
+
+        Raises:
+            UsageError: An argument is wrong, or workers have different datasets.
+            NonFiniteLossError: The loss or the gradient is not finite; the step was not applied.
         """
         self._need_open()
         refuse_words("steps()", words, Trainer.steps)
@@ -515,10 +561,20 @@ class Trainer(TrainerLogging):
 
     @without_script_view
     def step(self, batch: Any) -> StepReport:
-        """One optimizer step on the rows that this worker brings itself: the mean over all workers' rows.
+        """Makes one optimizer step on rows that each worker brings itself.
 
-        `batch` is any nesting of tensors whose first dimension is the row, or None for no rows. If a worker dies its
-        own rows are lost, and named.
+        The loss is the mean over the rows of all workers. If a worker dies, its rows of that step are lost; a message
+        names them.
+
+        Args:
+            batch: Any nesting of tensors whose first dimension is the row, or None if this worker brings no rows.
+
+        Returns:
+            A StepReport.
+
+        Raises:
+            UsageError: Workers bring the same rows, or the plan makes several steps per turn (``local=``,
+                ``staleness=``).
         """
         self._need_open()
         self._need_optimizer()
@@ -607,15 +663,32 @@ class Trainer(TrainerLogging):
         collate: Callable[[list[Any]], Any] | None = None,
         **words: Never,
     ) -> dict[str, Any]:
-        """Means of `metric(output, batch) -> {name: (sum, count)}` over all rows of a dataset, and their number ``n``.
+        """Evaluates a metric over a dataset, each row exactly once, on all workers together.
 
-        Exact: each row counts once, nothing is padded, and sums are added in grid order. Collective. `model` is by
-        default the trained one; it is put in eval mode for the time. A metric gets what the loss gets: with
-        ``loss_over="batch"`` the outputs of each global batch, and None.
+        The model is in eval mode meanwhile. Nothing is padded, and sums are added in the order of the rows, so the
+        result does not depend on the number of workers.
 
-        What is no sum (AUC, correlation, mAP) is an object with `update`, `compute` and `reset` whose states say how
-        they merge, as torchmetrics' do; or a mapping of such objects by name; or a pair of either with a function of
-        output and batch that returns the arguments of `update`. Results are then floats, or tensors. MetricError.
+        Args:
+            dataset: The rows.
+            metric: ``metric(output, batch)`` returns ``{name: (sum, count)}``, and the result is their quotient. For
+                what is not a mean (AUC, correlation, mAP): an object with `update`, `compute` and `reset` whose states
+                say how they merge, as those of torchmetrics; a mapping of such objects by name; or a pair of either and
+                a function of output and batch that returns the arguments of `update`. With ``loss_over="batch"`` a
+                metric gets the outputs of each global batch, and None.
+            model: Another model to evaluate; by default the trained one.
+            collate: As in `steps`.
+
+        Returns:
+            The values by name, with the number of rows as ``n``.
+
+        Raises:
+            MetricError: The metric returns something else, or other names for some rows.
+
+        Example:
+            >>> def accuracy(output, batch):
+            ...     return {"accuracy": ((output.argmax(1) == batch[1]).sum(), len(output))}
+            >>> trainer.evaluate(data, accuracy)
+            {'accuracy': 0.985, 'n': 1000}
         """
         self._need_open()
         refuse_words("evaluate()", words, Trainer.evaluate)
@@ -638,15 +711,26 @@ class Trainer(TrainerLogging):
         model: nn.Module | None = None,
         path: str | Path | None = None,
     ) -> Any:
-        """What `forward` gives for each row of a dataset, once and in order, in eval mode. Collective.
+        """Computes the output of `forward` for each row of a dataset, once and in order, in eval mode.
 
-        An iterator of (rows, output) by micro-batch, for ``for rows, output in trainer.predict(data):`` on all workers:
-        on the main one `rows` is a range of row numbers and `output` the nested tensors of these rows, on the CPU; on
-        the others it does its part and gives nothing. A worker that becomes the main one by a loss gets all rows.
+        All workers must call it.
 
-        With `path` the outputs go to a file and the path is returned on all: ``.npy``, one array with rows first, or
-        ``.safetensors``, tensors by their name in a mapping or `output`. Memory holds four micro-batches a worker.
-        Raises UsageError for outputs that cannot be handed on, CheckpointError for those that cannot be written.
+        Args:
+            dataset: The rows.
+            collate: As in `steps`.
+            model: Another model; by default the trained one.
+            path: A file to write: ``.npy`` gets one array whose first dimension is the row, ``.safetensors`` the
+                tensors by their names in the output, or as ``output``.
+
+        Returns:
+            Without `path`, an iterator of (rows, output) by micro-batch, over which all workers must loop. On the main
+            worker `rows` is a range of row numbers and `output` the nested tensors of these rows, on the CPU; other
+            workers compute their part and get nothing. With `path`, the path. Memory holds four micro-batches per
+            worker.
+
+        Raises:
+            UsageError: The outputs are not tensors with a row for each row of the batch.
+            CheckpointError: The file cannot be written.
         """
         self._need_open()
         sweep = self._sweep(dataset, collate, model)
@@ -664,11 +748,17 @@ class Trainer(TrainerLogging):
         return EvalPass(self._run.team, self._job, model or self.model, source, micro, undivided, self._grid, self._of)
 
     def keep_best(self, name: str, mode: str = "max") -> None:
-        """Keeps the checkpoint of the weights whose `name` was best, in `evaluate` or `log`, beyond all others.
+        """Keeps the checkpoint with the best value of a metric, in addition to the newest ones.
 
-        It is taken when the loop asks for its next step, before which training waits until it is there. `mode` is
-        ``max`` or ``min``; NaN is never best. ``paceline export RUN --best`` writes it. Called by all workers, before
-        the loop. Raises UsageError.
+        All workers call it before the loop. ``paceline export RUN --best`` writes the weights of that checkpoint. It is
+        taken when the loop asks for its next step, and training waits until it is written.
+
+        Args:
+            name: A value of `evaluate` or `log`.
+            mode: ``"max"`` or ``"min"``. NaN is never the best value.
+
+        Raises:
+            UsageError: The mode is another one, or a value is followed already.
         """
         self.best.follow(name, mode)
         if self._run.checkpoints.storage is None:
@@ -676,11 +766,14 @@ class Trainer(TrainerLogging):
 
     @without_script_view
     def save(self) -> None:
-        """Asks for a checkpoint; taken when the loop asks for its next step, so that it holds what the body did, and
-        written while training goes on. Outside of loops it is taken at once; where no step() is used, it is there on
-        return.
+        """Asks for a checkpoint. All workers must call it.
 
-        Collective: called by all workers or none. Raises UsageError without a run folder.
+        In a loop, the checkpoint is taken when the loop asks for its next step, so it contains what the body of the
+        loop has changed, and is written while training goes on. Outside of loops it is taken at once, and complete on
+        return unless the script uses `step`.
+
+        Raises:
+            UsageError: The run has no folder; start it with ``paceline run --run-dir FOLDER``.
         """
         self._need_open()
         run = self._run
@@ -692,7 +785,13 @@ class Trainer(TrainerLogging):
 
     @without_script_view
     def export(self, path: str | Path) -> None:
-        """Writes the weights as safetensors, under the model's own keys. Collective; the file is written once."""
+        """Writes the weights as safetensors under the model's own names.
+
+        All workers must call it; the file is written once.
+
+        Args:
+            path: The file, with the suffix ``.safetensors``.
+        """
         self._need_open()
         self._run.need_team()
         if not self.steps_done and not self._run.resume.imported and self._script_settings.untrained(self.model):
@@ -708,7 +807,10 @@ class Trainer(TrainerLogging):
 
     @without_script_view
     def stop(self) -> None:
-        """Ends the training when the loop asks for its next step; the run then counts as finished. Collective."""
+        """Ends the training when the loop asks for its next step; the run then counts as finished.
+
+        All workers must call it.
+        """
         self._need_open()
         self._together("stop()")
         self._stopped = True

@@ -20,10 +20,16 @@ NOWHERE: Mapping[str, float] = {}
 
 
 def stream_seed(seed: int, step: int, micro_batch: int) -> int:
-    """The seed of the random stream of one micro-batch, a 63-bit integer; `step` and `micro_batch` count from 0.
+    """The seed of the random numbers of one micro-batch, a 63-bit integer.
 
-    Two rounds of the splitmix64 finaliser per argument (Steele, Lea & Flood, "Fast Splittable Pseudorandom Number
-    Generators", OOPSLA 2014). It depends on nothing else: not on workers, machines or what was drawn before.
+    It depends on nothing but the arguments: not on workers, machines or what was drawn before. Two rounds of the
+    splitmix64 finaliser per argument (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
+    2014).
+
+    Args:
+        seed: The seed of the training.
+        step: The optimizer step, from 0.
+        micro_batch: The number of the micro-batch in its global batch, from 0.
     """
     value = 0x9E3779B97F4A7C15
     for part in (seed, step, micro_batch):

@@ -38,10 +38,18 @@ def _warmed(steps: int, warmup: int, then: Factor) -> Factor:
 
 
 def cosine(steps: int, warmup: int = 0, floor: float = 0.0) -> Factor:
-    """``floor + (1 - floor) * (1 + cos(pi * t / T)) / 2`` with t steps after the warmup and T = steps - warmup.
+    """Cosine schedule with linear warmup: ``floor + (1 - floor) * (1 + cos(pi * t / T)) / 2``.
 
-    Loshchilov and Hutter, SGDR, ICLR 2017, without restarts; torch's CosineAnnealingLR with eta_min = floor * lr.
-    `floor` is a factor from 0 to 1. Raises UsageError.
+    `t` counts steps after the warmup, and T = steps - warmup. It is torch's CosineAnnealingLR with eta_min = floor * lr
+    (Loshchilov and Hutter, SGDR, ICLR 2017, without restarts).
+
+    Args:
+        steps: Optimizer steps of the whole training.
+        warmup: Steps in which the factor rises from 0 to 1.
+        floor: The factor at the end, from 0 to 1.
+
+    Raises:
+        UsageError: A number is out of range.
     """
     if not 0 <= floor <= 1:
         raise UsageError(f"floor={floor!r} is no factor of the learning rate", "give a number from 0 to 1")
@@ -49,14 +57,30 @@ def cosine(steps: int, warmup: int = 0, floor: float = 0.0) -> Factor:
 
 
 def linear(steps: int, warmup: int = 0) -> Factor:
-    """``1 - t / T`` with t steps after the warmup and T = steps - warmup: torch's LinearLR to 0. Raises UsageError."""
+    """Linear decay to 0 with linear warmup: ``1 - t / T``, with `t` steps after the warmup and T = steps - warmup.
+
+    Args:
+        steps: Optimizer steps of the whole training.
+        warmup: Steps in which the factor rises from 0 to 1.
+
+    Raises:
+        UsageError: A number is out of range.
+    """
     return _warmed(steps, warmup, lambda t: 1 - t / (steps - warmup))
 
 
 def wsd(steps: int, warmup: int, decay: int) -> Factor:
-    """Warmup, stable, decay: 1 until the last `decay` steps, then ``1 - t / decay`` with t steps of these done.
+    """Warmup, stable, decay: the factor is 1 until the last `decay` steps, in which it falls linearly to 0.
 
-    Hu et al., MiniCPM, 2024 (arXiv:2404.06395), which leaves the form of the decay open. Raises UsageError.
+    Hu et al., MiniCPM, 2024 (arXiv:2404.06395), which leaves the form of the decay open.
+
+    Args:
+        steps: Optimizer steps of the whole training.
+        warmup: Steps in which the factor rises from 0 to 1.
+        decay: Steps of the decay, at most steps - warmup.
+
+    Raises:
+        UsageError: A number is out of range.
     """
     factor = _warmed(steps, warmup, lambda t: min(1.0, (steps - warmup - t) / decay))
     _checked("decay", 1, decay, steps - warmup)
@@ -78,10 +102,16 @@ class Plateau:
 def plateau(name: str, **options: Any) -> Plateau:
     """Reduces the learning rate when a reported value stops improving, as torch's ReduceLROnPlateau.
 
-    `name` is that of a value which `trainer.evaluate` or `trainer.log` reports; the schedule moves at each report, and
-    not with the steps. A value that is evaluated and then logged at the same step is one report. `options` are those of
-    torch: `mode` ("min" unless said), `factor`, `patience`, `threshold`, `threshold_mode`, `cooldown`, `min_lr`, `eps`.
-    Raises UsageError.
+    The schedule moves at each report of the value, not with the steps. A value that is evaluated and then logged at the
+    same step is one report.
+
+    Args:
+        name: A value that `trainer.evaluate` or `trainer.log` reports.
+        options: Those of torch's class: `mode` (default "min"), `factor`, `patience`, `threshold`, `threshold_mode`,
+            `cooldown`, `min_lr`, `eps`.
+
+    Raises:
+        UsageError: The name is not a text, or torch refuses an option.
     """
     if not isinstance(name, str) or not name:
         what = f"plateau() is given {name!r:.60}, and the name of a value is wanted"

@@ -32,10 +32,21 @@ class Medium(Protocol):
 
 
 class Histogram:
-    """A histogram of the elements of an array or tensor, in `bins` bins of equal width.
+    """A histogram of the elements of an array or tensor, for `trainer.log`.
 
-    `edges` has one entry more than `counts`; `mean` and `deviation` are those of the finite elements, and `others` is
-    the number of elements that are not finite. Raises UsageError.
+    Args:
+        values: Numbers, in an array or tensor of any shape.
+        bins: How many bins of equal width, 1 to 1000.
+
+    Attributes:
+        counts: Elements per bin.
+        edges: Bounds of the bins, one more than there are bins.
+        mean: Mean of the finite elements.
+        deviation: Standard deviation of the finite elements.
+        others: Number of elements that are not finite.
+
+    Raises:
+        UsageError: The values are not numbers, or the number of bins is out of range.
     """
 
     def __init__(self, values: Any, bins: int = 30) -> None:
@@ -60,9 +71,15 @@ class Histogram:
 
 
 class Image:
-    """A picture: an array of [height, width] or [height, width, channels], a tensor of torch's of [height, width] or
-    [channels, height, width], with 1, 3 or 4 channels, of bytes or of numbers from 0 to 1; what PIL or matplotlib made;
-    or the bytes of a PNG. Raises UsageError.
+    """A picture for `trainer.log`.
+
+    Args:
+        picture: An array of [height, width] or [height, width, channels]; a tensor of [height, width] or [channels,
+            height, width]; a picture of PIL or a figure of matplotlib; or the bytes of a PNG. Arrays and tensors have
+            1, 3 or 4 channels, of bytes or of numbers from 0 to 1.
+
+    Raises:
+        UsageError: The picture is something else.
     """
 
     def __init__(self, picture: Any) -> None:

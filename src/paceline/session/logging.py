@@ -63,9 +63,17 @@ class TrainerLogging:
         return made
 
     def log(self, *unnamed: Any, **values: Any) -> None:
-        """Keeps the user's own figures (or a text) in the run's journal, at the current step. What has more than one
-        number is a histogram or a picture: see `paceline.Histogram` and `paceline.Image`. Collective for the one that
-        `keep_best` or `paceline.plateau` follows. Raises UsageError.
+        """Records values of your own at the current step.
+
+        A value is a number, a text, a `paceline.Histogram` or a `paceline.Image`. They appear in the journal, the
+        report, the live page and the loggers. If `keep_best` or `paceline.plateau` follows one of the names, all
+        workers must call it.
+
+        Raises:
+            UsageError: A value has no name.
+
+        Example:
+            >>> trainer.log(temperature=0.7, note="second phase")
         """
         followed = self.followed
         if unnamed:
@@ -114,8 +122,12 @@ class TrainerLogging:
                 reporter.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **event_fields)
 
     def log_to(self, logger: Any) -> None:
-        """Hands what is known of each step to `logger.write(step, values)`, on whoever is main: see docs/watching.md.
-        Called by all workers. Raises UsageError.
+        """Feeds a logger: ``logger.write(step, values)`` is called on one worker with everything known of each step.
+
+        All workers must call it. See docs/watching.md.
+
+        Raises:
+            UsageError: The logger has no method `write`.
         """
         self._reporter.loggers.add(logger, self._reporter.say)
 

@@ -14,13 +14,20 @@ from paceline.team.live_migration import Migration
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step of the whole team: the same on every worker, but for `seconds`.
+    """One optimizer step of all workers together; the same on every worker but for `seconds`.
 
-    `step` counts optimizer steps done, from 1. `loss` and `metrics` are means over the global batch of `samples` rows;
-    NaN where nothing counts, as in a step without any label, which changes no weight.
-    `lr` is the first group's learning rate of this step, `grad_norm` the norm of the mean gradient before clipping.
-    With `local=` a turn of the loop is a round of `turn` steps: `loss` and `metrics` are its means, `samples` its rows,
-    and the rest is that of its last step, `lr` and `grad_norm` of island 0.
+    Attributes:
+        step: Optimizer steps done, from 1.
+        epoch: The epoch, from 0.
+        loss: Mean over the global batch. NaN if no row counts, as without any label; such a step changes no weight.
+        metrics: Means of the loss's own metrics, by name.
+        samples: Rows of the global batch.
+        seconds: Duration on this worker.
+        lr: Learning rate of the first parameter group.
+        grad_norm: Norm of the mean gradient before clipping.
+        turn: Optimizer steps of this turn of the loop: more than 1 under ``local=`` and in asynchronous windows.
+            `loss`, `metrics` and `samples` are then of all of them, the other values of the last one (under ``local=``,
+            of island 0).
     """
 
     step: int
@@ -34,7 +41,7 @@ class StepReport:
     turn: int = 1
 
     def every(self, steps: int) -> bool:
-        """Returns whether a multiple of `steps` was reached since the last turn of the loop."""
+        """Returns True if a multiple of `steps` was reached since the last turn of the loop."""
         return self.step // steps > (self.step - self.turn) // steps
 
 
