@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 from launching import paceline
@@ -76,3 +77,16 @@ def test_rows_find_their_other_side(kind, tmp_path):
 def test_examples_are_short():
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) < 80, path.name
+
+
+@pytest.mark.slow
+def test_shapes_are_detected(tmp_path: Path) -> None:
+    """In a third of the epochs; the average precision is that of one worker."""
+    text = (EXAMPLES / "detection.py").read_text()
+    assert "EPOCHS, BATCH = 12, 64" in text
+    (tmp_path / "detection.py").write_text(text.replace("EPOCHS, BATCH = 12", "EPOCHS, BATCH = 4"))
+    options = {"cwd": tmp_path, "timeout": 290}
+    lines = [paceline("run", "--workers", workers, "detection.py", **options).stdout for workers in ("1", "2")]
+    (precision,) = re.findall(r"held-out images: ([\d.]+) ", lines[0])
+    assert float(precision) > 0.6
+    assert lines[0] == lines[1]
