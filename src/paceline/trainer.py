@@ -776,6 +776,10 @@ class Trainer(TrainerLogging):
             UsageError: The run has no folder; start it with ``paceline run --run-dir FOLDER``.
         """
         self._need_open()
+        self._run.need_team()
+        self._run.results.call(self._save)
+
+    def _save(self) -> None:
         run = self._run
         self._together("save()")
         run.checkpoints.ask()
@@ -799,7 +803,8 @@ class Trainer(TrainerLogging):
             what = f"these weights are not trained: {why}"
             self._reporter.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
-        self._run.team.transactions.run(partial(self._write, Path(path)))
+        write = partial(self._write, Path(path))
+        self._run.results.call(lambda: self._run.team.transactions.run(write))
 
     def _write(self, path: Path) -> None:
         self._group.declare(f"export(){self._of}", kind="export()")
@@ -812,7 +817,8 @@ class Trainer(TrainerLogging):
         All workers must call it.
         """
         self._need_open()
-        self._together("stop()")
+        self._run.need_team()
+        self._run.results.call(partial(self._together, "stop()"))
         self._stopped = True
 
     def _together(self, name: str) -> None:

@@ -16,13 +16,16 @@ class RecordedResults:
     """The results of this run's collectives outside of loops, in the order of the script (`values`).
 
     Checkpoints keep them. A script that replays gets them one after another until its first step; a finished run that
-    runs through the end of its script records nothing.
+    runs through the end of its script records nothing. `calls` counts the collectives without a result that the team
+    has made outside of loops, such as `export()`: checkpoints do not keep it, so a resumed team makes them again.
     """
 
     def __init__(self, transactions: Transactions, script: ScriptPosition) -> None:
         self._transactions, self._script = transactions, script
         self.values: list[Any] = []
+        self.calls = 0
         self._next = 0  # the result that a script which replays gets next
+        self._passed = 0  # calls that this worker's script has come to
 
     def restore(self, tree: Mapping[str, Any]) -> None:
         """Takes the results of a checkpoint's state `tree`."""
@@ -61,3 +64,13 @@ class RecordedResults:
         result = (self.take() or [self._transactions.run(settle, apply, spends, take)])[0]
         self.record(result)
         return result
+
+    def call(self, operation: Callable[[], None]) -> None:
+        """Makes a collective without a result, unless the team made it before this worker joined."""
+        if self._outside and self._script.replays and self._passed < self.calls:
+            self._passed += 1
+            return
+        operation()
+        if self._outside:
+            self.calls += 1
+            self._passed = self.calls

@@ -48,6 +48,7 @@ class RunState:
         return {
             "trainers": trainers,
             "results": run.results.values,
+            "calls": run.results.calls,
             "described": described,
             "streams": user_streams(),
             "saved": [checkpoints.begun, checkpoints.open],
@@ -71,7 +72,8 @@ class RunState:
         if newcomer:
             trainers = [checkpoints.last_of(number, saved) for number, saved in enumerate(tree["trainers"])]
             run.resume.tree, run.resume.streams = {**tree, "trainers": trainers}, [tree["streams"]]
-            run.script.replays, run.results.values = True, list(tree["results"])
+            run.script.replays = True
+            run.results.values, run.results.calls = list(tree["results"]), tree["calls"]
         for member in run.trainers.members:
             member.restore(newcomer)
 
