@@ -5,6 +5,7 @@ none.
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from launching import train_basics
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from examples import examples
 from paceline.base.batching import Grid, deal
 from paceline.base.journal import read_journal
-from paceline.data.loader import Assignment, Feed, Slot, Source, _Rows, share_of
+from paceline.data.loader import Assignment, Feed, Slot, Source, _Rows, _Start, share_of
 from paceline.data.order import sample_index
 from paceline.session.training_loop import grid_text, idle_text
 
@@ -28,13 +30,14 @@ def feed_of(grid: Grid, rows: int, batches: int, told: list[Any], **options: Any
     return Feed(source, grid, (0, batches, 1), lambda *event, **more: told.append((*event, more)))
 
 
-@given(
+@examples(
     st.integers(1, 40),
     st.integers(1, 12),
     st.integers(1, 100),
     st.integers(0, 30),
     st.lists(st.sampled_from([0.0, 1.0, 2.0, 9.0]), min_size=1, max_size=6).filter(any),
     st.booleans(),
+    fast=30,
 )
 def test_slots_are_those_of_every_batch_in_turn(
     global_batch: int, micro: int, rows: int, start: int, weights: list[float], fine: bool
@@ -250,6 +253,27 @@ def test_with_any_loader_the_rows_are_the_same_and_the_own_streams_stay(options:
     assert sorted(found) == list(range(24))
     assert found == [sample_index(position, 24, 3, 0) for position in range(24)]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class RandomRows:
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(3)
+
+
+def test_pickled_loader_of_a_spawned_process_gives_the_same_random_rows() -> None:
+    """The dataset of micro-batches and the start function travel as a pickle, before and after rows were loaded."""
+    rows = _Rows(Source.of(RandomRows(), 3, None, None, {"num_workers": 1}))
+    slots = [Slot(0, 0, 0, 4, (5, 1, 7, 2)), Slot(1, 1, 4, 6, (5, 1))]
+    fresh = pickle.loads(pickle.dumps(rows))
+    expected = [rows[slot][1] for slot in slots]
+    assert not torch.equal(expected[0][:2], expected[1])
+    for copied in (fresh, pickle.loads(pickle.dumps(rows))):
+        torch.manual_seed(99)
+        assert all(torch.equal(copied[slot][1], batch) for slot, batch in zip(slots, expected, strict=True))
+    assert pickle.loads(pickle.dumps(_Start(math.sqrt))).then is math.sqrt
 
 
 class Drawn:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from launching import SCRIPTS, free_port
 from warm import Process
 
+from examples import examples
 from paceline.base.mesh import AXES, Mesh, run_of
 from paceline.plan import Plan
 
@@ -28,7 +29,7 @@ def test_coordinates_are_those_of_an_array_with_the_innermost_axis_last(sizes: t
     assert len({*map(tuple, found)}) == mesh.size
 
 
-@given(SIZES, SOME)
+@examples(SIZES, SOME, fast=30)
 def test_peers_along_axes_divide_all_ranks(sizes: tuple[int, ...], axes: list[str]) -> None:
     mesh = Mesh(*sizes)
     groups = {mesh.peers(rank, *axes) for rank in range(mesh.size)}
@@ -41,7 +42,7 @@ def test_peers_along_axes_divide_all_ranks(sizes: tuple[int, ...], axes: list[st
         assert len({tuple(mesh.coordinate(rank, axis) for axis in axes) for rank in group}) == len(group)
 
 
-@given(SIZES)
+@examples(SIZES, fast=20)
 def test_replicas_are_of_whole_units_and_twins_have_one_place(sizes: tuple[int, ...]) -> None:
     mesh = Mesh(*sizes)
     assert (mesh.unit, mesh.replica) == (sizes[2] * sizes[3] * sizes[4], sizes[1] * mesh.unit)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from examples import examples
 from paceline.comm.gradient_buckets import Bucket, Buckets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -34,7 +35,7 @@ def feed(param: nn.Parameter, value: float) -> None:
     (param * value).sum().backward()
 
 
-@given(st.data())
+@examples(st.data(), fast=40)
 def test_every_bucket_goes_once_in_order_complete_and_as_soon_as_it_can(data):
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     params = parameters(sizes)

@@ -78,11 +78,11 @@ def merging(model: nn.Module, loss: Any, data: Any, **more: Any) -> Trainer:
 
 
 def test_a_plain_model_is_merged(run):
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10))
+    mine = merging(built(mlp), cross_entropy, rows(1, 64, 10))
     assert decisions(run)[MERGED] == OBSERVED
     assert happened(run, "note") == []
     assert set(mine.model.sizes) == {16}
-    plain = by_hand(Sizes(built(mlp))).train(grid(rows(1, 96, 10), 32, 4, epochs=3))
+    plain = by_hand(Sizes(built(mlp))).train(grid(rows(1, 64, 10), 32, 4, epochs=3))
     same(mine, plain)
 
 
@@ -117,18 +117,18 @@ def test_a_model_with_side_effects_is_executed_one_by_one(name, run):
     layer, why = STRICT[name]
     start = nn.Sequential(layer, built(mlp))
     initial = {key: value.clone() for key, value in start.state_dict().items()}
-    mine = merging(start, cross_entropy, rows(1, 96, 10))
+    mine = merging(start, cross_entropy, rows(1, 64, 10))
     assert decisions(run)[ONE_BY_ONE] == why
     assert set(mine.model.sizes) == {4}
     trained = {key: value.clone() for key, value in mine.model.state_dict().items()}
     start.load_state_dict(initial)
-    plain = by_hand(Sizes(start)).train(grid(rows(1, 96, 10), 32, 4, epochs=3))
+    plain = by_hand(Sizes(start)).train(grid(rows(1, 64, 10), 32, 4, epochs=3))
     assert apart(trained, dict(plain.model.state_dict())) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("model", "loss", "data"),
-    [(mlp, contrastive, rows(1, 96, 10)), (lambda: Language().double().eval(), token_mean, tokens(5, 96))],
+    [(mlp, contrastive, rows(1, 64, 10)), (lambda: Language().double().eval(), token_mean, tokens(5, 64))],
     ids=["contrastive", "mean over tokens"],
 )
 def test_a_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run):
@@ -187,7 +187,7 @@ class Inception(nn.Module):
     ids=["dropout", "batchnorm", "exact", "counted", "noise", "another at rest", "the whole batch"],
 )
 def test_a_loss_that_is_not_a_sum_over_rows_is_told_of_whatever_else_there_is(model, loss, plan, told, run):
-    list(trainer(model, loss, global_batch=32, plan=plan).steps(rows(1, 96, 10)))
+    list(trainer(model, loss, global_batch=32, plan=plan).steps(rows(1, 64, 10)))
     assert len(notes(run)) == (told is not None)
     assert all(note.startswith(NOT_A_SUM.partition("{}")[0] + told) for note in notes(run))
 
@@ -218,12 +218,12 @@ def test_a_forward_that_fails_once_it_is_merged_goes_on_one_by_one(run):
         assert len(batch[0]) == 4 or run.trainers.step < 3, "made for four rows"
         return model(batch[0])
 
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
-    assert mine.model.sizes == [16] * 4 + [4] * 8 * 6
+    mine = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
+    assert mine.model.sizes == [16] * 4 + [4] * 8 * 3
     why = f"at test_merged_micro_batches.py:{forward.__code__.co_firstlineno + 1} (AssertionError: made for four rows)"
     assert decisions(run)[ONE_BY_ONE] == f"several micro-batches together fail {why}"
     assert notes(run) == [f"micro-batches are computed one by one from now on: several together failed {why}; {AGAIN}"]
-    same(mine, by_hand(Sizes(built(mlp))).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    same(mine, by_hand(Sizes(built(mlp))).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 def test_micro_batches_are_not_divided_where_a_part_of_one_fails(run):
@@ -231,7 +231,7 @@ def test_micro_batches_are_not_divided_where_a_part_of_one_fails(run):
         assert len(batch[0]) >= 4, "at least four rows"
         return model(batch[0])
 
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
+    mine = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
     where = f"test_merged_micro_batches.py:{forward.__code__.co_firstlineno + 1}"
     why = f"a part of one fails at {where} (AssertionError: at least four rows)"
     assert decisions(run)["micro-batches are not divided among workers"] == why
@@ -263,7 +263,7 @@ def with_noise_of_four(model: nn.Module, batch: Any) -> torch.Tensor:
 )  # fmt: skip
 def test_a_forward_that_cannot_be_merged_is_not(forward, loss, why, run):
     """Observing whether it can must not fail what would train."""
-    mine = merging(built(mlp), loss, rows(1, 96, 10), forward=forward)
+    mine = merging(built(mlp), loss, rows(1, 64, 10), forward=forward)
     found = re.fullmatch(r"two micro-batches together fail (at \w+\.py:\d+ \((.*)\))", decisions(run)[ONE_BY_ONE])
     assert found is not None
     assert found[2] == why
@@ -271,7 +271,7 @@ def test_a_forward_that_cannot_be_merged_is_not(forward, loss, why, run):
     assert (said in notes(run)) == (loss is not steep)  # which fails as it does because of how it is tried
     assert MERGED not in decisions(run)
     assert set(mine.model.sizes) == {4}
-    same(mine, by_hand(Sizes(built(mlp)), loss=loss, forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    same(mine, by_hand(Sizes(built(mlp)), loss=loss, forward=forward).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 @pytest.mark.parametrize("draws_at", [1, 2, 5])
@@ -299,9 +299,9 @@ def test_a_draw_in_the_loss_is_noticed_too(run):
     def noisy(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return F.cross_entropy(output + 0.1 * torch.randn_like(output), batch[1])
 
-    mine = merging(built(mlp), noisy, rows(1, 96, 10))
+    mine = merging(built(mlp), noisy, rows(1, 64, 10))
     assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
-    same(mine, by_hand(Sizes(built(mlp)), loss=noisy).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    same(mine, by_hand(Sizes(built(mlp)), loss=noisy).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 @pytest.mark.parametrize("generator", ["python", "numpy", "torch"])
@@ -311,10 +311,10 @@ def test_a_draw_of_any_generator_in_the_forward_is_noticed(generator, run):
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         return model(batch[0] * draw())
 
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
+    mine = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
     assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
     assert set(mine.model.sizes) == {4}
-    same(mine, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    same(mine, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 class Noisy(torch.autograd.Function):
@@ -333,9 +333,9 @@ def test_a_draw_in_backward_is_noticed_too(run):
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         return Noisy.apply(model(batch[0]))
 
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
+    mine = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
     assert decisions(run)[ONE_BY_ONE] == "the backward draws random numbers"
-    same(mine, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    same(mine, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 @pytest.mark.parametrize("moment", Cramped.MOMENTS)

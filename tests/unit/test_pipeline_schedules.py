@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from examples import examples
 from paceline.errors import UsageError
 from paceline.parallel.pipeline.partition import NAMED, StagePartition, divide, even
 from paceline.parallel.pipeline.schedule import BACKWARD, FORWARD, KINDS, Action, Simulated, drawn, simulate, table
@@ -26,7 +27,7 @@ def run(kind: str, workers: int, virtual: int, micro_batches: int) -> Simulated:
     return simulate(table(kind, workers, virtual, micro_batches), [1 / virtual] * stages, [2 / virtual] * stages)
 
 
-@given(TABLES)
+@examples(TABLES, fast=40)
 def test_every_action_is_done_once_and_by_the_worker_of_its_stage(what: tuple[str, int, int, int]) -> None:
     _, workers, virtual, micro_batches = what
     rows = table(*what)
@@ -40,8 +41,7 @@ def test_every_action_is_done_once_and_by_the_worker_of_its_stage(what: tuple[st
     assert [[*spans] for spans in run(*what).spans] == [[*row] for row in rows]
 
 
-@given(TABLES, st.data())
-@settings(max_examples=50)
+@examples(TABLES, st.data(), fast=40)
 def test_an_action_begins_when_its_worker_is_free_and_what_it_needs_is_done(
     what: tuple[str, int, int, int], data: st.DataObject
 ) -> None:
@@ -86,7 +86,7 @@ def test_nobody_waits_where_there_is_nothing_to_do() -> None:
         assert drawn(simulated) == ["", "", ""]
 
 
-@given(TABLES)
+@examples(TABLES, fast=40)
 def test_a_worker_keeps_what_its_schedule_promises(what: tuple[str, int, int, int]) -> None:
     _, workers, virtual, micro_batches = what
     few = run("1f1b", workers, 1, micro_batches).kept
@@ -94,7 +94,7 @@ def test_a_worker_keeps_what_its_schedule_promises(what: tuple[str, int, int, in
     assert run("gpipe", workers, virtual, micro_batches).kept == [virtual * micro_batches] * workers
 
 
-@given(st.integers(2, 8), st.integers(2, 4), st.integers(0, 4))
+@examples(st.integers(2, 8), st.integers(2, 4), st.integers(0, 4), fast=40)
 def test_of_several_stages_a_worker_keeps_what_the_paper_says(workers: int, virtual: int, times: int) -> None:
     """However many micro-batches there are: one round for each of its stages but one, and two for each worker after
     it.

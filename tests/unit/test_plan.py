@@ -11,6 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from examples import examples
 from paceline.errors import PlanError
 from paceline.plan import Plan, describe
 
@@ -73,13 +74,13 @@ def test_the_strategies_above_cover_the_table() -> None:
     assert list(VALUES) == [row.name for row in fields(Plan)]
 
 
-@given(PLANS)
+@examples(PLANS, fast=40)
 def test_what_is_printed_is_read_back(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
     assert str(Plan.parse(str(plan))) == str(plan)
 
 
-@given(PLANS, st.randoms(use_true_random=False), st.sampled_from([" ", "  ", "\t", "\n", " \n "]))
+@examples(PLANS, st.randoms(use_true_random=False), st.sampled_from([" ", "  ", "\t", "\n", " \n "]), fast=40)
 def test_the_order_of_words_and_the_kind_of_white_space_do_not_matter(plan: Plan, random, space: str) -> None:
     words = str(plan).split()
     random.shuffle(words)
@@ -94,7 +95,7 @@ def test_the_canonical_text_holds_only_what_was_said_in_the_order_of_the_table()
     assert str(Plan.parse("staleness=0")) == "staleness=0"
 
 
-@given(PLANS, st.integers(-1, 64))
+@examples(PLANS, st.integers(-1, 64), fast=40)
 def test_a_valid_plan_uses_every_worker(plan: Plan, workers: int) -> None:
     try:
         valid = plan.validate(workers)

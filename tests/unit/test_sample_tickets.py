@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from paceline.param_server.ssp_clock import Push, SspScheduler
 
 
@@ -159,12 +159,11 @@ def explored(first: World) -> Iterator[World]:
 @pytest.mark.parametrize(
     ("workers", "bound", "window", "updates", "faults"),
     [
-        (2, 0, 2, 4, 2),
-        (2, 1, 3, 4, 2),
-        pytest.param(2, 1, 3, 5, 2, marks=pytest.mark.slow),
-        (3, 0, 2, 4, 1),
-        (2, math.inf, 2, 4, 2),
-        pytest.param(3, 1, 4, 4, 2, marks=pytest.mark.slow),
+        *((2, 0, 2, 3, 2), (2, 1, 2, 3, 2), (3, 0, 2, 4, 1), (2, math.inf, 2, 3, 2)),
+        *(
+            pytest.param(*numbers, marks=pytest.mark.slow)
+            for numbers in ((2, 0, 2, 4, 2), (2, 1, 3, 4, 2), (2, 1, 3, 5, 2), (2, math.inf, 2, 4, 2), (3, 1, 4, 4, 2))
+        ),
     ],
 )
 def test_every_interleaving_of_a_small_team(workers: int, bound: float, window: int, updates: int, faults: int) -> None:
@@ -196,13 +195,14 @@ def test_the_model_finds_what_is_wrong(wrong: type[SspScheduler]) -> None:
             pass
 
 
-@settings(deadline=None, max_examples=60)
-@given(
+@examples(
     st.integers(1, 6),
     st.sampled_from([0, 1, 4, math.inf]),
     st.integers(1, 20),
     st.integers(0, 8),
     st.lists(st.integers(0, 1 << 16), min_size=50, max_size=400),
+    fast=25,
+    slow=60,
 )
 def test_larger_teams_at_random(workers: int, bound: float, window: int, faults: int, choices: list[int]) -> None:
     world = World(workers, bound, window, 60, faults)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from paceline.team.membership import Announcement, Membership
 
 
@@ -67,7 +67,7 @@ def test_whoever_ended_is_no_loss():
     assert roster.lose([1]) is None
 
 
-@given(st.integers(2, 5), st.data())
+@examples(st.integers(2, 5), st.data(), fast=40)
 def test_any_order_of_events_leaves_one_team(workers, data):
     roster, number, new = begun(workers), 0, workers
     news: list[Announcement] = []

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from examples import examples
 from paceline.base.batching import exact_sum
 from paceline.base.environment import World
 from paceline.base.mesh import Mesh
@@ -39,7 +40,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(math.prod(shape)).view(shape)
 
 
-@given(cuts())
+@examples(cuts(), fast=40)
 def test_every_element_is_held_and_counted_once(cut: ShardingSpec) -> None:
     counts = torch.zeros(cut.shape, dtype=torch.int64)
     for place, piece in enumerate(cut.pieces):
@@ -49,7 +50,7 @@ def test_every_element_is_held_and_counted_once(cut: ShardingSpec) -> None:
     assert counts.eq(1).all()
 
 
-@given(cuts())
+@examples(cuts(), fast=40)
 def test_the_blocks_of_a_piece_fill_it(cut: ShardingSpec) -> None:
     for piece in cut.pieces:
         filled = torch.zeros(piece.shape)
@@ -58,7 +59,7 @@ def test_the_blocks_of_a_piece_fill_it(cut: ShardingSpec) -> None:
         assert filled.eq(1).all()
 
 
-@given(cuts())
+@examples(cuts(), fast=40)
 def test_who_holds_a_block_has_the_same_in_it(cut: ShardingSpec) -> None:
     whole = numbered(cut.shape)
     locals_ = [piece.of(whole) for piece in cut.pieces]
@@ -69,7 +70,7 @@ def test_who_holds_a_block_has_the_same_in_it(cut: ShardingSpec) -> None:
     assert sum(len(held) for held in cut.blocks.values()) == sum(len(piece.blocks) for piece in cut.pieces)
 
 
-@given(cuts())
+@examples(cuts(), fast=40)
 def test_pieces_of_a_tensor_make_it_again(cut: ShardingSpec) -> None:
     whole = numbered(cut.shape)
     parts = []
@@ -82,7 +83,7 @@ def test_pieces_of_a_tensor_make_it_again(cut: ShardingSpec) -> None:
     assert assemble(torch.full(cut.shape, -1), parts).equal(whole)
 
 
-@given(cuts(), st.data())
+@examples(cuts(), st.data(), fast=40)
 def test_what_differs_from_worker_to_worker_lies_one_upon_another(cut: ShardingSpec, data: st.DataObject) -> None:
     """Some replicas have a row each, of which every place writes its own part; the others have none."""
     count, places = data.draw(st.integers(1, 3)), len(cut.pieces)
@@ -98,7 +99,7 @@ def test_what_differs_from_worker_to_worker_lies_one_upon_another(cut: ShardingS
     assert assemble(torch.full_like(whole, -1), parts).equal(whole)
 
 
-@given(cuts(), st.data())
+@examples(cuts(), st.data(), fast=40)
 def test_some_rows_of_a_tensor_are_made_of_the_pieces_that_have_them(cut: ShardingSpec, data: st.DataObject) -> None:
     whole = numbered(cut.shape)
     if not whole.dim():
@@ -109,7 +110,7 @@ def test_some_rows_of_a_tensor_are_made_of_the_pieces_that_have_them(cut: Shardi
     assert assemble(torch.full((end - first, *cut.shape[1:]), -1), parts, first).equal(whole[first:end])
 
 
-@given(cuts(), st.data())
+@examples(cuts(), st.data(), fast=40)
 def test_rows_of_a_block_are_a_block(cut: ShardingSpec, data: st.DataObject) -> None:
     whole = numbered(cut.shape)
     for piece in cut.pieces:

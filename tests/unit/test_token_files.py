@@ -18,7 +18,6 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from launching import paceline
 from oracle import apart
@@ -27,6 +26,7 @@ from token_folders import Unranged, served, write_folder
 from torch.utils.data import DataLoader
 from warm import Process
 
+from examples import examples
 from paceline.data import Tokens
 from paceline.errors import DatasetError, UsageError
 
@@ -56,12 +56,13 @@ def equal(data: Tokens, tokens: np.ndarray, length: int) -> None:
 # ---- rows
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@examples(
     st.lists(st.integers(1, 30), min_size=1, max_size=8),
     st.integers(1, 40),
     st.sampled_from(NAMES),
     st.data(),
+    fast=25,
+    slow=60,
 )
 def test_every_row_is_numpys_wherever_shards_end(sizes, length, dtype, draw):
     with tempfile.TemporaryDirectory() as folder:
