@@ -18,11 +18,16 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from alone import by_hand
+from by_hand import built, grid
 from hypothesis import strategies as st
 from launching import paceline
 from oracle import apart
 from safetensors.torch import load_file
 from token_folders import Unranged, served, write_folder
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from warm import Process
 
@@ -460,26 +465,32 @@ def train(cwd: Path, workers: int, folder: str, code: int = 0, **env: str):
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """A folder with tokens and a script, and the weights of one worker."""
+def plain_training(tmp_path_factory):
+    """A folder with tokens and a script, and the weights of a loop in plain PyTorch."""
     folder = tmp_path_factory.mktemp("training")
     shards = [some(size, seed=size) % 50 for size in (701, 1, 1000, 299, 455)]
-    tokens = write_folder(folder / "tokens", shards, vocabulary=50)
+    write_folder(folder / "tokens", shards, vocabulary=50)
     (folder / "train.py").write_text(TRAINING)
-    steps = 2 * -(-((len(tokens) - 1) // 8) // 24)
-    assert train(folder, 1, "one").stdout == f"{steps}\n"
-    return folder, load_file(folder / "one.safetensors")
+
+    def loss(output: torch.Tensor, rows: torch.Tensor):
+        return F.cross_entropy(output.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"), rows[:, 1:].numel()
+
+    model = built(lambda: nn.Sequential(nn.Embedding(50, 12), nn.Linear(12, 50)).double())
+    plain = by_hand(model, lambda p: AdamW(p, lr=0.01), loss=loss, forward=lambda model, rows: model(rows[:, :-1]))
+    plain.train(grid(Tokens(folder / "tokens", 8), 24, epochs=2))
+    return folder, len(plain.losses), dict(model.state_dict())
 
 
-def test_three_workers_train_as_one(one):
-    folder, weights = one
-    train(folder, 3, "three")
-    assert apart(load_file(folder / "three.safetensors"), weights) <= 1e-12
+@pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (1, 3))])
+def test_workers_train_on_token_files_as_plain_pytorch(workers, plain_training):
+    folder, steps, weights = plain_training
+    assert train(folder, workers, f"of {workers}").stdout == f"{steps}\n"
+    assert apart(load_file(folder / f"of {workers}.safetensors"), weights) <= 1e-12
 
 
 @pytest.mark.slow
-def test_a_killed_and_resumed_run_trains_as_one_worker(one):
-    folder, weights = one
+def test_killed_and_resumed_run_trains_on_token_files_as_plain_pytorch(plain_training):
+    folder, _, weights = plain_training
     train(folder, 3, "again", code=-signal.SIGKILL, KILL_AT="15")  # in the second epoch
     assert (folder / "killed").exists(), "the fault did not fire"
     assert not (folder / "again.safetensors").exists()
