@@ -72,7 +72,7 @@ def refused(loss: Any, **more: Any) -> str:
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_count_is_refused(case: str) -> None:
+def test_loss_with_a_wrong_count_is_refused(case: str) -> None:
     count, told = REFUSED[case]
     assert refused(lambda o, b: (summed(o, b), count(o, b))) == f"the loss returned {told}; {FORMS}"
 
@@ -96,7 +96,7 @@ class Sure(nn.Module):
         ("micro=1", "1 as the count of 1 row, but 1 for two copies of it"),
     ],
 )
-def test_an_accuracy_of_exactly_one_is_no_count(plan: str, told: str) -> None:
+def test_accuracy_of_exactly_one_is_refused_as_a_count(plan: str, told: str) -> None:
     assert (
         refused(
             lambda o, b: (cross_entropy(o, b), accuracy(o, b)),
@@ -157,7 +157,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_sums_of_masks_and_weights_are_counts(case: str) -> None:
+def test_loss_counts_may_be_sums_of_masks_and_weights(case: str) -> None:
     given = {"plan": None, "forward": lambda model, batch: model(batch[0]), **ACCEPTED[case]}
     data = rows(1, 48, 10)  # no micro-batch of a single row
     mine = trainer(**given)
@@ -168,7 +168,7 @@ def test_sums_of_masks_and_weights_are_counts(case: str) -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_a_fraction_that_cannot_be_compared_is_refused() -> None:
+def test_fractional_count_that_cannot_be_checked_is_refused() -> None:
     told = refused(lambda o, b: (summed(o, b) if len(o) > 1 else undefined_for(o), len(o) / 4))
     assert told == f"the loss returned 0.5 as the count of {FIRST}; {FORMS}"
 
@@ -184,7 +184,7 @@ def test_a_fraction_that_cannot_be_compared_is_refused() -> None:
         ({"a": (1, float("nan"))}, "nan as the count of its metric 'a'; "),
     ],
 )
-def test_a_metric_that_is_no_sum_and_count(metrics: Any, told: str) -> None:
+def test_loss_metric_without_sum_and_count_is_refused(metrics: Any, told: str) -> None:
     found = refused(lambda o, b: (summed(o, b), len(o), metrics), global_batch=4, plan="micro=2")
     assert found.startswith(f"the loss returned {told}return a scalar ")
 
@@ -202,7 +202,7 @@ def test_a_metric_that_is_no_sum_and_count(metrics: Any, told: str) -> None:
         ),
     ],
 )
-def test_a_metric_of_evaluate_that_is_no_sum_and_count(found: Any, told: str) -> None:
+def test_evaluate_metric_without_sum_and_count_is_refused(found: Any, told: str) -> None:
     with pytest.raises(MetricError) as caught:
         trainer().evaluate(DATA, lambda output, batch: found)
     assert str(caught.value) == told
@@ -265,7 +265,7 @@ CALLS = {
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("where", ["loss", "forward"])
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_of_a_loop_by_hand_are_refused(call: Any, where: str) -> None:
+def test_backward_step_and_zero_grad_in_the_loss_are_refused(call: Any, where: str) -> None:
     seen: dict[str, Any] = {}
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -291,7 +291,7 @@ def test_calls_of_a_loop_by_hand_are_refused(call: Any, where: str) -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_calls_that_touch_nothing_that_is_trained_are_the_users_own() -> None:
+def test_backward_and_step_of_an_untrained_model_in_the_loss_are_allowed() -> None:
     """A scaler that is off, and a model beside, which the loss fits to each micro-batch from the same start."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -314,7 +314,7 @@ def test_calls_that_touch_nothing_that_is_trained_are_the_users_own() -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_a_backward_of_a_later_step_has_a_hint() -> None:
+def test_second_backward_of_a_later_step_has_a_hint() -> None:
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         found = cross_entropy(output, batch)
         if made.steps_done:
@@ -337,7 +337,7 @@ list(make(loss).steps(data))
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_loss_and_accuracy_end_the_run_before_the_first_step(workers: int, tmp_path: Any) -> None:
+def test_loss_with_accuracy_as_count_ends_the_run_before_the_first_step(workers: int, tmp_path: Any) -> None:
     block = fails(PAIR, tmp_path, workers)
     assert "LossError: the loss returned " in block
     assert " as the count of 3 rows, but " in block
@@ -361,7 +361,7 @@ t.export('out.safetensors')
         *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("", "tensor=2", "pipeline=2")),
     ],
 )
-def test_weights_are_counts_under_each_plan(plan: str, tmp_path: Any) -> None:
+def test_loss_weights_are_counts_under_each_plan(plan: str, tmp_path: Any) -> None:
     train_basics(tmp_path, WEIGHTED, 2, *(["--plan", plan] if plan else []))
     plain = by_hand(
         built(basics.net), lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda o, b: (weighted(o, b), weights(b).sum())

@@ -45,7 +45,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_weights_are_told_to_the_others_in_one_pass() -> None:
+def test_weights_of_many_small_tensors_are_grouped_in_one_pass() -> None:
     Sized.asked = 0
     some = [torch.zeros(4, dtype=(torch.float32, torch.float64)[number % 2]) for number in range(MANY)]
     found = list(kinds((tensor.as_subclass(Sized) for tensor in some), 1600))
@@ -57,7 +57,7 @@ def test_weights_are_told_to_the_others_in_one_pass() -> None:
     assert sizes == {torch.float32: [100] * 10, torch.float64: [50] * 20}
 
 
-def test_a_checkpoint_is_laid_out_without_making_tensors() -> None:
+def test_checkpoint_layout_makes_no_tensors() -> None:
     tensors = {str(number): torch.zeros(4) for number in range(MANY)}
     with Operations() as operations:
         shapes = files.tensor_infos(tensors)
@@ -67,7 +67,7 @@ def test_a_checkpoint_is_laid_out_without_making_tensors() -> None:
     assert [len(slices) for part in plan for slices in part.values()] == [MANY // 2] * 2
 
 
-def test_a_small_tensor_is_copied_by_one_operation() -> None:
+def test_checkpoint_copies_a_small_tensor_with_one_operation() -> None:
     small = torch.arange(4.0)
     with Operations() as operations:
         copy = saver._copy(small)
@@ -76,7 +76,7 @@ def test_a_small_tensor_is_copied_by_one_operation() -> None:
     assert copy.data_ptr() != small.data_ptr()
 
 
-def test_small_tensors_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_writes_small_tensors_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[int] = []
     write = os.write
 

@@ -77,7 +77,7 @@ def merging(model: nn.Module, loss: Any, data: Any, **more: Any) -> Trainer:
     return mine
 
 
-def test_a_plain_model_is_merged(run):
+def test_micro_batches_of_a_plain_model_are_merged(run):
     mine = merging(built(mlp), cross_entropy, rows(1, 64, 10))
     assert decisions(run)[MERGED] == OBSERVED
     assert happened(run, "note") == []
@@ -113,7 +113,7 @@ STRICT = {
 
 
 @pytest.mark.parametrize("name", STRICT)
-def test_a_model_with_side_effects_is_executed_one_by_one(name, run):
+def test_micro_batches_of_a_model_with_side_effects_are_not_merged(name, run):
     layer, why = STRICT[name]
     start = nn.Sequential(layer, built(mlp))
     initial = {key: value.clone() for key, value in start.state_dict().items()}
@@ -131,7 +131,7 @@ def test_a_model_with_side_effects_is_executed_one_by_one(name, run):
     [(mlp, contrastive, rows(1, 64, 10)), (lambda: Language().double().eval(), token_mean, tokens(5, 64))],
     ids=["contrastive", "mean over tokens"],
 )
-def test_a_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run):
+def test_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run):
     first, second = grid(data, 32, 4)[0][:2]
     together = tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
     start = built(model)
@@ -186,13 +186,13 @@ class Inception(nn.Module):
     ],
     ids=["dropout", "batchnorm", "exact", "counted", "noise", "another at rest", "the whole batch"],
 )
-def test_a_loss_that_is_not_a_sum_over_rows_is_told_of_whatever_else_there_is(model, loss, plan, told, run):
+def test_loss_that_is_not_a_sum_over_rows_is_noted_beside_other_reasons(model, loss, plan, told, run):
     list(trainer(model, loss, global_batch=32, plan=plan).steps(rows(1, 64, 10)))
     assert len(notes(run)) == (told is not None)
     assert all(note.startswith(NOT_A_SUM.partition("{}")[0] + told) for note in notes(run))
 
 
-def test_a_mean_over_tokens_is_told_of_where_batches_are_padded_differently(run):
+def test_mean_over_tokens_of_padded_batches_is_noted(run):
     def padded(some: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         longest = max(int((words >= 0).sum()) for words in some)
         x = torch.stack([words[:longest] for words in some])
@@ -211,7 +211,7 @@ def test_a_mean_over_tokens_is_told_of_where_batches_are_padded_differently(run)
     assert re.match(r"the loss is not a sum over rows \(a micro-batch gives \S+, its rows in two parts \S+\), so", note)
 
 
-def test_a_forward_that_fails_once_it_is_merged_goes_on_one_by_one(run):
+def test_forward_that_fails_when_merged_continues_unmerged(run):
     """It was seen to be no more than its rows, and is for long enough."""
 
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -226,7 +226,7 @@ def test_a_forward_that_fails_once_it_is_merged_goes_on_one_by_one(run):
     same(mine, by_hand(Sizes(built(mlp))).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
-def test_micro_batches_are_not_divided_where_a_part_of_one_fails(run):
+def test_micro_batches_are_not_divided_if_a_part_of_one_fails(run):
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         assert len(batch[0]) >= 4, "at least four rows"
         return model(batch[0])
@@ -261,7 +261,7 @@ def with_noise_of_four(model: nn.Module, batch: Any) -> torch.Tensor:
     ],
     ids=["takes gradients itself", "asserts its rows", "has buffers of one size"],
 )  # fmt: skip
-def test_a_forward_that_cannot_be_merged_is_not(forward, loss, why, run):
+def test_forward_that_cannot_be_merged_is_not_merged(forward, loss, why, run):
     """Observing whether it can must not fail what would train."""
     mine = merging(built(mlp), loss, rows(1, 64, 10), forward=forward)
     found = re.fullmatch(r"two micro-batches together fail (at \w+\.py:\d+ \((.*)\))", decisions(run)[ONE_BY_ONE])
@@ -275,7 +275,7 @@ def test_a_forward_that_cannot_be_merged_is_not(forward, loss, why, run):
 
 
 @pytest.mark.parametrize("draws_at", [1, 2, 5])
-def test_a_model_that_begins_to_draw_ends_merging_for_good(draws_at, run):
+def test_model_that_begins_to_draw_random_numbers_ends_merging(draws_at, run):
     mine = trainer(lambda: Late().double(), global_batch=32, plan="micro=2")
     plain = by_hand(built(lambda: Late().double()))
     steps = grid(rows(13, 160, 10), 32, 2, count=9)
@@ -295,7 +295,7 @@ def test_a_model_that_begins_to_draw_ends_merging_for_good(draws_at, run):
     assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
 
 
-def test_a_draw_in_the_loss_is_noticed_too(run):
+def test_random_draw_in_the_loss_ends_merging(run):
     def noisy(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return F.cross_entropy(output + 0.1 * torch.randn_like(output), batch[1])
 
@@ -305,7 +305,7 @@ def test_a_draw_in_the_loss_is_noticed_too(run):
 
 
 @pytest.mark.parametrize("generator", ["python", "numpy", "torch"])
-def test_a_draw_of_any_generator_in_the_forward_is_noticed(generator, run):
+def test_random_draw_of_any_generator_in_the_forward_ends_merging(generator, run):
     draw = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()).item()}[generator]
 
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -329,7 +329,7 @@ class Noisy(torch.autograd.Function):
         return grad * (1 + 0.1 * torch.randn_like(grad))
 
 
-def test_a_draw_in_backward_is_noticed_too(run):
+def test_random_draw_in_backward_ends_merging(run):
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         return Noisy.apply(model(batch[0]))
 
@@ -339,7 +339,7 @@ def test_a_draw_in_backward_is_noticed_too(run):
 
 
 @pytest.mark.parametrize("moment", Cramped.MOMENTS)
-def test_pieces_that_do_not_fit_into_memory_are_made_smaller_for_good(moment, run):
+def test_out_of_memory_makes_merged_pieces_smaller(moment, run):
     mine = merging(built(lambda: Cramped(moment)), cross_entropy, rows(1, 160, 10))
     sizes = mine.model.sizes
     assert sizes == [16] + [4] * 8 + [8] * 4 * 13
@@ -348,7 +348,7 @@ def test_pieces_that_do_not_fit_into_memory_are_made_smaller_for_good(moment, ru
     same(mine, plain)
 
 
-def test_a_single_micro_batch_that_does_not_fit_into_memory_fails():
+def test_out_of_memory_of_a_single_micro_batch_fails():
     mine = trainer(Cramped("forward", most=3), global_batch=32, plan="micro=4")
     with pytest.raises(OutOfMemoryError, match=r"what forward and backward keep did not fit: .* \(out of memory\)"):
         list(mine.steps(rows(1, 160, 10)))
@@ -367,7 +367,7 @@ list(t.steps(data))
 """
 
 
-def test_a_single_failure_of_a_merged_piece_is_said_on_the_console(tmp_path: Path) -> None:
+def test_failure_of_a_merged_piece_is_printed_on_the_console_once(tmp_path: Path) -> None:
     """With its line, once, whichever worker it was."""
     said = train_basics(tmp_path, ONCE).stderr
     line = (

@@ -95,9 +95,7 @@ FAST |= {("numpy", "forward", 8), ("numpy", "backward", 2)}
         for cell in itertools.product(("torch", "python", "numpy"), ("forward", "backward"), (8, 2))
     ],
 )
-def test_a_model_that_begins_to_draw_has_the_result_of_one_that_was_watched_all_along(
-    generator: str, moment: str, rows: int
-) -> None:
+def test_idle_guard_notices_a_model_that_begins_to_draw_random_numbers(generator: str, moment: str, rows: int) -> None:
     expected, expected_draws, always = trained(generator, moment, may_idle=False, rows=rows)
     weights, draws, idle = trained(generator, moment, may_idle=True, rows=rows)
     assert not any(always)

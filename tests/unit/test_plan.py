@@ -70,24 +70,24 @@ def refusal(text: str, workers: int = 8) -> str:
     return str(error)
 
 
-def test_the_strategies_above_cover_the_table() -> None:
+def test_plan_strategies_of_this_test_cover_all_words() -> None:
     assert list(VALUES) == [row.name for row in fields(Plan)]
 
 
 @examples(PLANS, fast=40)
-def test_what_is_printed_is_read_back(plan: Plan) -> None:
+def test_printed_plan_is_parsed_back(plan: Plan) -> None:
     assert Plan.parse(str(plan)) == plan
     assert str(Plan.parse(str(plan))) == str(plan)
 
 
 @examples(PLANS, st.randoms(use_true_random=False), st.sampled_from([" ", "  ", "\t", "\n", " \n "]), fast=40)
-def test_the_order_of_words_and_the_kind_of_white_space_do_not_matter(plan: Plan, random, space: str) -> None:
+def test_plan_ignores_word_order_and_white_space(plan: Plan, random, space: str) -> None:
     words = str(plan).split()
     random.shuffle(words)
     assert Plan.parse(space + space.join(words) + space) == plan
 
 
-def test_the_canonical_text_holds_only_what_was_said_in_the_order_of_the_table() -> None:
+def test_canonical_plan_text_has_given_words_in_table_order() -> None:
     assert str(Plan()) == ""
     assert Plan.parse("") == Plan()
     text = "exact micro=4 codec=topk:0.01 staleness=inf server=2 data=08"
@@ -96,7 +96,7 @@ def test_the_canonical_text_holds_only_what_was_said_in_the_order_of_the_table()
 
 
 @examples(PLANS, st.integers(-1, 64), fast=40)
-def test_a_valid_plan_uses_every_worker(plan: Plan, workers: int) -> None:
+def test_valid_plan_uses_every_worker(plan: Plan, workers: int) -> None:
     try:
         valid = plan.validate(workers)
     except PlanError:
@@ -107,14 +107,14 @@ def test_a_valid_plan_uses_every_worker(plan: Plan, workers: int) -> None:
 
 
 @given(st.integers(1, 10_000), st.one_of(st.none(), NUMBERS), st.sampled_from([None, "bf16"]))
-def test_data_is_what_the_workers_are(workers: int, micro: int | None, precision: str | None) -> None:
+def test_data_parallel_size_defaults_to_the_workers(workers: int, micro: int | None, precision: str | None) -> None:
     plan = Plan(micro=micro, precision=precision)
     assert plan.validate(workers) == Plan(data=workers, micro=micro, precision=precision)
     assert Plan(data=workers, micro=micro).validate(workers) == Plan(data=workers, micro=micro)
 
 
 @given(SMALL_AXES, st.integers(1, 48))
-def test_what_is_suggested_fits(axes: dict[str, int], workers: int) -> None:
+def test_suggested_plan_fits_the_workers(axes: dict[str, int], workers: int) -> None:
     """Axes that do not fit are refused with axes that do: the same words, other numbers."""
     error = error_of(str(Plan(**axes)), workers)  # type: ignore[arg-type]
     others = {name: axes[name] for name in AXES if name in axes and name != "data"}
@@ -141,7 +141,7 @@ def test_what_is_suggested_fits(axes: dict[str, int], workers: int) -> None:
 @example(",")
 @example("--")
 @example("micro=1e3")
-def test_no_text_raises_anything_else(text: str) -> None:
+def test_any_text_raises_only_plan_errors(text: str) -> None:
     error = error_of(text, 8)
     assert error is None or str(error) == f"{error.what}; {error.cure}"
 
@@ -154,7 +154,7 @@ WORD = st.tuples(WORDS, st.sampled_from(["", "=", "=1", "=0", "=-1", "=x", "=bf1
 
 
 @given(st.lists(WORD, max_size=5).map(" ".join), st.integers(1, 12))
-def test_nearly_right_text_raises_nothing_else(text: str, workers: int) -> None:
+def test_nearly_right_plan_raises_only_plan_errors(text: str, workers: int) -> None:
     error = error_of(text, workers)
     assert error is None or str(error) == f"{error.what}; {error.cure}"
 
@@ -187,7 +187,7 @@ def test_nearly_right_text_raises_nothing_else(text: str, workers: int) -> None:
         ("", 0, "a plan cannot use 0 workers; start at least one"),
     ],
 )
-def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
+def test_plan_axes_that_do_not_fit_the_workers_are_refused(text: str, workers: int, message: str) -> None:
     assert refusal(text, workers) == message
 
 
@@ -316,7 +316,7 @@ def test_axes_that_do_not_fit(text: str, workers: int, message: str) -> None:
         ("server=2 auto", "auto and server=2 both decide the layout; leave auto or server=2 out"),
     ],
 )
-def test_words_that_contradict_each_other(text: str, message: str) -> None:
+def test_contradicting_plan_words_are_refused(text: str, message: str) -> None:
     assert refusal(text) == message
 
 
@@ -333,7 +333,7 @@ BUILT += "recompute=blocks, compile, exact"
     ("text", "named"),
     [("auto", "auto is"), ("auto micro=2", "auto is")],
 )
-def test_words_that_are_not_built_yet(text: str, named: str) -> None:
+def test_unsupported_plan_words_are_refused(text: str, named: str) -> None:
     assert refusal(text) == f"{named} not built yet; {BUILT}"
 
 
@@ -400,18 +400,18 @@ def test_words_that_are_not_built_yet(text: str, named: str) -> None:
         ("--data=2", "plan word '--data=2' begins with a dash; write it without: data=2"),
     ],
 )
-def test_words_that_cannot_be_read(text: str, message: str) -> None:
+def test_unreadable_plan_words_are_refused(text: str, message: str) -> None:
     assert refusal(text) == message
 
 
-def test_axes_are_checked_before_pairs_and_pairs_before_what_is_built() -> None:
+def test_plan_checks_axes_then_pairs_then_support() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
     assert refusal("shard=4 pipeline=2 codec=int8").startswith("zero=3 and pipeline=2 are not built together yet")
     assert refusal("pipeline=2 local=2 every=8 auto").startswith("auto and local=2 both decide")
 
 
-def test_the_help_has_one_line_per_word() -> None:
+def test_plan_help_has_one_line_per_word() -> None:
     lines = describe().splitlines()
     assert [line.split("=")[0].split()[0] for line in lines] == [row.name for row in fields(Plan)]
     assert lines[0] == "data=N               N replicas, gradients all-reduced every step"
@@ -421,7 +421,7 @@ def test_the_help_has_one_line_per_word() -> None:
     assert lines[28] == "compile              torch.compile"
 
 
-def test_the_plan_needs_no_torch() -> None:
+def test_plan_does_not_import_torch() -> None:
     code = "import sys; from paceline.plan import Plan; Plan().validate(2); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

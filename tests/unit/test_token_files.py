@@ -69,7 +69,7 @@ def equal(data: Tokens, tokens: np.ndarray, length: int) -> None:
     fast=25,
     slow=60,
 )
-def test_every_row_is_numpys_wherever_shards_end(sizes, length, dtype, draw):
+def test_token_rows_equal_numpy_slices_across_files(sizes, length, dtype, draw):
     with tempfile.TemporaryDirectory() as folder:
         shards = [some(size, dtype, seed) for seed, size in enumerate(sizes)]
         tokens = write_folder(Path(folder, "t"), shards)
@@ -89,7 +89,7 @@ def test_every_row_is_numpys_wherever_shards_end(sizes, length, dtype, draw):
 
 
 @pytest.mark.parametrize("dtype", NAMES)
-def test_single_files(dtype, tmp_path, monkeypatch):
+def test_single_token_files_of_each_dtype(dtype, tmp_path, monkeypatch):
     tokens = some(100, dtype)
     tokens.tofile(tmp_path / "raw.bin")
     tokens.tofile(tmp_path / "raw")
@@ -107,7 +107,7 @@ def test_single_files(dtype, tmp_path, monkeypatch):
     equal(here, tokens, 7)
 
 
-def test_rows_are_counted_from_the_end_too_and_end_with_an_index_error(tmp_path):
+def test_token_rows_have_negative_indices_and_an_index_error(tmp_path):
     tokens = some(22)
     data = Tokens(tmp_path / write(tmp_path, tokens), 7, "uint16")
     assert data[-1].tolist() == data[2].tolist() == tokens[14:22].tolist()
@@ -123,7 +123,7 @@ def write(folder: Path, tokens: np.ndarray) -> str:
     return "some.bin"
 
 
-def test_a_row_is_its_readers_own(tmp_path):
+def test_token_row_memory_is_not_shared(tmp_path):
     """Neighbours share a token, but not its memory, nor is anything written to the file."""
     tokens = some(22)
     data = Tokens(tmp_path / write(tmp_path, tokens), 7, "uint16")
@@ -134,7 +134,7 @@ def test_a_row_is_its_readers_own(tmp_path):
     same(data[0], tokens, 0, 7)
 
 
-def test_what_the_index_tells(tmp_path):
+def test_token_index_gives_count_dtype_and_vocabulary(tmp_path):
     write_folder(tmp_path, [some(10), some(5)], vocabulary=60_000)
     data = Tokens(tmp_path, 3)
     assert (data.tokens, data.length, data.dtype, data.vocabulary, data.end) == (15, 3, "uint16", 60_000, 0)
@@ -158,7 +158,7 @@ print(json.dumps({"rows": len(data), "first": row[0].item(), "opened": len(opene
 """
 
 
-def test_a_row_in_the_middle_of_two_to_the_33_tokens_costs_what_the_first_one_does(tmp_path):
+def test_token_row_of_a_huge_file_opens_one_file_and_maps_little(tmp_path):
     """Counted: files opened, and how much of the map was touched. The file is sparse."""
     count, path = 2**33, tmp_path / "large.bin"
     middle = (count - 1) // 1024 // 2
@@ -183,7 +183,7 @@ def test_a_row_in_the_middle_of_two_to_the_33_tokens_costs_what_the_first_one_do
         assert log == [("/large.bin", 2050)]
 
 
-def test_few_files_stay_open(tmp_path):
+def test_token_files_keep_few_files_open(tmp_path):
     tokens = write_folder(tmp_path, [some(3, seed=seed) for seed in range(400)])
     before = len(os.listdir("/proc/self/fd"))
     data = Tokens(tmp_path, 2)
@@ -194,7 +194,7 @@ def test_few_files_stay_open(tmp_path):
 # ---- over the network
 
 
-def test_over_http_only_the_bytes_of_the_rows_are_read(tmp_path):
+def test_token_files_over_http_read_only_the_bytes_of_the_rows(tmp_path):
     tokens = write_folder(tmp_path, [some(100), some(50), some(300)])
     with served(tmp_path) as (url, log):
         data = Tokens(url, 10)
@@ -213,7 +213,7 @@ def test_over_http_only_the_bytes_of_the_rows_are_read(tmp_path):
         equal(data, tokens, 10)
 
 
-def test_a_server_without_ranges_is_named(tmp_path):
+def test_http_server_without_byte_ranges_is_refused(tmp_path):
     write_folder(tmp_path, [some(100)])
     with served(tmp_path, Unranged) as (url, _):
         data = Tokens(url, 10)
@@ -226,7 +226,7 @@ def test_a_server_without_ranges_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["local", "http", "memory"])
-def test_it_goes_into_other_processes(where, tmp_path):
+def test_token_files_work_in_forked_and_pickled_copies(where, tmp_path):
     """After rows were read here: maps and connections stay behind in a fork and in a pickle."""
     tokens = write_folder(tmp_path / "t", [some(40, seed=seed) for seed in range(3)])
     fsspec.filesystem("memory").pipe({f"/t/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()})
@@ -240,7 +240,7 @@ def test_it_goes_into_other_processes(where, tmp_path):
         same(data[1], tokens, 1, 8)
 
 
-def test_a_dataset_does_not_bring_its_maps_into_a_pickle(tmp_path):
+def test_token_dataset_pickle_has_no_data(tmp_path):
     data = Tokens(tmp_path / write(tmp_path, some(500_000)), 1000, "uint16")
     data.__getitems__(range(len(data)))
     assert len(pickle.dumps(data)) < 1000
@@ -379,13 +379,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("ask", "kind", "text"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_work_is_refused_with_what_to_do(ask, kind, text, tmp_path):
+def test_wrong_token_files_are_refused(ask, kind, text, tmp_path):
     with pytest.raises(kind) as caught:
         ask(tmp_path)
     assert str(caught.value) == text.replace("{t}", str(tmp_path))
 
 
-def test_without_fsspec_a_url_is_refused(monkeypatch, tmp_path):
+def test_token_url_without_fsspec_is_refused(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "fsspec", None)  # the import fails as if it were not installed
     with pytest.raises(UsageError) as caught:
         Tokens("s3://bucket/tokens", 4)
@@ -396,7 +396,7 @@ def test_without_fsspec_a_url_is_refused(monkeypatch, tmp_path):
     equal(Tokens(tmp_path / write(tmp_path, some(20)), 4, "uint16"), some(20), 4)
 
 
-def test_verify_finds_a_changed_byte_and_a_token_out_of_the_vocabulary(tmp_path):
+def test_verify_finds_changed_bytes_and_tokens_out_of_the_vocabulary(tmp_path):
     write_folder(tmp_path, [some(50), np.arange(50, dtype="uint16")], vocabulary=60_000)
     Tokens(tmp_path, 4).verify()
     write_folder(tmp_path, [np.zeros(50, "uint16"), np.arange(50, dtype="uint16")], vocabulary=49)
@@ -414,7 +414,7 @@ def test_verify_finds_a_changed_byte_and_a_token_out_of_the_vocabulary(tmp_path)
     assert str(caught.value) == f"{tmp_path}/00000.bin has another SHA-256 than its index says; copy it again"
 
 
-def test_nothing_is_imported_before_its_time():
+def test_import_of_paceline_imports_no_heavy_modules():
     script = (
         "import sys, paceline\n"
         "heavy = {'torch', 'numpy', 'fsspec', 'tokenizers'}\n"

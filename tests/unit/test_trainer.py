@@ -53,7 +53,7 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_the_default_forward_takes_a_batch_as_it_comes(kind):
+def test_default_forward_takes_each_kind_of_batch(kind):
     model, data, loss = BATCHES[kind]
     mine = trainer(model, loss, plan="micro=5")
     reports = list(mine.steps(data, epochs=1))
@@ -62,7 +62,7 @@ def test_the_default_forward_takes_a_batch_as_it_comes(kind):
     assert [report.loss for report in reports] == pytest.approx(plain.losses, rel=1e-10)
 
 
-def test_an_own_forward():
+def test_custom_forward_is_used():
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         x, y = batch
         return model[2](torch.sin(model[0](x))) + y[:, None]
@@ -75,7 +75,7 @@ def test_an_own_forward():
 # -- the model --------------------------------------------------------------------------------------------------
 
 
-def test_a_module_is_trained_in_place_and_keeps_its_mode():
+def test_module_is_trained_in_place_and_keeps_its_mode():
     model = nn.Sequential(mlp(), nn.Dropout(0.5)).eval()
     mine = trainer(model)
     list(mine.steps(rows(1, 40, 10)))
@@ -84,7 +84,7 @@ def test_a_module_is_trained_in_place_and_keeps_its_mode():
     assert not model[1].training
 
 
-def test_a_function_is_called_under_the_seed():
+def test_model_function_is_called_under_the_seed():
     def make() -> nn.Module:
         model = mlp()
         with torch.no_grad():
@@ -131,7 +131,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("form", LOSSES)
-def test_a_loss_takes_any_of_its_forms(form):
+def test_loss_of_each_form_trains_as_plain_pytorch(form):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a metric may be a part of the loss, with its gradient
         mine = trainer(loss=LOSSES[form], plan="micro=5")
@@ -147,7 +147,7 @@ def test_a_loss_takes_any_of_its_forms(form):
             assert right == pytest.approx(round(right))
 
 
-def test_float_counts_do_not_look_like_a_loss_that_mixes_rows(run):
+def test_float_counts_are_not_mistaken_for_a_loss_that_mixes_rows(run):
     """Sums that are rounded to float32 differ in their last bits, whole or in parts."""
     weights = torch.rand(512, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     data = TensorDataset(*rows(1, 512, 10).tensors, weights)
@@ -169,7 +169,7 @@ def unnamed(params: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("optimizer", [groups, two_optimizers, unnamed])
-def test_optimizers_of_any_number_and_groups_by_name(optimizer):
+def test_several_optimizers_and_parameter_groups_train_as_plain_pytorch(optimizer):
     mine = trainer(optimizer=optimizer, clip_norm=0.7, plan="micro=5")
     reports = list(mine.steps(rows(1, 45, 10), epochs=2))
     plain = by_hand(built(mlp), optimizer)
@@ -203,7 +203,7 @@ def test_frozen_parameters_do_not_move_even_in_the_optimizer(run):
     assert [event["step"] for event in happened(run, "checkpoint")] == [3]
 
 
-def test_a_parameter_frozen_from_the_start_cannot_be_trained_later():
+def test_parameter_frozen_from_the_start_cannot_be_trained_later():
     model = mlp()
     model[0].requires_grad_(False)
     mine = trainer(model)
@@ -217,7 +217,7 @@ def test_a_parameter_frozen_from_the_start_cannot_be_trained_later():
     assert mine.steps_done == 2
 
 
-def test_parameters_that_are_not_the_models_are_refused():
+def test_optimizer_with_foreign_parameters_is_refused():
     head = nn.Linear(4, 4).double()
     with pytest.raises(UsageError) as caught:
         trainer(optimizer=lambda params: sgd([*(param for _, param in params), *head.parameters()]))
@@ -260,7 +260,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("what", GIVEN)
-def test_what_cannot_be_trained_is_refused_when_the_trainer_is_made(what, run):
+def test_wrong_trainer_arguments_are_refused(what, run):
     given, message = GIVEN[what]
     with pytest.raises(UsageError) as caught:
         trainer(**given)
@@ -268,7 +268,7 @@ def test_what_cannot_be_trained_is_refused_when_the_trainer_is_made(what, run):
     assert run.trainers.members == run.trainers.models == []
 
 
-def test_an_optimizer_of_the_users_own_may_do_without_a_closure():
+def test_custom_optimizer_without_a_closure_is_accepted():
     class Own(torch.optim.SGD):
         def step(self) -> None:
             super().step()
@@ -312,7 +312,7 @@ class Late(nn.Module):
         return self.first(x) + self.second(x) if self.both else self.first(x)
 
 
-def test_momentum_of_a_parameter_whose_first_gradient_comes_late():
+def test_momentum_of_a_parameter_with_a_late_first_gradient():
     mine, plain = trainer(Late), by_hand(built(Late))
     steps = grid(rows(1, 60, 10), 16, epochs=2)
     for report, step in zip(mine.steps(rows(1, 60, 10), epochs=2), steps, strict=True):
@@ -326,7 +326,7 @@ def convolutions() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(12, 4)).double().to(memory_format=torch.channels_last)
 
 
-def test_parameters_that_are_not_contiguous(run):
+def test_noncontiguous_parameters_train_unfused_as_plain_pytorch(run):
     """Torch's fused kernels would take them, and the gradients, for contiguous."""
 
     def optimizer(params: Any, **more: Any) -> torch.optim.Optimizer:
@@ -450,7 +450,7 @@ class Fragile(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["raises", "is not finite"])
-def test_a_step_that_fails_leaves_nothing_behind(how):
+def test_failed_step_leaves_weights_buffers_and_streams_unchanged(how):
     """Neither weights, buffers, statistics nor streams: the next steps are those of a run without it."""
     mine, plain = trainer(lambda: Fragile().double()), by_hand(built(lambda: Fragile().double()))
     x, y = rows(9, 16, 10).tensors
@@ -489,7 +489,7 @@ def test_a_step_that_fails_leaves_nothing_behind(how):
     ],
 )
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(10), nn.GroupNorm(10, 10)], ids=["BatchNorm", "GroupNorm"])
-def test_a_single_row_that_cannot_be_normalised_is_named_before_the_first_step(norm, size, micro, where, cure):
+def test_single_row_that_batchnorm_cannot_normalise_is_refused_before_the_first_step(norm, size, micro, where, cure):
     """And ways out that serve."""
     mine, steps = trainer(lambda: nn.Sequential(norm, mlp()).double(), plan=f"micro={micro}"), 0
     with pytest.raises(UsageError) as caught:
@@ -510,7 +510,7 @@ def test_a_single_row_that_cannot_be_normalised_is_named_before_the_first_step(n
             list(good.steps(Subset(rows(1, size, 10), range(size - 1))))
 
 
-def test_a_single_row_that_comes_is_no_reason_to_refuse_where_it_can_be_normalised():
+def test_single_row_that_can_be_normalised_is_accepted():
     """Several values in a channel, a norm that rests, and a loop that ends before; nothing is left of the trial."""
     shaped = nn.Sequential(nn.Unflatten(1, (2, 5)), nn.BatchNorm1d(2), nn.Flatten(), mlp()).double()
     resting = nn.Sequential(nn.BatchNorm1d(10).eval(), mlp()).double()
@@ -521,7 +521,7 @@ def test_a_single_row_that_comes_is_no_reason_to_refuse_where_it_can_be_normalis
         same(mine, by_hand(copy.deepcopy(model)).train(grid(rows(1, 45, 10), 16, 4, count=count)))
 
 
-def test_a_single_row_of_ones_own_that_cannot_be_normalised_is_named():
+def test_single_row_of_step_that_batchnorm_cannot_normalise_is_refused():
     mine = trainer(lambda: nn.Sequential(nn.BatchNorm1d(10), mlp()).double(), plan="micro=4")
     x, y = rows(1, 5, 10).tensors
     with pytest.raises(UsageError) as caught:
@@ -532,7 +532,7 @@ def test_a_single_row_of_ones_own_that_cannot_be_normalised_is_named():
     )
 
 
-def test_a_loss_that_cannot_be_trained_is_refused_before_anything_changes():
+def test_loss_without_gradient_is_refused_before_the_first_step():
     mine = trainer(loss=lambda output, batch: F.cross_entropy(output, batch[1]).detach())
     with pytest.raises(LossError) as caught:
         list(mine.steps(rows(1, 45, 10)))
@@ -579,7 +579,7 @@ def test_bf16_is_plain_autocast():
 
 
 @pytest.mark.gpu
-def test_a_gpu_trains_as_the_cpu_does():
+def test_gpu_trains_as_the_cpu():
     def make() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(10), mlp(), nn.BatchNorm1d(4, momentum=None)).double()
 
@@ -603,7 +603,7 @@ def test_a_gpu_trains_as_the_cpu_does():
     assert metric["sum"] == pytest.approx(float(expected), rel=1e-8)
 
 
-def test_public_names_are_all_there():
+def test_public_names_exist():
     for name in paceline.__all__:
         assert getattr(paceline, name) is not None
     assert paceline.stream_seed is stream_seed

@@ -24,7 +24,7 @@ def accuracy(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
     return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
 
 
-def test_evaluation_is_exact_at_rest_and_restores_each_modules_mode():
+def test_evaluate_is_exact_in_eval_mode_and_restores_each_mode():
     model = nn.Sequential(nn.BatchNorm1d(10), nn.Dropout(0.5), mlp()).double()
     model[0].eval()
     mine = trainer(model)
@@ -46,7 +46,7 @@ def test_evaluation_is_exact_at_rest_and_restores_each_modules_mode():
         assert results[1] == {"right": int((model(x).argmax(1) == y).sum()) / 45, "n": 45}
 
 
-def test_a_metric_that_fails_leaves_the_model_in_training():
+def test_failed_evaluate_metric_leaves_the_model_in_training():
     mine = trainer(nn.Sequential(mlp(), nn.Dropout(0.5)))
     for bad, message in (
         (lambda output, batch: output.sum(), "the metric returned tensor("),
@@ -61,7 +61,7 @@ def test_a_metric_that_fails_leaves_the_model_in_training():
         assert mine.model[1].training
 
 
-def test_names_that_differ_between_rows_are_refused():
+def test_evaluate_metric_names_that_differ_between_rows_are_refused():
     def metric(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
         return accuracy(output, batch) | ({"odd": (1, 1)} if len(output) < 2 else {})
 
@@ -73,7 +73,7 @@ def test_names_that_differ_between_rows_are_refused():
     )
 
 
-def test_another_model_is_evaluated_in_its_place():
+def test_evaluate_takes_another_model():
     mine, other = trainer(), nn.Sequential(built(mlp, seed=9), nn.Dropout(0.5))
     x, y = rows(2, 45, 10).tensors
     found = mine.evaluate(rows(2, 45, 10), accuracy, model=other)
@@ -81,7 +81,7 @@ def test_another_model_is_evaluated_in_its_place():
     assert other.training
 
 
-def test_iterable_data_and_noise_are_evaluated_the_same_each_time():
+def test_evaluate_of_iterable_and_noisy_data_repeats_its_result():
     mine = trainer()
     list(mine.steps(rows(1, 45, 10), loader={"num_workers": 2}))  # options that are not for an iterable dataset
     ordered = mine.evaluate(rows(11, 45, 10), accuracy)
@@ -93,7 +93,7 @@ def test_iterable_data_and_noise_are_evaluated_the_same_each_time():
 # -- log, state, save, export -----------------------------------------------------------------------------------
 
 
-def test_log_keeps_figures_at_their_step(run):
+def test_logged_values_have_their_step(run):
     mine = trainer()
     mine.log(started=True)
     for _ in mine.steps(rows(1, 45, 10), count=2):
@@ -105,14 +105,14 @@ def test_log_keeps_figures_at_their_step(run):
     assert [event["results"]["n"] for event in happened(run, "evaluate")] == [9, 9]
 
 
-def test_main_and_steps_done_alone():
+def test_main_and_steps_done_of_one_worker():
     mine = trainer()
     assert mine.main
     assert mine.steps_done == 0
     assert mine.complete  # there is no loop yet that would have to end
 
 
-def test_state_takes_back_what_was_saved():
+def test_trainer_state_is_restored_from_a_checkpoint():
     first = State()
     average = torch.optim.swa_utils.AveragedModel(mlp())
     first["best"], first["history"], first["average"], first["late"] = 0.5, [1, {"a": torch.ones(2)}], average, 7
@@ -135,7 +135,7 @@ def test_state_takes_back_what_was_saved():
     assert set(again.saved()) == {"best", "history", "average", "late", "new"}
 
 
-def test_first_values_given_at_once_give_way_to_the_checkpoint_too():
+def test_trainer_state_first_values_are_replaced_by_the_checkpoint():
     first = State()
     first["best"], first["average"] = 0.5, torch.optim.swa_utils.AveragedModel(mlp())
     for give in (State.update, State.__ior__):
@@ -148,7 +148,7 @@ def test_first_values_given_at_once_give_way_to_the_checkpoint_too():
         assert again["best"] == 0.7
 
 
-def test_once_training_goes_on_an_assignment_is_one():
+def test_trainer_state_assignment_after_resume_is_kept():
     """Also the first: a script may only ever say state["n"] = state.get("n", 0) + 1."""
     first = State()
     first["n"], first["average"] = 3, torch.optim.swa_utils.AveragedModel(mlp())
@@ -161,7 +161,7 @@ def test_once_training_goes_on_an_assignment_is_one():
     assert torch.equal(again["average"].module[0].weight, first["average"].module[0].weight)
 
 
-def test_state_that_was_not_put_back_yet_is_saved_again():
+def test_trainer_state_not_restored_yet_is_saved_again():
     first = State()
     first["average"] = torch.optim.swa_utils.AveragedModel(mlp())
     again = State()
@@ -170,7 +170,7 @@ def test_state_that_was_not_put_back_yet_is_saved_again():
     assert again.saved()["average"][0] == "object"
 
 
-def test_what_a_checkpoint_cannot_keep_is_named_as_the_user_wrote_it():
+def test_trainer_state_that_a_checkpoint_cannot_save_is_named():
     mine = trainer()
     mine.state["best"] = {"model": [mlp]}
     with pytest.raises(UsageError) as caught:
@@ -189,7 +189,7 @@ def test_what_a_checkpoint_cannot_keep_is_named_as_the_user_wrote_it():
     )
 
 
-def test_export_holds_the_weights_under_their_names(tmp_path):
+def test_export_has_the_weights_under_their_names(tmp_path):
     from safetensors.torch import load_file
 
     mine = trainer()
@@ -201,7 +201,7 @@ def test_export_holds_the_weights_under_their_names(tmp_path):
     assert not torch.equal(load_file(tmp_path / "1.safetensors")["0.weight"], found["0.weight"])
 
 
-def test_a_checkpoint_is_taken_after_the_body(run):
+def test_checkpoint_is_taken_after_the_loop_body(run):
     """save() asks for it; it is taken when the loop asks for the next step."""
     mine = trainer()
     for report in mine.steps(rows(1, 45, 10), count=3):

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("run")
 # -- the loop ---------------------------------------------------------------------------------------------------
 
 
-def test_epochs_and_their_last_smaller_batch():
+def test_epochs_end_with_a_smaller_batch():
     mine = trainer()
     reports = list(mine.steps(rows(1, 45, 10), epochs=2))
     assert [(report.step, report.epoch, report.samples) for report in reports] == [
@@ -38,7 +38,7 @@ def test_epochs_and_their_last_smaller_batch():
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_count_goes_over_epochs_and_ends_within_one(count):
+def test_count_of_steps_crosses_epochs(count):
     mine = trainer()
     assert len(list(mine.steps(rows(1, 45, 10), count=count))) == count
     same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=count)))
@@ -46,27 +46,27 @@ def test_count_goes_over_epochs_and_ends_within_one(count):
 
 @pytest.mark.parametrize("aim", [{"count": 0}, {"epochs": 0}])
 @pytest.mark.parametrize("data", [rows(1, 45, 10), Stream(noisy=False)], ids=["rows", "iterable"])
-def test_nothing_asked_for_is_nothing_done(aim, data):
+def test_zero_steps_or_epochs_train_nothing(aim, data):
     mine = trainer()
     assert list(mine.steps(data, **aim)) == []
     assert mine.steps_done == 0
     assert mine.complete
 
 
-def test_a_global_batch_larger_than_the_data():
+def test_global_batch_larger_than_the_dataset():
     mine = trainer(global_batch=64)
     reports = list(mine.steps(rows(1, 45, 10), epochs=3))
     assert [report.samples for report in reports] == [45, 45, 45]
     same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 64, epochs=3)))
 
 
-def test_one_row_of_data_and_a_global_batch_of_one():
+def test_dataset_of_one_row():
     mine = trainer(global_batch=1)
     list(mine.steps(rows(1, 1, 10), epochs=3))
     same(mine, by_hand(built(mlp)).train(grid(rows(1, 1, 10), 1, epochs=3)))
 
 
-def test_an_own_order_and_a_collate_that_sees_one_micro_batch():
+def test_custom_order_and_collate_of_one_micro_batch():
     calls: list[list[int]] = []
     data = rows(8, 45, 10)
 
@@ -87,7 +87,7 @@ def test_an_own_order_and_a_collate_that_sees_one_micro_batch():
     same(mine, plain.train(grid(data, 16, 5, epochs=2, seed=2, order=backwards)))
 
 
-def test_stop_ends_the_training_also_for_loops_that_follow():
+def test_stop_ends_this_loop_and_those_that_follow():
     mine = trainer()
     for report in mine.steps(rows(1, 45, 10), epochs=5):
         if report.step == 2:
@@ -100,7 +100,7 @@ def test_stop_ends_the_training_also_for_loops_that_follow():
     assert list(before.steps(rows(1, 45, 10))) == []
 
 
-def test_a_loop_left_by_break_is_followed_by_another():
+def test_loop_left_by_break_is_followed_by_the_next_epoch():
     """Which goes on with the next epoch, in another order of rows."""
     mine, plain = trainer(), by_hand(built(mlp))
     for report in mine.steps(rows(1, 45, 10), epochs=9):
@@ -112,7 +112,7 @@ def test_a_loop_left_by_break_is_followed_by_another():
     same(mine, plain.train(grid(rows(2, 45, 10), 16, first_epoch=1)))
 
 
-def test_an_exception_in_the_body_leaves_whole_steps():
+def test_exception_in_the_loop_body_leaves_whole_steps():
     mine, plain = trainer(), by_hand(built(mlp))
     with pytest.raises(ZeroDivisionError):
         for report in mine.steps(rows(1, 45, 10)):
@@ -123,7 +123,7 @@ def test_an_exception_in_the_body_leaves_whole_steps():
     same(mine, plain.train(grid(rows(2, 45, 10), 16, first_epoch=1)))
 
 
-def test_loops_within_loops():
+def test_nested_loops_train_as_plain_pytorch():
     one, other = trainer(seed=1), trainer(seed=2)
     for _ in one.steps(rows(1, 45, 10), count=2):
         for _ in other.steps(rows(2, 45, 10), count=2):
@@ -141,7 +141,7 @@ def test_loops_within_loops():
     same(other, plain)
 
 
-def test_two_loops_in_step_are_both_complete():
+def test_zipped_loops_are_both_complete():
     """zip asks the second one no more once the first has ended."""
     one, other = trainer(), trainer()
     reports = list(zip(one.steps(rows(1, 45, 10), count=4), other.steps(rows(2, 45, 10), count=4), strict=False))
@@ -150,7 +150,7 @@ def test_two_loops_in_step_are_both_complete():
     assert other.complete
 
 
-def test_single_steps_within_a_loop():
+def test_single_steps_within_a_loop_train_as_plain_pytorch():
     mine, plain = trainer(), by_hand(built(mlp))
     x, y = rows(9, 7, 10).tensors
     for _ in mine.steps(rows(1, 45, 10)):
@@ -161,7 +161,7 @@ def test_single_steps_within_a_loop():
     same(mine, plain)
 
 
-def test_gradients_of_the_step_can_be_read_in_the_body():
+def test_clipped_gradients_can_be_read_in_the_loop_body():
     """They are the mean over the global batch, after clipping."""
     mine = trainer(clip_norm=0.1)
     for report in mine.steps(rows(1, 45, 10)):
@@ -212,14 +212,14 @@ def test_loader_processes_give_the_same_rows_as_no_processes(loaders):
     assert apart(expected, other) > 1e-3
 
 
-def test_slow_rows_are_loaded_ahead_and_change_nothing(run):
+def test_slow_rows_are_loaded_ahead_without_changing_weights(run):
     mine = trainer()
     list(mine.steps(Slow(), count=8))
     same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=8)))
     assert "rows are loaded ahead of need by a process of their own" in decisions(run)
 
 
-def test_noise_differs_from_epoch_to_epoch_and_seed_to_seed():
+def test_random_rows_differ_between_epochs_and_seeds():
     drawn: list[list[float]] = []
 
     def collate(samples: list[Any]) -> Any:
@@ -233,7 +233,7 @@ def test_noise_differs_from_epoch_to_epoch_and_seed_to_seed():
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_random_collate_draws_anew_for_every_micro_batch(processes):
+def test_random_collate_draws_anew_for_every_micro_batch(processes):
     """Also where the rows draw nothing."""
     drawn: list[float] = []
 
@@ -258,7 +258,7 @@ class Batched(Augmented):
         return [self.rows[index] for index in indices]
 
 
-def test_a_dataset_that_gives_many_rows_at_once():
+def test_dataset_with_getitems_trains_as_plain_pytorch():
     mine = trainer()
     list(mine.steps(Batched(), epochs=2))
     same(mine, by_hand(built(mlp)).train(grid(rows(11, 45, 10), 16, epochs=2)))
@@ -276,7 +276,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_loader_options_that_would_change_the_grid_are_refused(option):
+def test_loader_options_that_change_batches_are_refused(option):
     with pytest.raises(UsageError) as caught:
         trainer().steps(rows(1, 45, 10), loader={option: None})
     assert str(caught.value) == f"loader option {option!r} is decided by the grid; use {OPTIONS[option]}"
@@ -293,7 +293,7 @@ class Restless:
         return iter(rows(1, 45, 10))
 
 
-def test_an_iterable_dataset_is_the_same_as_its_rows_in_order():
+def test_iterable_dataset_trains_as_its_rows_in_order():
     data, mine, other = Restless(), trainer(plan="micro=3"), trainer(plan="micro=3")
     reports = list(mine.steps(data, epochs=2))
     list(other.steps(rows(1, 45, 10), epochs=2, order=in_order))
@@ -310,7 +310,7 @@ def test_count_of_an_iterable_dataset(count):
     same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=count, order=in_order)))
 
 
-def test_a_noisy_iterable_is_the_same_from_a_process_of_its_own_and_new_each_epoch():
+def test_noisy_iterable_dataset_is_the_same_from_a_loader_process():
     expected = loaded(Stream(noisy=True))
     assert apart(loaded(Stream(noisy=True), loader={"num_workers": 1}), expected) <= TOLERANCE
     assert apart(loaded(Stream(noisy=False)), expected) > 1e-3
@@ -341,7 +341,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_data_that_cannot_be_dealt_is_refused(case):
+def test_wrong_dataset_is_refused(case):
     data, options, message = REFUSED[case]
     with pytest.raises((DatasetError, UsageError)) as caught:
         list(trainer().steps(data(), **options))
@@ -352,7 +352,7 @@ def test_data_that_cannot_be_dealt_is_refused(case):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_scripts_own_draws_go_on_as_if_nothing_was_trained(workers):
+def test_random_streams_of_the_script_are_untouched_by_training(workers):
     def draws() -> list[float]:
         return [torch.rand(()).item(), random.random(), np.random.rand(), random.gauss(0, 1), np.random.normal()]
 
@@ -370,7 +370,7 @@ def test_the_scripts_own_draws_go_on_as_if_nothing_was_trained(workers):
     assert found == expected
 
 
-def test_a_seed_in_the_body_does_not_change_the_training():
+def test_seed_in_the_loop_body_does_not_change_training():
     mine = trainer(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))
     for _ in mine.steps(rows(1, 45, 10)):
         seed_all(0)
@@ -395,7 +395,7 @@ def test_each_seed_trains_differently_and_the_same_seed_the_same():
 # -- own rows ---------------------------------------------------------------------------------------------------
 
 
-def test_own_rows_in_any_nesting():
+def test_step_takes_rows_in_any_nesting():
     x, y = rows(9, 11, 10).tensors
     forms = {
         "tuple": ((x, y), lambda o, b: F.cross_entropy(o, b[1])),
@@ -435,7 +435,7 @@ def test_own_rows_in_any_nesting():
     ],
     ids=["none", "empty", "unequal", "text"],
 )
-def test_rows_that_cannot_be_trained_on_are_refused(batch, message):
+def test_wrong_rows_of_step_are_refused(batch, message):
     mine = trainer()
     with pytest.raises(UsageError) as caught:
         mine.step(batch)
