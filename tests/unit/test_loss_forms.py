@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from alone import by_hand, same, trainer
+from alone import by_hand, same
+from alone import trainer as make_trainer
 from by_hand import built, grid
 from cases import cross_entropy, mlp, rows
 from launching import train_basics
@@ -62,11 +63,11 @@ REFUSED = {
 
 
 def refused(loss: Any, **more: Any) -> str:
-    made = trainer(loss=loss, **more)
-    before = [param.clone() for param in made.model.parameters()]
+    trainer = make_trainer(loss=loss, **more)
+    before = [param.clone() for param in trainer.model.parameters()]
     with pytest.raises(LossError) as caught:
-        list(made.steps(DATA))
-    assert all(map(torch.equal, before, made.model.parameters()))
+        list(trainer.steps(DATA))
+    assert all(map(torch.equal, before, trainer.model.parameters()))
     return str(caught.value)
 
 
@@ -160,11 +161,11 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 def test_loss_counts_may_be_sums_of_masks_and_weights(case: str) -> None:
     given = {"plan": None, "forward": lambda model, batch: model(batch[0]), **ACCEPTED[case]}
     data = rows(1, 48, 10)  # no micro-batch of a single row
-    mine = trainer(**given)
-    list(mine.steps(data))
+    trainer = make_trainer(**given)
+    list(trainer.steps(data))
     micro = 1 if given["plan"] == "micro=1" else None
     plain = by_hand(built(mlp), loss=given["loss"], forward=given["forward"])
-    same(mine, plain.train(grid(data, 16, micro)))
+    same(trainer, plain.train(grid(data, 16, micro)))
 
 
 @pytest.mark.usefixtures("run")
@@ -204,7 +205,7 @@ def test_loss_metric_without_sum_and_count_is_refused(metrics: Any, told: str) -
 )
 def test_evaluate_metric_without_sum_and_count_is_refused(found: Any, told: str) -> None:
     with pytest.raises(MetricError) as caught:
-        trainer().evaluate(DATA, lambda output, batch: found)
+        make_trainer().evaluate(DATA, lambda output, batch: found)
     assert str(caught.value) == told
 
 
@@ -275,19 +276,19 @@ def test_backward_step_and_zero_grad_in_the_loss_are_refused(call: Any, where: s
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(batch[0])
         if where == "forward":
-            call(made, seen["optimizer"], output.sum())
+            call(trainer, seen["optimizer"], output.sum())
         return output
 
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         found = cross_entropy(output, batch)
-        return call(made, seen["optimizer"], found) if where == "loss" else found
+        return call(trainer, seen["optimizer"], found) if where == "loss" else found
 
-    made = trainer(optimizer=optimizer, loss=loss, forward=forward)
+    trainer = make_trainer(optimizer=optimizer, loss=loss, forward=forward)
     with pytest.raises(UsageError) as caught:
-        list(made.steps(DATA))
+        list(trainer.steps(DATA))
     line = f"test_loss_forms.py:{call.__code__.co_firstlineno + 1}"
     assert str(caught.value) == f"the loss or forward calls {CALLS[call].format(line)}"
-    assert made.steps_done == 0
+    assert trainer.steps_done == 0
 
 
 @pytest.mark.usefixtures("run")
@@ -308,22 +309,22 @@ def test_backward_and_step_of_an_untrained_model_in_the_loss_are_allowed() -> No
         cross_entropy(beside(batch[0] + noise), batch).backward(inputs=[noise])
         return scaler.scale(cross_entropy(output, batch) + output.mean() * noise.grad.sum())
 
-    mine = trainer(loss=loss, plan="micro=4")
-    list(mine.steps(DATA, count=3))
-    same(mine, by_hand(built(mlp), loss=loss).train(grid(DATA, 16, 4, count=3)))
+    trainer = make_trainer(loss=loss, plan="micro=4")
+    list(trainer.steps(DATA, count=3))
+    same(trainer, by_hand(built(mlp), loss=loss).train(grid(DATA, 16, 4, count=3)))
 
 
 @pytest.mark.usefixtures("run")
 def test_second_backward_of_a_later_step_has_a_hint() -> None:
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         found = cross_entropy(output, batch)
-        if made.steps_done:
+        if trainer.steps_done:
             found.backward()
         return found
 
-    made = trainer(loss=loss)
+    trainer = make_trainer(loss=loss)
     with pytest.raises(RuntimeError, match="backward through the graph a second time") as caught:
-        list(made.steps(DATA))
+        list(trainer.steps(DATA))
     assert hint_of(caught.value) == "the trainer calls backward(): leave it out of loss and forward"
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from alone import MERGED, OBSERVED, Named, by_hand, decisions, happened, same, trainer
+from alone import MERGED, OBSERVED, Named, by_hand, decisions, happened, same
+from alone import trainer as make_trainer
 from by_hand import built, grid
 from cases import Language, cross_entropy, groups, mlp, next_token, rows, tokens, two_optimizers, warm_up
 from oracle import apart
@@ -55,10 +56,10 @@ BATCHES = {
 @pytest.mark.parametrize("kind", BATCHES)
 def test_default_forward_takes_each_kind_of_batch(kind):
     model, data, loss = BATCHES[kind]
-    mine = trainer(model, loss, plan="micro=5")
-    reports = list(mine.steps(data, epochs=1))
+    trainer = make_trainer(model, loss, plan="micro=5")
+    reports = list(trainer.steps(data, epochs=1))
     plain = by_hand(built(model), loss=loss).train(grid(data, 16, 5))
-    same(mine, plain)
+    same(trainer, plain)
     assert [report.loss for report in reports] == pytest.approx(plain.losses, rel=1e-10)
 
 
@@ -67,9 +68,9 @@ def test_custom_forward_is_used():
         x, y = batch
         return model[2](torch.sin(model[0](x))) + y[:, None]
 
-    mine = trainer(forward=forward)
-    list(mine.steps(rows(1, 40, 10)))
-    same(mine, by_hand(built(mlp), forward=forward).train(grid(rows(1, 40, 10), 16)))
+    trainer = make_trainer(forward=forward)
+    list(trainer.steps(rows(1, 40, 10)))
+    same(trainer, by_hand(built(mlp), forward=forward).train(grid(rows(1, 40, 10), 16)))
 
 
 # -- the model --------------------------------------------------------------------------------------------------
@@ -77,9 +78,9 @@ def test_custom_forward_is_used():
 
 def test_module_is_trained_in_place_and_keeps_its_mode():
     model = nn.Sequential(mlp(), nn.Dropout(0.5)).eval()
-    mine = trainer(model)
-    list(mine.steps(rows(1, 40, 10)))
-    assert mine.model is model
+    trainer = make_trainer(model)
+    list(trainer.steps(rows(1, 40, 10)))
+    assert trainer.model is model
     assert not model.training
     assert not model[1].training
 
@@ -91,7 +92,7 @@ def test_model_function_is_called_under_the_seed():
             model[0].bias += torch.from_numpy(np.random.rand(32)) + random.random()
         return model
 
-    one, two, other = (trainer(make, seed=seed).model.state_dict() for seed in (3, 3, 4))
+    one, two, other = (make_trainer(make, seed=seed).model.state_dict() for seed in (3, 3, 4))
     expected = built(make, seed=3).state_dict()
     for name in one:
         assert torch.equal(one[name], expected[name])
@@ -100,11 +101,11 @@ def test_model_function_is_called_under_the_seed():
 
 
 def test_tied_weights_stay_one_parameter():
-    mine = trainer(lambda: Language().double(), next_token, plan="micro=7", global_batch=14)
-    list(mine.steps(tokens(5, 57)))
-    assert mine.model.out.weight is mine.model.embed.weight
+    trainer = make_trainer(lambda: Language().double(), next_token, plan="micro=7", global_batch=14)
+    list(trainer.steps(tokens(5, 57)))
+    assert trainer.model.out.weight is trainer.model.embed.weight
     plain = by_hand(built(lambda: Language().double()), loss=next_token)
-    same(mine, plain.train(grid(tokens(5, 57), 14, micro=7)))
+    same(trainer, plain.train(grid(tokens(5, 57), 14, micro=7)))
 
 
 # -- the loss ---------------------------------------------------------------------------------------------------
@@ -134,10 +135,10 @@ LOSSES = {
 def test_loss_of_each_form_trains_as_plain_pytorch(form):
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a metric may be a part of the loss, with its gradient
-        mine = trainer(loss=LOSSES[form], plan="micro=5")
-        reports = list(mine.steps(rows(1, 45, 10), epochs=2))
+        trainer = make_trainer(loss=LOSSES[form], plan="micro=5")
+        reports = list(trainer.steps(rows(1, 45, 10), epochs=2))
     plain = by_hand(built(mlp), loss=LOSSES[form]).train(grid(rows(1, 45, 10), 16, 5, epochs=2))
-    same(mine, plain)
+    same(trainer, plain)
     assert [report.loss for report in reports] == pytest.approx(plain.losses, rel=1e-10)
     for report in reports:
         assert set(report.metrics) == ({"loss again", "right"} if "metrics" in form else set())
@@ -157,7 +158,7 @@ def test_float_counts_are_not_mistaken_for_a_loss_that_mixes_rows(run):
     def loss(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return (F.cross_entropy(output, batch[1], reduction="none") * batch[2]).sum(), batch[2].sum().float()
 
-    list(trainer(loss=loss, global_batch=256).steps(data))
+    list(make_trainer(loss=loss, global_batch=256).steps(data))
     assert decisions(run)[MERGED] == OBSERVED
 
 
@@ -170,14 +171,14 @@ def unnamed(params: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("optimizer", [groups, two_optimizers, unnamed])
 def test_several_optimizers_and_parameter_groups_train_as_plain_pytorch(optimizer):
-    mine = trainer(optimizer=optimizer, clip_norm=0.7, plan="micro=5")
-    reports = list(mine.steps(rows(1, 45, 10), epochs=2))
+    trainer = make_trainer(optimizer=optimizer, clip_norm=0.7, plan="micro=5")
+    reports = list(trainer.steps(rows(1, 45, 10), epochs=2))
     plain = by_hand(built(mlp), optimizer)
     # Clipping by hand: a hook before each step of the first optimizer sees the whole mean gradient.
     norms = []
     clip = partial(nn.utils.clip_grad_norm_, list(plain.model.parameters()), 0.7)
     plain.optimizers[0].register_step_pre_hook(lambda *_: norms.append(float(clip())))
-    same(mine, plain.train(grid(rows(1, 45, 10), 16, 5, epochs=2)))
+    same(trainer, plain.train(grid(rows(1, 45, 10), 16, 5, epochs=2)))
     assert [report.grad_norm for report in reports] == pytest.approx(norms, rel=1e-9)
 
 
@@ -185,7 +186,7 @@ def test_optimizer_receives_the_trainable_named_parameters_in_order():
     model = mlp()
     model[0].bias.requires_grad_(False)
     seen: list[Any] = []
-    trainer(model, optimizer=lambda params: seen.append(params) or sgd(params))
+    make_trainer(model, optimizer=lambda params: seen.append(params) or sgd(params))
     assert [(name, id(param)) for name, param in seen[0]] == [
         (name, id(param)) for name, param in model.named_parameters() if name != "0.bias"
     ]
@@ -196,28 +197,30 @@ def test_frozen_parameters_do_not_move_even_in_the_optimizer(run):
     model = mlp()
     model[0].requires_grad_(False)
     before = model[0].weight.clone()
-    mine = trainer(model, optimizer=lambda params: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5))
-    list(mine.steps(rows(1, 40, 10)))
+    trainer = make_trainer(
+        model, optimizer=lambda params: torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    )
+    list(trainer.steps(rows(1, 40, 10)))
     assert torch.equal(model[0].weight, before)
-    assert mine.model[0].weight.grad is None
+    assert trainer.model[0].weight.grad is None
     assert [event["step"] for event in happened(run, "checkpoint")] == [3]
 
 
 def test_parameter_frozen_from_the_start_cannot_be_trained_later(golden):
     model = mlp()
     model[0].requires_grad_(False)
-    mine = trainer(model)
+    trainer = make_trainer(model)
     with pytest.raises(UsageError) as caught:
-        for report in mine.steps(rows(1, 40, 10)):
+        for report in trainer.steps(rows(1, 40, 10)):
             model[0].requires_grad_(report.step == 2)
     golden("parameter frozen from the start cannot be trained later", str(caught.value))
-    assert mine.steps_done == 2
+    assert trainer.steps_done == 2
 
 
 def test_optimizer_with_foreign_parameters_is_refused(golden):
     head = nn.Linear(4, 4).double()
     with pytest.raises(UsageError) as caught:
-        trainer(optimizer=lambda params: sgd([*(param for _, param in params), *head.parameters()]))
+        make_trainer(optimizer=lambda params: sgd([*(param for _, param in params), *head.parameters()]))
     golden("optimizer with foreign parameters is refused", str(caught.value))
 
 
@@ -238,7 +241,7 @@ GIVEN = {
 @pytest.mark.parametrize("what", GIVEN)
 def test_wrong_trainer_arguments_are_refused(what, golden, run):
     with pytest.raises(UsageError) as caught:
-        trainer(**GIVEN[what])
+        make_trainer(**GIVEN[what])
     golden(f"trainer with {what}", str(caught.value))
     assert run.trainers.members == run.trainers.models == []
 
@@ -248,9 +251,9 @@ def test_custom_optimizer_without_a_closure_is_accepted():
         def step(self) -> None:
             super().step()
 
-    mine = trainer(optimizer=lambda params: Own(params, lr=0.1, momentum=0.9))
-    list(mine.steps(rows(1, 45, 10)))
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16)))
+    trainer = make_trainer(optimizer=lambda params: Own(params, lr=0.1, momentum=0.9))
+    list(trainer.steps(rows(1, 45, 10)))
+    same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16)))
 
 
 class Signs(torch.optim.Optimizer):
@@ -271,9 +274,9 @@ def test_optimizers_without_torchs_usual_options(made):
     def optimizer(params: Any) -> torch.optim.Optimizer:
         return made([param for _, param in params], lr=0.01)
 
-    mine = trainer(optimizer=optimizer, plan="micro=5")
-    list(mine.steps(rows(1, 45, 10)))
-    same(mine, by_hand(built(mlp), optimizer).train(grid(rows(1, 45, 10), 16, 5)))
+    trainer = make_trainer(optimizer=optimizer, plan="micro=5")
+    list(trainer.steps(rows(1, 45, 10)))
+    same(trainer, by_hand(built(mlp), optimizer).train(grid(rows(1, 45, 10), 16, 5)))
 
 
 class Late(nn.Module):
@@ -288,12 +291,12 @@ class Late(nn.Module):
 
 
 def test_momentum_of_a_parameter_with_a_late_first_gradient():
-    mine, plain = trainer(Late), by_hand(built(Late))
+    trainer, plain = make_trainer(Late), by_hand(built(Late))
     steps = grid(rows(1, 60, 10), 16, epochs=2)
-    for report, step in zip(mine.steps(rows(1, 60, 10), epochs=2), steps, strict=True):
+    for report, step in zip(trainer.steps(rows(1, 60, 10), epochs=2), steps, strict=True):
         plain.step(step)
-        mine.model.both = plain.model.both = report.step >= 2
-    same(mine, plain)
+        trainer.model.both = plain.model.both = report.step >= 2
+    same(trainer, plain)
 
 
 def convolutions() -> nn.Module:
@@ -307,24 +310,24 @@ def test_noncontiguous_parameters_train_unfused_as_plain_pytorch(golden, run):
     def optimizer(params: Any, **more: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW([param for _, param in params], lr=0.01, **more)
 
-    mine = trainer(convolutions, optimizer=optimizer)
-    list(mine.steps(rows(1, 60, 10), epochs=2))
-    same(mine, by_hand(built(convolutions), optimizer).train(grid(rows(1, 60, 10), 16, epochs=2)))
+    trainer = make_trainer(convolutions, optimizer=optimizer)
+    list(trainer.steps(rows(1, 60, 10), epochs=2))
+    same(trainer, by_hand(built(convolutions), optimizer).train(grid(rows(1, 60, 10), 16, epochs=2)))
     assert "AdamW runs fused" not in decisions(run)
     for plan in ("", "exact"):
         with pytest.raises(UsageError) as caught:
-            trainer(convolutions, optimizer=partial(optimizer, fused=True), plan=plan)
+            make_trainer(convolutions, optimizer=partial(optimizer, fused=True), plan=plan)
         golden("noncontiguous parameters train unfused as plain pytorch", str(caught.value))
 
 
 def test_parameters_may_be_frozen_and_thawed(run):
-    mine, plain = trainer(), by_hand(built(mlp))
+    trainer, plain = make_trainer(), by_hand(built(mlp))
     steps = grid(rows(12, 50, 10), 16, epochs=3)
-    for report, step in zip(mine.steps(rows(12, 50, 10), epochs=3), steps, strict=True):
+    for report, step in zip(trainer.steps(rows(12, 50, 10), epochs=3), steps, strict=True):
         plain.step(step)
-        for model in (mine.model, plain.model):
+        for model in (trainer.model, plain.model):
             model[2].requires_grad_(not 2 <= report.step < 6)
-    same(mine, plain)
+    same(trainer, plain)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64])
@@ -339,8 +342,8 @@ def test_parameters_of_two_dtypes_are_clipped_together(dtype):
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         return model(batch[0] * model.scale.abs().double())
 
-    mine = trainer(make, forward=forward, clip_norm=0.01)
-    (report, *_) = list(mine.steps(rows(1, 16, 10)))
+    trainer = make_trainer(make, forward=forward, clip_norm=0.01)
+    (report, *_) = list(trainer.steps(rows(1, 16, 10)))
     plain = by_hand(built(make), forward=forward)
     norms = []
 
@@ -388,15 +391,15 @@ def test_schedules_are_those_of_plain_torch(name):
     schedule = SCHEDULES[name]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns when the order of steps is wrong
-        mine = trainer(optimizer=two_optimizers, schedule=schedule, plan="micro=16")
-        reports = list(mine.steps(rows(1, 45, 10), epochs=3))
+        trainer = make_trainer(optimizer=two_optimizers, schedule=schedule, plan="micro=16")
+        reports = list(trainer.steps(rows(1, 45, 10), epochs=3))
     plain = by_hand(built(mlp), two_optimizers)
     made = partial(lr_scheduler.LambdaLR, lr_lambda=schedule) if name.endswith(" function") else schedule
     plain.schedulers = [made(optimizer) for optimizer in plain.optimizers]
     plain.train(grid(rows(1, 45, 10), 16, 16, epochs=3))
     assert [report.lr for report in reports] == pytest.approx(plain.rates, rel=1e-12)
     assert len(set(plain.rates)) > 1
-    same(mine, plain)
+    same(trainer, plain)
 
 
 # -- what fails within a step -----------------------------------------------------------------------------------
@@ -424,27 +427,27 @@ class Fragile(nn.Module):
 @pytest.mark.parametrize("how", ["raises", "is not finite"])
 def test_failed_step_leaves_weights_buffers_and_streams_unchanged(golden, how):
     """Neither weights, buffers, statistics nor streams: the next steps are those of a run without it."""
-    mine, plain = trainer(lambda: Fragile().double()), by_hand(built(lambda: Fragile().double()))
+    trainer, plain = make_trainer(lambda: Fragile().double()), by_hand(built(lambda: Fragile().double()))
     x, y = rows(9, 16, 10).tensors
     torch.manual_seed(1)
     for number in range(4):
-        assert mine.step((x, y)).step == number + 1
+        assert trainer.step((x, y)).step == number + 1
         if number != 1:
             continue
         if how == "raises":
-            mine.model.fails_in = 6
+            trainer.model.fails_in = 6
             with pytest.raises(ZeroDivisionError):
-                mine.step((x, y))
+                trainer.step((x, y))
         else:
-            mine.model.spoils = True
+            trainer.model.spoils = True
             with pytest.raises(NonFiniteLossError) as caught:
-                mine.step((x, y))
+                trainer.step((x, y))
             golden("failed step leaves weights buffers and streams unchanged", str(caught.value))
-            mine.model.spoils = False
+            trainer.model.spoils = False
     assert torch.rand(()) == torch.rand((), generator=torch.Generator().manual_seed(1))
     for _ in range(4):
         plain.step([(x[start : start + 2], y[start : start + 2]) for start in range(0, 16, 2)])
-    same(mine, plain)
+    same(trainer, plain)
 
 
 @pytest.mark.parametrize(
@@ -459,9 +462,9 @@ def test_failed_step_leaves_weights_buffers_and_streams_unchanged(golden, how):
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(10), nn.GroupNorm(10, 10)], ids=["BatchNorm", "GroupNorm"])
 def test_single_row_that_batchnorm_cannot_normalise_is_refused_before_the_first_step(norm, size, micro, where, cure):
     """And ways out that serve."""
-    mine, steps = trainer(lambda: nn.Sequential(norm, mlp()).double(), plan=f"micro={micro}"), 0
+    trainer, steps = make_trainer(lambda: nn.Sequential(norm, mlp()).double(), plan=f"micro={micro}"), 0
     with pytest.raises(UsageError) as caught:
-        for _ in mine.steps(rows(1, size, 10), epochs=2):
+        for _ in trainer.steps(rows(1, size, 10), epochs=2):
             steps += 1
     fewer = f", or train on the other {size - 1} rows: torch.utils.data.Subset(dataset, range({size - 1}))"
     assert steps == 0
@@ -471,10 +474,10 @@ def test_single_row_that_batchnorm_cannot_normalise_is_refused_before_the_first_
     )
     if isinstance(norm, nn.BatchNorm1d):
         batch = int(cure.removeprefix("global_batch=")) if "global" in cure else 16
-        good = trainer(mine.model, plan=cure.split()[-1] if batch == 16 else "", global_batch=batch)
+        good = make_trainer(trainer.model, plan=cure.split()[-1] if batch == 16 else "", global_batch=batch)
         assert len(list(good.steps(rows(1, size, 10)))) == -(-size // batch)
         if micro != 5:
-            good = trainer(mine.model, plan=f"micro={micro}")
+            good = make_trainer(trainer.model, plan=f"micro={micro}")
             list(good.steps(Subset(rows(1, size, 10), range(size - 1))))
 
 
@@ -484,25 +487,25 @@ def test_single_row_that_can_be_normalised_is_accepted():
     resting = nn.Sequential(nn.BatchNorm1d(10).eval(), mlp()).double()
     short = nn.Sequential(nn.BatchNorm1d(10), mlp()).double()
     for model, count in ((shaped, 6), (resting, 6), (short, 2)):
-        mine = trainer(copy.deepcopy(model), plan="micro=4")
-        assert len(list(mine.steps(rows(1, 45, 10), count=count))) == count
-        same(mine, by_hand(copy.deepcopy(model)).train(grid(rows(1, 45, 10), 16, 4, count=count)))
+        trainer = make_trainer(copy.deepcopy(model), plan="micro=4")
+        assert len(list(trainer.steps(rows(1, 45, 10), count=count))) == count
+        same(trainer, by_hand(copy.deepcopy(model)).train(grid(rows(1, 45, 10), 16, 4, count=count)))
 
 
 def test_single_row_of_step_that_batchnorm_cannot_normalise_is_refused(golden):
-    mine = trainer(lambda: nn.Sequential(nn.BatchNorm1d(10), mlp()).double(), plan="micro=4")
+    trainer = make_trainer(lambda: nn.Sequential(nn.BatchNorm1d(10), mlp()).double(), plan="micro=4")
     x, y = rows(1, 5, 10).tensors
     with pytest.raises(UsageError) as caught:
-        mine.step((x, y))
+        trainer.step((x, y))
     golden("single row of step that batchnorm cannot normalise is refused", str(caught.value))
 
 
 def test_loss_without_gradient_is_refused_before_the_first_step(golden):
-    mine = trainer(loss=lambda output, batch: F.cross_entropy(output, batch[1]).detach())
+    trainer = make_trainer(loss=lambda output, batch: F.cross_entropy(output, batch[1]).detach())
     with pytest.raises(LossError) as caught:
-        list(mine.steps(rows(1, 45, 10)))
+        list(trainer.steps(rows(1, 45, 10)))
     golden("loss without gradient is refused before the first step", str(caught.value))
-    assert mine.steps_done == 0
+    assert trainer.steps_done == 0
 
 
 # -- arithmetic -------------------------------------------------------------------------------------------------
@@ -519,10 +522,10 @@ def test_bf16_is_plain_autocast():
         seen.add(output.dtype)
         return output
 
-    mine = trainer(make, forward=forward, plan="precision=bf16 micro=16")
-    reports = list(mine.steps(rows(1, 128, 10), epochs=10))
+    trainer = make_trainer(make, forward=forward, plan="precision=bf16 micro=16")
+    reports = list(trainer.steps(rows(1, 128, 10), epochs=10))
     assert seen == {torch.bfloat16}
-    assert {param.dtype for param in mine.model.parameters()} == {torch.float32}
+    assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
     assert reports[-1].loss < 0.7 * reports[0].loss
 
     def autocast(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -534,10 +537,10 @@ def test_bf16_is_plain_autocast():
             return cross_entropy(output, batch)
 
     plain = by_hand(built(make), loss=loss, forward=autocast).train(grid(rows(1, 128, 10), 16, 16, epochs=10))
-    assert apart(mine.model.state_dict(), dict(plain.model.state_dict())) < 0.03
+    assert apart(trainer.model.state_dict(), dict(plain.model.state_dict())) < 0.03
     exact = by_hand(built(make), forward=lambda model, batch: model(batch[0].float()))
     exact.train(grid(rows(1, 128, 10), 16, 16, epochs=10))
-    assert apart(mine.model.state_dict(), dict(exact.model.state_dict())) > 1e-5  # it was not fp32 all along
+    assert apart(trainer.model.state_dict(), dict(exact.model.state_dict())) > 1e-5  # it was not fp32 all along
 
 
 @pytest.mark.gpu
@@ -545,11 +548,11 @@ def test_gpu_trains_as_the_cpu():
     def make() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(10), mlp(), nn.BatchNorm1d(4, momentum=None)).double()
 
-    mine = trainer(make, clip_norm=1.0)
-    assert mine.device.type == "cuda"
-    reports = list(mine.steps(rows(1, 64, 10), epochs=5))
-    assert all(param.device == mine.device for param in mine.model.parameters())
-    metric = mine.evaluate(rows(2, 45, 10), lambda output, batch: {"sum": (output.sum(), len(output))})
+    trainer = make_trainer(make, clip_norm=1.0)
+    assert trainer.device.type == "cuda"
+    reports = list(trainer.steps(rows(1, 64, 10), epochs=5))
+    assert all(param.device == trainer.device for param in trainer.model.parameters())
+    metric = trainer.evaluate(rows(2, 45, 10), lambda output, batch: {"sum": (output.sum(), len(output))})
     plain = by_hand(built(make))
 
     def clip(*_: object) -> None:
@@ -557,7 +560,7 @@ def test_gpu_trains_as_the_cpu():
 
     plain.optimizers[0].register_step_pre_hook(clip)
     plain.train(grid(rows(1, 64, 10), 16, epochs=5))
-    on_cpu = {name: value.cpu() for name, value in mine.model.state_dict().items()}
+    on_cpu = {name: value.cpu() for name, value in trainer.model.state_dict().items()}
     assert apart(on_cpu, dict(plain.model.state_dict())) < 1e-9
     assert [report.loss for report in reports] == pytest.approx(plain.losses, rel=1e-8)
     with torch.no_grad():

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from alone import happened, trainer
+from alone import happened
+from alone import trainer as make_trainer
 from by_hand import built
 from cases import mlp, rows
 from public import Stream
@@ -27,7 +28,7 @@ def accuracy(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
 def test_evaluate_is_exact_in_eval_mode_and_restores_each_mode():
     model = nn.Sequential(nn.BatchNorm1d(10), nn.Dropout(0.5), mlp()).double()
     model[0].eval()
-    mine = trainer(model)
+    trainer = make_trainer(model)
     seen: list[bool] = []
 
     def metric(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
@@ -35,9 +36,9 @@ def test_evaluate_is_exact_in_eval_mode_and_restores_each_mode():
         return accuracy(output, batch)
 
     x, y = rows(2, 45, 10).tensors
-    results = [mine.evaluate(rows(2, 45, 10), metric)]
-    for _ in mine.steps(rows(1, 45, 10), count=1):
-        results.append(mine.evaluate(rows(2, 45, 10), metric))
+    results = [trainer.evaluate(rows(2, 45, 10), metric)]
+    for _ in trainer.steps(rows(1, 45, 10), count=1):
+        results.append(trainer.evaluate(rows(2, 45, 10), metric))
     assert seen
     assert not any(seen)
     assert [module.training for module in (model, *model)] == [True, False, True, True]
@@ -47,18 +48,18 @@ def test_evaluate_is_exact_in_eval_mode_and_restores_each_mode():
 
 
 def test_failed_evaluate_metric_leaves_the_model_in_training():
-    mine = trainer(nn.Sequential(mlp(), nn.Dropout(0.5)))
+    trainer = make_trainer(nn.Sequential(mlp(), nn.Dropout(0.5)))
     for bad, message in (
         (lambda output, batch: output.sum(), "the metric returned tensor("),
         (lambda output, batch: {"sum": output.sum()}, "the metric returned {'sum': tensor("),
         (lambda output, batch: {"sum": (1, 2, 3)}, "the metric returned {'sum': (1, 2, 3)}; "),
     ):
         with pytest.raises(MetricError) as caught:
-            mine.evaluate(rows(2, 45, 10), bad)
+            trainer.evaluate(rows(2, 45, 10), bad)
         assert str(caught.value).startswith(message)
         assert str(caught.value).endswith("; return {name: (sum, count)}")
-        assert mine.model.training
-        assert mine.model[1].training
+        assert trainer.model.training
+        assert trainer.model[1].training
 
 
 def test_evaluate_metric_names_that_differ_between_rows_are_refused(golden):
@@ -66,35 +67,35 @@ def test_evaluate_metric_names_that_differ_between_rows_are_refused(golden):
         return accuracy(output, batch) | ({"odd": (1, 1)} if len(output) < 2 else {})
 
     with pytest.raises(MetricError) as caught:
-        trainer().evaluate(rows(2, 45, 10), metric)
+        make_trainer().evaluate(rows(2, 45, 10), metric)
     golden("evaluate metric names that differ between rows are refused", str(caught.value))
 
 
 def test_evaluate_takes_another_model():
-    mine, other = trainer(), nn.Sequential(built(mlp, seed=9), nn.Dropout(0.5))
+    trainer, other = make_trainer(), nn.Sequential(built(mlp, seed=9), nn.Dropout(0.5))
     x, y = rows(2, 45, 10).tensors
-    found = mine.evaluate(rows(2, 45, 10), accuracy, model=other)
+    found = trainer.evaluate(rows(2, 45, 10), accuracy, model=other)
     assert found["right"] == int((other[0](x).argmax(1) == y).sum()) / 45
     assert other.training
 
 
 def test_evaluate_of_iterable_and_noisy_data_repeats_its_result():
-    mine = trainer()
-    list(mine.steps(rows(1, 45, 10), loader={"num_workers": 2}))  # options that are not for an iterable dataset
-    ordered = mine.evaluate(rows(11, 45, 10), accuracy)
-    assert mine.evaluate(Stream(noisy=False), accuracy) == ordered
-    noisy = mine.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))})
-    assert mine.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))}) == noisy
+    trainer = make_trainer()
+    list(trainer.steps(rows(1, 45, 10), loader={"num_workers": 2}))  # options that are not for an iterable dataset
+    ordered = trainer.evaluate(rows(11, 45, 10), accuracy)
+    assert trainer.evaluate(Stream(noisy=False), accuracy) == ordered
+    noisy = trainer.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))})
+    assert trainer.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))}) == noisy
 
 
 # -- log, state, save, export -----------------------------------------------------------------------------------
 
 
 def test_logged_values_have_their_step(run):
-    mine = trainer()
-    mine.log(started=True)
-    for _ in mine.steps(rows(1, 45, 10), count=2):
-        mine.log(**mine.evaluate(rows(2, 9, 10), accuracy), note="text", value=torch.tensor(2.5))
+    trainer = make_trainer()
+    trainer.log(started=True)
+    for _ in trainer.steps(rows(1, 45, 10), count=2):
+        trainer.log(**trainer.evaluate(rows(2, 9, 10), accuracy), note="text", value=torch.tensor(2.5))
     events = happened(run, "log")
     assert [(event["step"], event["trainer"]) for event in events] == [(0, 0), (1, 0), (2, 0)]
     assert events[0]["values"] == {"started": True}
@@ -103,10 +104,10 @@ def test_logged_values_have_their_step(run):
 
 
 def test_main_and_steps_done_of_one_worker():
-    mine = trainer()
-    assert mine.main
-    assert mine.steps_done == 0
-    assert mine.complete  # there is no loop yet that would have to end
+    trainer = make_trainer()
+    assert trainer.main
+    assert trainer.steps_done == 0
+    assert trainer.complete  # there is no loop yet that would have to end
 
 
 def test_trainer_state_is_restored_from_a_checkpoint():
@@ -168,38 +169,38 @@ def test_trainer_state_not_restored_yet_is_saved_again():
 
 
 def test_trainer_state_that_a_checkpoint_cannot_save_is_named(golden):
-    mine = trainer()
-    mine.state["best"] = {"model": [mlp]}
+    trainer = make_trainer()
+    trainer.state["best"] = {"model": [mlp]}
     with pytest.raises(UsageError) as caught:
-        mine.save()
+        trainer.save()
     golden("trainer state that a checkpoint cannot save is named, 1", str(caught.value))
-    mine.state["best"] = torch.optim.swa_utils.AveragedModel(mlp())
-    mine.state["best"].register_buffer("odd", torch.ones(2).to_sparse())
+    trainer.state["best"] = torch.optim.swa_utils.AveragedModel(mlp())
+    trainer.state["best"].register_buffer("odd", torch.ones(2).to_sparse())
     with pytest.raises(UsageError) as caught:
-        mine.save()
+        trainer.save()
     golden("trainer state that a checkpoint cannot save is named, 2", str(caught.value))
 
 
 def test_export_has_the_weights_under_their_names(tmp_path):
     from safetensors.torch import load_file
 
-    mine = trainer()
-    for report in mine.steps(rows(1, 45, 10), count=2):
-        mine.export(tmp_path / f"{report.step}.safetensors")
+    trainer = make_trainer()
+    for report in trainer.steps(rows(1, 45, 10), count=2):
+        trainer.export(tmp_path / f"{report.step}.safetensors")
     found = load_file(tmp_path / "2.safetensors")
-    assert found.keys() == mine.model.state_dict().keys()
-    assert all(torch.equal(found[name], value) for name, value in mine.model.state_dict().items())
+    assert found.keys() == trainer.model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in trainer.model.state_dict().items())
     assert not torch.equal(load_file(tmp_path / "1.safetensors")["0.weight"], found["0.weight"])
 
 
 def test_checkpoint_is_taken_after_the_loop_body(run):
     """save() asks for it; it is taken when the loop asks for the next step."""
-    mine = trainer()
-    for report in mine.steps(rows(1, 45, 10), count=3):
+    trainer = make_trainer()
+    for report in trainer.steps(rows(1, 45, 10), count=3):
         if report.step == 2:
-            mine.save()
+            trainer.save()
             assert happened(run, "checkpoint") == []
-            mine.state["after"] = "the call"
+            trainer.state["after"] = "the call"
     assert [event["step"] for event in happened(run, "checkpoint")] == [2, 3]
-    mine.save()  # outside of a loop it is taken at once
+    trainer.save()  # outside of a loop it is taken at once
     assert len(happened(run, "checkpoint")) == 3

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from alone import READS_NOTHING_AHEAD, TOLERANCE, Named, by_hand, decisions, same, trainer
+from alone import READS_NOTHING_AHEAD, TOLERANCE, Named, by_hand, decisions, same
+from alone import trainer as make_trainer
 from by_hand import built, grid, in_order, seed_all
 from cases import cross_entropy, mlp, rows
 from oracle import apart
@@ -27,43 +28,43 @@ pytestmark = pytest.mark.usefixtures("run")
 
 
 def test_epochs_end_with_a_smaller_batch():
-    mine = trainer()
-    reports = list(mine.steps(rows(1, 45, 10), epochs=2))
+    trainer = make_trainer()
+    reports = list(trainer.steps(rows(1, 45, 10), epochs=2))
     assert [(report.step, report.epoch, report.samples) for report in reports] == [
         (1, 0, 16), (2, 0, 16), (3, 0, 13), (4, 1, 16), (5, 1, 16), (6, 1, 13),
     ]  # fmt: skip
-    assert mine.steps_done == 6
-    assert mine.complete
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, epochs=2)))
+    assert trainer.steps_done == 6
+    assert trainer.complete
+    same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, epochs=2)))
 
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_count_of_steps_crosses_epochs(count):
-    mine = trainer()
-    assert len(list(mine.steps(rows(1, 45, 10), count=count))) == count
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=count)))
+    trainer = make_trainer()
+    assert len(list(trainer.steps(rows(1, 45, 10), count=count))) == count
+    same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=count)))
 
 
 @pytest.mark.parametrize("aim", [{"count": 0}, {"epochs": 0}])
 @pytest.mark.parametrize("data", [rows(1, 45, 10), Stream(noisy=False)], ids=["rows", "iterable"])
 def test_zero_steps_or_epochs_train_nothing(aim, data):
-    mine = trainer()
-    assert list(mine.steps(data, **aim)) == []
-    assert mine.steps_done == 0
-    assert mine.complete
+    trainer = make_trainer()
+    assert list(trainer.steps(data, **aim)) == []
+    assert trainer.steps_done == 0
+    assert trainer.complete
 
 
 def test_global_batch_larger_than_the_dataset():
-    mine = trainer(global_batch=64)
-    reports = list(mine.steps(rows(1, 45, 10), epochs=3))
+    trainer = make_trainer(global_batch=64)
+    reports = list(trainer.steps(rows(1, 45, 10), epochs=3))
     assert [report.samples for report in reports] == [45, 45, 45]
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 64, epochs=3)))
+    same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 64, epochs=3)))
 
 
 def test_dataset_of_one_row():
-    mine = trainer(global_batch=1)
-    list(mine.steps(rows(1, 1, 10), epochs=3))
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 1, 10), 1, epochs=3)))
+    trainer = make_trainer(global_batch=1)
+    list(trainer.steps(rows(1, 1, 10), epochs=3))
+    same(trainer, by_hand(built(mlp)).train(grid(rows(1, 1, 10), 1, epochs=3)))
 
 
 def test_custom_order_and_collate_of_one_micro_batch():
@@ -77,73 +78,73 @@ def test_custom_order_and_collate_of_one_micro_batch():
     def backwards(position: int, size: int, seed: int, epoch: int) -> int:
         return (size - 1 - position + 11 * epoch + seed) % size
 
-    mine = trainer(seed=2, plan="micro=5")
-    list(mine.steps(range(45), epochs=2, collate=collate, order=backwards, loader=READS_NOTHING_AHEAD))
+    trainer = make_trainer(seed=2, plan="micro=5")
+    list(trainer.steps(range(45), epochs=2, collate=collate, order=backwards, loader=READS_NOTHING_AHEAD))
     numbers = grid(range(45), 16, 5, epochs=2, seed=2, order=backwards, collate=list)
     assert calls == [part for step in numbers for part in step]
     for epoch in (0, 1):  # an epoch is 4 + 4 + 3 micro-batches
         assert sorted(row for call in calls[11 * epoch : 11 * (epoch + 1)] for row in call) == list(range(45))
     plain = by_hand(built(mlp, seed=2), seed=2)
-    same(mine, plain.train(grid(data, 16, 5, epochs=2, seed=2, order=backwards)))
+    same(trainer, plain.train(grid(data, 16, 5, epochs=2, seed=2, order=backwards)))
 
 
 def test_stop_ends_this_loop_and_those_that_follow():
-    mine = trainer()
-    for report in mine.steps(rows(1, 45, 10), epochs=5):
+    trainer = make_trainer()
+    for report in trainer.steps(rows(1, 45, 10), epochs=5):
         if report.step == 2:
-            mine.stop()
-    assert list(mine.steps(rows(2, 45, 10))) == []
-    assert mine.steps_done == 2
-    assert mine.complete
-    before = trainer()
+            trainer.stop()
+    assert list(trainer.steps(rows(2, 45, 10))) == []
+    assert trainer.steps_done == 2
+    assert trainer.complete
+    before = make_trainer()
     before.stop()
     assert list(before.steps(rows(1, 45, 10))) == []
 
 
 def test_loop_left_by_break_is_followed_by_the_next_epoch():
     """Which goes on with the next epoch, in another order of rows."""
-    mine, plain = trainer(), by_hand(built(mlp))
-    for report in mine.steps(rows(1, 45, 10), epochs=9):
+    trainer, plain = make_trainer(), by_hand(built(mlp))
+    for report in trainer.steps(rows(1, 45, 10), epochs=9):
         if report.step == 2:
             break
-    assert not mine.complete
-    list(mine.steps(rows(2, 45, 10)))
+    assert not trainer.complete
+    list(trainer.steps(rows(2, 45, 10)))
     plain.train(grid(rows(1, 45, 10), 16)[:2])
-    same(mine, plain.train(grid(rows(2, 45, 10), 16, first_epoch=1)))
+    same(trainer, plain.train(grid(rows(2, 45, 10), 16, first_epoch=1)))
 
 
 def test_exception_in_the_loop_body_leaves_whole_steps():
-    mine, plain = trainer(), by_hand(built(mlp))
+    trainer, plain = make_trainer(), by_hand(built(mlp))
     with pytest.raises(ZeroDivisionError):
-        for report in mine.steps(rows(1, 45, 10)):
+        for report in trainer.steps(rows(1, 45, 10)):
             if report.step == 2:
                 raise ZeroDivisionError
-    same(mine, plain.train(grid(rows(1, 45, 10), 16)[:2]))
-    list(mine.steps(rows(2, 45, 10)))
-    same(mine, plain.train(grid(rows(2, 45, 10), 16, first_epoch=1)))
+    same(trainer, plain.train(grid(rows(1, 45, 10), 16)[:2]))
+    list(trainer.steps(rows(2, 45, 10)))
+    same(trainer, plain.train(grid(rows(2, 45, 10), 16, first_epoch=1)))
 
 
 def test_nested_loops_train_as_plain_pytorch():
-    one, other = trainer(seed=1), trainer(seed=2)
+    one, other = make_trainer(seed=1), make_trainer(seed=2)
     for _ in one.steps(rows(1, 45, 10), count=2):
         for _ in other.steps(rows(2, 45, 10), count=2):
             for _ in itertools.islice(one.steps(rows(3, 45, 10)), 1):
                 pass
     assert (one.steps_done, other.steps_done) == (6, 4)
-    mine, plain = by_hand(built(mlp, seed=1), seed=1), by_hand(built(mlp, seed=2), seed=2)
+    trainer, plain = by_hand(built(mlp, seed=1), seed=1), by_hand(built(mlp, seed=2), seed=2)
     epochs = itertools.count(1)  # each loop goes on with the epoch after those of the one before
     for epoch, outer in enumerate(grid(rows(1, 45, 10), 16, count=2, seed=1)):
-        mine.step(outer)
+        trainer.step(outer)
         for inner in grid(rows(2, 45, 10), 16, count=2, seed=2, first_epoch=epoch):
             plain.step(inner)
-            mine.step(grid(rows(3, 45, 10), 16, seed=1, first_epoch=next(epochs))[0])
-    same(one, mine)
+            trainer.step(grid(rows(3, 45, 10), 16, seed=1, first_epoch=next(epochs))[0])
+    same(one, trainer)
     same(other, plain)
 
 
 def test_zipped_loops_are_both_complete():
     """zip asks the second one no more once the first has ended."""
-    one, other = trainer(), trainer()
+    one, other = make_trainer(), make_trainer()
     reports = list(zip(one.steps(rows(1, 45, 10), count=4), other.steps(rows(2, 45, 10), count=4), strict=False))
     assert len(reports) == 4
     assert one.complete
@@ -151,21 +152,21 @@ def test_zipped_loops_are_both_complete():
 
 
 def test_single_steps_within_a_loop_train_as_plain_pytorch():
-    mine, plain = trainer(), by_hand(built(mlp))
+    trainer, plain = make_trainer(), by_hand(built(mlp))
     x, y = rows(9, 7, 10).tensors
-    for _ in mine.steps(rows(1, 45, 10)):
-        assert mine.step((x, y)).samples == 7
+    for _ in trainer.steps(rows(1, 45, 10)):
+        assert trainer.step((x, y)).samples == 7
     for step in grid(rows(1, 45, 10), 16):
         plain.step(step)
         plain.step([(x[start : start + 2], y[start : start + 2]) for start in range(0, 7, 2)])
-    same(mine, plain)
+    same(trainer, plain)
 
 
 def test_clipped_gradients_can_be_read_in_the_loop_body():
     """They are the mean over the global batch, after clipping."""
-    mine = trainer(clip_norm=0.1)
-    for report in mine.steps(rows(1, 45, 10)):
-        grads = [param.grad for param in mine.model.parameters()]
+    trainer = make_trainer(clip_norm=0.1)
+    for report in trainer.steps(rows(1, 45, 10)):
+        grads = [param.grad for param in trainer.model.parameters()]
         assert float(nn.utils.get_total_norm(grads)) == pytest.approx(min(0.1, report.grad_norm), rel=1e-4)
 
 
@@ -187,9 +188,9 @@ class Slow(Dataset):
 
 
 def loaded(data: Any, **more: Any) -> dict[str, torch.Tensor]:
-    mine = trainer(plan="micro=5")
-    list(mine.steps(data, epochs=2, **more))
-    return mine.model.state_dict()
+    trainer = make_trainer(plan="micro=5")
+    list(trainer.steps(data, epochs=2, **more))
+    return trainer.model.state_dict()
 
 
 LOADERS = [
@@ -213,9 +214,9 @@ def test_loader_processes_give_the_same_rows_as_no_processes(loaders):
 
 
 def test_slow_rows_are_loaded_ahead_without_changing_weights(run):
-    mine = trainer()
-    list(mine.steps(Slow(), count=8))
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=8)))
+    trainer = make_trainer()
+    list(trainer.steps(Slow(), count=8))
+    same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=8)))
     assert "rows are loaded ahead of need by a process of their own" in decisions(run)
 
 
@@ -227,7 +228,7 @@ def test_random_rows_differ_between_epochs_and_seeds():
         return masked(samples)
 
     for seed in (0, 1):
-        list(trainer(seed=seed).steps(Augmented(), epochs=2, collate=collate, loader=READS_NOTHING_AHEAD))
+        list(make_trainer(seed=seed).steps(Augmented(), epochs=2, collate=collate, loader=READS_NOTHING_AHEAD))
     for generator in (1, 2, 3):
         assert len({row[generator] for row in drawn}) == len(drawn) == 180
 
@@ -246,8 +247,8 @@ def test_random_collate_draws_anew_for_every_micro_batch(processes):
             drawn.extend(batch[2].tolist())
         return cross_entropy(output, batch)
 
-    mine = trainer(loss=loss)
-    list(mine.steps(rows(1, 45, 10), epochs=2, collate=collate, loader={"num_workers": processes}))
+    trainer = make_trainer(loss=loss)
+    list(trainer.steps(rows(1, 45, 10), epochs=2, collate=collate, loader={"num_workers": processes}))
     assert len(set(drawn)) == len(drawn) == 90
 
 
@@ -259,9 +260,9 @@ class Batched(Augmented):
 
 
 def test_dataset_with_getitems_trains_as_plain_pytorch():
-    mine = trainer()
-    list(mine.steps(Batched(), epochs=2))
-    same(mine, by_hand(built(mlp)).train(grid(rows(11, 45, 10), 16, epochs=2)))
+    trainer = make_trainer()
+    list(trainer.steps(Batched(), epochs=2))
+    same(trainer, by_hand(built(mlp)).train(grid(rows(11, 45, 10), 16, epochs=2)))
 
 
 OPTIONS = {
@@ -278,7 +279,7 @@ OPTIONS = {
 @pytest.mark.parametrize("option", OPTIONS)
 def test_loader_options_that_change_batches_are_refused(option):
     with pytest.raises(UsageError) as caught:
-        trainer().steps(rows(1, 45, 10), loader={option: None})
+        make_trainer().steps(rows(1, 45, 10), loader={option: None})
     assert str(caught.value) == f"loader option {option!r} is decided by the grid; use {OPTIONS[option]}"
 
 
@@ -294,20 +295,20 @@ class Restless:
 
 
 def test_iterable_dataset_trains_as_its_rows_in_order():
-    data, mine, other = Restless(), trainer(plan="micro=3"), trainer(plan="micro=3")
-    reports = list(mine.steps(data, epochs=2))
+    data, trainer, other = Restless(), make_trainer(plan="micro=3"), make_trainer(plan="micro=3")
+    reports = list(trainer.steps(data, epochs=2))
     list(other.steps(rows(1, 45, 10), epochs=2, order=in_order))
     assert [(report.epoch, report.samples) for report in reports] == [(e, n) for e in (0, 1) for n in (16, 16, 13)]
-    assert apart(mine.model.state_dict(), other.model.state_dict()) <= TOLERANCE
+    assert apart(trainer.model.state_dict(), other.model.state_dict()) <= TOLERANCE
     assert data.begun == 2
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, 3, epochs=2, order=in_order)))
+    same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, 3, epochs=2, order=in_order)))
 
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_count_of_an_iterable_dataset(count):
-    mine = trainer()
-    assert len(list(mine.steps(Restless(), count=count))) == count
-    same(mine, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=count, order=in_order)))
+    trainer = make_trainer()
+    assert len(list(trainer.steps(Restless(), count=count))) == count
+    same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=count, order=in_order)))
 
 
 def test_noisy_iterable_dataset_is_the_same_from_a_loader_process():
@@ -331,7 +332,7 @@ REFUSED = {
 def test_wrong_dataset_is_refused(case, golden):
     data, options = REFUSED[case]
     with pytest.raises((DatasetError, UsageError)) as caught:
-        list(trainer().steps(data(), **options))
+        list(make_trainer().steps(data(), **options))
     golden(f"dataset: {case}", str(caught.value))
 
 
@@ -347,21 +348,21 @@ def test_random_streams_of_the_script_are_untouched_by_training(workers):
     expected = [draws() for _ in range(5)]
     seed_all(7)
     found = [draws()]
-    mine = trainer(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))
+    trainer = make_trainer(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))
     found.append(draws())
-    for _ in mine.steps(Augmented(), count=2, collate=masked, loader={"num_workers": workers}):
-        mine.evaluate(Augmented(), lambda output, batch: {"sum": (output.sum() * torch.rand(()), 1)})
+    for _ in trainer.steps(Augmented(), count=2, collate=masked, loader={"num_workers": workers}):
+        trainer.evaluate(Augmented(), lambda output, batch: {"sum": (output.sum() * torch.rand(()), 1)})
         found.append(draws())
-    list(mine.steps(Stream(noisy=True), loader={"num_workers": workers}))
+    list(trainer.steps(Stream(noisy=True), loader={"num_workers": workers}))
     found.append(draws())
     assert found == expected
 
 
 def test_seed_in_the_loop_body_does_not_change_training():
-    mine = trainer(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))
-    for _ in mine.steps(rows(1, 45, 10)):
+    trainer = make_trainer(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))
+    for _ in trainer.steps(rows(1, 45, 10)):
         seed_all(0)
-    same(mine, by_hand(built(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))).train(grid(rows(1, 45, 10), 16)))
+    same(trainer, by_hand(built(lambda: nn.Sequential(mlp(), nn.Dropout(0.1)))).train(grid(rows(1, 45, 10), 16)))
 
 
 def test_each_seed_trains_differently_and_the_same_seed_the_same():
@@ -370,9 +371,9 @@ def test_each_seed_trains_differently_and_the_same_seed_the_same():
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(0.1)
-        mine = trainer(nn.Sequential(model, nn.Dropout(0.1)), seed=seed)
-        list(mine.steps(rows(1, 45, 10)))
-        return {name: value.clone() for name, value in mine.model.state_dict().items()}
+        trainer = make_trainer(nn.Sequential(model, nn.Dropout(0.1)), seed=seed)
+        list(trainer.steps(rows(1, 45, 10)))
+        return {name: value.clone() for name, value in trainer.model.state_dict().items()}
 
     one, again, other = train(1), train(1), train(2)
     assert all(torch.equal(one[name], again[name]) for name in one)
@@ -393,14 +394,14 @@ def test_step_takes_rows_in_any_nesting():
     for _ in range(3):
         plain.step([(x[start : start + 4], y[start : start + 4]) for start in range(0, 11, 4)])
     for batch, loss in forms.values():
-        mine = trainer(
+        trainer = make_trainer(
             Named if isinstance(batch, dict) else mlp, loss, plan="micro=4",
             global_batch=None if isinstance(batch, dict) else 16,
         )  # fmt: skip
         for number in range(3):
-            report = mine.step(batch)
+            report = trainer.step(batch)
             assert (report.step, report.samples, report.loss) == (number + 1, 11, pytest.approx(plain.losses[number]))
-        found = {name.removeprefix("net."): value for name, value in mine.model.state_dict().items()}
+        found = {name.removeprefix("net."): value for name, value in trainer.model.state_dict().items()}
         assert apart(found, dict(plain.model.state_dict())) <= TOLERANCE
 
 
@@ -409,15 +410,15 @@ ROWS_REFUSED = {"none": None, "empty": torch.ones(0, 10), "unequal": (torch.ones
 
 @pytest.mark.parametrize("case", ROWS_REFUSED)
 def test_wrong_rows_of_step_are_refused(case, golden):
-    mine = trainer()
+    trainer = make_trainer()
     with pytest.raises(UsageError) as caught:
-        mine.step(ROWS_REFUSED[case])
+        trainer.step(ROWS_REFUSED[case])
     golden(f"rows of step(): {case}", str(caught.value))
     x, y = rows(9, 4, 10).tensors
-    assert mine.step((x, y)).step == 1
+    assert trainer.step((x, y)).step == 1
 
 
 def test_steps_need_a_global_batch():
     with pytest.raises(UsageError) as caught:
-        trainer(global_batch=None).steps(rows(1, 45, 10))
+        make_trainer(global_batch=None).steps(rows(1, 45, 10))
     assert str(caught.value) == "steps() needs the global batch; give global_batch= to the Trainer"
