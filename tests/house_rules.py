@@ -11,6 +11,7 @@ has fewer violations than its count fails the test, too, until the new count is 
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import re
 import sys
@@ -129,18 +130,20 @@ def room(module: str) -> str:
 
 def imports(tree: ast.AST, modules: Modules, runtime: bool) -> Iterator[tuple[int, str]]:
     """(line, module of the package) of each import, those under TYPE_CHECKING left out with `runtime`."""
-    for node in ast.iter_child_nodes(tree):
-        if runtime and isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING"):
-            continue
-        if isinstance(node, ast.Import):
+    under = [node for node in walk(tree) if isinstance(node, ast.If) and dotted(node.test).endswith("TYPE_CHECKING")]
+    left_out = {id(inner) for node in under for inner in ast.walk(node)} if runtime else set()
+    for node in walk(tree):
+        if isinstance(node, ast.Import) and id(node) not in left_out:
             yield from ((node.lineno, item.name) for item in node.names if item.name.startswith("paceline."))
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paceline."):
+        elif (
+            isinstance(node, ast.ImportFrom)
+            and (node.module or "").startswith("paceline.")
+            and id(node) not in left_out
+        ):
             inner = {f"{node.module}.{item.name}" for item in node.names}
             yield from ((node.lineno, name) for name in sorted(inner & set(modules)))
             if inner - set(modules):
                 yield node.lineno, str(node.module)
-        else:
-            yield from imports(node, modules, runtime)
 
 
 def long_functions(modules: Modules) -> Iterator[str]:
@@ -405,12 +408,13 @@ def members_of_classes(modules: Modules) -> dict[str, set[str]]:
     """What each class defines, or takes over from a class of the package: methods, fields and attributes of `self`."""
     classes = {node.name: node for tree in modules.values() for node in walk(tree) if isinstance(node, ast.ClassDef)}
 
+    @cache
     def members(node: ast.ClassDef) -> set[str]:
-        named = {one.name for one in ast.walk(node) if isinstance(one, FUNCTIONS)}
+        named = {one.name for one in walk(node) if isinstance(one, FUNCTIONS)}
         named |= {
             one.target.id for one in node.body if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
         }
-        named |= {one.attr for one in ast.walk(node) if isinstance(one, ast.Attribute) and dotted(one.value) == "self"}
+        named |= {one.attr for one in walk(node) if isinstance(one, ast.Attribute) and dotted(one.value) == "self"}
         bases = [dotted(getattr(base, "value", base)).split(".")[-1] for base in node.bases]
         return named.union(*(members(classes[base]) for base in bases if base in classes))
 
@@ -475,11 +479,15 @@ INDEBTED = {
 
 @cache
 def package() -> Modules:
-    """{dotted name: syntax tree} of all modules."""
+    """{dotted name: syntax tree} of all modules. The garbage collector would search the trees again and again."""
     modules = {}
+    gc.disable()
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = ast.parse(path.read_text())
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = tree = ast.parse(path.read_text())
+        walk(tree)
+    gc.freeze()
+    gc.enable()
     return modules
 
 

@@ -8,7 +8,6 @@ The table of budgets and the text around the tree are written by hand and stay.
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 from collections import Counter
@@ -18,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "paceline"
 PAGE = ROOT / "docs" / "tree.md"
+_DOCSTRING = re.compile(r'r?"""(.*?)(?:\n|""")')
 _TREE = re.compile(r"(?<=```\n).*?(?=```)", re.DOTALL)
 _BUDGET = re.compile(r"^\| `(\w+)/?` \| ([\d,]+) \|", re.MULTILINE)  # a row of the table
 _WIDTH = 28
@@ -25,8 +25,8 @@ _WIDTH = 28
 
 def caption(path: Path) -> str:
     """The first line of a module's docstring, without its full stop."""
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return text.partition("\n")[0].removesuffix(".")
+    docstring = _DOCSTRING.match(path.read_text())
+    return docstring[1].removesuffix(".") if docstring else ""
 
 
 def lines_of_tree(folder: Path, from_the_top: list[str], depth: int = 0) -> Iterator[str]:

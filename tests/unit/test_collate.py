@@ -38,7 +38,7 @@ def mean(output: torch.Tensor, batch: Any) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("collate", "name", "made"), [(drop, "drop", 3), (partial(repeat, much=2), "repeat", 5)], ids=["drops", "adds"]
 )
-def test_a_collate_that_drops_or_adds_rows_is_told_of_once(collate, name, made, run):
+def test_collate_that_drops_or_adds_rows_is_noted_once(collate, name, made, run):
     list(trainer(loss=mean, plan="micro=4").steps(BAD, epochs=2, collate=collate, order=in_order))
     line = {"drop": drop, "repeat": repeat}[name].__code__.co_firstlineno
     assert [note["text"] for note in happened(run, "note")] == [
@@ -47,7 +47,7 @@ def test_a_collate_that_drops_or_adds_rows_is_told_of_once(collate, name, made, 
     ]
 
 
-def test_where_the_loss_counts_nothing_is_said(run):
+def test_collate_that_drops_rows_is_not_noted_if_the_loss_counts(run):
     list(trainer(loss=counted, plan="micro=4").steps(BAD, epochs=2, collate=drop, order=in_order))
     assert happened(run, "note") == []
 
@@ -65,7 +65,7 @@ def time_first(length: int) -> Any:
 
 
 @pytest.mark.parametrize("made", [packed, graphs, time_first])
-def test_what_does_not_begin_with_rows_is_not_told_of(made):
+def test_batch_whose_first_dimension_is_not_rows_is_not_noted(made):
     """Now and then it is as long as if it did."""
     lengths = torch.randint(4, 7, (200,), generator=torch.Generator().manual_seed(1)).tolist()
     collated = Collated(lambda some: some, 4)
@@ -73,7 +73,7 @@ def test_what_does_not_begin_with_rows_is_not_told_of(made):
     assert set(found) == {""}
 
 
-def test_the_last_micro_batch_is_shorter():
+def test_shorter_last_micro_batch_is_not_noted():
     collated = Collated(lambda some: some, 4)
     found = [collated.look(MicroBatch(0, rows, packed(rows))).row_mismatch for rows in [4] * 8 + [2] + [4] * 8]
     assert set(found) == {""}

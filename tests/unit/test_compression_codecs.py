@@ -188,7 +188,7 @@ def test_sums_of_rounded_numbers_have_the_bits_of_numpy(word: str, rows: list[np
 
 @given(rows=gradients)
 @quick
-def test_the_largest_and_the_signs_are_those_of_numpy(rows: list[np.ndarray]) -> None:
+def test_topk_and_signs_are_those_of_numpy(rows: list[np.ndarray]) -> None:
     signs = sum(rounded(row, "sign").astype(np.float64) for row in rows)
     close = {"rtol": 1e-5, "atol": 1e-44 + 1e-5 * float(np.abs(signs).max())}
     np.testing.assert_allclose(summed("sign", rows)[0], signs, **close)
@@ -226,7 +226,7 @@ def test_a_low_rank_sum_is_the_projection_of_the_sum(word: str) -> None:
 
 @pytest.mark.parametrize("word", ROUNDING + LOSSY)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_so_and_is_named(word: str, bad: float) -> None:
+def test_nonfinite_gradients_stay_nonfinite_and_are_named(word: str, bad: float) -> None:
     """So the norm is not, and the step is refused; what was left out before is as it was."""
     rows = [values(host, 300, "usual") for host in range(3)]
 
@@ -258,7 +258,7 @@ def test_what_is_not_finite_stays_so_and_is_named(word: str, bad: float) -> None
     steps=st.lists(st.tuples(st.sampled_from([1.0, 3.0, 24.0, 0.37]), st.integers(0, 2)), min_size=1, max_size=5),
 )
 @quick
-def test_sent_and_left_out_are_all_gradients(
+def test_sent_gradients_and_error_feedback_residual_add_up(
     word: str, dtype: Any, seed: int, hosts: int, steps: list[tuple[float, int]]
 ) -> None:
     """Through changing counts and steps that are begun again, with other numbers. At the end one worker is left, and
@@ -299,7 +299,7 @@ def test_sent_and_left_out_are_all_gradients(
 
 @given(seed=st.integers(0, 10_000), words=st.lists(st.sampled_from(["none", "int8", *LOSSY[:1], "sign", "powersgd:4"])))
 @quick
-def test_nothing_is_lost_when_a_codec_is_replaced(seed: int, words: list[str]) -> None:
+def test_residual_survives_a_change_of_codec(seed: int, words: list[str]) -> None:
     """What one has left out the next one owes, or it goes into the sums that are whole."""
     shapes: list[tuple[int, ...]] = [(24, 18), (5,)]
     size, hosts = 24 * 18 + 5, 2
@@ -326,7 +326,7 @@ def test_nothing_is_lost_when_a_codec_is_replaced(seed: int, words: list[str]) -
 # -- the choice -----------------------------------------------------------------------------------------------------
 
 
-def test_a_trial_counts_what_a_sum_sends() -> None:
+def test_codec_trial_counts_bytes_of_a_sum() -> None:
     buckets = [bucket_of([(64, 48), (48,)], values(0, 64 * 48 + 48, "usual")) for _ in range(3)]
 
     def work(rank: int, leaders: Leaders) -> list[float]:
@@ -345,7 +345,7 @@ def test_a_trial_counts_what_a_sum_sends() -> None:
     assert all(trial.seconds > 0 for word, trial in tried.items() if word != "none")
 
 
-def test_a_sample_is_the_beginning_of_a_bucket() -> None:
+def test_codec_trial_sample_is_the_beginning_of_a_bucket() -> None:
     bucket = bucket_of([(7,), (10, 4), (3, 2)], np.zeros(53, np.float32))
     for most, shapes in ((60, [(7,), (10, 4), (3, 2)]), (48, [(7,), (10, 4)]), (20, [(7,), (3, 4)]), (5, [(5,)])):
         some = choice.sample(bucket, most)
@@ -353,7 +353,7 @@ def test_a_sample_is_the_beginning_of_a_bucket() -> None:
         assert len(some.local_shard) == sum(np.prod(shape) for shape in shapes)
 
 
-def test_what_should_cost_about_as_much_is_tried_in_the_run() -> None:
+def test_codecs_of_similar_cost_are_compared_in_the_run() -> None:
     tried = {
         word: choice.CodecTrial(seconds, 1e6, 0) for word, seconds in zip(choice.ROUNDING, (2, 1, 4, 0.9), strict=True)
     }
@@ -378,7 +378,7 @@ def test_what_should_cost_about_as_much_is_tried_in_the_run() -> None:
     assert runoff.describe() == said
 
 
-def test_the_cheapest_is_chosen_and_kept_unless_it_is_clearly_dearer() -> None:
+def test_cheapest_codec_is_chosen_and_kept_until_it_is_clearly_dearer() -> None:
     tried = {
         "none": choice.CodecTrial(0.0, 25e6, 3),
         "bf16": choice.CodecTrial(0.02, 12.5e6, 3),
@@ -406,7 +406,7 @@ def test_the_cheapest_is_chosen_and_kept_unless_it_is_clearly_dearer() -> None:
 @pytest.mark.parametrize(
     ("word", "most"), [("bf16", 0.5), ("fp16", 0.51), ("int8", 0.26), ("sign", 0.055), ("topk:0.01", 0.031)]
 )
-def test_bytes_beside_those_of_whole_sums(word: str, most: float) -> None:
+def test_codec_bytes_compared_with_uncompressed_sums(word: str, most: float) -> None:
     rows = [values(host, 1 << 16, "usual") for host in range(3)]
 
     def work(rank: int, leaders: Leaders) -> float:
@@ -419,7 +419,7 @@ def test_bytes_beside_those_of_whole_sums(word: str, most: float) -> None:
 
 
 @given(st.integers(2, 9), st.sets(st.tuples(st.integers(0, 8), st.integers(0, 8))))
-def test_hosts_meet_once_that_do_not_know_each_other(hosts: int, known: set[links.HostPair]) -> None:
+def test_link_speed_of_each_host_pair_is_measured_once(hosts: int, known: set[links.HostPair]) -> None:
     """One at a time."""
     some = {(low, high): links.HostLink([low], [high], 1.0, 0.0) for low, high in known if low < high < hosts}
     met = links.rounds(hosts, some)
@@ -428,7 +428,7 @@ def test_hosts_meet_once_that_do_not_know_each_other(hosts: int, known: set[link
     assert sorted([*pairs, *some]) == list(combinations(range(hosts), 2))
 
 
-def test_links_are_those_of_the_hosts_that_are_there() -> None:
+def test_link_speeds_are_of_the_present_hosts() -> None:
     """The first worker of one has gone, another host all, and one has come."""
     before = [
         links.HostLink([0, 1], [2, 3], 1.0, 0.1),

@@ -5,6 +5,7 @@ none.
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from launching import train_basics
 from torch.utils.data import TensorDataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
+from examples import examples
 from paceline.base.batching import Grid, deal
 from paceline.base.journal import read_journal
-from paceline.data.loader import Assignment, Feed, Slot, Source, _Rows, share_of
+from paceline.data.loader import Assignment, Feed, Slot, Source, _Rows, _Start, share_of
 from paceline.data.order import sample_index
 from paceline.session.training_loop import grid_text, idle_text
 
@@ -28,15 +30,16 @@ def feed_of(grid: Grid, rows: int, batches: int, told: list[Any], **options: Any
     return Feed(source, grid, (0, batches, 1), lambda *event, **more: told.append((*event, more)))
 
 
-@given(
+@examples(
     st.integers(1, 40),
     st.integers(1, 12),
     st.integers(1, 100),
     st.integers(0, 30),
     st.lists(st.sampled_from([0.0, 1.0, 2.0, 9.0]), min_size=1, max_size=6).filter(any),
     st.booleans(),
+    fast=30,
 )
-def test_slots_are_those_of_every_batch_in_turn(
+def test_loader_slots_are_the_micro_batches_of_each_batch_in_order(
     global_batch: int, micro: int, rows: int, start: int, weights: list[float], fine: bool
 ) -> None:
     grid = Grid(global_batch, min(micro, global_batch))
@@ -68,7 +71,7 @@ def looks_at(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("weights", [(1.0, 1.0, 0.0), (1.0, 1.0, 1.0)], ids=["--shares 1,1,0", "3 workers"])
-def test_a_worker_with_an_empty_share_looks_at_no_batch_ahead(
+def test_worker_with_an_empty_share_loads_no_batch_ahead(
     weights: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long the phase is; and it starts no loader process, which would have nothing to load."""
@@ -80,7 +83,7 @@ def test_a_worker_with_an_empty_share_looks_at_no_batch_ahead(
     assert (looked, told) == ([0, 1, 2], [])
 
 
-def test_a_worker_with_a_share_of_an_epochs_last_batch_alone_looks_at_no_other(
+def test_worker_with_a_share_of_the_last_batch_only_reads_no_other_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The paradox of the largest remainder: of three micro-batches worker 0 gets one, of four none."""
@@ -133,14 +136,14 @@ def test_a_worker_with_a_share_of_an_epochs_last_batch_alone_looks_at_no_other(
         ),
     ],
 )
-def test_who_has_nothing_to_do_and_what_would_serve(
+def test_idle_workers_are_named_with_a_plan_that_uses_them(
     grid: Grid, weights: tuple[float, ...], found: tuple[str, str] | None
 ) -> None:
     assert idle_text(grid, weights) == found
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 300))
-def test_the_micro_that_is_named_serves(global_batch: int, workers: int, micro: int) -> None:
+def test_suggested_micro_batch_size_uses_every_worker(global_batch: int, workers: int, micro: int) -> None:
     grid = Grid(global_batch, min(micro, global_batch))
     found = idle_text(grid, (1.0,) * workers)
     if found is None or "micro=" not in found[1]:
@@ -151,14 +154,14 @@ def test_the_micro_that_is_named_serves(global_batch: int, workers: int, micro: 
         assert all(deal(len(Grid(global_batch, named).cut(global_batch)), (1.0,) * workers))
 
 
-def test_shares_of_many_workers_are_not_told_one_by_one() -> None:
+def test_shares_of_many_workers_are_summarized() -> None:
     grid, start = Grid(16, 2), "global batch 16 = 8 micro-batches of 2 rows, "
     some = f"dealt to the workers as {', '.join(['1'] * 8 + ['0'] * 8)}"
     assert grid_text(grid, [1] * 8 + [0] * 8, None, None) == start + some
     assert grid_text(grid, [1] * 8 + [0] * 9, None, None) == start + "0 to 1 on each of 17 workers"
 
 
-def test_a_worker_without_micro_batches_says_so_and_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_worker_without_micro_batches_is_noted_and_does_not_delay_the_run(tmp_path: Path) -> None:
     """In a phase that would take it half a minute to look through."""
     body = "t = make(plan='micro=24')\nlist(t.steps(data, count=10**7, loader={'num_workers': 1}))\n"
     done = train_basics(tmp_path, body, 2, "--steps", "2")
@@ -190,7 +193,7 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]),
     st.lists(st.integers(0, 4), min_size=1, max_size=6),
 )
-def test_rows_at_once_are_what_the_default_collate_makes_of_them(
+def test_vectorized_rows_equal_default_collate(
     shapes: list[tuple[list[int], str]], dtype: torch.dtype, indices: list[int]
 ) -> None:
     """Values, dtypes and strides; or they are not loaded so."""
@@ -216,7 +219,7 @@ class Named(torch.Tensor):
     pass
 
 
-def test_what_is_not_plainly_tensors_is_loaded_row_by_row() -> None:
+def test_datasets_of_other_kinds_are_loaded_row_by_row() -> None:
     rows = torch.arange(6.0)
     same = _Rows(Source.of(TensorDataset(rows), 0, None, None, {}))
     assert same.at_once([1, 2]) is not None
@@ -232,14 +235,14 @@ def test_what_is_not_plainly_tensors_is_loaded_row_by_row() -> None:
         assert feed.at(0, place)[2][0].batch[0].tolist() == expected
 
 
-def test_a_collate_of_tensors_that_the_script_has_registered_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_registered_tensor_collate_function_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Source.of(TensorDataset(torch.arange(6.0)), 0, None, None, {})
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map=None: len(batch))
     assert _Rows(source).at_once([1, 2]) is None
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 0}, {"timeout": 0}, {"num_workers": 1}])
-def test_with_any_loader_the_rows_are_the_same_and_the_own_streams_stay(options: dict[str, Any]) -> None:
+def test_loader_options_keep_rows_and_random_streams(options: dict[str, Any]) -> None:
     data = TensorDataset(torch.arange(24.0), torch.arange(24))
     source = Source.of(data, 3, None, None, options)
     feed = Feed(source, Grid(8, 4), (0, 3, 1), lambda *_, **__: None)
@@ -250,6 +253,27 @@ def test_with_any_loader_the_rows_are_the_same_and_the_own_streams_stay(options:
     assert sorted(found) == list(range(24))
     assert found == [sample_index(position, 24, 3, 0) for position in range(24)]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class RandomRows:
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return index + torch.rand(3)
+
+
+def test_pickled_loader_of_a_spawned_process_gives_the_same_random_rows() -> None:
+    """The dataset of micro-batches and the start function travel as a pickle, before and after rows were loaded."""
+    rows = _Rows(Source.of(RandomRows(), 3, None, None, {"num_workers": 1}))
+    slots = [Slot(0, 0, 0, 4, (5, 1, 7, 2)), Slot(1, 1, 4, 6, (5, 1))]
+    fresh = pickle.loads(pickle.dumps(rows))
+    expected = [rows[slot][1] for slot in slots]
+    assert not torch.equal(expected[0][:2], expected[1])
+    for copied in (fresh, pickle.loads(pickle.dumps(rows))):
+        torch.manual_seed(99)
+        assert all(torch.equal(copied[slot][1], batch) for slot, batch in zip(slots, expected, strict=True))
+    assert pickle.loads(pickle.dumps(_Start(math.sqrt))).then is math.sqrt
 
 
 class Drawn:
@@ -268,7 +292,7 @@ class Drawn:
 
 
 @pytest.mark.parametrize(("options", "odd"), [({}, 1000), ({"num_workers": 1}, 1000), ({}, 16)])
-def test_of_a_part_of_a_micro_batch_no_other_rows_are_loaded(options: dict[str, Any], odd: int, tmp_path: Path) -> None:
+def test_part_of_a_micro_batch_loads_only_its_rows(options: dict[str, Any], odd: int, tmp_path: Path) -> None:
     """Once it is seen that rows can be told apart; and where others follow that cannot, all of a micro-batch."""
     place, in_order = Assignment(0, (1.0, 2.0), fine=True), lambda position, rows, seed, epoch: position
     found: dict[str, list[Any]] = {}
@@ -294,7 +318,7 @@ def test_of_a_part_of_a_micro_batch_no_other_rows_are_loaded(options: dict[str, 
 
 
 @pytest.mark.gpu
-def test_rows_of_other_processes_are_pinned_where_there_is_a_gpu() -> None:
+def test_loader_processes_pin_memory_on_a_gpu() -> None:
     torch.cuda.init()
     source = Source.of(TensorDataset(torch.arange(8.0)), 0, None, None, {"num_workers": 1})
     feed = Feed(source, Grid(8, 4), (0, 1, 1), lambda *_, **__: None)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from launching import SCRIPTS, free_port
 from warm import Process
 
+from examples import examples
 from paceline.base.mesh import AXES, Mesh, run_of
 from paceline.plan import Plan
 
@@ -20,7 +21,7 @@ SOME = st.lists(st.sampled_from(AXES), unique=True)
 
 
 @given(SIZES)
-def test_coordinates_are_those_of_an_array_with_the_innermost_axis_last(sizes: tuple[int, ...]) -> None:
+def test_mesh_coordinates_are_those_of_a_row_major_array(sizes: tuple[int, ...]) -> None:
     mesh = Mesh(*sizes)
     ranks = range(mesh.size)
     found = [[mesh.coordinate(rank, axis) for axis in AXES] for rank in ranks]
@@ -28,8 +29,8 @@ def test_coordinates_are_those_of_an_array_with_the_innermost_axis_last(sizes: t
     assert len({*map(tuple, found)}) == mesh.size
 
 
-@given(SIZES, SOME)
-def test_peers_along_axes_divide_all_ranks(sizes: tuple[int, ...], axes: list[str]) -> None:
+@examples(SIZES, SOME, fast=30)
+def test_mesh_peers_along_axes_partition_the_ranks(sizes: tuple[int, ...], axes: list[str]) -> None:
     mesh = Mesh(*sizes)
     groups = {mesh.peers(rank, *axes) for rank in range(mesh.size)}
     assert sorted(rank for group in groups for rank in group) == [*range(mesh.size)]
@@ -41,8 +42,8 @@ def test_peers_along_axes_divide_all_ranks(sizes: tuple[int, ...], axes: list[st
         assert len({tuple(mesh.coordinate(rank, axis) for axis in axes) for rank in group}) == len(group)
 
 
-@given(SIZES)
-def test_replicas_are_of_whole_units_and_twins_have_one_place(sizes: tuple[int, ...]) -> None:
+@examples(SIZES, fast=20)
+def test_mesh_replicas_consist_of_units_and_twins_share_an_index(sizes: tuple[int, ...]) -> None:
     mesh = Mesh(*sizes)
     assert (mesh.unit, mesh.replica) == (sizes[2] * sizes[3] * sizes[4], sizes[1] * mesh.unit)
     assert [rank for replica in mesh.replicas for rank in replica] == [*range(mesh.size)]
@@ -60,7 +61,7 @@ def test_replicas_are_of_whole_units_and_twins_have_one_place(sizes: tuple[int, 
 
 
 @given(SIZES, st.integers(0, 5))
-def test_a_mesh_over_other_workers_has_other_replicas_and_the_same_in_each(sizes: tuple[int, ...], data: int) -> None:
+def test_mesh_over_other_workers_keeps_the_inner_axes(sizes: tuple[int, ...], data: int) -> None:
     mesh = Mesh(*sizes)
     other = mesh.over(data * mesh.replica)
     assert (other.data, other.size, other.replica) == (data, data * mesh.replica, mesh.replica)
@@ -70,13 +71,13 @@ def test_a_mesh_over_other_workers_has_other_replicas_and_the_same_in_each(sizes
     assert mesh.over(mesh.replica - 1).data == 0  # too few for one
 
 
-def test_a_plan_says_its_mesh() -> None:
+def test_plan_gives_its_mesh() -> None:
     assert Plan.parse("").mesh(3) == Mesh(data=3)
     assert Plan.parse("shard=2 zero=1").mesh(6) == Mesh(data=3, shard=2)
     assert Plan.parse("tensor=2 shard=3 pipeline=2").mesh(24) == Mesh(data=2, shard=3, pipeline=2, tensor=2)
 
 
-def test_groups_along_axes_go_on_through_generations() -> None:
+def test_process_groups_along_axes_survive_lost_and_joined_workers() -> None:
     """Workers 2 and 3 are lost, 4 and 5 come, who connect what the others have had long since."""
     port = free_port()
     workers = [

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from examples import examples
 from paceline.comm.gradient_buckets import Bucket, Buckets
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -34,8 +35,8 @@ def feed(param: nn.Parameter, value: float) -> None:
     (param * value).sum().backward()
 
 
-@given(st.data())
-def test_every_bucket_goes_once_in_order_complete_and_as_soon_as_it_can(data):
+@examples(st.data(), fast=40)
+def test_each_bucket_is_sent_once_in_order_when_complete(data):
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     params = parameters(sizes)
     first, others = data.draw(st.integers(1, 100)), data.draw(st.integers(1, 200))
@@ -67,7 +68,7 @@ def test_every_bucket_goes_once_in_order_complete_and_as_soon_as_it_can(data):
     st.integers(1, 300),
     st.integers(1, 600),
 )
-def test_buckets_hold_every_parameter_once_in_reverse_order_and_one_dtype_each(sizes, dtypes, first, others):
+def test_buckets_partition_parameters_in_reverse_order_by_dtype(sizes, dtypes, first, others):
     params = parameters(sizes, dtypes)
     buckets = Buckets(params, first, others).buckets
     assert [number for bucket in buckets for number in bucket.members] == list(reversed(range(len(params))))
@@ -79,7 +80,7 @@ def test_buckets_hold_every_parameter_once_in_reverse_order_and_one_dtype_each(s
         assert before_last < (first if bucket.index == 0 else others)
 
 
-def test_the_first_bucket_is_small_and_the_others_large():
+def test_first_bucket_is_smaller_than_the_others():
     params = parameters([1 << 17] * 60)  # a megabyte each
     sizes = [bucket.flat.nbytes >> 20 for bucket in Buckets(params).buckets]
     assert sizes == [1, 25, 25, 9]

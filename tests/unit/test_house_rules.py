@@ -39,8 +39,11 @@ from house_rules import (
 from tree_page import PAGE, budgets, page, sizes
 
 
-def test_the_package_keeps_the_rules() -> None:
-    """Younger rules have counts of older violations, which are exact, so that they shrink with each one that goes."""
+def test_package_keeps_house_rules_and_documents_name_members_and_files_that_exist() -> None:
+    """Younger rules have counts of older violations, which are exact, so that they shrink with each one that goes.
+
+    One test, because the syntax trees of the package are made once per process.
+    """
     broken = violations(package())
     assert {rule: lines for rule, lines in broken.items() if lines and rule not in INDEBTED} == {}
     for rule in sorted(INDEBTED):
@@ -48,10 +51,11 @@ def test_the_package_keeps_the_rules() -> None:
         changed = {name: (recorded.get(name, 0), now.get(name, 0)) for name in {*now, *recorded}}
         changed = {name: counts for name, counts in changed.items() if counts[0] != counts[1]}
         assert not changed, f"{rule}: {changed}; mend what is new, then run python tests/house_rules.py --record"
+    assert unknown_names_in_documents() == []
     assert len(layouts_of(package())) > 1, "were the base class renamed, two rules would find nothing to forbid"
 
 
-def test_all_debts_are_of_rules_that_may_have_some() -> None:
+def test_house_debts_are_of_indebted_rules() -> None:
     assert {*debts()} <= INDEBTED
 
 
@@ -212,17 +216,17 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("rule", "snippets", "found"), BREACHES)
-def test_the_rule_finds_what_breaks_it(rule: Rule, snippets: str | dict[str, str], found: list[str]) -> None:
+def test_house_rule_finds_its_violation(rule: Rule, snippets: str | dict[str, str], found: list[str]) -> None:
     named = {"plan": snippets} if isinstance(snippets, str) else snippets
     modules = {f"paceline.{name}": ast.parse(text) for name, text in named.items()}
     assert list(rule(modules)) == [f"paceline.{line}" for line in found]
 
 
-def test_every_rule_is_shown_to_find_something() -> None:
+def test_every_house_rule_has_a_snippet_that_breaks_it() -> None:
     assert {rule for rule, _, found in BREACHES if found} == set(RULES)
 
 
-def test_documents_name_members_and_files_that_exist() -> None:
+def unknown_names_in_documents() -> list[str]:
     """`Class.member` of a class of the package, and `folder/module.py`."""
     root, members, wrong = PAGE.parent.parent, members_of_classes(package()), list[str]()
     for document in [*root.glob("docs/*.md"), root / "README.md", root / "CONTRIBUTING.md"]:
@@ -233,12 +237,12 @@ def test_documents_name_members_and_files_that_exist() -> None:
                 if name in members and member not in members[name]
             ]
             if re.fullmatch(r"\w+(/\w+)+\.py", quoted) and quoted != "parallel/NAME.py":
-                places = root / quoted, root / "src" / "paceline" / quoted
-                wrong += [] if any(path.exists() for path in places) else [f"{document.name}: {quoted}"]
-    assert wrong == []
+                paths = root / quoted, root / "src" / "paceline" / quoted
+                wrong += [] if any(path.exists() for path in paths) else [f"{document.name}: {quoted}"]
+    return wrong
 
 
-def test_the_source_names_modules_that_exist() -> None:
+def test_source_names_modules_that_exist() -> None:
     """As `forked_worker.py` or `base/text.py`."""
     root = PAGE.parent.parent
     modules = {path.name for folder in ("src", "tests", "benchmarks") for path in (root / folder).rglob("*.py")}
@@ -252,13 +256,13 @@ def test_the_source_names_modules_that_exist() -> None:
     assert wrong == []
 
 
-def test_folders_and_root_modules_keep_their_budgets() -> None:
+def test_folders_and_root_modules_keep_their_line_budgets() -> None:
     allowed = budgets()
     assert {name: lines for name, lines in sizes().items() if lines > allowed.get(name, 0)} == {}
     assert {*allowed} == {*sizes()}, "docs/tree.md has rows of folders that are gone"
 
 
-def test_the_page_shows_the_tree_as_it_is() -> None:
+def test_tree_page_shows_the_source_tree() -> None:
     text = PAGE.read_text()
     assert page(text, ORDER) == text, "run python tests/tree_page.py"
     assert "cli/  " in text

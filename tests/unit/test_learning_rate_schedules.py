@@ -31,7 +31,7 @@ def of_torch(after: Any, warmup: int, count: int) -> list[float]:
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(20, 0), (20, 6), (7, 6), (1, 0)])
-def test_named_schedules_are_torchs(steps: int, warmup: int) -> None:
+def test_named_schedules_are_those_of_torch(steps: int, warmup: int) -> None:
     cosine = of_torch(lambda o: CosineAnnealingLR(o, steps - warmup, eta_min=0.1), warmup, steps + 1)
     linear = of_torch(lambda o: LinearLR(o, 1.0, 0.0, steps - warmup), warmup, steps + 1)
     np.testing.assert_allclose([paceline.cosine(steps, warmup, 0.1)(s) for s in range(steps + 1)], cosine, atol=1e-12)
@@ -40,7 +40,7 @@ def test_named_schedules_are_torchs(steps: int, warmup: int) -> None:
         assert factor(steps + 5) == factor(steps)
 
 
-def test_warmup_stable_decay_is_three_lines() -> None:
+def test_warmup_stable_decay_has_three_linear_parts() -> None:
     found = [paceline.wsd(steps=20, warmup=4, decay=5)(step) for step in range(25)]
     np.testing.assert_allclose(found, np.interp(range(25), [0, 4, 15, 20], [0.2, 1, 1, 0]), atol=1e-12)
 
@@ -70,14 +70,14 @@ def test_warmup_stable_decay_is_three_lines() -> None:
         ),
     ],
 )
-def test_what_is_no_schedule_is_refused(make: Any, text: str) -> None:
+def test_wrong_schedule_is_refused(make: Any, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         make()
     assert str(caught.value) == text
 
 
 @pytest.mark.usefixtures("run")
-def test_a_trainer_follows_it_step_by_step() -> None:
+def test_trainer_follows_the_schedule_step_by_step() -> None:
     factor = paceline.wsd(6, warmup=2, decay=2)
     found = [report.lr for report in trainer(schedule=factor).steps(rows(1, 45, 10), count=6)]
     base = found[0] / factor(0)

@@ -5,14 +5,18 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import basics
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from alone import by_hand, same, trainer
+from alone import by_hand, same
+from alone import trainer as make_trainer
 from by_hand import built, grid
 from cases import cross_entropy, mlp, rows
 from launching import train_basics
+from oracle import apart
+from safetensors.torch import load_file
 from test_errors import fails
 from torch import nn
 
@@ -59,17 +63,17 @@ REFUSED = {
 
 
 def refused(loss: Any, **more: Any) -> str:
-    made = trainer(loss=loss, **more)
-    before = [param.clone() for param in made.model.parameters()]
+    trainer = make_trainer(loss=loss, **more)
+    before = [param.clone() for param in trainer.model.parameters()]
     with pytest.raises(LossError) as caught:
-        list(made.steps(DATA))
-    assert all(map(torch.equal, before, made.model.parameters()))
+        list(trainer.steps(DATA))
+    assert all(map(torch.equal, before, trainer.model.parameters()))
     return str(caught.value)
 
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_count_is_refused(case: str) -> None:
+def test_loss_with_a_wrong_count_is_refused(case: str) -> None:
     count, told = REFUSED[case]
     assert refused(lambda o, b: (summed(o, b), count(o, b))) == f"the loss returned {told}; {FORMS}"
 
@@ -93,7 +97,7 @@ class Sure(nn.Module):
         ("micro=1", "1 as the count of 1 row, but 1 for two copies of it"),
     ],
 )
-def test_an_accuracy_of_exactly_one_is_no_count(plan: str, told: str) -> None:
+def test_accuracy_of_exactly_one_is_refused_as_a_count(plan: str, told: str) -> None:
     assert (
         refused(
             lambda o, b: (cross_entropy(o, b), accuracy(o, b)),
@@ -154,18 +158,18 @@ ACCEPTED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_sums_of_masks_and_weights_are_counts(case: str) -> None:
+def test_loss_counts_may_be_sums_of_masks_and_weights(case: str) -> None:
     given = {"plan": None, "forward": lambda model, batch: model(batch[0]), **ACCEPTED[case]}
     data = rows(1, 48, 10)  # no micro-batch of a single row
-    mine = trainer(**given)
-    list(mine.steps(data, epochs=2))
+    trainer = make_trainer(**given)
+    list(trainer.steps(data))
     micro = 1 if given["plan"] == "micro=1" else None
     plain = by_hand(built(mlp), loss=given["loss"], forward=given["forward"])
-    same(mine, plain.train(grid(data, 16, micro, epochs=2)))
+    same(trainer, plain.train(grid(data, 16, micro)))
 
 
 @pytest.mark.usefixtures("run")
-def test_a_fraction_that_cannot_be_compared_is_refused() -> None:
+def test_fractional_count_that_cannot_be_checked_is_refused() -> None:
     told = refused(lambda o, b: (summed(o, b) if len(o) > 1 else undefined_for(o), len(o) / 4))
     assert told == f"the loss returned 0.5 as the count of {FIRST}; {FORMS}"
 
@@ -181,7 +185,7 @@ def test_a_fraction_that_cannot_be_compared_is_refused() -> None:
         ({"a": (1, float("nan"))}, "nan as the count of its metric 'a'; "),
     ],
 )
-def test_a_metric_that_is_no_sum_and_count(metrics: Any, told: str) -> None:
+def test_loss_metric_without_sum_and_count_is_refused(metrics: Any, told: str) -> None:
     found = refused(lambda o, b: (summed(o, b), len(o), metrics), global_batch=4, plan="micro=2")
     assert found.startswith(f"the loss returned {told}return a scalar ")
 
@@ -199,9 +203,9 @@ def test_a_metric_that_is_no_sum_and_count(metrics: Any, told: str) -> None:
         ),
     ],
 )
-def test_a_metric_of_evaluate_that_is_no_sum_and_count(found: Any, told: str) -> None:
+def test_evaluate_metric_without_sum_and_count_is_refused(found: Any, told: str) -> None:
     with pytest.raises(MetricError) as caught:
-        trainer().evaluate(DATA, lambda output, batch: found)
+        make_trainer().evaluate(DATA, lambda output, batch: found)
     assert str(caught.value) == told
 
 
@@ -262,7 +266,7 @@ CALLS = {
 @pytest.mark.usefixtures("run")
 @pytest.mark.parametrize("where", ["loss", "forward"])
 @pytest.mark.parametrize("call", CALLS)
-def test_calls_of_a_loop_by_hand_are_refused(call: Any, where: str) -> None:
+def test_backward_step_and_zero_grad_in_the_loss_are_refused(call: Any, where: str) -> None:
     seen: dict[str, Any] = {}
 
     def optimizer(params: Any) -> torch.optim.Optimizer:
@@ -272,23 +276,23 @@ def test_calls_of_a_loop_by_hand_are_refused(call: Any, where: str) -> None:
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         output = model(batch[0])
         if where == "forward":
-            call(made, seen["optimizer"], output.sum())
+            call(trainer, seen["optimizer"], output.sum())
         return output
 
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         found = cross_entropy(output, batch)
-        return call(made, seen["optimizer"], found) if where == "loss" else found
+        return call(trainer, seen["optimizer"], found) if where == "loss" else found
 
-    made = trainer(optimizer=optimizer, loss=loss, forward=forward)
+    trainer = make_trainer(optimizer=optimizer, loss=loss, forward=forward)
     with pytest.raises(UsageError) as caught:
-        list(made.steps(DATA))
+        list(trainer.steps(DATA))
     line = f"test_loss_forms.py:{call.__code__.co_firstlineno + 1}"
     assert str(caught.value) == f"the loss or forward calls {CALLS[call].format(line)}"
-    assert made.steps_done == 0
+    assert trainer.steps_done == 0
 
 
 @pytest.mark.usefixtures("run")
-def test_calls_that_touch_nothing_that_is_trained_are_the_users_own() -> None:
+def test_backward_and_step_of_an_untrained_model_in_the_loss_are_allowed() -> None:
     """A scaler that is off, and a model beside, which the loss fits to each micro-batch from the same start."""
     scaler = torch.amp.GradScaler("cpu", enabled=False)
 
@@ -305,22 +309,22 @@ def test_calls_that_touch_nothing_that_is_trained_are_the_users_own() -> None:
         cross_entropy(beside(batch[0] + noise), batch).backward(inputs=[noise])
         return scaler.scale(cross_entropy(output, batch) + output.mean() * noise.grad.sum())
 
-    mine = trainer(loss=loss, plan="micro=4")
-    list(mine.steps(DATA, count=3))
-    same(mine, by_hand(built(mlp), loss=loss).train(grid(DATA, 16, 4, count=3)))
+    trainer = make_trainer(loss=loss, plan="micro=4")
+    list(trainer.steps(DATA, count=3))
+    same(trainer, by_hand(built(mlp), loss=loss).train(grid(DATA, 16, 4, count=3)))
 
 
 @pytest.mark.usefixtures("run")
-def test_a_backward_of_a_later_step_has_a_hint() -> None:
+def test_second_backward_of_a_later_step_has_a_hint() -> None:
     def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
         found = cross_entropy(output, batch)
-        if made.steps_done:
+        if trainer.steps_done:
             found.backward()
         return found
 
-    made = trainer(loss=loss)
+    trainer = make_trainer(loss=loss)
     with pytest.raises(RuntimeError, match="backward through the graph a second time") as caught:
-        list(made.steps(DATA))
+        list(trainer.steps(DATA))
     assert hint_of(caught.value) == "the trainer calls backward(): leave it out of loss and forward"
 
 
@@ -334,7 +338,7 @@ list(make(loss).steps(data))
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_loss_and_accuracy_end_the_run_before_the_first_step(workers: int, tmp_path: Any) -> None:
+def test_loss_with_accuracy_as_count_ends_the_run_before_the_first_step(workers: int, tmp_path: Any) -> None:
     block = fails(PAIR, tmp_path, workers)
     assert "LossError: the loss returned " in block
     assert " as the count of 3 rows, but " in block
@@ -358,15 +362,10 @@ t.export('out.safetensors')
         *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("", "tensor=2", "pipeline=2")),
     ],
 )
-def test_weights_are_counts_under_each_plan(plan: str, tmp_path: Any) -> None:
-    from safetensors.torch import load_file
-
-    found = []
-    for workers, name in ((1, ""), (2, plan)):
-        folder = tmp_path / str(workers)
-        folder.mkdir()
-        train_basics(folder, WEIGHTED, workers, *(["--plan", name] if name else []))
-        found.append(load_file(folder / "out.safetensors"))
-    size = sum(float(value.square().sum()) for value in found[0].values())
-    apart = sum(float((found[0][name] - found[1][name]).square().sum()) for name in found[0])
-    assert (apart / size) ** 0.5 <= 1e-12
+def test_loss_weights_are_counts_under_each_plan(plan: str, tmp_path: Any) -> None:
+    train_basics(tmp_path, WEIGHTED, 2, *(["--plan", plan] if plan else []))
+    plain = by_hand(
+        built(basics.net), lambda p: torch.optim.SGD(p, lr=0.1), loss=lambda o, b: (weighted(o, b), weights(b).sum())
+    )
+    plain.train(grid(basics.data, 24))
+    assert apart(load_file(tmp_path / "out.safetensors"), dict(plain.model.state_dict())) <= 1e-12

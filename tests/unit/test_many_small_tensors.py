@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from paceline.checkpoint import files
 from paceline.checkpoint import writer as saver
 from paceline.checkpoint.storage import blocks, write_file
 from paceline.parallel.data_parallel import kinds
+from paceline.session.checkpoint_manager import CheckpointManager
 
 MANY = 2000
 
@@ -44,7 +46,7 @@ class Operations(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_weights_are_told_to_the_others_in_one_pass() -> None:
+def test_weights_of_many_small_tensors_are_grouped_in_one_pass() -> None:
     Sized.asked = 0
     some = [torch.zeros(4, dtype=(torch.float32, torch.float64)[number % 2]) for number in range(MANY)]
     found = list(kinds((tensor.as_subclass(Sized) for tensor in some), 1600))
@@ -56,7 +58,7 @@ def test_weights_are_told_to_the_others_in_one_pass() -> None:
     assert sizes == {torch.float32: [100] * 10, torch.float64: [50] * 20}
 
 
-def test_a_checkpoint_is_laid_out_without_making_tensors() -> None:
+def test_checkpoint_layout_makes_no_tensors() -> None:
     tensors = {str(number): torch.zeros(4) for number in range(MANY)}
     with Operations() as operations:
         shapes = files.tensor_infos(tensors)
@@ -66,7 +68,7 @@ def test_a_checkpoint_is_laid_out_without_making_tensors() -> None:
     assert [len(slices) for part in plan for slices in part.values()] == [MANY // 2] * 2
 
 
-def test_a_small_tensor_is_copied_by_one_operation() -> None:
+def test_checkpoint_copies_a_small_tensor_with_one_operation() -> None:
     small = torch.arange(4.0)
     with Operations() as operations:
         copy = saver._copy(small)
@@ -75,7 +77,7 @@ def test_a_small_tensor_is_copied_by_one_operation() -> None:
     assert copy.data_ptr() != small.data_ptr()
 
 
-def test_small_tensors_are_written_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_writes_small_tensors_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes: list[int] = []
     write = os.write
 
@@ -92,31 +94,42 @@ def test_small_tensors_are_written_together(tmp_path: Path, monkeypatch: pytest.
     assert [bytes(block) for block in blocks([b"", b""])] == []
 
 
-def test_a_checkpoint_that_is_begun_is_not_looked_through_for_circles(run: Any) -> None:
+def test_garbage_collector_is_off_while_a_checkpoint_starts(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[bool] = []
     looks: list[str] = []
+    begin = CheckpointManager._start
+    code, thresholds = inspect.unwrap(begin).__code__, gc.get_threshold()
 
     def note(phase: str, _: object) -> None:
         frame = sys._getframe()
         while phase == "start" and frame.f_back is not None:
             frame = frame.f_back
-            if frame.f_code.co_name == "_start" and frame.f_code.co_filename.endswith("saving.py"):
+            if frame.f_code is code:
                 looks.append(frame.f_code.co_filename)
 
     class Many(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.many = mlp(), nn.ParameterList(torch.zeros(1) for _ in range(MANY))
+            self.net, self.many = mlp(), nn.ParameterList(torch.zeros(1) for _ in range(MANY // 2))
 
         def forward(self, rows: torch.Tensor) -> torch.Tensor:
             return self.net(rows) + torch.stack([*self.many]).sum()
 
-    mine = trainer(Many)
+    def counted(*arguments: Any) -> Any:
+        started.append(True)
+        return begin(*arguments)
+
+    monkeypatch.setattr(CheckpointManager, "_start", counted)
+    mine = trainer(Many, plan="micro=16")
     gc.callbacks.append(note)
+    gc.set_threshold(50)
     try:
-        for report in mine.steps(rows(1, 45, 10), count=3):
+        for report in mine.steps(rows(1, 45, 10), count=2):
             if report.step == 1:
                 mine.save()
     finally:
         gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
     assert gc.isenabled()
+    assert started
     assert looks == []

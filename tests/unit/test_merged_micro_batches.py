@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from alone import MERGED, OBSERVED, ONE_BY_ONE, TOLERANCE, by_hand, decisions, happened, same, trainer
+from alone import MERGED, OBSERVED, ONE_BY_ONE, TOLERANCE, by_hand, decisions, happened, same
+from alone import trainer as make_trainer
 from by_hand import built, grid, in_order
 from cases import Cramped, Language, cross_entropy, mlp, next_token, rows, tokens
 from launching import train_basics
@@ -68,22 +69,22 @@ class Sizes(nn.Module):
 
 def merging(model: nn.Module, loss: Any, data: Any, **more: Any) -> Trainer:
     """Trains with pieces of up to four micro-batches where they are allowed."""
-    mine = trainer(Sizes(model), loss, global_batch=32, plan="micro=4", **more)
-    for report in mine.steps(data, epochs=3):
+    trainer = make_trainer(Sizes(model), loss, global_batch=32, plan="micro=4", **more)
+    for report in trainer.steps(data, epochs=3):
         if report.step == 1:  # how many are merged is otherwise a matter of measured time
-            if mine._context.merging._verdict == "merge":
-                mine._context.merging.size, mine._context.merging._settled = 4, True
-            mine.model.sizes.clear()
-    return mine
+            if trainer._context.merging._verdict == "merge":
+                trainer._context.merging.size, trainer._context.merging._settled = 4, True
+            trainer.model.sizes.clear()
+    return trainer
 
 
-def test_a_plain_model_is_merged(run):
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10))
+def test_micro_batches_of_a_plain_model_are_merged(run):
+    trainer = merging(built(mlp), cross_entropy, rows(1, 64, 10))
     assert decisions(run)[MERGED] == OBSERVED
     assert happened(run, "note") == []
-    assert set(mine.model.sizes) == {16}
-    plain = by_hand(Sizes(built(mlp))).train(grid(rows(1, 96, 10), 32, 4, epochs=3))
-    same(mine, plain)
+    assert set(trainer.model.sizes) == {16}
+    plain = by_hand(Sizes(built(mlp))).train(grid(rows(1, 64, 10), 32, 4, epochs=3))
+    same(trainer, plain)
 
 
 class Buckets(nn.Module):
@@ -113,39 +114,39 @@ STRICT = {
 
 
 @pytest.mark.parametrize("name", STRICT)
-def test_a_model_with_side_effects_is_executed_one_by_one(name, run):
+def test_micro_batches_of_a_model_with_side_effects_are_not_merged(name, run):
     layer, why = STRICT[name]
     start = nn.Sequential(layer, built(mlp))
     initial = {key: value.clone() for key, value in start.state_dict().items()}
-    mine = merging(start, cross_entropy, rows(1, 96, 10))
+    trainer = merging(start, cross_entropy, rows(1, 64, 10))
     assert decisions(run)[ONE_BY_ONE] == why
-    assert set(mine.model.sizes) == {4}
-    trained = {key: value.clone() for key, value in mine.model.state_dict().items()}
+    assert set(trainer.model.sizes) == {4}
+    trained = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     start.load_state_dict(initial)
-    plain = by_hand(Sizes(start)).train(grid(rows(1, 96, 10), 32, 4, epochs=3))
+    plain = by_hand(Sizes(start)).train(grid(rows(1, 64, 10), 32, 4, epochs=3))
     assert apart(trained, dict(plain.model.state_dict())) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
     ("model", "loss", "data"),
-    [(mlp, contrastive, rows(1, 96, 10)), (lambda: Language().double().eval(), token_mean, tokens(5, 96))],
+    [(mlp, contrastive, rows(1, 64, 10)), (lambda: Language().double().eval(), token_mean, tokens(5, 64))],
     ids=["contrastive", "mean over tokens"],
 )
-def test_a_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run):
+def test_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run):
     first, second = grid(data, 32, 4)[0][:2]
     together = tuple(torch.cat(pair) for pair in zip(first, second, strict=True))
     start = built(model)
     with torch.no_grad():
         whole, one, two = (float(loss(start(batch[0]), batch)) for batch in (together, first, second))
-    mine, apart = merging(built(model), loss, data), 4 * one + 4 * two
+    trainer, apart = merging(built(model), loss, data), 4 * one + 4 * two
     assert decisions(run)[ONE_BY_ONE] == (
         f"the loss is not a sum over rows: two micro-batches together give {8 * whole:.6g}, one by one {apart:.6g}"
     )
     assert MERGED not in decisions(run)
     assert notes(run) == [NOT_A_SUM.format(f"two micro-batches together give {8 * whole:.6g}, one by one {apart:.6g}")]
     assert ("note", notes(run)[0]) in facts(Summary(run.folder.path))["Results"]
-    assert set(mine.model.sizes) == {4}
-    same(mine, by_hand(Sizes(built(model)), loss=loss).train(grid(data, 32, 4, epochs=3)))
+    assert set(trainer.model.sizes) == {4}
+    same(trainer, by_hand(Sizes(built(model)), loss=loss).train(grid(data, 32, 4, epochs=3)))
 
 
 def summed(output: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -186,13 +187,13 @@ class Inception(nn.Module):
     ],
     ids=["dropout", "batchnorm", "exact", "counted", "noise", "another at rest", "the whole batch"],
 )
-def test_a_loss_that_is_not_a_sum_over_rows_is_told_of_whatever_else_there_is(model, loss, plan, told, run):
-    list(trainer(model, loss, global_batch=32, plan=plan).steps(rows(1, 96, 10)))
+def test_loss_that_is_not_a_sum_over_rows_is_noted_beside_other_reasons(model, loss, plan, told, run):
+    list(make_trainer(model, loss, global_batch=32, plan=plan).steps(rows(1, 64, 10)))
     assert len(notes(run)) == (told is not None)
     assert all(note.startswith(NOT_A_SUM.partition("{}")[0] + told) for note in notes(run))
 
 
-def test_a_mean_over_tokens_is_told_of_where_batches_are_padded_differently(run):
+def test_mean_over_tokens_of_padded_batches_is_noted(run):
     def padded(some: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         longest = max(int((words >= 0).sum()) for words in some)
         x = torch.stack([words[:longest] for words in some])
@@ -203,41 +204,41 @@ def test_a_mean_over_tokens_is_told_of_where_batches_are_padded_differently(run)
 
     lengths = torch.arange(48) * 7 % 9 + 2
     words = torch.randint(9, (48, 10)).masked_fill(torch.arange(10) >= lengths[:, None], -1)
-    mine = trainer(
+    trainer = make_trainer(
         lambda: nn.Linear(1, 1).double(), token_mean, forward=lambda m, b: m(b[0][..., None]), plan="micro=4"
     )
-    list(mine.steps(words, collate=padded, order=in_order))
+    list(trainer.steps(words, collate=padded, order=in_order))
     (note,) = notes(run)
     assert re.match(r"the loss is not a sum over rows \(a micro-batch gives \S+, its rows in two parts \S+\), so", note)
 
 
-def test_a_forward_that_fails_once_it_is_merged_goes_on_one_by_one(run):
+def test_forward_that_fails_when_merged_continues_unmerged(run):
     """It was seen to be no more than its rows, and is for long enough."""
 
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         assert len(batch[0]) == 4 or run.trainers.step < 3, "made for four rows"
         return model(batch[0])
 
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
-    assert mine.model.sizes == [16] * 4 + [4] * 8 * 6
+    trainer = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
+    assert trainer.model.sizes == [16] * 4 + [4] * 8 * 3
     why = f"at test_merged_micro_batches.py:{forward.__code__.co_firstlineno + 1} (AssertionError: made for four rows)"
     assert decisions(run)[ONE_BY_ONE] == f"several micro-batches together fail {why}"
     assert notes(run) == [f"micro-batches are computed one by one from now on: several together failed {why}; {AGAIN}"]
-    same(mine, by_hand(Sizes(built(mlp))).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    same(trainer, by_hand(Sizes(built(mlp))).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
-def test_micro_batches_are_not_divided_where_a_part_of_one_fails(run):
+def test_micro_batches_are_not_divided_if_a_part_of_one_fails(run):
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         assert len(batch[0]) >= 4, "at least four rows"
         return model(batch[0])
 
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
+    trainer = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
     where = f"test_merged_micro_batches.py:{forward.__code__.co_firstlineno + 1}"
     why = f"a part of one fails at {where} (AssertionError: at least four rows)"
     assert decisions(run)["micro-batches are not divided among workers"] == why
     assert MERGED in decisions(run)
-    assert mine._context.shares.balance is not None
-    assert not mine._context.shares.balance.fine
+    assert trainer._context.shares.balance is not None
+    assert not trainer._context.shares.balance.fine
 
 
 def for_four(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -261,60 +262,60 @@ def with_noise_of_four(model: nn.Module, batch: Any) -> torch.Tensor:
     ],
     ids=["takes gradients itself", "asserts its rows", "has buffers of one size"],
 )  # fmt: skip
-def test_a_forward_that_cannot_be_merged_is_not(forward, loss, why, run):
+def test_forward_that_cannot_be_merged_is_not_merged(forward, loss, why, run):
     """Observing whether it can must not fail what would train."""
-    mine = merging(built(mlp), loss, rows(1, 96, 10), forward=forward)
+    trainer = merging(built(mlp), loss, rows(1, 64, 10), forward=forward)
     found = re.fullmatch(r"two micro-batches together fail (at \w+\.py:\d+ \((.*)\))", decisions(run)[ONE_BY_ONE])
     assert found is not None
     assert found[2] == why
     said = f"micro-batches are computed one by one from now on: two together failed {found[1]}; {AGAIN}"
     assert (said in notes(run)) == (loss is not steep)  # which fails as it does because of how it is tried
     assert MERGED not in decisions(run)
-    assert set(mine.model.sizes) == {4}
-    same(mine, by_hand(Sizes(built(mlp)), loss=loss, forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    assert set(trainer.model.sizes) == {4}
+    same(trainer, by_hand(Sizes(built(mlp)), loss=loss, forward=forward).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 @pytest.mark.parametrize("draws_at", [1, 2, 5])
-def test_a_model_that_begins_to_draw_ends_merging_for_good(draws_at, run):
-    mine = trainer(lambda: Late().double(), global_batch=32, plan="micro=2")
+def test_model_that_begins_to_draw_random_numbers_ends_merging(draws_at, run):
+    trainer = make_trainer(lambda: Late().double(), global_batch=32, plan="micro=2")
     plain = by_hand(built(lambda: Late().double()))
     steps = grid(rows(13, 160, 10), 32, 2, count=9)
-    for report, step in zip(mine.steps(rows(13, 160, 10), count=9), steps, strict=True):
+    for report, step in zip(trainer.steps(rows(13, 160, 10), count=9), steps, strict=True):
         plain.step(step)
         if report.step == 1:
-            mine._context.merging.size, mine._context.merging._settled = 4, True
+            trainer._context.merging.size, trainer._context.merging._settled = 4, True
         elif report.step == draws_at + 1:  # 16 micro-batches, one by one: of the merged pieces only the first was tried
-            assert mine.model.sizes == [8] + [2] * 16
+            assert trainer.model.sizes == [8] + [2] * 16
         elif draws_at + 1 < report.step <= draws_at + 2:
-            assert mine.model.sizes == [2] * 16
-        mine.model.sizes.clear()
+            assert trainer.model.sizes == [2] * 16
+        trainer.model.sizes.clear()
         # Draws end again: what has begun to draw once is not trusted.
-        mine.model.draws = plain.model.draws = draws_at <= report.step < draws_at + 2
-    assert mine.model.sizes == []
-    same(mine, plain)
+        trainer.model.draws = plain.model.draws = draws_at <= report.step < draws_at + 2
+    assert trainer.model.sizes == []
+    same(trainer, plain)
     assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
 
 
-def test_a_draw_in_the_loss_is_noticed_too(run):
+def test_random_draw_in_the_loss_ends_merging(run):
     def noisy(output: torch.Tensor, batch: Any) -> torch.Tensor:
         return F.cross_entropy(output + 0.1 * torch.randn_like(output), batch[1])
 
-    mine = merging(built(mlp), noisy, rows(1, 96, 10))
+    trainer = merging(built(mlp), noisy, rows(1, 64, 10))
     assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
-    same(mine, by_hand(Sizes(built(mlp)), loss=noisy).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    same(trainer, by_hand(Sizes(built(mlp)), loss=noisy).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 @pytest.mark.parametrize("generator", ["python", "numpy", "torch"])
-def test_a_draw_of_any_generator_in_the_forward_is_noticed(generator, run):
+def test_random_draw_of_any_generator_in_the_forward_ends_merging(generator, run):
     draw = {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()).item()}[generator]
 
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         return model(batch[0] * draw())
 
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
+    trainer = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
     assert decisions(run)[ONE_BY_ONE] == "the forward draws random numbers"
-    assert set(mine.model.sizes) == {4}
-    same(mine, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    assert set(trainer.model.sizes) == {4}
+    same(trainer, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 class Noisy(torch.autograd.Function):
@@ -329,30 +330,30 @@ class Noisy(torch.autograd.Function):
         return grad * (1 + 0.1 * torch.randn_like(grad))
 
 
-def test_a_draw_in_backward_is_noticed_too(run):
+def test_random_draw_in_backward_ends_merging(run):
     def forward(model: nn.Module, batch: Any) -> torch.Tensor:
         return Noisy.apply(model(batch[0]))
 
-    mine = merging(built(mlp), cross_entropy, rows(1, 96, 10), forward=forward)
+    trainer = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
     assert decisions(run)[ONE_BY_ONE] == "the backward draws random numbers"
-    same(mine, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 96, 10), 32, 4, epochs=3)))
+    same(trainer, by_hand(Sizes(built(mlp)), forward=forward).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
 @pytest.mark.parametrize("moment", Cramped.MOMENTS)
-def test_pieces_that_do_not_fit_into_memory_are_made_smaller_for_good(moment, run):
-    mine = merging(built(lambda: Cramped(moment)), cross_entropy, rows(1, 160, 10))
-    sizes = mine.model.sizes
+def test_out_of_memory_makes_merged_pieces_smaller(moment, run):
+    trainer = merging(built(lambda: Cramped(moment)), cross_entropy, rows(1, 160, 10))
+    sizes = trainer.model.sizes
     assert sizes == [16] + [4] * 8 + [8] * 4 * 13
     assert decisions(run)["micro-batches in a piece on worker 0: 2"] == "more at a time ran out of memory"
     plain = by_hand(Sizes(built(lambda: Cramped(None)))).train(grid(rows(1, 160, 10), 32, 4, epochs=3))
-    same(mine, plain)
+    same(trainer, plain)
 
 
-def test_a_single_micro_batch_that_does_not_fit_into_memory_fails():
-    mine = trainer(Cramped("forward", most=3), global_batch=32, plan="micro=4")
+def test_out_of_memory_of_a_single_micro_batch_fails():
+    trainer = make_trainer(Cramped("forward", most=3), global_batch=32, plan="micro=4")
     with pytest.raises(OutOfMemoryError, match=r"what forward and backward keep did not fit: .* \(out of memory\)"):
-        list(mine.steps(rows(1, 160, 10)))
-    assert mine.steps_done == 0
+        list(trainer.steps(rows(1, 160, 10)))
+    assert trainer.steps_done == 0
 
 
 ONCE = """
@@ -367,7 +368,7 @@ list(t.steps(data))
 """
 
 
-def test_a_single_failure_of_a_merged_piece_is_said_on_the_console(tmp_path: Path) -> None:
+def test_failure_of_a_merged_piece_is_printed_on_the_console_once(tmp_path: Path) -> None:
     """With its line, once, whichever worker it was."""
     said = train_basics(tmp_path, ONCE).stderr
     line = (

@@ -50,7 +50,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
-def test_values_and_draws_are_those_of_the_plain_construction() -> None:
+def test_deferred_init_has_the_values_and_draws_of_plain_construction() -> None:
     plain = seeded(Everything)
     drawn = torch.get_rng_state()
     torch.manual_seed(5)
@@ -73,7 +73,7 @@ def test_values_and_draws_are_those_of_the_plain_construction() -> None:
     assert all(param.is_meta for param in model.parameters())
 
 
-def test_generators_and_a_default_dtype_of_the_function() -> None:
+def test_deferred_init_keeps_generators_and_default_dtype() -> None:
     """Both are something else by the time that a value is asked for."""
 
     def make() -> nn.Module:
@@ -102,7 +102,7 @@ class Table:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_is_kept_outside_of_modules_needs_the_whole_model(kept: bool) -> None:
+def test_deferred_init_refuses_large_tensors_outside_of_modules(kept: bool) -> None:
     def make() -> nn.Module:
         model, table = nn.Linear(300, 300), Table()
         model.lists = [[torch.randn(300, 300)]]
@@ -120,7 +120,7 @@ def test_what_is_kept_outside_of_modules_needs_the_whole_model(kept: bool) -> No
         assert [name for _, name, _ in blueprint.other_tensors(model)] == ["lists"]
 
 
-def test_what_has_no_value_yet_cannot_be_asked_for_its_shape() -> None:
+def test_deferred_init_refuses_shapes_that_depend_on_values() -> None:
     with pytest.raises(RuntimeError):
         build(lambda: nn.Linear(300, 300).weight.nonzero())
 
@@ -140,7 +140,7 @@ BODY = (
 @pytest.mark.parametrize(
     "look", [pytest.param("", marks=pytest.mark.slow), "net[1].weight.data[net[1].weight.data.nonzero()[0]] = 3.0"]
 )
-def test_a_model_begins_with_the_bits_of_one_worker(look: str, tmp_path: Path) -> None:
+def test_deferred_init_under_shards_has_the_bits_of_one_worker(look: str, tmp_path: Path) -> None:
     body = BODY.format(look=look or "pass")
     equal_bytes(tmp_path, body, 2, "shard=2")
     whole = "the model is built whole on each worker"
@@ -181,7 +181,7 @@ t.export("out.safetensors")
         pytest.param(2, "tensor=2", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_makes_what_it_has(workers: int, plan: str, tmp_path: Path) -> None:
+def test_worker_initializes_only_its_own_parameters(workers: int, plan: str, tmp_path: Path) -> None:
     """The parameters of its own stages, and no others; of its parts of layers, one whole layer after another."""
     one, several = exported(tmp_path / "one", OF_ITS_OWN, 1, ""), exported(tmp_path / "cut", OF_ITS_OWN, workers, plan)
     assert one.read_bytes() == several.read_bytes()
@@ -195,7 +195,7 @@ def test_a_worker_makes_what_it_has(workers: int, plan: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["shard=4", "pipeline=4"])
-def test_a_model_never_exists_whole(plan: str, tmp_path: Path) -> None:
+def test_full_model_is_never_in_memory(plan: str, tmp_path: Path) -> None:
     """640 MB of parameters over four workers: none of them ever needs memory for all, nor when the run is resumed."""
     body = (
         "import resource\n"

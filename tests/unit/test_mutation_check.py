@@ -20,14 +20,14 @@ def f(x):
 """
 
 
-def test_the_mistakes_are_forty_with_names_of_their_own() -> None:
+def test_mutations_are_forty_with_unique_names() -> None:
     assert [name for name, times in Counter(one.name for one in RECORDS).items() if times > 1] == []
     assert len(RECORDS) == 40
     assert [one.name for one in RECORDS if not one.mistake.endswith(".") or one.before == one.after] == []
 
 
 @pytest.mark.parametrize("one", RECORDS, ids=lambda one: one.name)
-def test_a_mistake_has_its_place_and_compiles(one: Mutation) -> None:
+def test_mutation_applies_once_and_compiles(one: Mutation) -> None:
     """Where this fails after a refactoring, mend `before` and `after` of the record: the mistake stays the same."""
     text = (ROOT / one.file).read_text()
     assert text.count(one.before) == 1, f"{one.file} has the text of `before` {text.count(one.before)} times"
@@ -36,15 +36,15 @@ def test_a_mistake_has_its_place_and_compiles(one: Mutation) -> None:
 
 
 @pytest.mark.parametrize(("line", "first"), [(5, 4), (7, 3), (8, 8), (9, 9)])
-def test_a_probe_stands_before_the_statement(line: int, first: int) -> None:
+def test_mutation_probe_is_inserted_before_the_statement(line: int, first: int) -> None:
     assert statement(TEXT, line).lineno == first
 
 
-def test_a_probe_is_in_a_function() -> None:
+def test_mutation_probe_outside_of_a_function_is_refused() -> None:
     with pytest.raises(ValueError, match="line 2 is in no statement of a function"):
         statement(TEXT, 2)
 
 
-def test_tests_of_different_files_come_first_and_short_ones_before_long_ones() -> None:
+def test_mutation_check_order_takes_short_tests_of_different_files_first() -> None:
     seconds = {"a::1": 1.0, "a::2[x]": 0.1, "a::2[y]": 0.1, "b::1": 0.5, "b::2": 0.7, "c::1": 9.0}
     assert in_order(seconds, seconds) == ["a::2[x]", "b::1", "c::1", "b::2", "a::1", "a::2[y]"]

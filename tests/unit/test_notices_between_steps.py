@@ -38,7 +38,7 @@ def notices(lines: Any = None, elastic: bool = False, saves: bool = False, **wor
     return Notices(World(**world), Lines() if lines is None else lines, elastic, saves)
 
 
-def test_wishes_of_earlier_steps_stay_until_they_are_taken() -> None:
+def test_save_and_stop_requests_stay_until_they_are_taken() -> None:
     one = notices()
     for agreed in (replace(NOTHING, save=2), replace(NOTHING, enter=1), NOTHING):
         one.agreed(agreed)
@@ -58,14 +58,14 @@ def test_wishes_of_earlier_steps_stay_until_they_are_taken() -> None:
         (signal.SIGTERM, False, 3, None),  # until all workers know it
     ],
 )
-def test_why_a_run_stops(number: int | None, stops: bool, step: int, reason: Any) -> None:
+def test_reason_of_a_stop_is_kept(number: int | None, stops: bool, step: int, reason: Any) -> None:
     one = notices(max_steps=8)
     one.stop_signal, one.stop_due = number, stops
     assert one.reason_to_stop(step) == reason
 
 
 @pytest.mark.parametrize("elastic", [False, True])
-def test_a_signal_to_one_worker_stops_all_only_without_an_agent(elastic: bool) -> None:
+def test_signal_to_one_worker_stops_all_only_without_an_agent(elastic: bool) -> None:
     one = notices(elastic=elastic)
     signal.raise_signal(signal.SIGTERM)
     assert one.stop_signal == (None if elastic else signal.SIGTERM)
@@ -74,7 +74,7 @@ def test_a_signal_to_one_worker_stops_all_only_without_an_agent(elastic: bool) -
 
 
 @pytest.mark.parametrize("saves", [False, True])
-def test_the_first_ctrl_c_stops_after_the_step_and_the_second_at_once(saves: bool) -> None:
+def test_first_ctrl_c_stops_after_the_step_and_the_second_at_once(saves: bool) -> None:
     one, before = notices(lines := Lines(), saves=saves), signal.getsignal(signal.SIGINT)
     with one.ctrl_c_stops(outermost=True):
         with one.ctrl_c_stops(outermost=False):
@@ -86,7 +86,7 @@ def test_the_first_ctrl_c_stops_after_the_step_and_the_second_at_once(saves: boo
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_notebook_goes_on_after_a_stop() -> None:
+def test_notebook_goes_on_after_a_stop() -> None:
     one = notices()
     one.stop_signal, one.stop_due = signal.SIGINT, True
     one.withdraw()
@@ -94,7 +94,7 @@ def test_a_notebook_goes_on_after_a_stop() -> None:
     assert one.stop_signal is None
 
 
-def test_a_script_that_is_ended_on_purpose_has_not_failed() -> None:
+def test_script_with_exit_code_zero_has_not_failed() -> None:
     one = notices()
     assert not one.left
     with pytest.raises(SystemExit) as ended:
@@ -106,7 +106,7 @@ def loop(number: int) -> LoopState:
     return LoopState(number, None, None, 4)
 
 
-def test_the_enclosing_loop_is_the_first_of_those_iterated_together() -> None:
+def test_enclosing_loop_is_the_first_of_zipped_loops() -> None:
     script, outer, first, second = ScriptPosition(), loop(0), loop(1), loop(2)
     assert script.enclosing_loop is None
     with script.inside(outer):
@@ -118,7 +118,7 @@ def test_the_enclosing_loop_is_the_first_of_those_iterated_together() -> None:
     assert script.loops == []
 
 
-def test_a_loop_left_by_break_is_complete_once_more_training_follows() -> None:
+def test_loop_left_by_break_is_complete_once_more_training_follows() -> None:
     script, left, ended = ScriptPosition(), loop(0), loop(1)
 
     def turns(phase: LoopState) -> Iterator[int]:

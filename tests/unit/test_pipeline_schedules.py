@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from examples import examples
 from paceline.errors import UsageError
 from paceline.parallel.pipeline.partition import NAMED, StagePartition, divide, even
 from paceline.parallel.pipeline.schedule import BACKWARD, FORWARD, KINDS, Action, Simulated, drawn, simulate, table
@@ -26,8 +27,8 @@ def run(kind: str, workers: int, virtual: int, micro_batches: int) -> Simulated:
     return simulate(table(kind, workers, virtual, micro_batches), [1 / virtual] * stages, [2 / virtual] * stages)
 
 
-@given(TABLES)
-def test_every_action_is_done_once_and_by_the_worker_of_its_stage(what: tuple[str, int, int, int]) -> None:
+@examples(TABLES, fast=40)
+def test_pipeline_schedule_has_every_action_once_on_its_stage(what: tuple[str, int, int, int]) -> None:
     _, workers, virtual, micro_batches = what
     rows = table(*what)
     assert len(rows) == workers
@@ -40,9 +41,8 @@ def test_every_action_is_done_once_and_by_the_worker_of_its_stage(what: tuple[st
     assert [[*spans] for spans in run(*what).spans] == [[*row] for row in rows]
 
 
-@given(TABLES, st.data())
-@settings(max_examples=50)
-def test_an_action_begins_when_its_worker_is_free_and_what_it_needs_is_done(
+@examples(TABLES, st.data(), fast=40)
+def test_pipeline_action_starts_when_its_worker_and_inputs_are_ready(
     what: tuple[str, int, int, int], data: st.DataObject
 ) -> None:
     kind, workers, virtual, micro_batches = what
@@ -71,7 +71,7 @@ def test_an_action_begins_when_its_worker_is_free_and_what_it_needs_is_done(
 @pytest.mark.parametrize("workers", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("virtual", [1, 2, 3])
 @pytest.mark.parametrize("times", [1, 2, 4])
-def test_workers_wait_as_long_as_the_papers_say(workers: int, virtual: int, times: int) -> None:
+def test_pipeline_bubble_is_that_of_the_papers(workers: int, virtual: int, times: int) -> None:
     micro_batches = times * workers
     wanted = (workers - 1) / (virtual * micro_batches + workers - 1)
     assert run("1f1b", workers, virtual, micro_batches).bubble == pytest.approx(wanted, rel=0, abs=1e-9)
@@ -79,23 +79,23 @@ def test_workers_wait_as_long_as_the_papers_say(workers: int, virtual: int, time
         assert run("gpipe", workers, virtual, micro_batches).bubble == pytest.approx(wanted, rel=0, abs=1e-9)
 
 
-def test_nobody_waits_where_there_is_nothing_to_do() -> None:
+def test_pipeline_without_work_has_no_bubble() -> None:
     for kind in KINDS:
         simulated = run(kind, 3, 2, 0)
         assert (simulated.end, simulated.bubble, simulated.kept) == (0.0, 0.0, [0, 0, 0])
         assert drawn(simulated) == ["", "", ""]
 
 
-@given(TABLES)
-def test_a_worker_keeps_what_its_schedule_promises(what: tuple[str, int, int, int]) -> None:
+@examples(TABLES, fast=40)
+def test_pipeline_schedule_keeps_its_promised_activations(what: tuple[str, int, int, int]) -> None:
     _, workers, virtual, micro_batches = what
     few = run("1f1b", workers, 1, micro_batches).kept
     assert few == [min(workers - worker, micro_batches) for worker in range(workers)]
     assert run("gpipe", workers, virtual, micro_batches).kept == [virtual * micro_batches] * workers
 
 
-@given(st.integers(2, 8), st.integers(2, 4), st.integers(0, 4))
-def test_of_several_stages_a_worker_keeps_what_the_paper_says(workers: int, virtual: int, times: int) -> None:
+@examples(st.integers(2, 8), st.integers(2, 4), st.integers(0, 4), fast=40)
+def test_interleaved_pipeline_keeps_the_activations_of_the_paper(workers: int, virtual: int, times: int) -> None:
     """However many micro-batches there are: one round for each of its stages but one, and two for each worker after
     it.
     """
@@ -123,13 +123,13 @@ def row_of(text: str) -> list[Action]:
         (["F0.0", "F1.0 F1.3 B1.0"], "all wait for each other: worker 1 before F3 of stage 1"),
     ],
 )
-def test_a_table_that_waits_for_itself_is_refused(rows: list[str], text: str) -> None:
+def test_pipeline_schedule_with_a_deadlock_is_refused(rows: list[str], text: str) -> None:
     with pytest.raises(ValueError) as caught:
         simulate([row_of(row) for row in rows], [1.0, 1.0], [2.0, 2.0])
     assert str(caught.value) == text
 
 
-def test_a_schedule_is_drawn_to_scale() -> None:
+def test_pipeline_schedule_is_drawn_to_scale() -> None:
     assert drawn(run("1f1b", 2, 1, 2), 18) == [
         "0-1-    [0 ]  [1 ]",
         "  0-[0 ]1-[1 ]",
@@ -141,7 +141,7 @@ def test_a_schedule_is_drawn_to_scale() -> None:
     assert drawn(run("1f1b", 2, 1, 2), 9) == ["01  [0 [1", " 0[01[1"]  # too narrow for whole brackets
 
 
-def test_what_takes_no_time_at_the_end_is_still_drawn() -> None:
+def test_pipeline_action_without_duration_is_drawn() -> None:
     assert drawn(simulate([row_of("F0.0 B0.0")], [1.0], [0.0]), 4) == ["-0--["]
 
 
@@ -179,7 +179,7 @@ def heaviest(weights: Sequence[int], starts: Sequence[int]) -> int:
 
 
 @given(NUMBERS, st.data())
-def test_no_other_cut_has_a_lighter_heaviest_stage(weights: list[int], data: st.DataObject) -> None:
+def test_stage_partition_minimizes_the_heaviest_stage(weights: list[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(weights)))
     cuts = [(0, *later) for later in combinations(range(1, len(weights)), count - 1)]
     found = even(weights, count)
@@ -188,14 +188,14 @@ def test_no_other_cut_has_a_lighter_heaviest_stage(weights: list[int], data: st.
 
 
 @given(st.integers(1, 9), st.integers(1, 24), st.data())
-def test_of_equal_blocks_no_stage_has_two_more_than_another(weight: int, blocks: int, data: st.DataObject) -> None:
+def test_stage_partition_of_equal_blocks_differs_by_one(weight: int, blocks: int, data: st.DataObject) -> None:
     starts = even([weight] * blocks, data.draw(st.integers(1, blocks)))
     lengths = [end - begin for begin, end in pairwise([*starts, blocks])]
     assert lengths == sorted(lengths)
     assert lengths[-1] - lengths[0] <= 1
 
 
-def test_equal_blocks_are_divided_evenly() -> None:
+def test_stage_partition_divides_equal_blocks_evenly() -> None:
     stages = divide(Model(), 4, 4, None)
     assert stages == StagePartition(tuple(f"blocks.{number}" for number in range(8)), (0, 2, 4, 6))
     assert divide(Model(), 4, 2, None) == stages  # two stages on each of two workers
@@ -203,7 +203,7 @@ def test_equal_blocks_are_divided_evenly() -> None:
     assert divide(Model(), 1, 1, None).starts == (0,)
 
 
-def test_a_large_head_counts_as_blocks_and_an_embedding_does_not() -> None:
+def test_stage_partition_counts_a_large_head_and_no_embedding() -> None:
     head = 2 * WEIGHT // WIDTH  # as much arithmetic as two blocks
     assert divide(Model(out=head), 2, 2, None).starts == (0, 5)
     assert divide(Model(out=head), 4, 4, None).starts == (0, 2, 4, 7)
@@ -212,7 +212,7 @@ def test_a_large_head_counts_as_blocks_and_an_embedding_does_not() -> None:
     assert divide(Model(words=head, out=head, tied=True), 2, 2, None).starts == (0, 5)
 
 
-def test_a_stage_has_the_blocks_from_its_start_to_the_next_one() -> None:
+def test_stage_has_the_blocks_from_its_start_to_the_next() -> None:
     stages = divide(Model(), 3, 3, "blocks:1,5")
     assert stages.count == 3
     assert [stages.blocks_of(stage) for stage in range(3)] == [range(1), range(1, 5), range(5, 8)]
@@ -229,11 +229,11 @@ def test_a_stage_has_the_blocks_from_its_start_to_the_next_one() -> None:
         (None, (0, 2, 5)),
     ],
 )
-def test_what_is_said_decides(said: str | None, starts: tuple[int, ...]) -> None:
+def test_stage_starts_given_by_the_user_decide(said: str | None, starts: tuple[int, ...]) -> None:
     assert divide(Model(), 3, 3, said).starts == starts
 
 
-def test_a_path_says_which_of_several_lists() -> None:
+def test_stage_path_selects_one_of_several_block_lists() -> None:
     assert divide(Two(), 3, 3, "encoder") == StagePartition(("encoder.0", "encoder.1", "encoder.2"), (0, 1, 2))
     names = ("decoder.0", "decoder.2", "decoder.4", "decoder.5")  # without those that have no parameters
     assert divide(Two(), 2, 2, "decoder:1") == StagePartition(names, (0, 1))
@@ -250,7 +250,7 @@ def test_a_path_says_which_of_several_lists() -> None:
         (2, [1.0, 3.0, 1.0, 3.0], ("blocks:3,4,7", 6.0, 3.0)),
     ],
 )
-def test_another_cut_where_workers_are_unequal(
+def test_stage_partition_follows_unequal_workers(
     workers: int, seconds: list[float], better: tuple[str, float, float] | None
 ) -> None:
     found = divide(Model(), len(seconds), workers, None).suggest(seconds, workers)
@@ -264,7 +264,7 @@ def homes(model: nn.Module, stages: StagePartition) -> dict[str, tuple[int, ...]
     return {name: found[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
 
 
-def test_what_is_before_the_blocks_is_the_first_stages_and_what_is_after_them_the_last_ones() -> None:
+def test_modules_before_and_after_the_blocks_are_in_the_first_and_last_stage() -> None:
     model = Model(blocks=12, words=3, out=3)
     found = homes(model, divide(model, 3, 3, "blocks:2,11"))
     assert found.pop("embedding.weight") == (0,)
@@ -274,7 +274,7 @@ def test_what_is_before_the_blocks_is_the_first_stages_and_what_is_after_them_th
     assert found == {f"blocks.{number}.linear.{kind}": (wanted[number],) for number in range(12) for kind in kinds}
 
 
-def test_what_is_between_two_blocks_belongs_to_the_one_before() -> None:
+def test_module_between_two_blocks_is_in_the_stage_of_the_first() -> None:
     model = nn.Sequential(Block(), nn.LayerNorm(WIDTH), Block())
     stages = divide(model, 2, 2, None)
     assert stages == StagePartition(("0", "2"), (0, 1))
@@ -290,7 +290,7 @@ def test_what_is_between_two_blocks_belongs_to_the_one_before() -> None:
 
 @given(st.lists(st.booleans(), max_size=12).filter(any), st.data())
 @settings(max_examples=50)
-def test_every_module_belongs_to_the_last_block_until_there(kinds: list[bool], data: st.DataObject) -> None:
+def test_module_is_in_the_stage_of_the_last_block_before_it(kinds: list[bool], data: st.DataObject) -> None:
     """Or to the first one, where there is none before."""
     model = nn.Sequential(*(Block() if kind else nn.LayerNorm(WIDTH) for kind in kinds))
     blocks = tuple(str(place) for place, kind in enumerate(kinds) if kind)
@@ -301,7 +301,7 @@ def test_every_module_belongs_to_the_last_block_until_there(kinds: list[bool], d
         assert found == (sum(start <= last for start in later),)
 
 
-def test_a_tied_weight_lives_in_both_stages() -> None:
+def test_tied_weight_is_in_both_stages() -> None:
     model = Model(words=3, out=3, tied=True)
     found = homes(model, divide(model, 4, 4, None))
     assert found["embedding.weight"] == found["head.weight"] == (0, 3)
@@ -319,7 +319,7 @@ def refusal(model: nn.Module, count: int, workers: int, said: str | None) -> str
     "numbers",
     ["1", "1,2,3", "0,3", "3,1", "2,2", "1,8", "1,9", "-1,3", "one,3", "1.5,3", "1,", ",", "1;3", "1:3", "1,\u00b2"],
 )
-def test_numbers_that_cut_nothing_are_refused(numbers: str) -> None:
+def test_wrong_stage_starts_are_refused(numbers: str) -> None:
     assert refusal(Model(), 3, 3, f"blocks:{numbers}") == (
         f"pipeline_blocks='blocks:{numbers}' does not say the first blocks of 2 later stages; "
         "write numbers that grow and are less than 8, as blocks:2,5"
@@ -327,7 +327,7 @@ def test_numbers_that_cut_nothing_are_refused(numbers: str) -> None:
 
 
 @pytest.mark.parametrize("said", ["layers", "layers:1", "blocks.8", " blocks"])
-def test_a_path_that_the_model_does_not_have_is_refused(said: str) -> None:
+def test_stage_path_that_the_model_lacks_is_refused(said: str) -> None:
     path = said.partition(":")[0]
     assert refusal(Model(), 2, 2, said) == (
         f"pipeline_blocks= names {path!r}, and the model has no such module; write its path"
@@ -342,7 +342,7 @@ def test_fewer_blocks_than_stages_are_refused(said: str | None) -> None:
     )
 
 
-def test_without_one_list_that_repeats_its_path_is_wanted() -> None:
+def test_model_without_a_single_block_list_needs_a_stage_path() -> None:
     assert NAMED == 'say which: Trainer(..., pipeline_blocks="model.layers")'
     assert refusal(Two(), 2, 2, None) == (
         f"Two has several lists of blocks: encoder, decoder, and pipeline= cuts one; {NAMED}"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import examples
 from paceline.param_server.ssp_clock import Push, SspScheduler
 
 
@@ -159,15 +159,16 @@ def explored(first: World) -> Iterator[World]:
 @pytest.mark.parametrize(
     ("workers", "bound", "window", "updates", "faults"),
     [
-        (2, 0, 2, 4, 2),
-        (2, 1, 3, 4, 2),
-        pytest.param(2, 1, 3, 5, 2, marks=pytest.mark.slow),
-        (3, 0, 2, 4, 1),
-        (2, math.inf, 2, 4, 2),
-        pytest.param(3, 1, 4, 4, 2, marks=pytest.mark.slow),
+        *((2, 0, 2, 3, 2), (2, 1, 2, 3, 2), (3, 0, 2, 4, 1), (2, math.inf, 2, 3, 2)),
+        *(
+            pytest.param(*numbers, marks=pytest.mark.slow)
+            for numbers in ((2, 0, 2, 4, 2), (2, 1, 3, 4, 2), (2, 1, 3, 5, 2), (2, math.inf, 2, 4, 2), (3, 1, 4, 4, 2))
+        ),
     ],
 )
-def test_every_interleaving_of_a_small_team(workers: int, bound: float, window: int, updates: int, faults: int) -> None:
+def test_async_tickets_through_every_interleaving_of_a_small_team(
+    workers: int, bound: float, window: int, updates: int, faults: int
+) -> None:
     worlds = [*explored(World(workers, bound, window, updates, faults))]
     assert any(world.over for world in worlds)
     assert len(worlds) > 100
@@ -188,7 +189,7 @@ class Hasty(SspScheduler):
 
 
 @pytest.mark.parametrize("wrong", [Careless, Hasty])
-def test_the_model_finds_what_is_wrong(wrong: type[SspScheduler]) -> None:
+def test_async_ticket_model_finds_wrong_schedulers(wrong: type[SspScheduler]) -> None:
     first = World(2, 0, 3, 3, 1)
     first.tickets.__class__ = wrong
     with pytest.raises((AssertionError, KeyError)):
@@ -196,15 +197,18 @@ def test_the_model_finds_what_is_wrong(wrong: type[SspScheduler]) -> None:
             pass
 
 
-@settings(deadline=None, max_examples=60)
-@given(
+@examples(
     st.integers(1, 6),
     st.sampled_from([0, 1, 4, math.inf]),
     st.integers(1, 20),
     st.integers(0, 8),
     st.lists(st.integers(0, 1 << 16), min_size=50, max_size=400),
+    fast=25,
+    slow=60,
 )
-def test_larger_teams_at_random(workers: int, bound: float, window: int, faults: int, choices: list[int]) -> None:
+def test_async_tickets_through_random_interleavings_of_larger_teams(
+    workers: int, bound: float, window: int, faults: int, choices: list[int]
+) -> None:
     world = World(workers, bound, window, 60, faults)
     for choice in choices:
         actions = [*world.actions()]
@@ -217,7 +221,7 @@ def test_larger_teams_at_random(workers: int, bound: float, window: int, faults:
     world.check()
 
 
-def test_a_dead_slowest_releases_the_clock() -> None:
+def test_lost_slowest_worker_releases_the_staleness_bound() -> None:
     tickets = SspScheduler(1, end=20)
     for worker in (0, 1):
         tickets.join(worker)
@@ -231,7 +235,7 @@ def test_a_dead_slowest_releases_the_clock() -> None:
     assert tickets.push(1, 0) is Push.VOID
 
 
-def test_a_window_is_cut_where_rows_end() -> None:
+def test_async_window_ends_where_rows_end() -> None:
     tickets = SspScheduler(math.inf, end=9)
     for worker in (0, 1, 2):
         tickets.join(worker)
@@ -243,7 +247,7 @@ def test_a_window_is_cut_where_rows_end() -> None:
     assert tickets.ended
 
 
-def test_missed_updates_are_counted() -> None:
+def test_missed_updates_of_a_ticket_are_counted() -> None:
     tickets = SspScheduler(math.inf, end=3)
     for worker in (0, 1):
         tickets.join(worker)
@@ -259,7 +263,7 @@ def test_missed_updates_are_counted() -> None:
     assert tickets.ended
 
 
-def test_a_window_that_is_not_over_goes_on() -> None:
+def test_unfinished_async_window_cannot_advance() -> None:
     tickets = SspScheduler(0, end=2)
     with pytest.raises(RuntimeError, match="2 tickets of the window before are not applied"):
         tickets.advance(2)

@@ -13,9 +13,10 @@ from functools import partial
 from typing import TypeVar
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from paceline.base.batching import Moment, Resolution, StateLostError, Status, Transaction, Versions, resolve
 
 Key = tuple[int, int]  # replica, place in it
@@ -252,12 +253,13 @@ def explore(model: Model, faults: int) -> int:
     [
         (3, 1, 1, 1),
         pytest.param(2, 2, 1, 1, marks=pytest.mark.slow),
-        (2, 1, 1, 2),
+        (2, 1, 2, 1),
+        pytest.param(2, 1, 1, 2, marks=pytest.mark.slow),  # random teams have two faults in the fast tests, too
         pytest.param(2, 1, 2, 2, marks=pytest.mark.slow),
         pytest.param(3, 1, 2, 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_interleaving_of_a_small_team(replicas, width, target, faults):
+def test_step_transaction_through_every_interleaving_of_a_small_team(replicas, width, target, faults):
     assert explore(Model(replicas, width, target), faults) > 1000
 
 
@@ -280,22 +282,20 @@ def never_redo(team: Sequence[Sequence[Status]]) -> Resolution:
 
 
 @pytest.mark.parametrize("wrong", [redo_always, nobody_takes_over, never_redo])
-def test_the_model_finds_what_is_wrong(wrong):
+def test_step_transaction_model_finds_wrong_resolutions(wrong):
     model = Model(2, 1, 1)
     model.resolve = wrong
     with pytest.raises((AssertionError, RuntimeError)):
         explore(model, 2)
 
 
-numbers = st.integers(0, 2**16)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
+@examples(
     st.lists(st.integers(0, 2**16), max_size=120),
     st.dictionaries(st.integers(0, 100), st.integers(0, 2**16), max_size=5),
+    fast=100,
+    slow=300,
 )
-def test_larger_teams_at_random(choices, faults):
+def test_step_transaction_through_random_interleavings_of_larger_teams(choices, faults):
     """Three replicas of two workers do three steps; at some moments something goes wrong."""
     model = Model(3, 2, 3)
     for moment, choice in enumerate(choices):
@@ -308,7 +308,7 @@ def test_larger_teams_at_random(choices, faults):
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=12))
-def test_state_of_ones_own_follows_the_transactions_that_count(turns: list[tuple[int, bool, bool]]) -> None:
+def test_worker_state_versions_follow_applied_transactions(turns: list[tuple[int, bool, bool]]) -> None:
     """Each is begun again so often, and ends here or at another worker, whose state is taken over; something of one's
     own is made in it or not.
     """

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
 from hypothesis import strategies as st
 
+from examples import examples
 from paceline.team.membership import Announcement, Membership
 
 
@@ -22,7 +22,7 @@ def enter(roster: Membership, order: Announcement) -> None:
         roster.formed(worker, order.number)
 
 
-def test_a_loss_and_a_return():
+def test_lost_worker_leaves_the_roster_and_joins_again():
     roster = begun(3)
     order = roster.lose([0])
     assert order == Announcement(1, (1, 2), planned=False)
@@ -37,7 +37,7 @@ def test_a_loss_and_a_return():
     assert not roster.waiting
 
 
-def test_a_loss_while_a_newcomer_is_admitted_leaves_it_out():
+def test_kill_during_a_join_leaves_the_newcomer_out():
     roster = begun(3)
     roster.waits(3)
     assert roster.plan() == Announcement(1, (0, 1, 2, 3), planned=True)
@@ -48,27 +48,27 @@ def test_a_loss_while_a_newcomer_is_admitted_leaves_it_out():
     assert roster.plan() == Announcement(3, (0, 2, 3), planned=True)
 
 
-def test_the_loss_of_one_that_was_about_to_leave_is_a_loss():
+def test_kill_of_a_leaving_worker_is_a_loss():
     roster = begun(3)
     roster.leaves(2)
     assert roster.plan() == Announcement(1, (0, 1), planned=True)
     assert roster.lose([2]) == Announcement(2, (0, 1), planned=False)
 
 
-def test_nobody_is_left():
+def test_roster_without_workers_ends():
     roster = begun(1)
     assert roster.lose([0]) is None
 
 
-def test_whoever_ended_is_no_loss():
+def test_finished_worker_is_no_loss():
     roster = begun(2)
     roster.end(0)
     assert roster.lose([0]) is None
     assert roster.lose([1]) is None
 
 
-@given(st.integers(2, 5), st.data())
-def test_any_order_of_events_leaves_one_team(workers, data):
+@examples(st.integers(2, 5), st.data(), fast=40)
+def test_any_order_of_roster_events_leaves_one_team(workers, data):
     roster, number, new = begun(workers), 0, workers
     news: list[Announcement] = []
     for _ in range(data.draw(st.integers(1, 25))):
@@ -98,7 +98,7 @@ def test_any_order_of_events_leaves_one_team(workers, data):
         assert not (set(roster.waiting) & roster.established)
 
 
-def test_the_loss_of_one_that_was_to_come_back_disturbs_nobody():
+def test_kill_of_a_worker_that_waits_to_join_disturbs_nobody():
     roster = begun(3)
     enter(roster, roster.lose([1]))
     assert roster.lose([1]) is None, "the newcomer has the number of the one that was lost"

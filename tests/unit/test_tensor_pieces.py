@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from examples import examples
 from paceline.base.batching import exact_sum
 from paceline.base.environment import World
 from paceline.base.mesh import Mesh
@@ -39,8 +40,8 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(math.prod(shape)).view(shape)
 
 
-@given(cuts())
-def test_every_element_is_held_and_counted_once(cut: ShardingSpec) -> None:
+@examples(cuts(), fast=40)
+def test_every_element_of_a_sharded_tensor_is_counted_once(cut: ShardingSpec) -> None:
     counts = torch.zeros(cut.shape, dtype=torch.int64)
     for place, piece in enumerate(cut.pieces):
         for block in cut.counted(place):
@@ -49,8 +50,8 @@ def test_every_element_is_held_and_counted_once(cut: ShardingSpec) -> None:
     assert counts.eq(1).all()
 
 
-@given(cuts())
-def test_the_blocks_of_a_piece_fill_it(cut: ShardingSpec) -> None:
+@examples(cuts(), fast=40)
+def test_shard_blocks_fill_the_shard(cut: ShardingSpec) -> None:
     for piece in cut.pieces:
         filled = torch.zeros(piece.shape)
         for block in piece.blocks:
@@ -58,8 +59,8 @@ def test_the_blocks_of_a_piece_fill_it(cut: ShardingSpec) -> None:
         assert filled.eq(1).all()
 
 
-@given(cuts())
-def test_who_holds_a_block_has_the_same_in_it(cut: ShardingSpec) -> None:
+@examples(cuts(), fast=40)
+def test_holders_of_a_block_have_the_same_values(cut: ShardingSpec) -> None:
     whole = numbered(cut.shape)
     locals_ = [piece.of(whole) for piece in cut.pieces]
     for (at, shape), held in cut.blocks.items():
@@ -69,8 +70,8 @@ def test_who_holds_a_block_has_the_same_in_it(cut: ShardingSpec) -> None:
     assert sum(len(held) for held in cut.blocks.values()) == sum(len(piece.blocks) for piece in cut.pieces)
 
 
-@given(cuts())
-def test_pieces_of_a_tensor_make_it_again(cut: ShardingSpec) -> None:
+@examples(cuts(), fast=40)
+def test_shards_are_assembled_to_the_full_tensor(cut: ShardingSpec) -> None:
     whole = numbered(cut.shape)
     parts = []
     for place, piece in enumerate(cut.pieces):
@@ -82,8 +83,8 @@ def test_pieces_of_a_tensor_make_it_again(cut: ShardingSpec) -> None:
     assert assemble(torch.full(cut.shape, -1), parts).equal(whole)
 
 
-@given(cuts(), st.data())
-def test_what_differs_from_worker_to_worker_lies_one_upon_another(cut: ShardingSpec, data: st.DataObject) -> None:
+@examples(cuts(), st.data(), fast=40)
+def test_per_worker_state_is_stacked(cut: ShardingSpec, data: st.DataObject) -> None:
     """Some replicas have a row each, of which every place writes its own part; the others have none."""
     count, places = data.draw(st.integers(1, 3)), len(cut.pieces)
     order = data.draw(st.permutations([*range(count), None]))
@@ -98,8 +99,8 @@ def test_what_differs_from_worker_to_worker_lies_one_upon_another(cut: ShardingS
     assert assemble(torch.full_like(whole, -1), parts).equal(whole)
 
 
-@given(cuts(), st.data())
-def test_some_rows_of_a_tensor_are_made_of_the_pieces_that_have_them(cut: ShardingSpec, data: st.DataObject) -> None:
+@examples(cuts(), st.data(), fast=40)
+def test_rows_are_assembled_from_the_shards_that_have_them(cut: ShardingSpec, data: st.DataObject) -> None:
     whole = numbered(cut.shape)
     if not whole.dim():
         return
@@ -109,8 +110,8 @@ def test_some_rows_of_a_tensor_are_made_of_the_pieces_that_have_them(cut: Shardi
     assert assemble(torch.full((end - first, *cut.shape[1:]), -1), parts, first).equal(whole[first:end])
 
 
-@given(cuts(), st.data())
-def test_rows_of_a_block_are_a_block(cut: ShardingSpec, data: st.DataObject) -> None:
+@examples(cuts(), st.data(), fast=40)
+def test_rows_of_a_shard_block_are_a_block(cut: ShardingSpec, data: st.DataObject) -> None:
     whole = numbered(cut.shape)
     for piece in cut.pieces:
         local = piece.of(whole)
@@ -125,7 +126,7 @@ def test_rows_of_a_block_are_a_block(cut: ShardingSpec, data: st.DataObject) -> 
 
 
 @given(st.lists(st.integers(0, 9), max_size=3), st.integers(2, 5))
-def test_rows_are_cut_as_chunk_cuts_them(shape: list[int], count: int) -> None:
+def test_row_shards_are_those_of_torch_chunk(shape: list[int], count: int) -> None:
     """A tensor without dimensions is a row of one, which the first place has."""
     whole = numbered(tuple(shape))
     cut, shards = ShardingSpec.unsharded(shape).in_rows(count), RowShards(count)
@@ -136,7 +137,7 @@ def test_rows_are_cut_as_chunk_cuts_them(shape: list[int], count: int) -> None:
     assert [piece.of(whole).tolist() for piece in cut.pieces if piece.blocks] == [c.tolist() for c in chunks if len(c)]
 
 
-def test_a_fused_attention_weight_cut_by_heads_and_by_rows() -> None:
+def test_fused_attention_weight_is_sharded_by_heads_and_rows() -> None:
     """Of 4 heads two are at each of the places of the tensor axis, and their queries, keys and values in three blocks;
     the outer axis cuts the six rows that one of these has in three and three, and so the keys.
     """
@@ -150,14 +151,14 @@ def test_a_fused_attention_weight_cut_by_heads_and_by_rows() -> None:
     assert [cut.shard_index_of(rank) for rank in range(6)] == [mesh.shard_index_of(rank) for rank in range(6)]
 
 
-def test_few_heads_of_keys_are_held_twice_and_counted_once() -> None:
+def test_replicated_key_heads_are_counted_once() -> None:
     cut = ShardingSpec.split((2, 8), 0, 2, each=2)
     assert [piece.blocks[0].at[0] for piece in cut.pieces] == [0, 0, 1, 1]
     assert [len(cut.counted(place)) for place in range(4)] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize("dim", [0, 1])
-def test_a_place_may_hold_nothing(dim: int) -> None:
+def test_shard_may_be_empty(dim: int) -> None:
     cut = ShardingSpec.split((3, 3), dim, 4)
     assert cut.pieces[-1] == LocalShard((0, 3) if dim == 0 else (3, 0), ())
     assert cut.pieces[-1].of(numbered((3, 3))).shape == cut.pieces[-1].shape
@@ -170,7 +171,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
+def test_replicated_shard_counts_once_in_a_norm(exact: bool) -> None:
     """The weight is cut by columns of heads, the bias is whole on both places of the tensor axis."""
     grads = {name: torch.randn(cut.shape, dtype=torch.float64) for name, cut in LAYERS.items()}
     found = []
@@ -191,7 +192,7 @@ def test_what_several_hold_counts_once_in_a_norm(exact: bool) -> None:
     assert exact_sum(sum(found).tolist()) == pytest.approx(true, rel=1e-12)
 
 
-def test_a_model_in_pieces_tells_them_and_takes_whole_tensors_and_pieces() -> None:
+def test_sharded_model_gives_and_loads_shards_and_full_tensors() -> None:
     wholes = {name: torch.randn(cut.shape) for name, cut in LAYERS.items()}
     for place in range(4):
         model = nn.Module()

@@ -18,15 +18,20 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from alone import by_hand
+from by_hand import built, grid
 from hypothesis import strategies as st
 from launching import paceline
 from oracle import apart
 from safetensors.torch import load_file
 from token_folders import Unranged, served, write_folder
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from warm import Process
 
+from examples import examples
 from paceline.data import Tokens
 from paceline.errors import DatasetError, UsageError
 
@@ -56,14 +61,15 @@ def equal(data: Tokens, tokens: np.ndarray, length: int) -> None:
 # ---- rows
 
 
-@settings(max_examples=60, deadline=None)
-@given(
+@examples(
     st.lists(st.integers(1, 30), min_size=1, max_size=8),
     st.integers(1, 40),
     st.sampled_from(NAMES),
     st.data(),
+    fast=25,
+    slow=60,
 )
-def test_every_row_is_numpys_wherever_shards_end(sizes, length, dtype, draw):
+def test_token_rows_equal_numpy_slices_across_files(sizes, length, dtype, draw):
     with tempfile.TemporaryDirectory() as folder:
         shards = [some(size, dtype, seed) for seed, size in enumerate(sizes)]
         tokens = write_folder(Path(folder, "t"), shards)
@@ -83,7 +89,7 @@ def test_every_row_is_numpys_wherever_shards_end(sizes, length, dtype, draw):
 
 
 @pytest.mark.parametrize("dtype", NAMES)
-def test_single_files(dtype, tmp_path, monkeypatch):
+def test_single_token_files_of_each_dtype(dtype, tmp_path, monkeypatch):
     tokens = some(100, dtype)
     tokens.tofile(tmp_path / "raw.bin")
     tokens.tofile(tmp_path / "raw")
@@ -101,7 +107,7 @@ def test_single_files(dtype, tmp_path, monkeypatch):
     equal(here, tokens, 7)
 
 
-def test_rows_are_counted_from_the_end_too_and_end_with_an_index_error(tmp_path):
+def test_token_rows_have_negative_indices_and_an_index_error(tmp_path):
     tokens = some(22)
     data = Tokens(tmp_path / write(tmp_path, tokens), 7, "uint16")
     assert data[-1].tolist() == data[2].tolist() == tokens[14:22].tolist()
@@ -117,7 +123,7 @@ def write(folder: Path, tokens: np.ndarray) -> str:
     return "some.bin"
 
 
-def test_a_row_is_its_readers_own(tmp_path):
+def test_token_row_memory_is_not_shared(tmp_path):
     """Neighbours share a token, but not its memory, nor is anything written to the file."""
     tokens = some(22)
     data = Tokens(tmp_path / write(tmp_path, tokens), 7, "uint16")
@@ -128,7 +134,7 @@ def test_a_row_is_its_readers_own(tmp_path):
     same(data[0], tokens, 0, 7)
 
 
-def test_what_the_index_tells(tmp_path):
+def test_token_index_gives_count_dtype_and_vocabulary(tmp_path):
     write_folder(tmp_path, [some(10), some(5)], vocabulary=60_000)
     data = Tokens(tmp_path, 3)
     assert (data.tokens, data.length, data.dtype, data.vocabulary, data.end) == (15, 3, "uint16", 60_000, 0)
@@ -152,7 +158,7 @@ print(json.dumps({"rows": len(data), "first": row[0].item(), "opened": len(opene
 """
 
 
-def test_a_row_in_the_middle_of_two_to_the_33_tokens_costs_what_the_first_one_does(tmp_path):
+def test_token_row_of_a_huge_file_opens_one_file_and_maps_little(tmp_path):
     """Counted: files opened, and how much of the map was touched. The file is sparse."""
     count, path = 2**33, tmp_path / "large.bin"
     middle = (count - 1) // 1024 // 2
@@ -177,7 +183,7 @@ def test_a_row_in_the_middle_of_two_to_the_33_tokens_costs_what_the_first_one_do
         assert log == [("/large.bin", 2050)]
 
 
-def test_few_files_stay_open(tmp_path):
+def test_token_files_keep_few_files_open(tmp_path):
     tokens = write_folder(tmp_path, [some(3, seed=seed) for seed in range(400)])
     before = len(os.listdir("/proc/self/fd"))
     data = Tokens(tmp_path, 2)
@@ -188,7 +194,7 @@ def test_few_files_stay_open(tmp_path):
 # ---- over the network
 
 
-def test_over_http_only_the_bytes_of_the_rows_are_read(tmp_path):
+def test_token_files_over_http_read_only_the_bytes_of_the_rows(tmp_path):
     tokens = write_folder(tmp_path, [some(100), some(50), some(300)])
     with served(tmp_path) as (url, log):
         data = Tokens(url, 10)
@@ -207,7 +213,7 @@ def test_over_http_only_the_bytes_of_the_rows_are_read(tmp_path):
         equal(data, tokens, 10)
 
 
-def test_a_server_without_ranges_is_named(tmp_path):
+def test_http_server_without_byte_ranges_is_refused(tmp_path):
     write_folder(tmp_path, [some(100)])
     with served(tmp_path, Unranged) as (url, _):
         data = Tokens(url, 10)
@@ -220,7 +226,7 @@ def test_a_server_without_ranges_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("where", ["local", "http", "memory"])
-def test_it_goes_into_other_processes(where, tmp_path):
+def test_token_files_work_in_forked_and_pickled_copies(where, tmp_path):
     """After rows were read here: maps and connections stay behind in a fork and in a pickle."""
     tokens = write_folder(tmp_path / "t", [some(40, seed=seed) for seed in range(3)])
     fsspec.filesystem("memory").pipe({f"/t/{path.name}": path.read_bytes() for path in (tmp_path / "t").iterdir()})
@@ -234,7 +240,7 @@ def test_it_goes_into_other_processes(where, tmp_path):
         same(data[1], tokens, 1, 8)
 
 
-def test_a_dataset_does_not_bring_its_maps_into_a_pickle(tmp_path):
+def test_token_dataset_pickle_has_no_data(tmp_path):
     data = Tokens(tmp_path / write(tmp_path, some(500_000)), 1000, "uint16")
     data.__getitems__(range(len(data)))
     assert len(pickle.dumps(data)) < 1000
@@ -249,148 +255,90 @@ def index_with(folder: Path, **changed: object) -> None:
     (folder / "tokens.json").write_text(json.dumps(told | changed))
 
 
-CONTRADICTS = "{t}/tokens.json contradicts itself or lacks a part{}; make it again with `paceline tokenize`"
-NO_FILE = "give a token file, or a folder that `paceline tokenize` has finished"
 SHARD = {"file": "00000.bin", "tokens": 10, "bytes": 20, "sha256": ""}
-REFUSED = [
-    (lambda t: Tokens(t, 0), UsageError, "rows of 0 tokens cannot be trained on; give a length of at least 1"),
-    (lambda t: Tokens(t / "no.bin", 4, "uint16"), DatasetError, "there is no {t}/no.bin; " + NO_FILE),
-    (lambda t: Tokens(t / "no.npy", 4), DatasetError, "there is no {t}/no.npy; " + NO_FILE),
-    (lambda t: Tokens(t, 4), DatasetError, "there is no {t}/tokens.json; " + NO_FILE),
-    (
-        lambda t: Tokens(t / write(t, some(5, "uint8")), 4),
-        UsageError,
-        '{t}/some.bin does not say what its tokens are; give dtype=, as "uint16" for nanoGPT\'s files',
-    ),
-    (
-        lambda t: Tokens(t / write(t, some(5, "uint8")), 4, "float32"),
-        UsageError,
-        "dtype='float32' is no type of tokens; give one of uint8, uint16, uint32, int32, int64",
-    ),
-    (
+REFUSED = {
+    "rows of no tokens": (lambda t: Tokens(t, 0), UsageError),
+    "no raw file": (lambda t: Tokens(t / "no.bin", 4, "uint16"), DatasetError),
+    "no .npy file": (lambda t: Tokens(t / "no.npy", 4), DatasetError),
+    "no index": (lambda t: Tokens(t, 4), DatasetError),
+    "raw file without dtype": (lambda t: Tokens(t / write(t, some(5, "uint8")), 4), UsageError),
+    "dtype of no tokens": (lambda t: Tokens(t / write(t, some(5, "uint8")), 4, "float32"), UsageError),
+    "bytes that are no multiple of the dtype": (
         lambda t: Tokens(t / write(t, some(5, "uint8")), 4, "uint16"),
         DatasetError,
-        "{t}/some.bin has 5 bytes, which is no multiple of the 2 of uint16; "
-        "give the dtype that it was written with, or copy it again",
     ),
-    (
-        lambda t: Tokens(t / write(t, some(5)), 5, "uint16"),
-        DatasetError,
-        "{t}/some.bin holds 5 tokens, and a row of length 5 needs 6; give a smaller length, or more text",
-    ),
-    (
+    "fewer tokens than a row": (lambda t: Tokens(t / write(t, some(5)), 5, "uint16"), DatasetError),
+    "array of two dimensions": (
         lambda t: (np.save(t / "a.npy", some(9).reshape(3, 3)), Tokens(t / "a.npy", 2)),
         DatasetError,
-        "{t}/a.npy holds uint16 of shape (3, 3), not a row of tokens; "
-        "save one dimension of uint8, uint16, uint32, int32, int64",
     ),
-    (
+    "array of objects": (
         lambda t: (np.save(t / "a.npy", np.array(["a", {}], object)), Tokens(t / "a.npy", 2)),
         DatasetError,
-        "{t}/a.npy holds object of shape (2,), not a row of tokens; "
-        "save one dimension of uint8, uint16, uint32, int32, int64",
     ),
-    (
+    "array cut short": (
         lambda t: (np.save(t / "a.npy", some(9)), os.truncate(t / "a.npy", 140), Tokens(t / "a.npy", 2)),
         DatasetError,
-        "{t}/a.npy has 140 bytes, and its header tells of 9 tokens of uint16; write or copy it again",
     ),
-    (
-        lambda t: ((t / "a.npy").write_bytes(b"12345678"), Tokens(t / "a.npy", 2)),
-        DatasetError,
-        "{t}/a.npy is no .npy file; write it with numpy.save",
-    ),
-    (
+    "no .npy content": (lambda t: ((t / "a.npy").write_bytes(b"12345678"), Tokens(t / "a.npy", 2)), DatasetError),
+    "dtype that contradicts the .npy file": (
         lambda t: (np.save(t / "a.npy", some(9)), Tokens(t / "a.npy", 2, "uint32")),
         UsageError,
-        "the tokens of {t}/a.npy are uint16, not uint32; leave dtype= out",
     ),
-    (
-        lambda t: (write_folder(t, [some(9)]), Tokens(t, 2, "uint32")),
-        UsageError,
-        "the tokens of {t} are uint16, not uint32; leave dtype= out",
-    ),
-    (
+    "dtype that contradicts the index": (lambda t: (write_folder(t, [some(9)]), Tokens(t, 2, "uint32")), UsageError),
+    "shard cut short": (
         lambda t: (write_folder(t, [some(9), some(8)]), os.truncate(t / "00001.bin", 14), Tokens(t, 2)),
         DatasetError,
-        "00001.bin of {t} has 14 bytes, and its index says 16; "
-        "copy it again, or make the folder again with `paceline tokenize`",
     ),
-    (
+    "missing shard": (
         lambda t: (write_folder(t, [some(9), some(8)]), (t / "00001.bin").unlink(), Tokens(t, 2)),
         DatasetError,
-        "there is no {t}/00001.bin; " + NO_FILE,
     ),
-    (
-        lambda t: (index_with(t, format=2), Tokens(t, 2)),
-        DatasetError,
-        "{t}/tokens.json has format version 2, and this Paceline reads 1; "
-        "update Paceline, or make the folder again with `paceline tokenize`",
-    ),
-    (
-        lambda t: ((t / "tokens.json").write_text("[1"), Tokens(t, 2)),
-        DatasetError,
-        "{t}/tokens.json is no index of tokens; make it with `paceline tokenize`",
-    ),
-    *(
-        (lambda t, wrong=wrong: (index_with(t, **wrong), Tokens(t, 2)), DatasetError, CONTRADICTS.replace("{}", why))
-        for wrong, why in (
-            ({"dtype": "float32"}, " (dtype: invalid enum value 'float32')"),
-            ({"dtype": "uint32"}, ""),
-            ({"shards": []}, " (shards: expected array of length >= 1)"),
-            ({"shards": [SHARD | {"tokens": 9}]}, ""),
-            ({"shards": [SHARD | {"file": "../00000.bin"}]}, " (shards[0].file: expected str of another form)"),
-            ({"shards": [{"file": "00000.bin"}]}, " (shards[0]: object missing required field tokens)"),
-            ({"vocabulary": None}, " (vocabulary: expected int, got null)"),
+    "later format": (lambda t: (index_with(t, format=2), Tokens(t, 2)), DatasetError),
+    "broken JSON": (lambda t: ((t / "tokens.json").write_text("[1"), Tokens(t, 2)), DatasetError),
+    **{
+        name: (lambda t, wrong=wrong: (index_with(t, **wrong), Tokens(t, 2)), DatasetError)
+        for name, wrong in (
+            ("index with a wrong dtype", {"dtype": "float32"}),
+            ("index with another dtype", {"dtype": "uint32"}),
+            ("index without shards", {"shards": []}),
+            ("index with a wrong count", {"shards": [SHARD | {"tokens": 9}]}),
+            ("index with a path outside", {"shards": [SHARD | {"file": "../00000.bin"}]}),
+            ("index with a missing field", {"shards": [{"file": "00000.bin"}]}),
+            ("index with a wrong vocabulary", {"vocabulary": None}),
         )
-    ),
-    (
-        lambda t: Tokens("memory://nothing/x.npy", 2),
-        DatasetError,
-        "there is no memory://nothing/x.npy; " + NO_FILE,
-    ),
-    (
+    },
+    "missing URL of a .npy file": (lambda t: Tokens("memory://nothing/x.npy", 2), DatasetError),
+    "missing shard of a URL": (
         lambda t: (
             (index_with(t), fsspec.filesystem("memory").put(str(t / "tokens.json"), "/lone/tokens.json"))
             and Tokens("memory://lone", 2)
         ),
         DatasetError,
-        "there is no shard of memory://lone; " + NO_FILE,
     ),
-    (lambda t: Tokens("memory://nothing", 2), DatasetError, "there is no memory://nothing/tokens.json; " + NO_FILE),
-    (
-        lambda t: Tokens("nowhere://a", 2),
-        UsageError,
-        "fsspec cannot read nowhere://a (Protocol not known: nowhere); "
-        "install what it names, or copy the files to this machine",
-    ),
-    (
-        lambda t: Tokens(t / write(t, some(5)), 2, "uint16").verify(),
-        UsageError,
-        "{t}/some.bin has no index to be compared with; verify a folder with tokens.json",
-    ),
-]
+    "missing index of a URL": (lambda t: Tokens("memory://nothing", 2), DatasetError),
+    "unknown protocol": (lambda t: Tokens("nowhere://a", 2), UsageError),
+    "verify without an index": (lambda t: Tokens(t / write(t, some(5)), 2, "uint16").verify(), UsageError),
+}
 
 
-@pytest.mark.parametrize(("ask", "kind", "text"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_work_is_refused_with_what_to_do(ask, kind, text, tmp_path):
+@pytest.mark.parametrize("case", REFUSED)
+def test_wrong_token_files_are_refused(case, golden, tmp_path):
+    ask, kind = REFUSED[case]
     with pytest.raises(kind) as caught:
         ask(tmp_path)
-    assert str(caught.value) == text.replace("{t}", str(tmp_path))
+    golden(case, str(caught.value).replace(str(tmp_path), "FOLDER"))
 
 
-def test_without_fsspec_a_url_is_refused(monkeypatch, tmp_path):
+def test_token_url_without_fsspec_is_refused(golden, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "fsspec", None)  # the import fails as if it were not installed
     with pytest.raises(UsageError) as caught:
         Tokens("s3://bucket/tokens", 4)
-    assert str(caught.value) == (
-        "s3://bucket/tokens is read with fsspec, which is not installed; "
-        "pip install 'paceline[text]', or copy the files to this machine"
-    )
+    golden("token url without fsspec is refused", str(caught.value))
     equal(Tokens(tmp_path / write(tmp_path, some(20)), 4, "uint16"), some(20), 4)
 
 
-def test_verify_finds_a_changed_byte_and_a_token_out_of_the_vocabulary(tmp_path):
+def test_verify_finds_changed_bytes_and_tokens_out_of_the_vocabulary(tmp_path):
     write_folder(tmp_path, [some(50), np.arange(50, dtype="uint16")], vocabulary=60_000)
     Tokens(tmp_path, 4).verify()
     write_folder(tmp_path, [np.zeros(50, "uint16"), np.arange(50, dtype="uint16")], vocabulary=49)
@@ -408,7 +356,7 @@ def test_verify_finds_a_changed_byte_and_a_token_out_of_the_vocabulary(tmp_path)
     assert str(caught.value) == f"{tmp_path}/00000.bin has another SHA-256 than its index says; copy it again"
 
 
-def test_nothing_is_imported_before_its_time():
+def test_import_of_paceline_imports_no_heavy_modules():
     script = (
         "import sys, paceline\n"
         "heavy = {'torch', 'numpy', 'fsspec', 'tokenizers'}\n"
@@ -459,26 +407,32 @@ def train(cwd: Path, workers: int, folder: str, code: int = 0, **env: str):
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    """A folder with tokens and a script, and the weights of one worker."""
+def plain_training(tmp_path_factory):
+    """A folder with tokens and a script, and the weights of a loop in plain PyTorch."""
     folder = tmp_path_factory.mktemp("training")
     shards = [some(size, seed=size) % 50 for size in (701, 1, 1000, 299, 455)]
-    tokens = write_folder(folder / "tokens", shards, vocabulary=50)
+    write_folder(folder / "tokens", shards, vocabulary=50)
     (folder / "train.py").write_text(TRAINING)
-    steps = 2 * -(-((len(tokens) - 1) // 8) // 24)
-    assert train(folder, 1, "one").stdout == f"{steps}\n"
-    return folder, load_file(folder / "one.safetensors")
+
+    def loss(output: torch.Tensor, rows: torch.Tensor):
+        return F.cross_entropy(output.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum"), rows[:, 1:].numel()
+
+    model = built(lambda: nn.Sequential(nn.Embedding(50, 12), nn.Linear(12, 50)).double())
+    plain = by_hand(model, lambda p: AdamW(p, lr=0.01), loss=loss, forward=lambda model, rows: model(rows[:, :-1]))
+    plain.train(grid(Tokens(folder / "tokens", 8), 24, epochs=2))
+    return folder, len(plain.losses), dict(model.state_dict())
 
 
-def test_three_workers_train_as_one(one):
-    folder, weights = one
-    train(folder, 3, "three")
-    assert apart(load_file(folder / "three.safetensors"), weights) <= 1e-12
+@pytest.mark.parametrize("workers", [2, *(pytest.param(workers, marks=pytest.mark.slow) for workers in (1, 3))])
+def test_workers_train_on_token_files_as_plain_pytorch(workers, plain_training):
+    folder, steps, weights = plain_training
+    assert train(folder, workers, f"of {workers}").stdout == f"{steps}\n"
+    assert apart(load_file(folder / f"of {workers}.safetensors"), weights) <= 1e-12
 
 
 @pytest.mark.slow
-def test_a_killed_and_resumed_run_trains_as_one_worker(one):
-    folder, weights = one
+def test_killed_and_resumed_run_trains_on_token_files_as_plain_pytorch(plain_training):
+    folder, _, weights = plain_training
     train(folder, 3, "again", code=-signal.SIGKILL, KILL_AT="15")  # in the second epoch
     assert (folder / "killed").exists(), "the fault did not fire"
     assert not (folder / "again.safetensors").exists()

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from alone import happened, trainer
+from alone import happened
+from alone import trainer as make_trainer
 from by_hand import built
 from cases import mlp, rows
 from public import Stream
@@ -24,10 +25,10 @@ def accuracy(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
     return {"right": ((output.argmax(1) == batch[1]).sum(), len(output))}
 
 
-def test_evaluation_is_exact_at_rest_and_restores_each_modules_mode():
+def test_evaluate_is_exact_in_eval_mode_and_restores_each_mode():
     model = nn.Sequential(nn.BatchNorm1d(10), nn.Dropout(0.5), mlp()).double()
     model[0].eval()
-    mine = trainer(model)
+    trainer = make_trainer(model)
     seen: list[bool] = []
 
     def metric(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
@@ -35,9 +36,9 @@ def test_evaluation_is_exact_at_rest_and_restores_each_modules_mode():
         return accuracy(output, batch)
 
     x, y = rows(2, 45, 10).tensors
-    results = [mine.evaluate(rows(2, 45, 10), metric)]
-    for _ in mine.steps(rows(1, 45, 10), count=1):
-        results.append(mine.evaluate(rows(2, 45, 10), metric))
+    results = [trainer.evaluate(rows(2, 45, 10), metric)]
+    for _ in trainer.steps(rows(1, 45, 10), count=1):
+        results.append(trainer.evaluate(rows(2, 45, 10), metric))
     assert seen
     assert not any(seen)
     assert [module.training for module in (model, *model)] == [True, False, True, True]
@@ -46,58 +47,55 @@ def test_evaluation_is_exact_at_rest_and_restores_each_modules_mode():
         assert results[1] == {"right": int((model(x).argmax(1) == y).sum()) / 45, "n": 45}
 
 
-def test_a_metric_that_fails_leaves_the_model_in_training():
-    mine = trainer(nn.Sequential(mlp(), nn.Dropout(0.5)))
+def test_failed_evaluate_metric_leaves_the_model_in_training():
+    trainer = make_trainer(nn.Sequential(mlp(), nn.Dropout(0.5)))
     for bad, message in (
         (lambda output, batch: output.sum(), "the metric returned tensor("),
         (lambda output, batch: {"sum": output.sum()}, "the metric returned {'sum': tensor("),
         (lambda output, batch: {"sum": (1, 2, 3)}, "the metric returned {'sum': (1, 2, 3)}; "),
     ):
         with pytest.raises(MetricError) as caught:
-            mine.evaluate(rows(2, 45, 10), bad)
+            trainer.evaluate(rows(2, 45, 10), bad)
         assert str(caught.value).startswith(message)
         assert str(caught.value).endswith("; return {name: (sum, count)}")
-        assert mine.model.training
-        assert mine.model[1].training
+        assert trainer.model.training
+        assert trainer.model[1].training
 
 
-def test_names_that_differ_between_rows_are_refused():
+def test_evaluate_metric_names_that_differ_between_rows_are_refused(golden):
     def metric(output: torch.Tensor, batch: Any) -> dict[str, tuple[Any, Any]]:
         return accuracy(output, batch) | ({"odd": (1, 1)} if len(output) < 2 else {})
 
     with pytest.raises(MetricError) as caught:
-        trainer().evaluate(rows(2, 45, 10), metric)
-    assert str(caught.value) == (
-        "the metric returned ['odd', 'right'] for some rows and ['right'] for others; return the same names "
-        "everywhere, with count 0 where there is nothing to count"
-    )
+        make_trainer().evaluate(rows(2, 45, 10), metric)
+    golden("evaluate metric names that differ between rows are refused", str(caught.value))
 
 
-def test_another_model_is_evaluated_in_its_place():
-    mine, other = trainer(), nn.Sequential(built(mlp, seed=9), nn.Dropout(0.5))
+def test_evaluate_takes_another_model():
+    trainer, other = make_trainer(), nn.Sequential(built(mlp, seed=9), nn.Dropout(0.5))
     x, y = rows(2, 45, 10).tensors
-    found = mine.evaluate(rows(2, 45, 10), accuracy, model=other)
+    found = trainer.evaluate(rows(2, 45, 10), accuracy, model=other)
     assert found["right"] == int((other[0](x).argmax(1) == y).sum()) / 45
     assert other.training
 
 
-def test_iterable_data_and_noise_are_evaluated_the_same_each_time():
-    mine = trainer()
-    list(mine.steps(rows(1, 45, 10), loader={"num_workers": 2}))  # options that are not for an iterable dataset
-    ordered = mine.evaluate(rows(11, 45, 10), accuracy)
-    assert mine.evaluate(Stream(noisy=False), accuracy) == ordered
-    noisy = mine.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))})
-    assert mine.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))}) == noisy
+def test_evaluate_of_iterable_and_noisy_data_repeats_its_result():
+    trainer = make_trainer()
+    list(trainer.steps(rows(1, 45, 10), loader={"num_workers": 2}))  # options that are not for an iterable dataset
+    ordered = trainer.evaluate(rows(11, 45, 10), accuracy)
+    assert trainer.evaluate(Stream(noisy=False), accuracy) == ordered
+    noisy = trainer.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))})
+    assert trainer.evaluate(Stream(noisy=True), lambda output, batch: {"sum": (output.sum(), len(output))}) == noisy
 
 
 # -- log, state, save, export -----------------------------------------------------------------------------------
 
 
-def test_log_keeps_figures_at_their_step(run):
-    mine = trainer()
-    mine.log(started=True)
-    for _ in mine.steps(rows(1, 45, 10), count=2):
-        mine.log(**mine.evaluate(rows(2, 9, 10), accuracy), note="text", value=torch.tensor(2.5))
+def test_logged_values_have_their_step(run):
+    trainer = make_trainer()
+    trainer.log(started=True)
+    for _ in trainer.steps(rows(1, 45, 10), count=2):
+        trainer.log(**trainer.evaluate(rows(2, 9, 10), accuracy), note="text", value=torch.tensor(2.5))
     events = happened(run, "log")
     assert [(event["step"], event["trainer"]) for event in events] == [(0, 0), (1, 0), (2, 0)]
     assert events[0]["values"] == {"started": True}
@@ -105,14 +103,14 @@ def test_log_keeps_figures_at_their_step(run):
     assert [event["results"]["n"] for event in happened(run, "evaluate")] == [9, 9]
 
 
-def test_main_and_steps_done_alone():
-    mine = trainer()
-    assert mine.main
-    assert mine.steps_done == 0
-    assert mine.complete  # there is no loop yet that would have to end
+def test_main_and_steps_done_of_one_worker():
+    trainer = make_trainer()
+    assert trainer.main
+    assert trainer.steps_done == 0
+    assert trainer.complete  # there is no loop yet that would have to end
 
 
-def test_state_takes_back_what_was_saved():
+def test_trainer_state_is_restored_from_a_checkpoint():
     first = State()
     average = torch.optim.swa_utils.AveragedModel(mlp())
     first["best"], first["history"], first["average"], first["late"] = 0.5, [1, {"a": torch.ones(2)}], average, 7
@@ -135,7 +133,7 @@ def test_state_takes_back_what_was_saved():
     assert set(again.saved()) == {"best", "history", "average", "late", "new"}
 
 
-def test_first_values_given_at_once_give_way_to_the_checkpoint_too():
+def test_trainer_state_first_values_are_replaced_by_the_checkpoint():
     first = State()
     first["best"], first["average"] = 0.5, torch.optim.swa_utils.AveragedModel(mlp())
     for give in (State.update, State.__ior__):
@@ -148,7 +146,7 @@ def test_first_values_given_at_once_give_way_to_the_checkpoint_too():
         assert again["best"] == 0.7
 
 
-def test_once_training_goes_on_an_assignment_is_one():
+def test_trainer_state_assignment_after_resume_is_kept():
     """Also the first: a script may only ever say state["n"] = state.get("n", 0) + 1."""
     first = State()
     first["n"], first["average"] = 3, torch.optim.swa_utils.AveragedModel(mlp())
@@ -161,7 +159,7 @@ def test_once_training_goes_on_an_assignment_is_one():
     assert torch.equal(again["average"].module[0].weight, first["average"].module[0].weight)
 
 
-def test_state_that_was_not_put_back_yet_is_saved_again():
+def test_trainer_state_not_restored_yet_is_saved_again():
     first = State()
     first["average"] = torch.optim.swa_utils.AveragedModel(mlp())
     again = State()
@@ -170,45 +168,39 @@ def test_state_that_was_not_put_back_yet_is_saved_again():
     assert again.saved()["average"][0] == "object"
 
 
-def test_what_a_checkpoint_cannot_keep_is_named_as_the_user_wrote_it():
-    mine = trainer()
-    mine.state["best"] = {"model": [mlp]}
+def test_trainer_state_that_a_checkpoint_cannot_save_is_named(golden):
+    trainer = make_trainer()
+    trainer.state["best"] = {"model": [mlp]}
     with pytest.raises(UsageError) as caught:
-        mine.save()
-    assert str(caught.value) == (
-        "trainer.state['best']['model'][0] is a function and cannot be kept in a checkpoint; "
-        "keep numbers, text, tensors, or an object with state_dict()"
-    )
-    mine.state["best"] = torch.optim.swa_utils.AveragedModel(mlp())
-    mine.state["best"].register_buffer("odd", torch.ones(2).to_sparse())
+        trainer.save()
+    golden("trainer state that a checkpoint cannot save is named, 1", str(caught.value))
+    trainer.state["best"] = torch.optim.swa_utils.AveragedModel(mlp())
+    trainer.state["best"].register_buffer("odd", torch.ones(2).to_sparse())
     with pytest.raises(UsageError) as caught:
-        mine.save()
-    assert str(caught.value) == (
-        "trainer.state['best']['odd'] is a sparse or quantized tensor and cannot be kept in a checkpoint; "
-        "keep a dense tensor with values, as to_dense() gives"
-    )
+        trainer.save()
+    golden("trainer state that a checkpoint cannot save is named, 2", str(caught.value))
 
 
-def test_export_holds_the_weights_under_their_names(tmp_path):
+def test_export_has_the_weights_under_their_names(tmp_path):
     from safetensors.torch import load_file
 
-    mine = trainer()
-    for report in mine.steps(rows(1, 45, 10), count=2):
-        mine.export(tmp_path / f"{report.step}.safetensors")
+    trainer = make_trainer()
+    for report in trainer.steps(rows(1, 45, 10), count=2):
+        trainer.export(tmp_path / f"{report.step}.safetensors")
     found = load_file(tmp_path / "2.safetensors")
-    assert found.keys() == mine.model.state_dict().keys()
-    assert all(torch.equal(found[name], value) for name, value in mine.model.state_dict().items())
+    assert found.keys() == trainer.model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in trainer.model.state_dict().items())
     assert not torch.equal(load_file(tmp_path / "1.safetensors")["0.weight"], found["0.weight"])
 
 
-def test_a_checkpoint_is_taken_after_the_body(run):
+def test_checkpoint_is_taken_after_the_loop_body(run):
     """save() asks for it; it is taken when the loop asks for the next step."""
-    mine = trainer()
-    for report in mine.steps(rows(1, 45, 10), count=3):
+    trainer = make_trainer()
+    for report in trainer.steps(rows(1, 45, 10), count=3):
         if report.step == 2:
-            mine.save()
+            trainer.save()
             assert happened(run, "checkpoint") == []
-            mine.state["after"] = "the call"
+            trainer.state["after"] = "the call"
     assert [event["step"] for event in happened(run, "checkpoint")] == [2, 3]
-    mine.save()  # outside of a loop it is taken at once
+    trainer.save()  # outside of a loop it is taken at once
     assert len(happened(run, "checkpoint")) == 3
