@@ -66,7 +66,7 @@ def by_hand() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("workers", "plan"),
     [
-        (1, ""),
+        pytest.param(1, "", marks=pytest.mark.slow),
         (2, ""),
         pytest.param(3, "", marks=pytest.mark.slow),
         (2, "shard=2 zero=1"),

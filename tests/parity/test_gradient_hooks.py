@@ -54,7 +54,7 @@ def by_mean(scenario: Scenario) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("workers", "plan", "names"),
     [
-        (1, "", [*SCENARIOS]),
+        pytest.param(1, "", [*SCENARIOS], marks=pytest.mark.slow),
         pytest.param(2, "", [*SCENARIOS], marks=pytest.mark.slow),
         (3, "", [*SCENARIOS]),
         pytest.param(2, "exact", [*SCENARIOS], marks=pytest.mark.slow),

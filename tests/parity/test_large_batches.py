@@ -170,7 +170,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("workers", "kind"), [(1, "draws"), (2, "plain"), (3, "tokens")])
+@pytest.mark.parametrize(("workers", "kind"), [(1, "draws"), pytest.param(2, "plain", marks=pytest.mark.slow), (3, "tokens")])
 def test_the_noise_scale_is_that_of_the_paper(tmp_path: Path, workers: int, kind: str) -> None:
     """From gradients by hand, of the weights that the run had."""
     (tmp_path / "noisy.py").write_text(NOISY)

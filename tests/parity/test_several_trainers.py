@@ -20,13 +20,13 @@ from paceline.base.journal import read_journal
 
 TEAMS = {
     "1 worker": ["--workers", "1"],
-    "2 workers": ["--workers", "2"],
+    "2 unequal workers": ["--workers", "2", "--shares", "3,1"],
     "3 unequal workers": ["--workers", "3", "--shares", "4,1,3"],
 }
 
 
 @pytest.fixture(
-    scope="module", params=["1 worker", pytest.param("2 workers", marks=pytest.mark.slow), "3 unequal workers"]
+    scope="module", params=["2 unequal workers", *(pytest.param(team, marks=pytest.mark.slow) for team in (*TEAMS,)[::2])]
 )
 def gan(request, tmp_path_factory):
     """(weights, figures, decisions, number of workers)"""
