@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from subprocess import DEVNULL
+from subprocess import DEVNULL, PIPE
 
 import psutil
 import pytest
@@ -50,14 +50,26 @@ def test_a_mirror_goes_with_a_run_that_is_killed(together: bool, tmp_path: Path)
     until(lambda: not any(one.is_running() and one.status() != "zombie" for one in removers))
 
 
+# Becomes an agent, whose workers begin with torch imported.
+SMALL_MEMORY = """
+import subprocess
+subprocess.run("mount -t tmpfs -o size=8k tmpfs /dev/shm".split(), check=True)
+from paceline.launch import agent
+from paceline.cli.main import main
+raise SystemExit(main("run --mirror 1 --run-dir out train.py".split()))
+"""
+
+
 @pytest.mark.root
 def test_a_mirror_without_room_is_told_once_and_what_helps(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from basics import *\nlist(make().steps(data, count=9))\n")
-    run = f"{sys.executable} -m paceline run --mirror 1 --run-dir out train.py"
-    inside = ["sh", "-c", f"mount -t tmpfs -o size=8k tmpfs /dev/shm && exec {run}"]
-    done = subprocess.run(["unshare", "-m", *inside], env=environment(), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if "training goes on without it" in line]
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    own_mounts = ("/proc/self/ns/net", str(tmp_path / "hosts"), "localhost")
+    command = [sys.executable, "-c", SMALL_MEMORY]
+    with Process(command, environment(), own_mounts, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    (said,) = [line for line in errors.splitlines() if "training goes on without it" in line]
     assert re.fullmatch(
         r"training goes on without it: checkpoint of step \d could not be written to /dev/shm/paceline-mirror-\S+: No "
         r"space left on device; free some space \(it needs [\d.]+ kB\) or choose --save-every with a folder for "
