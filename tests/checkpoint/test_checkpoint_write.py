@@ -427,7 +427,7 @@ for size in sorted(random.Random(7).sample(range(total - 20), sizes)):
 """
 
 
-@pytest.mark.parametrize("sizes", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sizes", [12, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("scenario", ["next", "replace"])
 def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, scenario: str, sizes: int) -> None:
     """SIGKILL before every operation on the file system, and after so many seeded numbers of bytes."""

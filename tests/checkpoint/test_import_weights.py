@@ -98,7 +98,9 @@ def sharded(folder: Path, *groups: dict[str, torch.Tensor]) -> Path:
 # -- training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_training_begins_with_the_weights_as_plain_pytorch_does(workers: int, tmp_path: Path) -> None:
     paceline("import", bare(tmp_path, weights()), "out", cwd=tmp_path)
     done = train_basics(tmp_path, SCRIPT, workers)

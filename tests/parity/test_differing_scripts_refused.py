@@ -109,7 +109,7 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("workers", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3])
 def test_the_first_difference_between_trainers_is_named_before_training(workers: int, tmp_path: Path) -> None:
     train_basics(tmp_path, HEAD.replace("from basics import *\n", "") + CASES, workers)
     told = json.loads((tmp_path / "told.json").read_text())

@@ -91,7 +91,8 @@ SERVERS += [(1, "server=1 staleness=1 window=1"), (1, "local=1 every=1 outer=sgd
 
 
 @pytest.mark.parametrize(
-    ("workers", "plan"), [pytest.param(*cell, marks=[pytest.mark.slow] if at else []) for at, cell in enumerate(SERVERS)]
+    ("workers", "plan"),
+    [pytest.param(*cell, marks=[pytest.mark.slow] if at else []) for at, cell in enumerate(SERVERS)],
 )
 def test_a_step_without_counted_rows_changes_no_weight_of_a_parameter_server(
     workers: int, plan: str, tmp_path: Path

@@ -170,7 +170,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("workers", "kind"), [(1, "draws"), pytest.param(2, "plain", marks=pytest.mark.slow), (3, "tokens")])
+@pytest.mark.parametrize(
+    ("workers", "kind"), [(1, "draws"), pytest.param(2, "plain", marks=pytest.mark.slow), (3, "tokens")]
+)
 def test_gradient_noise_scale_is_that_of_the_paper(tmp_path: Path, workers: int, kind: str) -> None:
     """From gradients by hand, of the weights that the run had."""
     (tmp_path / "noisy.py").write_text(NOISY)
@@ -255,7 +257,9 @@ def assert_rates_follow(folder: Path, options: list[str], plans: list[str], rule
         lines = [line.split() for line in ran.stdout.splitlines() if line.startswith(f"lr {number} ")]
         rates = [float(words[3]) for words in lines]
         assert rates == pytest.approx([0.1 * FACTORS[rule] * 0.9**step for step in (4, 5, 6)]), rule
-        line = f"lr_scaling={rule}: learning rates times {FACTORS[rule]:.6g}, for a global batch of 16 rows instead of 8"
+        line = (
+            f"lr_scaling={rule}: learning rates times {FACTORS[rule]:.6g}, for a global batch of 16 rows instead of 8"
+        )
         assert (line in ran.stderr) is bool(rule)
         before, after = (load_file(folder / f"{number}-{count}.safetensors") for count in (4, 7))
         for rate in rates:

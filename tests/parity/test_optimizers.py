@@ -151,7 +151,9 @@ QUICK = ("DAdapt", "Soap", "Stacked", "AdamW")  # one of each kind
     ],
     ids=lambda value: ("some" if value == QUICK else "all") if isinstance(value, tuple) else None,
 )
-def test_optimizers_that_couple_parameters_train_as_plain_pytorch(workers: int, plan: str, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_optimizers_that_couple_parameters_train_as_plain_pytorch(
+    workers: int, plan: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
     said = train(tmp_path, workers, plan, *names, options=("--max-restarts", "0") if "server" not in plan else ())
     for name in names:
         assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name

@@ -71,7 +71,15 @@ CELLS = [
     (2, "shard=2 zero=2"),
     *(
         pytest.param(*cell, marks=pytest.mark.slow)
-        for cell in [(1, ""), (2, ""), (3, ""), (2, "server=1"), (3, "server=2"), (2, "shard=2 zero=1"), (2, "shard=2 zero=3")]
+        for cell in [
+            (1, ""),
+            (2, ""),
+            (3, ""),
+            (2, "server=1"),
+            (3, "server=2"),
+            (2, "shard=2 zero=1"),
+            (2, "shard=2 zero=3"),
+        ]
     ),
 ]
 

@@ -98,7 +98,9 @@ def test_predict_gives_each_row_once_in_order_through_a_kill(
 @pytest.mark.parametrize("lost", ["", 0, 1])
 @pytest.mark.parametrize("during", ["iterator", "file"])
 @pytest.mark.parametrize(("workers", "shares"), [(1, ""), (2, "3,1"), (3, ""), (5, "1,2,2,3,1")])
-def test_predict_gives_each_row_once_on_any_workers(workers: int, shares: str, during: str, lost: Any, tmp_path: Path) -> None:
+def test_predict_gives_each_row_once_on_any_workers(
+    workers: int, shares: str, during: str, lost: Any, tmp_path: Path
+) -> None:
     if workers > 1 or lost == "":
         predicts(tmp_path, workers, shares, during, lost)
 

@@ -26,7 +26,8 @@ TEAMS = {
 
 
 @pytest.fixture(
-    scope="module", params=["2 unequal workers", *(pytest.param(team, marks=pytest.mark.slow) for team in (*TEAMS,)[::2])]
+    scope="module",
+    params=["2 unequal workers", *(pytest.param(team, marks=pytest.mark.slow) for team in (*TEAMS,)[::2])],
 )
 def gan(request, tmp_path_factory):
     """(weights, figures, decisions, number of workers)"""
