@@ -25,7 +25,7 @@ from paceline import buffer
 from paceline.compute.buffers import held_in
 from paceline.errors import ChangingBufferError, UsageError
 
-EPOCHS = 5  # of 4 steps
+EPOCHS = 3  # of 4 steps
 Tensors = dict[str, torch.Tensor]
 
 
