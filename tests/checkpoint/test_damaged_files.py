@@ -307,7 +307,7 @@ SEEDS = [
 
 
 @pytest.mark.parametrize(("names", "examples"), in_each(JOURNAL_READERS))
-def test_a_changed_field_of_a_journal_is_taken_or_refused(names: list[str], examples: int, tmp_path: Path) -> None:
+def test_journal_with_a_changed_field_is_read_or_refused(names: list[str], examples: int, tmp_path: Path) -> None:
     def act(events: list[Any]) -> None:
         write_events(tmp_path, events if isinstance(events, list) else [events])
         for name in names:
@@ -319,7 +319,7 @@ def test_a_changed_field_of_a_journal_is_taken_or_refused(names: list[str], exam
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
-def test_a_garbled_journal_is_taken_or_refused(examples: int, tmp_path: Path) -> None:
+def test_garbled_journal_is_read_or_refused(examples: int, tmp_path: Path) -> None:
     """A line that is no JSON was torn by a crash, and is skipped."""
     write_events(tmp_path, EVENTS)
     whole = (tmp_path / NAME).read_bytes()
@@ -353,14 +353,14 @@ def test_a_garbled_journal_is_taken_or_refused(examples: int, tmp_path: Path) ->
         ("[" * 3000 + "]" * 3000, "it is nested too deeply"),
     ],
 )
-def test_a_wrong_field_of_a_journal_is_named(line: str, why: str, tmp_path: Path) -> None:
+def test_journal_error_names_the_wrong_field(line: str, why: str, tmp_path: Path) -> None:
     (tmp_path / NAME).write_text('{"event": "journal", "version": 1}\n' + line + "\n")
     with pytest.raises(FormatError) as caught:
         write_report(tmp_path)
     assert str(caught.value) == f"{tmp_path / NAME} is damaged in line 2: {why}; remove that line; the others are read"
 
 
-def test_fields_and_events_of_later_versions_are_read(tmp_path: Path) -> None:
+def test_journal_of_a_later_version_is_read(tmp_path: Path) -> None:
     more = {"of a later version": [1, {"a": None}]}
     write_events(tmp_path, [{**event, **more} for event in EVENTS] + [{"event": "later", "at": 1795764999.0, **more}])
     assert [refuse_or_do(lambda read=read: read(tmp_path)) for read in JOURNAL_READERS.values()] == [""] * 8
@@ -406,7 +406,7 @@ CHECKPOINT_READERS: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.parametrize(("names", "examples"), in_each(CHECKPOINT_READERS, together=["inspect", "resume"]))
-def test_a_changed_field_of_a_manifest_is_taken_or_refused(names: list[str], examples: int, tmp_path: Path) -> None:
+def test_manifest_with_a_changed_field_is_read_or_refused(names: list[str], examples: int, tmp_path: Path) -> None:
     folder, manifest = checkpoint_of(tmp_path)
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
 
@@ -464,7 +464,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
     ],
 )
-def test_a_field_of_a_trainer_that_cannot_be_used_is_named(
+def test_resume_names_a_trainer_field_it_cannot_use(
     name: str, wrong: Any, word: str, begun: Path, tmp_path: Path
 ) -> None:
     """By the one error that a run ends with when it resumes, not by a raw one."""
@@ -497,7 +497,7 @@ def test_a_tensor_of_any_name_is_imported_inspected_and_exported(name: str, tmp_
 
 
 @pytest.mark.parametrize("examples", [100, pytest.param(10_000, marks=[pytest.mark.slow, pytest.mark.timeout(7200)])])
-def test_an_index_or_a_header_that_lies_is_taken_or_refused(examples: int, tmp_path: Path) -> None:
+def test_import_reads_or_refuses_a_wrong_index_or_header(examples: int, tmp_path: Path) -> None:
     folder, index = tmp_path / "given", tmp_path / "given/model.safetensors.index.json"
     folder.mkdir()
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, folder / "one.safetensors")
@@ -580,7 +580,7 @@ SMALL: dict[str, tuple[Any, Callable[[Path, Any], None]]] = {
 
 
 @pytest.mark.parametrize(("names", "examples"), in_each(SMALL))
-def test_a_changed_field_of_a_small_file_is_taken_or_refused(names: list[str], examples: int, tmp_path: Path) -> None:
+def test_small_files_with_a_changed_field_are_read_or_refused(names: list[str], examples: int, tmp_path: Path) -> None:
     write_events(tmp_path, EVENTS)
     for name in names:
         whole, read = SMALL[name]
@@ -632,7 +632,7 @@ def test_a_script_whose_path_is_not_utf8_trains_goes_on_and_is_exported(tmp_path
 
 
 @pytest.mark.root
-def test_a_full_disk_is_said_when_a_run_begins_or_resumes(tmp_path: Path) -> None:
+def test_run_on_a_full_disk_says_so_when_it_begins(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "paceline-test", disk], check=True)
@@ -674,8 +674,9 @@ for words in (
 ):
     print(f"$ paceline {words}", file=sys.stderr)
     main(words.split())
-for read, path in ((read_token, "token"), (reading_key, ""), (listening_at, ""), (lambda path: Tokens(path, 4), "data")):
-    print(f"$ read {path or '.'}", file=sys.stderr)
+tokens = lambda path: Tokens(path, 4)
+for read, path in ((read_token, "token"), (reading_key, "."), (listening_at, "."), (tokens, "data")):
+    print(f"$ read {path}", file=sys.stderr)
     try:
         read(Path(path))
     except (OSError, PacelineError) as error:

@@ -29,7 +29,7 @@ for report in make().steps(data, count=10**6):
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["the agent", "and what removes it"])
-def test_a_mirror_goes_with_a_run_that_is_killed(together: bool, tmp_path: Path) -> None:
+def test_memory_mirror_is_removed_after_a_kill_of_the_run(together: bool, tmp_path: Path) -> None:
     """At once; where what is to remove it is killed, too, as with a whole control group, the next run does."""
     before = mirrors()
     (tmp_path / "train.py").write_text("import time\n" + ENDLESS)
@@ -61,7 +61,7 @@ raise SystemExit(main("run --mirror 1 --run-dir out train.py".split()))
 
 
 @pytest.mark.root
-def test_a_mirror_without_room_is_told_once_and_what_helps(tmp_path: Path) -> None:
+def test_memory_mirror_without_space_warns_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from basics import *\nlist(make().steps(data, count=9))\n")
     (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
     own_mounts = ("/proc/self/ns/net", str(tmp_path / "hosts"), "localhost")
@@ -79,7 +79,7 @@ def test_a_mirror_without_room_is_told_once_and_what_helps(tmp_path: Path) -> No
 
 
 @pytest.mark.root
-def test_another_container_removes_no_mirror_of_a_run_that_goes_on() -> None:
+def test_memory_mirror_of_a_running_run_is_kept_by_other_containers() -> None:
     """Process ids are others there, and the memory is the same."""
     with mirror(3) as variables:
         folder = Path(variables["PACELINE_MIRROR"].removeprefix("3:"))

@@ -42,7 +42,7 @@ def gan(request, tmp_path_factory):
 
 @pytest.mark.parametrize("loss", dcgan.LOSSES)
 @pytest.mark.parametrize("generator", dcgan.GENERATORS)
-def test_statistics_of_another_trainers_batchnorm_are_those_of_one_process(gan, generator, loss):
+def test_batchnorm_statistics_of_another_trainer_are_those_of_one_process(gan, generator, loss):
     weights, figures, _, _ = gan
     g, d = built(lambda: dcgan.GENERATORS[generator]().double()), built(lambda: dcgan.Discriminator().double())
     of_d = Plain(d, judge, [sgd(d.named_parameters())], forward=real_and_fake(g))
@@ -63,7 +63,7 @@ def test_statistics_of_another_trainers_batchnorm_are_those_of_one_process(gan, 
     assert figures[title] == pytest.approx(losses, rel=1e-10)
 
 
-def test_another_trainers_batchnorm_keeps_micro_batches_apart(gan):
+def test_batchnorm_of_another_trainer_prevents_merging_of_micro_batches(gan):
     """As soon as it was seen to run in training mode, also where the trained model has none; at rest it does not."""
     _, _, said, workers = gan
     in_training, at_rest = (
@@ -77,7 +77,7 @@ def test_another_trainers_batchnorm_keeps_micro_batches_apart(gan):
         }
 
 
-def test_another_trainers_changing_buffer_is_refused_by_name_on_several_workers(gan):
+def test_changing_buffer_of_another_trainer_is_refused_by_name(gan):
     _, figures, _, workers = gan
     assert figures["refused"] == (
         None
