@@ -67,11 +67,8 @@ def by_mean(scenario: Scenario) -> dict[str, torch.Tensor]:
 def test_gradient_hooks_act_on_the_mean_of_each_micro_batch(
     workers: int, plan: str, names: list[str], tmp_path: Path
 ) -> None:
-    options = [
-        "--plan",
-        f"{plan} micro={MICRO}",
-        *([] if plan or workers == 1 else ["--shares", "3,1,2" if workers == 3 else "3,1"]),
-    ]
+    shares = [] if plan or workers == 1 else ["--shares", "3,1,2" if workers == 3 else "3,1"]
+    options = ["--plan", f"{plan} micro={MICRO}", *shares]
     options += ["--max-restarts", "0"] if "shard" in plan else []
     run = ("run", "--workers", str(workers), "--run-dir", "out", *options, SCRIPTS / "hooked.py", *names)
     said = paceline(*run, cwd=tmp_path).stderr
