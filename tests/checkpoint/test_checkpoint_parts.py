@@ -27,7 +27,7 @@ SHAPES = st.lists(
 
 @given(shapes=SHAPES, writers=st.integers(1, 7), own=st.integers(0, 2))
 @settings(deadline=None, max_examples=60)
-def test_writers_share_a_state_equally_and_all_of_it(shapes: list[tuple[int, ...]], writers: int, own: int) -> None:
+def test_checkpoint_writers_divide_a_state_equally(shapes: list[tuple[int, ...]], writers: int, own: int) -> None:
     tensors = {str(number): torch.empty(shape, device="meta") for number, shape in enumerate(shapes)}
     alone = dict(list(tensors.items())[:own])
     common = {name: tensor for name, tensor in tensors.items() if name not in alone}
@@ -49,7 +49,7 @@ def test_writers_share_a_state_equally_and_all_of_it(shapes: list[tuple[int, ...
 
 
 @given(st.data())
-def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
+def test_sharded_rows_are_written_once_by_a_worker_that_has_them(data: st.DataObject) -> None:
     """Of what is in pieces, each row is dealt to one of the workers that have it; where nobody can, that is said."""
     count, replicas = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
@@ -81,7 +81,7 @@ def test_who_has_rows_writes_them_once(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("shard", [1, 2, 3])
-def test_blocks_of_any_cut_are_one_checkpoint(shard: int, tmp_path: Path) -> None:
+def test_blocks_of_any_sharding_are_one_checkpoint(shard: int, tmp_path: Path) -> None:
     """Fused heads, columns, few heads that are held twice, what is whole everywhere: by two replicas."""
     cuts = {
         "qkv": ShardingSpec.split((12, 5), 0, 2, sections=(4, 4, 4)),
@@ -116,7 +116,7 @@ def test_blocks_of_any_cut_are_one_checkpoint(shard: int, tmp_path: Path) -> Non
             assert cut.pieces[place].of(mapped[name]).equal(held(place)[name].tensor)
 
 
-def test_parts_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:
+def test_files_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     state = {
         "embed": torch.randn(3000, 333, generator=generator),

@@ -121,13 +121,13 @@ TREES = st.recursive(
 
 @given(TREES, st.sampled_from(["", "trainer.state"]))
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_tree_comes_back_bit_for_bit(tree: Any, prefix: str) -> None:
+def test_pack_and_unpack_keep_every_bit_of_a_tree(tree: Any, prefix: str) -> None:
     assert same(through_json(tree, prefix), tree)
 
 
 @given(TREES)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_tree_comes_back_from_disk(tree: Any) -> None:
+def test_a_checkpoint_on_disk_keeps_every_bit_of_a_tree(tree: Any) -> None:
     flat, skeleton = flatten({"tree": tree}, "")
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), 1, flat, {"tree": skeleton}, file_bytes=64)
@@ -137,7 +137,7 @@ def test_any_tree_comes_back_from_disk(tree: Any) -> None:
             assert same(unflatten(found.manifest["tree"], found.tensors(mapped))["tree"], tree)
 
 
-def test_numbers_at_their_limits() -> None:
+def test_numbers_at_their_limits_keep_their_value() -> None:
     nan = struct.unpack("d", struct.pack("Q", 0xFFF8000000000123))[0]
     tree = [
         0.0,
@@ -182,7 +182,7 @@ def test_collections_come_back_in_their_plain_form() -> None:
     assert same(through_json(tree), wanted)
 
 
-def test_names_are_the_users_own_and_unique() -> None:
+def test_tensor_names_are_the_users_own_and_unique() -> None:
     a, b, c, d, e = (torch.full((1,), float(value)) for value in range(5))
     tree = {
         "trainers": [{"model": {"fc.weight": a, "fc": {"weight": b}}}],
@@ -216,7 +216,7 @@ def test_tied_tensors_are_kept_once_and_come_back_tied() -> None:
     assert list(flatten([twice, twice], "")[0]) == ["0"]
 
 
-def test_memory_that_is_shared_but_read_otherwise_is_kept_apart() -> None:
+def test_different_views_of_shared_memory_are_kept_apart() -> None:
     square = torch.arange(4.0).reshape(2, 2)
     phase = torch.tensor([1 + 2j, 3 - 4j])
     tree = [square, square.t(), square[0], square.view(torch.int32), phase, phase.conj(), phase.conj().imag]
@@ -246,12 +246,12 @@ DENSE = "keep a dense tensor with values, as to_dense() gives"
         ({"x": torch.empty(2, device="meta")}, "trainer.state['x'] is a meta tensor", DENSE),
     ],
 )
-def test_what_cannot_be_kept_is_named(tree: Any, what: str, cure: str) -> None:
+def test_values_that_a_checkpoint_cannot_hold_are_named(tree: Any, what: str, cure: str) -> None:
     message = f"{what} and cannot be kept in a checkpoint; {cure}"
     assert refusal(UsageError, flatten, tree, "trainer.state") == message
 
 
-def test_keys_that_cannot_be_kept_are_named() -> None:
+def test_keys_that_a_checkpoint_cannot_hold_are_named() -> None:
     assert refusal(UsageError, flatten, {"x": {(1, 2): 3}}, "") == (
         "x has a key of type tuple, (1, 2); use text, numbers, bool or None as the keys of what a checkpoint keeps"
     )
@@ -266,7 +266,7 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
     )
 
 
-def test_a_skeleton_of_another_time_is_an_error_not_a_guess() -> None:
+def test_a_tree_that_does_not_fit_its_tensors_is_an_error() -> None:
     with pytest.raises(CheckpointError, match=re.escape("the checkpoint holds the unknown form '$set'; read it with")):
         unflatten({"$set": [1]}, {})
     with pytest.raises(CheckpointError, match=re.escape("the checkpoint lacks the tensor 'a'; take another")):
@@ -283,5 +283,5 @@ def test_a_skeleton_of_another_time_is_an_error_not_a_guess() -> None:
         (10**16, "10000.0 TB"),
     ],
 )
-def test_sizes_for_readers(count: int, text: str) -> None:
+def test_size_text(count: int, text: str) -> None:
     assert size_text(count) == text

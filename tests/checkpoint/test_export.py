@@ -66,7 +66,7 @@ def test_export_holds_what_a_strict_load_needs(tmp_path: Path) -> None:
     assert stat.S_IMODE(out.stat().st_mode) == 0o666 & ~current_umask()
 
 
-def test_an_export_replaces_the_file_and_not_its_bytes(tmp_path: Path) -> None:
+def test_export_replaces_the_file_and_does_not_overwrite_it(tmp_path: Path) -> None:
     out = tmp_path / "m.safetensors"
     write_model(sample(1), out)
     before = load_file(out)  # mapped, as a server would hold it
@@ -124,7 +124,7 @@ def test_export_errors(tmp_path: Path) -> None:
         (torch.ones(2, device="meta"), "torch.float32 tensor on meta"),
     ],
 )
-def test_a_state_that_safetensors_cannot_hold(tmp_path: Path, value: Any, kind: str) -> None:
+def test_export_refuses_a_state_that_safetensors_cannot_hold(tmp_path: Path, value: Any, kind: str) -> None:
     assert refusal(UsageError, write_model, {"x._extra_state": value}, tmp_path / "m.safetensors") == (
         f"'x._extra_state' of the model's state is of a kind that safetensors files do not hold ({kind}); "
         "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it"
@@ -157,7 +157,7 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_a_folder_is_split_by_the_size_of_its_files(tmp_path: Path) -> None:
+def test_export_folder_is_split_by_file_size(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "hf"
     torch.manual_seed(1)
     net = Net()
@@ -189,7 +189,7 @@ def loaded_by_torch(folder: Path, like: dict[str, torch.Tensor]) -> dict[str, to
     return state
 
 
-def test_torch_reads_its_own_format(tmp_path: Path) -> None:
+def test_export_in_dcp_format_is_read_by_torch(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "dcp"
     torch.manual_seed(1)
     net = Net()
@@ -208,7 +208,7 @@ def test_torch_reads_its_own_format(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
 )
-def test_weights_of_floating_point_are_converted(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+def test_export_converts_floating_point_weights(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     run, out = tmp_path / "run", tmp_path / "m.safetensors"
     save_net(run, 100, net := Net())
     line = export_model(run, out, dtype=name)
@@ -219,7 +219,7 @@ def test_weights_of_floating_point_are_converted(tmp_path: Path, name: str, dtyp
     assert same(dict(sorted(load_file(out).items())), {key: wanted[key].resolve_conj() for key in sorted(wanted)})
 
 
-def test_what_does_not_fit_a_dtype_is_refused(tmp_path: Path) -> None:
+def test_export_refuses_values_that_do_not_fit_the_dtype(tmp_path: Path) -> None:
     run = tmp_path / "run"
     state = {"small": torch.ones(2), "a.big": torch.tensor([1.0, -70000.0]), "inf": torch.tensor([float("inf")])}
     flat, skeleton = flatten({"trainers": [{"model": state}]}, "")
@@ -231,7 +231,7 @@ def test_what_does_not_fit_a_dtype_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dcp", "hf", "m.safetensors", "run"]
 
 
-def test_what_others_wrote_is_not_replaced(tmp_path: Path) -> None:
+def test_export_does_not_replace_files_of_others(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "hf"
     state = saved_state(run, (3, 4), (2,))
     out.mkdir()
@@ -257,7 +257,7 @@ def test_what_others_wrote_is_not_replaced(tmp_path: Path) -> None:
     assert same(loaded_by_torch(out, state), state)
 
 
-def test_what_killed_exports_left_is_tidied_up(tmp_path: Path) -> None:
+def test_export_removes_what_killed_exports_left(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "h[f]"
     state = saved_state(run, (3, 4))
     dead = subprocess.Popen(["true"])
@@ -274,7 +274,7 @@ def test_what_killed_exports_left_is_tidied_up(tmp_path: Path) -> None:
     assert same(read_folder(out), state)
 
 
-def test_errors_of_folders(tmp_path: Path) -> None:
+def test_export_errors_of_folders(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "hf"
     saved_state(run, (3, 4))
     assert refusal(UsageError, export_model, run, out, dtype="int8") == (
@@ -303,7 +303,9 @@ def test_errors_of_folders(tmp_path: Path) -> None:
 
 @pytest.mark.root
 @pytest.mark.parametrize("options", [{}, {"max_file": "1MB"}, {"layout": "dcp"}])
-def test_a_full_disk_leaves_the_former_export(full_disk: Path, tmp_path: Path, options: dict[str, str]) -> None:
+def test_export_to_a_full_disk_leaves_the_former_export(
+    full_disk: Path, tmp_path: Path, options: dict[str, str]
+) -> None:
     out = full_disk / "out"
     small = saved_state(tmp_path / "one", (1000,))
     export_model(tmp_path / "one", out, **options)
@@ -326,7 +328,7 @@ t.export("small/model.safetensors")
 
 @pytest.mark.root
 @pytest.mark.parametrize("plan", ["data=2", pytest.param("shard=2", marks=pytest.mark.slow)])
-def test_all_workers_hear_that_one_could_not_write(plan: str, full_disk: Path, tmp_path: Path) -> None:
+def test_export_that_one_worker_cannot_write_fails_on_all(plan: str, full_disk: Path, tmp_path: Path) -> None:
     """Midway, when the disk is full: others do not end well, and none waits for the rest."""
     said = train_basics(tmp_path, LARGE, 2, "--plan", plan, code=1).stderr
     assert (
@@ -383,7 +385,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("", "", "bf16"),
     ],
 )
-def test_a_large_model_passes_through_little_memory(
+def test_export_of_a_large_model_needs_little_memory(
     large: Path, tmp_path: Path, out: str, layout: str, dtype: str
 ) -> None:
     """The window of 64 MiB, three of the largest tensor, and what the interpreter takes meanwhile."""
@@ -396,7 +398,7 @@ def test_a_large_model_passes_through_little_memory(
 
 
 @pytest.mark.slow
-def test_transformers_loads_the_folder(tmp_path: Path) -> None:
+def test_export_folder_is_loaded_by_transformers(tmp_path: Path) -> None:
     """Both ways, with a model whose weights are tied."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=100, n_positions=32)

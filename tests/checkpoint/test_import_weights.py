@@ -98,8 +98,10 @@ def sharded(folder: Path, *groups: dict[str, torch.Tensor]) -> Path:
 # -- training ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-def test_training_begins_with_the_weights_as_plain_pytorch_does(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
+def test_training_with_imported_weights_is_that_of_plain_pytorch(workers: int, tmp_path: Path) -> None:
     paceline("import", bare(tmp_path, weights()), "out", cwd=tmp_path)
     done = train_basics(tmp_path, SCRIPT, workers)
     before, wanted = by_hand(weights())
@@ -114,7 +116,7 @@ def test_training_begins_with_the_weights_as_plain_pytorch_does(workers: int, tm
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["2", "7"])
-def test_a_run_that_began_with_an_import_resumes(kill: str, tmp_path: Path) -> None:
+def test_resume_of_a_run_that_began_with_an_import(kill: str, tmp_path: Path) -> None:
     """Killed before its first checkpoint, and after it; the evaluation before training is the first one's."""
     import_model(bare(tmp_path, weights()), tmp_path / "out")
     (tmp_path / "train.py").write_text("from basics import *\n" + SCRIPT)
@@ -131,7 +133,7 @@ def test_a_run_that_began_with_an_import_resumes(kill: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_weights_that_do_not_fit_train_nothing(workers: int, tmp_path: Path) -> None:
+def test_imported_weights_that_do_not_fit_are_refused(workers: int, tmp_path: Path) -> None:
     state = weights()
     state["0.weight"] = torch.ones(16, 11, dtype=torch.float64)
     state["2.bias"] = state["2.bias"].float()
@@ -151,7 +153,7 @@ def test_weights_that_do_not_fit_train_nothing(workers: int, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_one_of_several_trainers(tmp_path: Path) -> None:
+def test_import_for_one_of_several_trainers(tmp_path: Path) -> None:
     body = """
 a, b = make(), make(seed=1)
 was = [{k: v.clone() for k, v in t.model.state_dict().items()} for t in (a, b)]
@@ -189,7 +191,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("left_out", [[], ["head.weight"], ["embed.weight"]])
-def test_tied_weights_are_there_once_or_under_each_name(left_out: list[str], tmp_path: Path) -> None:
+def test_import_of_tied_weights_under_one_or_both_names(left_out: list[str], tmp_path: Path) -> None:
     torch.manual_seed(1)
     wanted, model = Tied().state_dict(), Tied()
     state = {name: value.clone() for name, value in wanted.items() if name not in left_out}
@@ -199,7 +201,7 @@ def test_tied_weights_are_there_once_or_under_each_name(left_out: list[str], tmp
     assert model.head.weight is model.embed.weight
 
 
-def test_tied_weights_that_differ_are_refused() -> None:
+def test_import_refuses_tied_weights_that_differ() -> None:
     model = Tied()
     state = {name: value.clone() for name, value in model.state_dict().items()}
     before = {name: value.clone() for name, value in state.items()}
@@ -221,7 +223,7 @@ def test_tied_weights_that_differ_are_refused() -> None:
 # -- sources -------------------------------------------------------------------------------------------------
 
 
-def test_every_kind_of_source(tmp_path: Path) -> None:
+def test_import_from_every_kind_of_source(tmp_path: Path) -> None:
     state = {f"w{n}": torch.randn(n + 1, 3) for n in range(4)} | {"empty": torch.empty(0, 2)}
     first, second = dict(list(state.items())[:2]), dict(list(state.items())[2:])
     bare(tmp_path / "single", state, "model.safetensors")
@@ -240,7 +242,7 @@ def test_every_kind_of_source(tmp_path: Path) -> None:
     assert imported(tmp_path / "indexed").keys() == state.keys()
 
 
-def test_prefixes_are_renamed_and_weights_converted(tmp_path: Path) -> None:
+def test_import_renames_prefixes_and_converts_weights(tmp_path: Path) -> None:
     state = {
         "model.a.w": torch.randn(2),
         "model.b.w": torch.randn(2),
@@ -265,7 +267,7 @@ def test_prefixes_are_renamed_and_weights_converted(tmp_path: Path) -> None:
     assert imported(tmp_path / "2").keys() == {f"net.{name}" for name in state}
 
 
-def test_errors_of_options(tmp_path: Path) -> None:
+def test_import_errors_of_options(tmp_path: Path) -> None:
     run, source = (
         tmp_path / "run",
         bare(tmp_path, {"model.a": torch.ones(1), "b": torch.full((2,), 1e9), "a": torch.ones(1)}),
@@ -298,7 +300,7 @@ def test_errors_of_options(tmp_path: Path) -> None:
     )
 
 
-def test_a_run_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
+def test_import_into_a_running_run_is_refused(tmp_path: Path) -> None:
     from paceline.checkpoint.lock import hold_lock
 
     lock = hold_lock(tmp_path / "run")
@@ -310,7 +312,7 @@ def test_a_run_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
         os.close(lock)
 
 
-def test_errors_of_sources(tmp_path: Path) -> None:
+def test_import_errors_of_sources(tmp_path: Path) -> None:
     run, give = tmp_path / "run", "give a .safetensors file, or a folder with model.safetensors or its index"
     convert = "load it with the library that wrote it, and save it again as safetensors"
     again = "see that you may read it, or fetch it again from where it came from"
@@ -361,7 +363,7 @@ def test_errors_of_sources(tmp_path: Path) -> None:
 
 
 @pytest.mark.root
-def test_a_full_disk(full_disk: Path, tmp_path: Path) -> None:
+def test_import_on_a_full_disk(full_disk: Path, tmp_path: Path) -> None:
     source, run = bare(tmp_path, {"w": torch.ones(500_000)}), full_disk / "run"
     assert refusal(CheckpointError, import_model, source, run) == (
         f"checkpoint of step 0 could not be written to {run}/checkpoints: No space left on device; "

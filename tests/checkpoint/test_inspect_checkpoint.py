@@ -74,7 +74,7 @@ def told(run: Path, **options: Any) -> dict[str, Any]:
     return found
 
 
-def test_what_programs_get(tmp_path: Path) -> None:
+def test_inspect_json(tmp_path: Path) -> None:
     save(tmp_path, 7)
     found = told(tmp_path)
     path = tmp_path / "checkpoints/step-000000000007"
@@ -129,7 +129,7 @@ def test_what_programs_get(tmp_path: Path) -> None:
     assert second["grid"] is None
 
 
-def test_what_people_get(tmp_path: Path) -> None:
+def test_inspect_tables(tmp_path: Path) -> None:
     save(tmp_path, 7)
     save(tmp_path, 9)
     damaged = weights_of(tmp_path / "checkpoints/step-000000000009")
@@ -167,7 +167,7 @@ def test_what_people_get(tmp_path: Path) -> None:
     assert len(rows) == len(told(tmp_path, tensors=True)["tensors"]) == 8 + 2 + 1 + 1 + 1 + 2
 
 
-def test_a_chosen_and_a_damaged_checkpoint(tmp_path: Path) -> None:
+def test_inspect_a_chosen_and_a_damaged_checkpoint(tmp_path: Path) -> None:
     wanted = f"there is no checkpoint in {tmp_path}; give the --run-dir of a run that saved one"
     assert refusal(CheckpointError, inspect_run, tmp_path) == wanted
     for step in (3, 5, 7):
@@ -194,7 +194,7 @@ def test_a_chosen_and_a_damaged_checkpoint(tmp_path: Path) -> None:
     )
 
 
-def test_a_newer_one_is_told_beside_those_that_can_be_read(tmp_path: Path) -> None:
+def test_inspect_lists_a_checkpoint_of_a_newer_format(tmp_path: Path) -> None:
     save(tmp_path, 3)
     save(tmp_path, 7)
     manifest = tmp_path / "checkpoints/step-000000000007/manifest.json"
@@ -204,7 +204,7 @@ def test_a_newer_one_is_told_beside_those_that_can_be_read(tmp_path: Path) -> No
     assert other["whole"]
 
 
-def test_large_ones_are_said_to_take_a_while(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_of_large_checkpoints_says_that_it_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save(tmp_path, 7)
     told(tmp_path)
     assert capsys.readouterr().err == ""
@@ -214,7 +214,7 @@ def test_large_ones_are_said_to_take_a_while(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().err == "verifying 3.0 GB\n"
 
 
-def test_imported_weights_are_told(tmp_path: Path) -> None:
+def test_inspect_imported_weights(tmp_path: Path) -> None:
     write_model(nn.Linear(3, 2).state_dict(), tmp_path / "m.safetensors")
     import_model(tmp_path / "m.safetensors", tmp_path / "run", trainer=1)
     found = told(tmp_path / "run")
@@ -223,7 +223,7 @@ def test_imported_weights_are_told(tmp_path: Path) -> None:
     assert f"\nimported  {tmp_path}/m.safetensors\n" in inspect_run(tmp_path / "run")
 
 
-def test_a_run_of_the_command_line(tmp_path: Path) -> None:
+def test_inspect_command_on_a_real_run(tmp_path: Path) -> None:
     """What a real run writes, through the command, with nothing but JSON on standard output."""
     body = """
 t = paceline.Trainer(net, cross_entropy, lambda p: torch.optim.AdamW(p, lr=0.1), global_batch=24,

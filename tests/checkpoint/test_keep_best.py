@@ -12,6 +12,8 @@ from cases import rows
 from launching import paceline, train_basics
 
 from paceline.base.journal import read_journal
+from paceline.checkpoint.export import export_model
+from paceline.checkpoint.inspect import inspect_run
 from paceline.errors import UsageError
 
 # The best are those of steps 3, 5 and 9; equal, NaN and infinite ones are not.
@@ -36,27 +38,21 @@ def script(mode: str, ninth: float, follow: str) -> str:
 
 def best_is(folder: Path, run: str, step: int, value: float, others: set[int]) -> None:
     """The best checkpoint of the run has the weights of `step`, and there are no more than these beside it."""
-    out = f"best-{step}.safetensors"
-    said = paceline("export", run, out, "--best", cwd=folder).stdout
-    assert said.endswith(f"from step {step} of {run}, the best accuracy: {value}\n")
-    assert (folder / out).read_bytes() == (folder / f"step-{step}.safetensors").read_bytes()
-    told = json.loads(paceline("inspect", run, "--json", cwd=folder).stdout)
+    url = run if "://" in run else folder / run
+    out = folder / f"best-{step}.safetensors"
+    assert export_model(url, out, best=True).endswith(f"from step {step} of {url}, the best accuracy: {value}")
+    assert out.read_bytes() == (folder / f"step-{step}.safetensors").read_bytes()
+    contents = json.loads(inspect_run(url, as_json=True))
     mode = "max" if value > 0 else "min"
-    (mark,) = told["best"]
+    (mark,) = contents["best"]
     assert abs(mark.pop("value") - value) < 1e-12
     assert mark == {"step": step, "trainer": 0, "name": "accuracy", "mode": mode}
-    assert {row["step"] for row in told["checkpoints"]} == others | {step}
-    assert f"best of trainer 0: accuracy {value} at step {step}\n" in paceline("inspect", run, cwd=folder).stdout
+    assert {row["step"] for row in contents["checkpoints"]} == others | {step}
+    assert f"best of trainer 0: accuracy {value} at step {step}\n" in inspect_run(url)
 
 
-@pytest.mark.parametrize(
-    ("workers", "shares", "mode", "follow", "chaos"),
-    [(3, "3,1,2", "max", LOG, "kill:0@5.writing"), (2, "", "min", EVALUATE, "kill:1@5.saving")],
-)
-def test_it_is_kept_through_losses_a_resume_and_pruning(
-    workers: int, shares: str, mode: str, follow: str, chaos: str, tmp_path: Path
-) -> None:
-    keeps(tmp_path, workers, shares, mode, follow, chaos)
+def test_keep_best_through_a_kill_a_resume_and_pruning(tmp_path: Path) -> None:
+    keeps(tmp_path, 3, "3,1,2", "min", EVALUATE, "kill:0@5.writing")
 
 
 def keeps(folder: Path, workers: int, shares: str, mode: str, follow: str, chaos: str) -> None:
@@ -76,6 +72,7 @@ def keeps(folder: Path, workers: int, shares: str, mode: str, follow: str, chaos
     ("workers", "shares", "chaos"),
     [
         (1, "", ""),
+        (2, "", "kill:1@5.saving"),
         (2, "3,1", "kill:0@5.saving"),
         (3, "", "kill:2@5.saving"),
         (3, "", "kill:1@4.backward"),
@@ -83,18 +80,18 @@ def keeps(folder: Path, workers: int, shares: str, mode: str, follow: str, chaos
         (5, "", "kill:4@5.backward"),
     ],
 )
-def test_it_is_kept_on_any_workers(workers: int, shares: str, chaos: str, follow: str, tmp_path: Path) -> None:
+def test_keep_best_on_any_workers(workers: int, shares: str, chaos: str, follow: str, tmp_path: Path) -> None:
     keeps(tmp_path, workers, shares, "max", follow, chaos)
 
 
-def test_a_better_one_takes_its_place_behind_a_url(tmp_path: Path) -> None:
+def test_keep_best_replaces_a_checkpoint_behind_a_url(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/kept"
     options = ["--keep", "1", "--checkpoints", url]
     train_basics(tmp_path, script("max", 0.9, LOG), 2, *options)
     best_is(tmp_path, url, 9, 0.9, {10})
 
 
-def test_without_a_best_export_says_what_to_do(tmp_path: Path) -> None:
+def test_export_best_without_keep_best_says_what_to_do(tmp_path: Path) -> None:
     body = "t = make()\nt.keep_best('acuracy')\nfor r in t.steps(data, count=2):\n    t.log(accuracy=r.step)\n"
     train_basics(tmp_path, body, 1)
     done = paceline("export", "out", "m.safetensors", "--best", cwd=tmp_path, code=2)
@@ -106,14 +103,14 @@ def test_without_a_best_export_says_what_to_do(tmp_path: Path) -> None:
     assert done.stderr == "paceline: both --best and --step were given; give one of them\n"
 
 
-def test_a_log_by_some_workers_is_told(tmp_path: Path) -> None:
+def test_keep_best_refuses_a_log_by_some_workers(tmp_path: Path) -> None:
     body = "t = make()\nt.keep_best('a')\nfor r in t.steps(data, count=2):\n    if t.main:\n        t.log(a=r.step)\n"
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", code=1)
     assert "log(a=), which keep_best() follows" in re.sub(r"\s+", " ", done.stderr)
 
 
 @pytest.mark.usefixtures("run")
-def test_what_cannot_be_followed_is_refused() -> None:
+def test_keep_best_refuses_what_it_cannot_follow() -> None:
     mine = trainer()
     for act, text in (
         (lambda: mine.keep_best("a", mode="best"), "keep_best() has no mode 'best'; say mode='max' or mode='min'"),
@@ -133,7 +130,7 @@ def test_what_cannot_be_followed_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_it_is_taken_where_the_weights_still_are() -> None:
+def test_keep_best_marks_the_step_whose_weights_are_there() -> None:
     """Between single steps, before the first one, and after the last; not where an inner loop has gone on."""
     mine = trainer()
     mine.keep_best("a", mode="min")

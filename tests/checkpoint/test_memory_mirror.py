@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from subprocess import DEVNULL
+from subprocess import DEVNULL, PIPE
 
 import psutil
 import pytest
@@ -29,7 +29,7 @@ for report in make().steps(data, count=10**6):
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["the agent", "and what removes it"])
-def test_a_mirror_goes_with_a_run_that_is_killed(together: bool, tmp_path: Path) -> None:
+def test_memory_mirror_is_removed_after_a_kill_of_the_run(together: bool, tmp_path: Path) -> None:
     """At once; where what is to remove it is killed, too, as with a whole control group, the next run does."""
     before = mirrors()
     (tmp_path / "train.py").write_text("import time\n" + ENDLESS)
@@ -50,14 +50,26 @@ def test_a_mirror_goes_with_a_run_that_is_killed(together: bool, tmp_path: Path)
     until(lambda: not any(one.is_running() and one.status() != "zombie" for one in removers))
 
 
+# Becomes an agent, whose workers begin with torch imported.
+SMALL_MEMORY = """
+import subprocess
+subprocess.run("mount -t tmpfs -o size=8k tmpfs /dev/shm".split(), check=True)
+from paceline.launch import agent
+from paceline.cli.main import main
+raise SystemExit(main("run --mirror 1 --run-dir out train.py".split()))
+"""
+
+
 @pytest.mark.root
-def test_a_mirror_without_room_is_told_once_and_what_helps(tmp_path: Path) -> None:
+def test_memory_mirror_without_space_warns_once(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from basics import *\nlist(make().steps(data, count=9))\n")
-    run = f"{sys.executable} -m paceline run --mirror 1 --run-dir out train.py"
-    inside = ["sh", "-c", f"mount -t tmpfs -o size=8k tmpfs /dev/shm && exec {run}"]
-    done = subprocess.run(["unshare", "-m", *inside], env=environment(), cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if "training goes on without it" in line]
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost\n")
+    own_mounts = ("/proc/self/ns/net", str(tmp_path / "hosts"), "localhost")
+    command = [sys.executable, "-c", SMALL_MEMORY]
+    with Process(command, environment(), own_mounts, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    (said,) = [line for line in errors.splitlines() if "training goes on without it" in line]
     assert re.fullmatch(
         r"training goes on without it: checkpoint of step \d could not be written to /dev/shm/paceline-mirror-\S+: No "
         r"space left on device; free some space \(it needs [\d.]+ kB\) or choose --save-every with a folder for "
@@ -67,7 +79,7 @@ def test_a_mirror_without_room_is_told_once_and_what_helps(tmp_path: Path) -> No
 
 
 @pytest.mark.root
-def test_another_container_removes_no_mirror_of_a_run_that_goes_on() -> None:
+def test_memory_mirror_of_a_running_run_is_kept_by_other_containers() -> None:
     """Process ids are others there, and the memory is the same."""
     with mirror(3) as variables:
         folder = Path(variables["PACELINE_MIRROR"].removeprefix("3:"))

@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 def wide():
     made = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2)).double()
-    made.register_parameter("ballast", nn.Parameter(torch.ones(1000, 1000, dtype=torch.float64)))
+    made.register_parameter("ballast", nn.Parameter(torch.ones(700, 600, dtype=torch.float64)))
     made.register_buffer("seen", torch.zeros(()))
     return made
 
@@ -59,7 +59,7 @@ def wait_for(part: WriterJob) -> None:
         time.sleep(0.01)
 
 
-def test_what_changes_after_it_was_taken_does_not_show(tmp_path: Path) -> None:
+def test_changes_after_a_save_are_not_in_its_checkpoint(tmp_path: Path) -> None:
     """Three workers write; the writing takes until steps later, of which nothing is in it."""
     body = WIDE + (
         "t.state['best'] = torch.zeros(3)\n"
@@ -92,7 +92,7 @@ def test_what_changes_after_it_was_taken_does_not_show(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rows_of_ones_own(tmp_path: Path) -> None:
+def test_changes_after_a_save_between_step_calls_are_not_in_its_checkpoint(tmp_path: Path) -> None:
     """step() in a loop of the script's: what it does to the weights right after save() does not show either."""
     body = WIDE + (
         "rows = data[:24]\n"
@@ -104,7 +104,7 @@ def test_rows_of_ones_own(tmp_path: Path) -> None:
         "            t.model.ballast.zero_()\n"
     )
     train_basics(tmp_path, body, 2)
-    assert of_step(tmp_path / "out", 3)["ballast"].count_nonzero() == 1_000_000
+    assert of_step(tmp_path / "out", 3)["ballast"].count_nonzero() == 420_000
 
 
 def test_a_parameter_that_changes_while_it_is_copied_voids_the_copy(
@@ -136,7 +136,7 @@ def test_a_parameter_that_changes_while_it_is_copied_voids_the_copy(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_part_copies_what_may_change_at_once(tmp_path: Path) -> None:
+def test_a_writer_copies_buffers_at_once(tmp_path: Path) -> None:
     state = {"weight": torch.ones(3, 4).t(), "buffer": torch.ones(2), "half": torch.ones(5, dtype=torch.bfloat16)}
     go = Path(tmp_path / "go")
 
@@ -159,7 +159,7 @@ def test_a_part_copies_what_may_change_at_once(tmp_path: Path) -> None:
     assert written["weight"].shape == (2, 3)
 
 
-def test_a_writer_that_fails_takes_no_folder_from_under_another(tmp_path: Path) -> None:
+def test_a_failing_writer_does_not_remove_the_folder_of_another(tmp_path: Path) -> None:
     class Meanwhile(Folder):
         def make(self, folder: str = "") -> Path:
             path = super().make(folder)
@@ -172,7 +172,7 @@ def test_a_writer_that_fails_takes_no_folder_from_under_another(tmp_path: Path) 
     assert {path.name for path in (tmp_path / "step-000000000007").iterdir()} == {*written} == {"a.safetensors"}
 
 
-def test_one_worker_that_cannot_write_ends_a_save_and_no_training(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_write_ends_the_save_but_not_training(tmp_path: Path) -> None:
     body = WIDE + (
         "import resource, threading, time\n"
         "for report in t.steps(data, count=12):\n"
@@ -198,7 +198,7 @@ def test_one_worker_that_cannot_write_ends_a_save_and_no_training(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_writer_that_is_lost_is_told_and_the_next_save_begins_at_once(tmp_path: Path) -> None:
+def test_kill_of_a_checkpoint_writer_begins_the_next_save_at_once(tmp_path: Path) -> None:
     body = WIDE + ("for report in t.steps(data, count=12):\n    if report.step == 4:\n        t.save()\n")
     done = train_basics(tmp_path, body, 3, "--keep", "9", chaos="kill:1@4.writing")
     assert (
@@ -211,7 +211,7 @@ def test_a_writer_that_is_lost_is_told_and_the_next_save_begins_at_once(tmp_path
 
 
 @pytest.mark.slow
-def test_hosts_with_a_disk_each(tmp_path: Path) -> None:
+def test_save_and_resume_on_hosts_with_separate_disks(tmp_path: Path) -> None:
     """Only those write who see the first worker's folder; who does not see the checkpoint gets it from one who does."""
     script = (
         "import os\nos.environ['PACELINE_RUN_DIR'] = 'ab'[os.environ['RANK'] == '2']\nfrom basics import *\n" + WIDE
@@ -240,7 +240,7 @@ COUNTS = (1, 2, 3, 5)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["micro=3", "micro=3 exact"])
-def test_any_team_reads_what_any_team_wrote(plan: str, tmp_path: Path) -> None:
+def test_resume_on_any_number_of_workers_from_any_other(plan: str, tmp_path: Path) -> None:
     """Saved on so many workers, loaded on as many others: the next losses are those of the undisturbed run."""
     body = WIDE.replace("make(loss, wide)", f"make(loss, wide, plan='{plan}')") + (
         "import json\n"
@@ -275,7 +275,7 @@ def test_any_team_reads_what_any_team_wrote(plan: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_how_many_stay(tmp_path: Path) -> None:
+def test_keep_option_limits_the_number_of_checkpoints(tmp_path: Path) -> None:
     body = (
         "import glob\n"
         "t = make()\n"
@@ -290,7 +290,7 @@ def test_how_many_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_lone_workers_state_outlives_it_in_memory(tmp_path: Path) -> None:
+def test_a_killed_single_worker_resumes_from_the_memory_mirror(tmp_path: Path) -> None:
     """Killed twice, it goes on from the copy that its agent has; nothing was written to the disk on the way."""
     body = WIDE + (
         "import signal, time\n"
@@ -320,7 +320,7 @@ def test_a_lone_workers_state_outlives_it_in_memory(tmp_path: Path) -> None:
     assert [*Path("/dev/shm").glob("paceline-mirror-*")] == []
 
 
-def test_a_url_is_no_run_folder(tmp_path: Path) -> None:
+def test_run_dir_refuses_a_url(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     done = paceline("run", "--run-dir", "s3://bucket/a", "train.py", cwd=tmp_path, code=2)
     assert done.stderr == (
@@ -338,7 +338,7 @@ def test_a_url_is_no_run_folder(tmp_path: Path) -> None:
     ("cost", "losses", "wanted"),
     [(0.0, 0, 1.0), (0.5, 0, math.sqrt(2 * 0.5 * 14400)), (0.5, 99, 0.5 / 0.03), (600.0, 0, 1800.0), (None, 0, 60.0)],
 )
-def test_how_often(cost: float | None, losses: int, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_interval(cost: float | None, losses: int, wanted: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     team: Any = SimpleNamespace()
@@ -352,7 +352,7 @@ def test_how_often(cost: float | None, losses: int, wanted: float, monkeypatch: 
     assert not saving.wants(5)
 
 
-def test_trouble_of_a_thread_is_not_lost(tmp_path: Path) -> None:
+def test_an_error_of_the_writer_thread_is_kept(tmp_path: Path) -> None:
     def reached(_: str) -> None:
         raise CheckpointError("it broke", "mend it")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import re
 from collections.abc import Iterator
@@ -13,8 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from basics import cross_entropy, data, net
+from by_hand import Plain, built, grid
 from checkpoints import find_checkpoint
-from launching import paceline, train_basics
+from launching import train_basics
+from oracle import apart
 from s3 import Proxy, s3_server
 from safetensors.torch import load_file
 from test_checkpoint_tree import refusal, same
@@ -24,22 +28,35 @@ from paceline.base.journal import read_journal
 from paceline.checkpoint import files
 from paceline.checkpoint.export import export_model
 from paceline.checkpoint.files import checkpoints_of
+from paceline.checkpoint.inspect import inspect_run
 from paceline.checkpoint.storage import Folder, ObjectStore, Storage, storage_at
 from paceline.data import Tokens
 from paceline.errors import CheckpointError, DatasetError
 
 
-@pytest.fixture
-def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    with s3_server(tmp_path, monkeypatch) as server:
+@pytest.fixture(scope="module")
+def _server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with pytest.MonkeyPatch.context() as patch, s3_server(tmp_path_factory.mktemp("s3"), patch) as server:
         yield server
+
+
+@pytest.fixture
+def s3(_server: Proxy, tmp_path: Path) -> Proxy:
+    """The module's server with an empty bucket."""
+    for method, path in (("POST", "/moto-api/reset"), ("PUT", "/bucket")):
+        connection = http.client.HTTPConnection("127.0.0.1", _server.behind)
+        connection.request(method, path)
+        assert connection.getresponse().status == 200
+        connection.close()
+    _server.trouble, _server.met = tmp_path / "trouble", 0
+    return _server
 
 
 def places(tmp_path: Path) -> list[Storage]:
     return [storage_at(tmp_path / "a" / "b"), storage_at("memory://a/b"), storage_at("s3://bucket/runs/a")]
 
 
-def test_all_places_keep_the_contract(s3: Proxy, tmp_path: Path) -> None:
+def test_folder_memory_and_s3_storage_keep_the_same_contract(s3: Proxy, tmp_path: Path) -> None:
     found = places(tmp_path)
     assert [type(place) for place in found] == [Folder, ObjectStore, ObjectStore]
     assert [str(place) for place in found] == [f"{tmp_path}/a/b", "memory://a/b", "s3://bucket/runs/a"]
@@ -72,7 +89,7 @@ def test_all_places_keep_the_contract(s3: Proxy, tmp_path: Path) -> None:
         assert place.folders() == []
 
 
-def test_checkpoints_behind_a_url(s3: Proxy, tmp_path: Path) -> None:
+def test_checkpoints_in_s3_survive_a_torn_write_and_a_failing_server(s3: Proxy, tmp_path: Path) -> None:
     storage = storage_at("s3://bucket/runs/a")
     state = {"w": torch.randn(300, 5), "b": torch.arange(4)}
     for step in (1, 2, 3):
@@ -112,50 +129,54 @@ t.export("out.safetensors")
 """
 
 
-def test_tokens_behind_a_url(s3: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_are_read_from_s3(s3: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the same store; what its packages raise where it is away has the form of every error of the data."""
     monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)  # where all is gone, it pauses longer before each
     tokens = write_folder(tmp_path / "tokens", [np.arange(70, dtype=np.uint16), np.arange(31, dtype=np.uint16)])
     for path in (tmp_path / "tokens").iterdir():
         storage_at("s3://bucket/data").put("tokens", path.name, path.read_bytes())
-    data = Tokens("s3://bucket/data/tokens", 10)
-    assert [data[at].tolist() for at in range(len(data))] == [tokens[at : at + 11].tolist() for at in range(0, 100, 10)]
+    rows = Tokens("s3://bucket/data/tokens", 10)
+    assert [rows[at].tolist() for at in range(len(rows))] == [tokens[at : at + 11].tolist() for at in range(0, 100, 10)]
     s3.trouble.write_text("all gone")
     with pytest.raises(
         DatasetError, match=r"^s3://bucket/data/tokens cannot be read \(.+\); see to that, and start again$"
     ):
-        data[0]
+        rows[0]
     assert s3.met > 0
 
 
-def run_to_s3(folder: Path, trouble: str, *options: str, code: int = 0) -> Any:
+def run_to_s3(folder: Path, trouble: str) -> Any:
     if trouble:
         (folder / "wanted").write_text(trouble)
     where = ("--checkpoints", "s3://bucket/runs/a", "--save-every", "2")
-    return train_basics(folder, BODY, 2, *where, *options, code=code)
+    return train_basics(folder, BODY, 2, *where)
 
 
-def test_a_run_keeps_them_behind_a_url_and_goes_on_from_there(s3: Proxy, tmp_path: Path) -> None:
-    stopped = run_to_s3(tmp_path, "", "--steps", "19", "--save-every", "10")
-    assert "--checkpoints s3://bucket/runs/a" in stopped.stderr
+@pytest.mark.parametrize("protocol", ["file", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_run_saves_checkpoints_to_a_url_and_resumes_from_there(
+    protocol: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    if protocol == "s3":
+        request.getfixturevalue("s3")
+    url = "s3://bucket/runs/a" if protocol == "s3" else f"file://{tmp_path}/kept"
+    stopped = train_basics(tmp_path, BODY, 2, "--checkpoints", url, "--save-every", "10", "--steps", "19")
+    assert f"--checkpoints {url}" in stopped.stderr
     assert not (tmp_path / "out/checkpoints").exists()
-    again = run_to_s3(tmp_path, "", "--save-every", "10")
-    assert "resuming from step 19 of s3://bucket/runs/a" in again.stderr
-    told = json.loads(paceline("inspect", "s3://bucket/runs/a", "--json", cwd=tmp_path).stdout)
-    assert (told["step"], told["checkpoints"][0]["path"]) == (60, "s3://bucket/runs/a/step-000000000060")
-    export_model("s3://bucket/runs/a", tmp_path / "theirs.safetensors")
-    (tmp_path / "alone").mkdir()
-    train_basics(tmp_path / "alone", BODY, 1)
-    ours, theirs, alone = (
-        load_file(tmp_path / name) for name in ("out.safetensors", "theirs.safetensors", "alone/out.safetensors")
-    )
-    assert same(ours, theirs)
-    assert all(torch.allclose(ours[name], alone[name], rtol=0, atol=1e-12) for name in alone)
+    again = train_basics(tmp_path, BODY, 1, "--checkpoints", url)
+    assert f"resuming from step 19 of {url}" in again.stderr
+    contents = json.loads(inspect_run(url, as_json=True))
+    assert (contents["step"], contents["checkpoints"][0]["path"]) == (60, f"{url}/step-000000000060")
+    export_model(url, tmp_path / "from_url.safetensors")
+    exported, from_url = (load_file(tmp_path / name) for name in ("out.safetensors", "from_url.safetensors"))
+    assert same(exported, from_url)
+    model = built(net)
+    plain = Plain(model, cross_entropy, [torch.optim.SGD(model.parameters(), lr=0.1)]).train(grid(data, 24, count=60))
+    assert apart(exported, dict(plain.model.state_dict())) <= 1e-12
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trouble", ["500", "gone"])
-def test_a_server_in_trouble_stops_no_training(s3: Proxy, tmp_path: Path, trouble: str) -> None:
+def test_a_failing_s3_server_does_not_stop_training(s3: Proxy, tmp_path: Path, trouble: str) -> None:
     done = run_to_s3(tmp_path, trouble)
     assert s3.met > 0, "the trouble was met"
     assert re.search(
@@ -168,7 +189,7 @@ def test_a_server_in_trouble_stops_no_training(s3: Proxy, tmp_path: Path, troubl
 
 
 @pytest.mark.slow
-def test_a_slow_server_is_not_waited_for(s3: Proxy, tmp_path: Path) -> None:
+def test_training_does_not_wait_for_a_slow_s3_server(s3: Proxy, tmp_path: Path) -> None:
     run_to_s3(tmp_path, "0.2")
     assert s3.met > 0
     events = read_journal(tmp_path / "out")
@@ -181,7 +202,7 @@ def test_a_slow_server_is_not_waited_for(s3: Proxy, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_away_fails_the_last_save_alone(s3: Proxy, tmp_path: Path) -> None:
+def test_an_s3_server_that_stays_away_fails_only_the_last_save(s3: Proxy, tmp_path: Path) -> None:
     (tmp_path / "wanted").write_text("gone")
     body = BODY.replace("report.step == 45", "False")
     where = ("--checkpoints", "s3://bucket/runs/a", "--save-every", "2")
@@ -197,7 +218,7 @@ def test_a_server_that_stays_away_fails_the_last_save_alone(s3: Proxy, tmp_path:
     assert f"resuming from step {found.step} of s3://bucket/runs/a" in done.stderr
 
 
-def test_the_folder_of_a_run_and_a_url(tmp_path: Path) -> None:
+def test_checkpoint_storage_of_a_run_folder_or_url(tmp_path: Path) -> None:
     assert str(checkpoints_of(tmp_path)) == f"{tmp_path}/checkpoints"
     assert str(checkpoints_of("s3://a/b/")) == "s3://a/b"
     assert find_checkpoint(tmp_path, pytest.fail) is None

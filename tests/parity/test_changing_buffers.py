@@ -25,7 +25,7 @@ from paceline import buffer
 from paceline.compute.buffers import held_in
 from paceline.errors import ChangingBufferError, UsageError
 
-EPOCHS = 5  # of 4 steps
+EPOCHS = 3  # of 4 steps
 Tensors = dict[str, torch.Tensor]
 
 
@@ -100,13 +100,13 @@ def test_buffers_are_those_of_one_process_in_shards(plan: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_buffers_go_on_from_a_checkpoint_of_another_team(tmp_path: Path) -> None:
+def test_buffers_resume_on_another_number_of_workers(tmp_path: Path) -> None:
     train(tmp_path, "--workers", "2", "--steps", "50")
     train(tmp_path, "--workers", "3")
     same_as_by_hand(tmp_path)
 
 
-def test_power_iterations_of_one_worker_are_those_of_one_forward_a_step(run) -> None:
+def test_spectral_norm_iterates_once_a_step_on_one_worker(run) -> None:
     """As of many workers: the number of micro-batches does not count, and they are executed one by one."""
     mine = trainer(changing.MODELS["spectral"], changing.loss, changing.optimizer, global_batch=24)
     list(mine.steps(changing.data, epochs=EPOCHS))
@@ -115,7 +115,7 @@ def test_power_iterations_of_one_worker_are_those_of_one_forward_a_step(run) -> 
     assert decisions(run)[ONE_BY_ONE] == why
 
 
-def test_another_trainers_power_iterations_are_looked_after(run) -> None:
+def test_spectral_norm_of_another_trainer_iterates_once_a_step(run) -> None:
     """Of a discriminator in a generator's loss: one a step, whatever number of micro-batches."""
     d = trainer(lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(4, 1)).double())
     g = trainer(loss=lambda output, batch: F.softplus(-d.model(output)).mean(), plan="micro=2")
@@ -128,7 +128,7 @@ def test_another_trainers_power_iterations_are_looked_after(run) -> None:
     )
 
 
-def test_the_codebook_of_the_documentation() -> None:
+def test_codebook_example_of_the_documentation() -> None:
     text = (DOCS / "architecture.md").read_text()
     (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "paceline.buffer" in b)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "paceline": package}
@@ -160,7 +160,7 @@ class Ring(nn.Module):
         return self.layer(x)
 
 
-def test_a_queue_that_is_smaller_than_a_global_batch_holds_its_last_rows(run) -> None:
+def test_queue_buffer_smaller_than_a_global_batch_holds_the_last_rows(run) -> None:
     mine = trainer(lambda: Ring(7).double(), plan="micro=3")
     list(mine.steps(rows(1, 42, 10), epochs=2))
     passed = [float(value) for step in grid(rows(1, 42, 10), 16, 16, epochs=2) for value in step[0][0][:, 0]]
@@ -225,7 +225,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_rule_cannot_merge_is_refused_and_leaves_no_trace(name: str, run) -> None:
+def test_buffer_that_its_rule_cannot_merge_is_refused(name: str, run) -> None:
     make, said = REFUSED[name]
     mine = trainer(lambda: make().double())
     before = {key: value.clone() for key, value in mine.model.state_dict().items()}
@@ -235,7 +235,7 @@ def test_what_a_rule_cannot_merge_is_refused_and_leaves_no_trace(name: str, run)
     assert all(value.equal(before[key]) for key, value in mine.model.state_dict().items())
 
 
-def test_a_buffer_that_has_its_size_before_is_merged(run) -> None:
+def test_buffer_sized_before_the_trainer_is_merged(run) -> None:
     """The advice above helps."""
     model = Sized().double()
     model(rows(1, 64, 10).tensors[0])
@@ -258,7 +258,7 @@ for report in make(model=lambda: Sized().double()).steps(data): pass
 """
 
 
-def test_a_buffer_that_is_resized_in_place_is_named_on_two_workers(tmp_path: Path) -> None:
+def test_buffer_resized_in_place_is_refused_on_two_workers(tmp_path: Path) -> None:
     done = train_basics(tmp_path, SIZED, 2, "--max-restarts", "0", code=1)
     assert (
         "ChangingBufferError: the forward changes the buffer 'low', which would come out differently on each worker; "
@@ -266,7 +266,7 @@ def test_a_buffer_that_is_resized_in_place_is_named_on_two_workers(tmp_path: Pat
     ) in done.stderr
 
 
-def test_a_declared_buffer_that_changes_in_eval_mode_is_refused(run) -> None:
+def test_declared_buffer_changed_in_eval_mode_is_refused(run) -> None:
     mine = trainer(lambda: Ring(7, guarded=False).double())
     before = mine.model.ring.clone()
     with pytest.raises(ChangingBufferError) as caught:
@@ -341,7 +341,7 @@ MISTAKES: list[tuple[Any, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("module", "name", "options", "said"), MISTAKES)
-def test_mistakes_of_a_declaration(module: Any, name: str, options: dict[str, Any], said: str) -> None:
+def test_wrong_buffer_declarations_are_refused(module: Any, name: str, options: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         buffer(module, name, **options)
     assert str(caught.value) == said

@@ -119,7 +119,7 @@ def expected(step: int, plus: int, rows: int = 64) -> list[int]:
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_a_step_changes_is_seen_by_the_next_one_though_a_process_loads_ahead(change: str) -> None:
+def test_dataset_changes_are_seen_by_the_next_step_though_a_process_loads_ahead(change: str) -> None:
     data = Rows()
     feed = feed_of(Subset(data, range(64)), 4, num_workers=1)
     for step in range(4):
@@ -131,7 +131,7 @@ def test_what_a_step_changes_is_seen_by_the_next_one_though_a_process_loads_ahea
     assert [what for what, _ in feed.take_news()] == [told]
 
 
-def test_loading_moves_to_a_process_by_itself_while_nothing_changes_and_back_when_something_does(
+def test_loader_process_is_used_only_while_the_dataset_does_not_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Feed, "SLOW", 0.0)
@@ -153,9 +153,7 @@ def test_loading_moves_to_a_process_by_itself_while_nothing_changes_and_back_whe
 
 
 @pytest.mark.parametrize("what", ["changes in each step", "changes itself", "holds what cannot be compared"])
-def test_loading_stays_in_the_step_where_a_process_could_change_what_rows_are(
-    what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loader_process_is_not_used_where_it_could_change_rows(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Feed, "SLOW", 0.0)
 
     class Counting(Rows):
@@ -191,7 +189,7 @@ def test_loading_stays_in_the_step_where_a_process_could_change_what_rows_are(
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_processes_that_were_asked_for_are_forked_anew_at_each_epoch_where_changes_cannot_be_seen(
+def test_loader_processes_are_forked_anew_each_epoch_where_changes_cannot_be_seen(
     persistent: bool,
 ) -> None:
     """As torch forks its own, unless they are persistent."""
@@ -208,7 +206,7 @@ def test_processes_that_were_asked_for_are_forked_anew_at_each_epoch_where_chang
     assert feed.take_news() == news
 
 
-def test_an_order_of_the_scripts_is_asked_when_its_rows_are_wanted() -> None:
+def test_custom_order_is_called_when_its_rows_are_loaded() -> None:
     first = [0]
     data = Rows()
     for options in ({}, {"num_workers": 1}):
@@ -231,7 +229,7 @@ class Stream(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_an_iterable_is_read_when_its_rows_are_wanted_and_anew_at_each_epoch_by_a_process(processes: int) -> None:
+def test_iterable_dataset_changes_are_seen_by_the_next_step_or_epoch(processes: int) -> None:
     """Also the first row of a global batch; of 20 rows in batches of 8 each third batch is an epoch's last."""
     data = Stream()
     options = {"num_workers": 1} if processes else {}
@@ -263,14 +261,14 @@ class Fails:
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
-def test_what_cannot_be_compared_is_named(value: Any) -> None:
+def test_dataset_snapshot_names_what_cannot_be_compared(value: Any) -> None:
     state = Snapshot(dataset=SimpleNamespace(held=value))
     assert state.unseen.startswith("" if value is nn.Linear else "dataset.held")
     assert bool(state.unseen) == (value is not nn.Linear)
     assert Snapshot(dataset=[Fails()]).unseen == "dataset[0]"
 
 
-def test_nothing_has_changed_where_nothing_was_changed() -> None:
+def test_dataset_snapshot_of_an_unchanged_dataset_is_equal() -> None:
     """Of everything that datasets usually hold; also where equal plain values were assigned."""
     frozen = np.zeros(100_000)
     frozen.setflags(write=False)
@@ -306,7 +304,7 @@ class Two:
         return [mine, self.other.pop(0) if self.other else mine]
 
 
-def test_a_newcomer_is_compared_with_the_dataset_as_it_is_and_those_who_stay_are_not() -> None:
+def test_a_joining_worker_with_the_unchanged_dataset_is_refused() -> None:
     """It has the dataset as its script makes it, without what the loop has changed: it is refused."""
     data, group = Rows(), Two()
     source = Source.of(data, 3, None, None, {})
@@ -332,19 +330,44 @@ SCRIPT = """
 import time
 
 class Slow(torch.utils.data.Dataset):
-    scale = 1.0
+    def __init__(self, slow):
+        self.slow, self.scale = slow, 1.0
     def __len__(self):
         return 96
     def __getitem__(self, index):
-        time.sleep(0.001 * SLOW)
+        time.sleep(0.001 * self.slow)
         return x[index] * self.scale, data[index][1]
 
-rows = Slow()
+for number, (loader, slow, changes_from) in enumerate(CASES):
+    rows = Slow(slow)
+    trainer = make(plan="micro=8")
+    for report in trainer.steps(rows, count=18, loader=loader):
+        if report.step >= changes_from:
+            rows.scale = 1 + report.step / 10
+    trainer.export(f"{number}.safetensors")
+"""
+# What is refused is the last thing that a script does.
+GROWS = """
+class Growing(torch.utils.data.Dataset):
+    size = 48
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return data[index]
+
+rows = Growing()
 trainer = make(plan="micro=8")
-for report in trainer.steps(rows, count=18, loader=LOADER):
-    if report.step >= FROM:
-        rows.scale = 1 + report.step / 10
-trainer.export("out.safetensors")
+for epoch in range(2):
+    for report in trainer.steps(rows, epochs=1):
+        pass
+    rows.size = 96
+trainer.export("grown.safetensors")
+rows = Growing()
+for report in make(plan="micro=8").steps(rows, epochs=2):
+    print("in epoch", report.epoch)
+    rows.size = 72
 """
 
 
@@ -368,73 +391,11 @@ def by_hand(changes_from: int) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("workers", "loader", "slow", "changes_from"),
-    [
-        (2, None, 2, 8),  # once loading has moved
-        pytest.param(1, None, 2, 8, marks=pytest.mark.slow),
-        pytest.param(3, None, 2, 8, marks=pytest.mark.slow),
-        pytest.param(1, None, 2, 1, marks=pytest.mark.slow),
-        pytest.param(2, None, 2, 1, marks=pytest.mark.slow),
-        pytest.param(3, None, 2, 1, marks=pytest.mark.slow),
-        pytest.param(1, {"num_workers": 1}, 0, 1, marks=pytest.mark.slow),
-        (2, {"num_workers": 1}, 0, 12),
-        pytest.param(3, {"num_workers": 1}, 0, 1, marks=pytest.mark.slow),
-        pytest.param(2, {"num_workers": 2}, 0, 1, marks=pytest.mark.slow),
-    ],
-)
-def test_training_follows_a_dataset_that_the_body_changes(
-    workers: int, loader: Any, slow: int, changes_from: int, tmp_path: Path
-) -> None:
-    head = f"LOADER, SLOW, FROM = {loader}, {slow}, {changes_from}\n"
-    train_basics(tmp_path, head + SCRIPT, workers)
-    assert apart(load_file(tmp_path / "out.safetensors"), by_hand(changes_from)) < 1e-12
-    decisions = {entry["what"] for entry in read_journal(tmp_path / "out") if entry["event"] == "decision"}
-    moved = "rows are loaded ahead of need by a process of their own"
-    assert (moved in decisions) == (loader is None and changes_from > 1)
-
-
-GROWS = """
-class Growing(torch.utils.data.Dataset):
-    size = 48
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, index):
-        return data[index]
-
-rows = Growing()
-trainer = make(plan="micro=8")
-for epoch in range(2):
-    for report in trainer.steps(rows, epochs=1):
-        pass
-    rows.size = 96
-trainer.export("out.safetensors")
-rows = Growing()
-for report in make(plan="micro=8").steps(rows, epochs=2):
-    print("in epoch", report.epoch)
-    rows.size = 72
-"""
-
-
-@pytest.mark.parametrize(
-    "workers", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
-)
-def test_a_dataset_of_another_length_at_the_next_epoch_is_refused_and_a_loop_for_each_length_is_right(
-    workers: int, tmp_path: Path
-) -> None:
+def by_hand_growing() -> dict[str, torch.Tensor]:
     import basics
 
     import paceline
 
-    done = train_basics(tmp_path, GROWS, workers, "--max-restarts", "0", code=1)
-    assert (
-        "DatasetError: the dataset has 72 rows at the start of epoch 1, and had 48 when the loop over steps() began; "
-        "write one loop over steps(dataset, epochs=1) for each epoch, and change the length between the loops\n"
-    ).replace("\\\\n", "\\n") in done.stderr
-    assert done.stdout.count("in epoch 0") == 2
-    assert "in epoch 1" not in done.stdout
     torch.manual_seed(paceline.stream_seed(0, 0, -1))
     model = basics.net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -444,4 +405,36 @@ def test_a_dataset_of_another_length_at_the_next_epoch_is_refused_and_a_loop_for
             x, y = basics.data[[sample_index(first + row, size, 0, epoch) for row in range(24)]]
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
-    assert apart(load_file(tmp_path / "out.safetensors"), dict(model.state_dict())) < 1e-12
+    return dict(model.state_dict())
+
+
+AHEAD = {"num_workers": 1}
+# (loader=, milliseconds to load a row, the step from which on the body changes the dataset)
+FAST = [(None, 2, 8), (AHEAD, 0, 12)]  # changed once loading has moved, and rows loaded ahead
+SLOW = [(None, 2, 1), (AHEAD, 0, 1), ({"num_workers": 2}, 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "cases"),
+    [
+        (2, FAST),
+        *(pytest.param(workers, cases, marks=pytest.mark.slow) for workers, cases in ((1, FAST), (3, FAST), (2, SLOW))),
+        *(pytest.param(workers, SLOW[:2], marks=pytest.mark.slow) for workers in (1, 3)),
+    ],
+)
+def test_training_follows_a_dataset_that_the_loop_changes(workers: int, cases: list[Any], tmp_path: Path) -> None:
+    """Its rows; its length only between loops, and a change within one is refused."""
+    done = train_basics(tmp_path, f"CASES = {cases}\n{SCRIPT}{GROWS}", workers, "--max-restarts", "0", code=1)
+    for number, (_, _, changes_from) in enumerate(cases):
+        weights = load_file(tmp_path / f"{number}.safetensors")
+        assert apart(weights, by_hand(changes_from)) < 1e-12, cases[number]
+    decisions = {entry["what"] for entry in read_journal(tmp_path / "out") if entry["event"] == "decision"}
+    moved = "rows are loaded ahead of need by a process of their own"
+    assert (moved in decisions) == (cases is FAST)
+    assert (
+        "DatasetError: the dataset has 72 rows at the start of epoch 1, and had 48 when the loop over steps() began; "
+        "write one loop over steps(dataset, epochs=1) for each epoch, and change the length between the loops\n"
+    ) in done.stderr
+    assert done.stdout.count("in epoch 0") == 2
+    assert "in epoch 1" not in done.stdout
+    assert apart(load_file(tmp_path / "grown.safetensors"), by_hand_growing()) < 1e-12

@@ -19,7 +19,7 @@ PLANS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("default", ["float64", "bfloat16"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_weights_do_not_depend_on_it(plan: str, default: str, tmp_path: Path) -> None:
+def test_weights_do_not_depend_on_the_default_dtype(plan: str, default: str, tmp_path: Path) -> None:
     at = PLANS[plan].index("defaults.py")
     options, plans = PLANS[plan][:at], PLANS[plan][at + 1 :]
     for dtype in ("float32", default):

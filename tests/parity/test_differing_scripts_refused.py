@@ -109,8 +109,8 @@ TOLD = {
 }
 
 
-@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-def test_the_first_difference_between_trainers_is_named_before_training(workers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [*(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2)), 3])
+def test_workers_with_different_trainers_are_refused_by_the_first_difference(workers: int, tmp_path: Path) -> None:
     train_basics(tmp_path, HEAD.replace("from basics import *\n", "") + CASES, workers)
     told = json.loads((tmp_path / "told.json").read_text())
     if workers == 1:
@@ -140,13 +140,13 @@ USES = {
 @pytest.mark.parametrize(
     "name", [next(iter(USES)), *(pytest.param(name, marks=pytest.mark.slow) for name in [*USES][1:])]
 )
-def test_alike_trainers_that_are_made_in_another_order_are_not_mixed(name: str, tmp_path: Path) -> None:
+def test_trainers_made_in_another_order_are_refused(name: str, tmp_path: Path) -> None:
     stderr = train_basics(tmp_path, HEAD + SWAPPED + USES[name], 2, code=1).stderr
     assert "CollectiveMismatchError: workers do not meet: worker 0 is in " in stderr
     assert f"worker 1 is in {name} of Trainer 1 at train.py:" in stderr
 
 
-def test_under_another_launcher_the_order_is_compared_too(tmp_path: Path) -> None:
+def test_workers_with_different_models_are_refused_under_torchruns_variables(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         HEAD + CASES.partition("told = {}")[0] + "plain(model=lambda: parts(['a', 'b'][:: -1 if odd else 1]))()"
@@ -180,7 +180,7 @@ t.export(os.environ["OUT"])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "plan"), [(2, ""), (3, ""), (2, "shard=2 zero=3"), (2, "tensor=2")])
-def test_a_set_of_names_comes_in_one_order_on_all_cold_workers(workers: int, plan: str, tmp_path: Path) -> None:
+def test_sets_of_names_have_one_order_on_all_workers(workers: int, plan: str, tmp_path: Path) -> None:
     weights = []
     for count, said in ((1, ()), (workers, ("--plan", plan) if plan else ())):
         out = tmp_path / f"{count}.safetensors"
@@ -190,12 +190,12 @@ def test_a_set_of_names_comes_in_one_order_on_all_cold_workers(workers: int, pla
     assert apart.norm() <= 1e-12 * torch.cat([w.flatten() for w in weights[0].values()]).norm()
 
 
-def test_a_users_own_hash_seed_stays() -> None:
+def test_hash_seed_of_the_user_is_kept() -> None:
     assert surround(1, {}, [0])[0]["PYTHONHASHSEED"] == "0"
     assert "PYTHONHASHSEED" not in surround(1, {"PYTHONHASHSEED": "random"}, [0])[0]
 
 
-def test_a_newcomer_with_another_model_ends_alone(tmp_path: Path) -> None:
+def test_a_joining_worker_with_a_different_model_is_refused(tmp_path: Path) -> None:
     body = """
 import os, time
 names = ["charge", "spin"][:: -1 if os.environ.get("PACELINE_NEWCOMER") else 1]
@@ -223,7 +223,7 @@ for report in make(model=Net).steps(data, count=400):
     assert (tmp_path / "ended").exists()
 
 
-def test_declared_buffers_are_merged_in_the_order_of_the_buffers() -> None:
+def test_declared_buffers_are_merged_in_registration_order() -> None:
     found = []
     for names in (("mean", "scale"), ("scale", "mean")):
         module = nn.Module()

@@ -9,53 +9,72 @@ from typing import Any
 import pytest
 import torch
 from alone import trainer
-from basics import net, x
+from basics import data, make, net, x
 from cases import rows
+from each_kind import EachKind, compare
 from launching import METRICS, train_basics
 from safetensors.torch import load_file
+from torch.utils.data import Subset
 
 from paceline.checkpoint.tree import pack, unpack
 from paceline.errors import MetricError
 
-SCRIPT = """
-import json, os, signal
-from torchmetrics import MeanMetric, MetricCollection
-from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score
-from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
-def score(o, b):
+KILLED = """
+import os, signal
+from each_kind import EachKind, compare
+def slowly(output, batch):
     if os.environ["PACELINE_RANK"] == "{lost}" and len(asked) == 3 and not os.path.exists("lost"):
         open("lost", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     asked.append(0)
-    return o.softmax(1)[:, 1]
+    return output
 asked = []
-kinds = {{"auc": BinaryAUROC(), "f1": BinaryF1Score(), "confusion": BinaryConfusionMatrix()}}
-figures = MetricCollection([PearsonCorrCoef(), SpearmanCorrCoef()], prefix="of ")
 t = make(plan="exact micro=3")
 some = torch.utils.data.Subset(data, range(95))
+"""
+EACH_KIND = """
+for report in t.steps(data, count=8):
+    if report.step == 4:
+        metric = EachKind()
+        found = t.evaluate(some, (metric, lambda o, b: (slowly(o, b), b)))
+        few = t.evaluate(torch.utils.data.Subset(data, range(4)), (metric, lambda o, b: (o, b)))
+        compare(found, x[:95, 0], 3)
+        compare(few, x[:4, 0], 3)
+        assert int(metric.rows) == 100
+        open(f"found-{os.environ['PACELINE_RANK']}", "w").close()
+"""
+TORCHMETRICS = """
+import json
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score
+from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
+def score(o, b):
+    return slowly(o, b).softmax(1)[:, 1]
+kinds = {"auc": BinaryAUROC(), "f1": BinaryF1Score(), "confusion": BinaryConfusionMatrix()}
+figures = MetricCollection([PearsonCorrCoef(), SpearmanCorrCoef()], prefix="of ")
 for report in t.steps(data, count=8):
     if report.step == 4:
         t.export("weights.safetensors")
         found = t.evaluate(some, (kinds, lambda o, b: (score(o, b), b[1])))
-        found |= t.evaluate(some, (figures, lambda o, b: {{"preds": score(o, b), "target": b[0].sum(1)}}))
+        found |= t.evaluate(some, (figures, lambda o, b: {"preds": score(o, b), "target": b[0].sum(1)}))
         found |= t.evaluate(some, (MeanMetric(), lambda o, b: (score(o, b), b[0][:, 0].abs())))
         few = t.evaluate(torch.utils.data.Subset(data, range(4)), (kinds, lambda o, b: (score(o, b), b[1])))
         assert few["n"] == 4 and int(few["confusion"].sum()) == 4
         for one in [*kinds.values(), *figures.values()]:
             assert one.sync_on_compute and not one.update_called, one
-        with open(f"found-{{os.environ['PACELINE_RANK']}}.json", "w") as file:
-            json.dump({{name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in found.items()}}, file)
+        with open(f"found-{os.environ['PACELINE_RANK']}", "w") as file:
+            json.dump({name: v.tolist() if isinstance(v, torch.Tensor) else v for name, v in found.items()}, file)
 """
 
 
-def alone(weights: Path) -> dict[str, Any]:
+def by_torchmetrics(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Each of them by torchmetrics itself, of all rows at once."""
     from torchmetrics import MeanMetric  # here and below, because it takes seconds that other tests need not wait
     from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score
     from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
 
     model, some = net(), x[:95]
-    model.load_state_dict(load_file(weights))
+    model.load_state_dict(weights)
     with torch.no_grad():
         scores = model(some).softmax(1)[:, 1]
     target = (some.sum(1) > 0).long()
@@ -72,102 +91,73 @@ def alone(weights: Path) -> dict[str, Any]:
     return {name: one.compute() for name, (one, _) in given.items()}
 
 
-def measures(folder: Path, workers: int, shares: str, lost: int | str) -> None:
-    train_basics(folder, SCRIPT.format(lost=lost), workers, *(["--shares", shares] if shares else []), **METRICS)
+def same_metrics(results: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert results.keys() == {*expected, "n"}
+    assert results.pop("n") == 95
+    for name, value in results.items():
+        assert torch.allclose(torch.as_tensor(value).double(), expected[name].double(), rtol=1e-5, atol=1e-6), name
+
+
+def evaluates(folder: Path, body: str, workers: int, shares: str, lost: int | str, **env: str) -> list[Path]:
+    """The files of the workers that were not lost."""
+    options = ["--shares", shares] if shares else []
+    train_basics(folder, KILLED.format(lost=lost) + body, workers, *options, **env)
     assert (folder / "lost").exists() == (lost != "")
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("found-*.json"))]
-    assert len(found) == workers - (lost != "")
-    assert all(one == found[0] for one in found)
-    expected = alone(folder / "weights.safetensors")
-    assert found[0].keys() == {*expected, "n"}
-    assert found[0].pop("n") == 95
-    for name, value in found[0].items():
-        assert torch.allclose(torch.tensor(value).double(), expected[name].double(), rtol=1e-5, atol=1e-6), name
+    files = sorted(folder.glob("found-*"))
+    assert len(files) == workers - (lost != "")
+    return files
 
 
-def test_the_result_is_that_of_one_process(tmp_path: Path) -> None:
-    measures(tmp_path, 3, "3,1,2", 1)
+def test_metric_states_merge_across_workers_through_a_kill(tmp_path: Path) -> None:
+    evaluates(tmp_path, EACH_KIND, 3, "3,1,2", 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "shares", "lost"),
-    [(1, "", ""), (2, "", 0), (2, "3,1", 1), (3, "", 0), (5, "1,2,2,3,1", 3), (5, "", ""), (5, "", 0)],
+    [
+        *[(1, "", ""), (2, "", 0), (2, "3,1", 1), (3, "", 0), (3, "3,1,2", 1)],
+        *[(5, "1,2,2,3,1", 3), (5, "", ""), (5, "", 0)],
+    ],
 )
-def test_the_result_is_that_of_one_process_on_any_workers(workers: int, shares: str, lost: Any, tmp_path: Path) -> None:
-    measures(tmp_path, workers, shares, lost)
-
-
-class Own:
-    """A state of each kind, without torchmetrics."""
-
-    _defaults: dict[str, Any] = {  # noqa: RUF012
-        "mean": torch.zeros((), dtype=torch.float64),
-        "most": torch.tensor(-1e9),
-        "least": torch.tensor(1e9),
-        "rows": torch.tensor(100),
-        "total": torch.tensor(5.0),
-        "wide": torch.zeros(2000),
-        "parts": torch.zeros(0),
-        "middle": torch.zeros(1),
-        "each": torch.zeros(1),
-        "texts": [],
-    }
-    _reductions: dict[str, Any] = {  # noqa: RUF012
-        "mean": "mean",
-        "most": "max",
-        "least": "min",
-        "rows": "sum",
-        "total": "sum",
-        "wide": "sum",
-        "parts": "cat",
-        "each": None,
-        "middle": lambda stacked: stacked.median(0).values,
-        "texts": None,
-    }
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        for name, start in self._defaults.items():
-            setattr(self, name, start.clone() if isinstance(start, torch.Tensor) else [])
-
-    def update(self, output: torch.Tensor, batch: Any) -> None:
-        value = batch[0][:, 0]
-        self.mean, self.most, self.least = value.mean(), value.max(), value.min()
-        self.rows += len(value)
-        self.total = self.total + value.sum()
-        self.wide += value.sum().float()
-        self.parts, self.middle, self.each = value, value.max().reshape(1), value.sum().reshape(1)
-        self.texts.append([str(len(value)), value[:1]])
-
-    def compute(self) -> dict[str, Any]:
-        found = {name: getattr(self, name) for name in self._defaults if name != "texts"}
-        return {**found, "texts": float("".join(text for text, _ in self.texts))}
+def test_torchmetrics_are_those_of_one_process_on_any_workers(
+    workers: int, shares: str, lost: Any, tmp_path: Path
+) -> None:
+    found = [
+        json.loads(file.read_text()) for file in evaluates(tmp_path, TORCHMETRICS, workers, shares, lost, **METRICS)
+    ]
+    assert all(one == found[0] for one in found)
+    same_metrics(found[0], by_torchmetrics(load_file(tmp_path / "weights.safetensors")))
 
 
 @pytest.mark.usefixtures("run")
-def test_each_kind_of_state_merges_as_it_says() -> None:
-    data, own = rows(2, 10, 10), Own()
-    value = data.tensors[0][:, 0]
-    found = trainer(plan="micro=4").evaluate(data, own)
-    parts = value.split(4)
-    assert found.pop("n") == 10
-    assert abs(found["mean"] - float(value.mean())) < 1e-12
-    assert (found["most"], found["least"]) == (float(value.max()), float(value.min()))
-    assert found["rows"] == 110
-    assert abs(found["total"] - 5 - float(value.sum())) < 1e-12
-    assert torch.allclose(found["wide"], value.sum().float().expand(2000))
-    assert torch.equal(found["parts"], value)
-    assert found["middle"] == sorted(float(part.max()) for part in parts)[1]
-    assert torch.allclose(found["each"], torch.stack([part.sum().reshape(1) for part in parts]))
-    assert found["texts"] == 442
-    assert int(own.rows) == 100
+def test_torchmetrics_are_those_of_one_process() -> None:
+    """Their states are merged from many micro-batches."""
+    from torchmetrics import MeanMetric, MetricCollection
+    from torchmetrics.classification import BinaryAUROC, BinaryConfusionMatrix, BinaryF1Score
+    from torchmetrics.regression import PearsonCorrCoef, SpearmanCorrCoef
+
+    kinds = {"auc": BinaryAUROC(), "f1": BinaryF1Score(), "confusion": BinaryConfusionMatrix()}
+    figures = MetricCollection([PearsonCorrCoef(), SpearmanCorrCoef()], prefix="of ")
+    mine, some = make(plan="exact micro=3"), Subset(data, range(95))
+    found = mine.evaluate(some, (kinds, lambda o, b: (o.softmax(1)[:, 1], b[1])))
+    found |= mine.evaluate(some, (figures, lambda o, b: {"preds": o.softmax(1)[:, 1], "target": b[0].sum(1)}))
+    found |= mine.evaluate(some, (MeanMetric(), lambda o, b: (o.softmax(1)[:, 1], b[0][:, 0].abs())))
+    same_metrics(found, by_torchmetrics(mine.model.state_dict()))
+    for one in [*kinds.values(), *figures.values()]:
+        assert one.sync_on_compute
+        assert not one.update_called
 
 
 @pytest.mark.usefixtures("run")
-def test_what_is_no_metric_is_told() -> None:
+def test_each_kind_of_metric_state_merges_as_it_says() -> None:
+    rows_, metric = rows(2, 10, 10), EachKind()
+    compare(trainer(plan="micro=4").evaluate(rows_, metric), rows_.tensors[0][:, 0], 4)
+    assert int(metric.rows) == 100
+
+
+@pytest.mark.usefixtures("run")
+def test_evaluate_refuses_what_is_no_metric() -> None:
     from torchmetrics.classification import BinaryF1Score
 
     class Silent:
@@ -196,7 +186,7 @@ def test_what_is_no_metric_is_told() -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_a_collection_needs_no_names() -> None:
+def test_metric_collection_needs_no_names() -> None:
     from torchmetrics import MetricCollection
     from torchmetrics.classification import BinaryAUROC, BinaryF1Score
 
@@ -205,7 +195,7 @@ def test_a_collection_needs_no_names() -> None:
     assert found.keys() == {"BinaryF1Score", "BinaryAUROC", "n"}
 
 
-def test_one_value_of_any_stride_can_be_sent() -> None:
+def test_pack_of_a_value_with_any_stride() -> None:
     """As the scores of a micro-batch of one row, a column of it."""
     one = torch.arange(4.0).view(2, 2)[:1, 1]
     assert one.stride() == (2,)
@@ -255,7 +245,7 @@ _UNFIT: list[tuple[Any, str]] = [
 
 
 @pytest.mark.usefixtures("run")
-def test_an_object_that_takes_other_arguments_is_refused_by_what_it_takes() -> None:
+def test_evaluate_refuses_a_metric_with_other_arguments() -> None:
     for metric, text in _UNFIT:
         with pytest.raises(MetricError) as caught:
             trainer().evaluate(rows(2, 10, 10), metric)
@@ -283,7 +273,7 @@ class _Force(torch.nn.Module):
 
 
 @pytest.mark.usefixtures("run")
-def test_what_needs_gradients_in_an_evaluation_is_told_how_to_have_them() -> None:
+def test_evaluate_and_predict_say_how_to_compute_gradients() -> None:
     hint = (
         "evaluate() and predict() compute without gradients: put what needs them, and the forward that they go "
         "through, under `with torch.enable_grad():`"
@@ -309,7 +299,7 @@ def test_what_needs_gradients_in_an_evaluation_is_told_how_to_have_them() -> Non
     assert cured.evaluate(rows(2, 10, 10), slope)["slope"] > 0
 
 
-def test_dummy_micro_batches_of_an_evaluation_count_nothing(tmp_path: Path) -> None:
+def test_evaluate_does_not_count_dummy_micro_batches(tmp_path: Path) -> None:
     """Of 76 rows in micro-batches of 3 the last two, of 3 and 1, go to two of three workers; the third runs a dummy."""
     body = (
         "import json\n"

@@ -5,22 +5,31 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from freezing import in_plain_torch
 from launching import SCRIPTS, paceline
+from oracle import apart
 from safetensors.torch import load_file
 
-CELLS = [(2, "tensor=2"), (2, "context=2"), (2, "pipeline=2"), (2, ""), (3, "shard=3 zero=1"), (2, "shard=2 zero=2")]
-CELLS += [(3, "shard=3"), (2, "server=1"), (4, "pipeline=2 tensor=2"), (2, "shard=2 offload=cpu"), (1, "")]
+CELLS = [(2, ["tensor=2", "context=2"]), (2, ["pipeline=2", "data=2", "shard=2 zero=2", "shard=2 offload=cpu"])]
+CELLS += [(3, ["shard=3 zero=1", "shard=3"]), (4, ["pipeline=2 tensor=2"]), (1, ["data=1"])]
 
 
 @pytest.mark.parametrize(
-    ("workers", "plan"),
-    [pytest.param(*cell, marks=[pytest.mark.slow] if at > 1 else []) for at, cell in enumerate(CELLS)],
+    ("workers", "plans"),
+    [pytest.param(*cell, marks=[pytest.mark.slow] if at else []) for at, cell in enumerate(CELLS)],
 )
-def test_weights_are_those_of_plain_pytorch(workers: int, plan: str, tmp_path: Path) -> None:
-    words = ["--plan", plan] if plan else []
-    paceline("run", "--workers", str(workers), *words, SCRIPTS / "freezing.py", cwd=tmp_path)
-    found, expected = load_file(tmp_path / "out.safetensors"), in_plain_torch()
-    gap = torch.cat([(found[name] - tensor).reshape(-1) for name, tensor in expected.items()]).norm()
-    assert gap <= 1e-12 * torch.cat([tensor.reshape(-1) for tensor in expected.values()]).norm()
+def test_frozen_parameters_train_as_in_plain_pytorch(workers: int, plans: list[str], tmp_path: Path) -> None:
+    options = ["--workers", str(workers), "--max-restarts", "0"]
+    paceline("run", *options, SCRIPTS / "freezing.py", *plans, cwd=tmp_path)
+    compare(tmp_path, plans)
+
+
+@pytest.mark.slow
+def test_frozen_parameters_of_a_parameter_server(tmp_path: Path) -> None:
+    paceline("run", "--workers", "2", "--plan", "server=1", SCRIPTS / "freezing.py", "", cwd=tmp_path)
+    compare(tmp_path, [""])
+
+
+def compare(folder: Path, plans: list[str]) -> None:
+    for number, plan in enumerate(plans):
+        assert apart(load_file(folder / f"{number}.safetensors"), in_plain_torch()) <= 1e-12, plan

@@ -74,17 +74,17 @@ KINDS = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_what_an_update_depends_on_is_found(name: str) -> None:
+def test_optimizer_coupling_is_found(name: str) -> None:
     assert tried(OPTIMIZERS[name], SHAPES) == Coupling(*KINDS[name])
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_optimizers_of_torch_that_treat_each_element_by_itself(name: str) -> None:
+def test_torch_optimizers_with_elementwise_updates(name: str) -> None:
     assert tried(lambda params: getattr(torch.optim, name)(params, lr=0.1), SHAPES).scope == Scope.ELEMENT
 
 
 @pytest.mark.parametrize("made", [LAMB, LARS])
-def test_layerwise_optimizers_look_at_whole_parameters(made: Any) -> None:
+def test_lamb_and_lars_need_whole_parameters(made: Any) -> None:
     assert tried(lambda params: made([param for _, param in params], lr=0.1), SHAPES).scope == Scope.PARAMETER
 
 
@@ -104,11 +104,11 @@ class Rare(torch.optim.SGD):
         super().step()
 
 
-def test_what_is_done_every_so_many_steps_is_waited_for() -> None:
+def test_optimizer_coupling_in_rare_steps_is_found() -> None:
     assert tried(Rare, SHAPES) == Coupling(Scope.ALL, "Rare", OTHERS)
 
 
-def test_a_function_that_wants_other_shapes_is_tried_with_its_optimizers_options() -> None:
+def test_optimizer_coupling_with_groups_by_size() -> None:
     """It puts small matrices into another group, where they are treated in another way."""
 
     def make(params: Any) -> torch.optim.Optimizer:
@@ -119,7 +119,7 @@ def test_a_function_that_wants_other_shapes_is_tried_with_its_optimizers_options
     assert tried(make, SHAPES).scope == Scope.PARAMETER
 
 
-def test_groups_by_attributes_are_the_same_with_whole_shapes() -> None:
+def test_optimizer_groups_by_parameter_attributes_are_kept() -> None:
     """A script marks parameters, as timm does, and its function asks for the mark."""
     own = {name: nn.Parameter(torch.ones(shape)) for name, shape in SHAPES.items()}
     own["a.bias"].no_decay = True  # type: ignore[attr-defined]
@@ -151,7 +151,9 @@ QUICK = ("DAdapt", "Soap", "Stacked", "AdamW")  # one of each kind
     ],
     ids=lambda value: ("some" if value == QUICK else "all") if isinstance(value, tuple) else None,
 )
-def test_weights_are_those_of_plain_pytorch(workers: int, plan: str, names: tuple[str, ...], tmp_path: Path) -> None:
+def test_optimizers_that_couple_parameters_train_as_plain_pytorch(
+    workers: int, plan: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
     said = train(tmp_path, workers, plan, *names, options=("--max-restarts", "0") if "server" not in plan else ())
     for name in names:
         assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
@@ -163,13 +165,13 @@ def test_weights_are_those_of_plain_pytorch(workers: int, plan: str, names: tupl
 
 
 @pytest.mark.parametrize("name", ["Prodigy", pytest.param("Wide", marks=pytest.mark.slow)])
-def test_servers_that_divide_parameters_are_refused(name: str, tmp_path: Path) -> None:
+def test_parameter_servers_that_divide_coupled_parameters_are_refused(name: str, tmp_path: Path) -> None:
     said = train(tmp_path, 2, "server=2", name, code=2)
     what = f"UsageError: {name} {KINDS[name][2]}, and server=2 divides the parameters among 2 servers"
     assert f"{what}; say server=1, which has all parameters, or take an optimizer such as AdamW" in said
 
 
-def test_state_of_another_shape_is_refused_after_the_first_step(tmp_path: Path) -> None:
+def test_optimizer_state_of_another_shape_is_refused_after_the_first_step(tmp_path: Path) -> None:
     """Small tensors do not show it."""
     said = train(tmp_path, 2, "shard=2 zero=1", "Blocked", code=2)
     what = (
@@ -182,7 +184,7 @@ def test_state_of_another_shape_is_refused_after_the_first_step(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_servers_that_divide_parameters_have_whole_ones(tmp_path: Path) -> None:
+def test_parameter_servers_give_each_optimizer_whole_parameters(tmp_path: Path) -> None:
     names = ["Soap", "StableAdamW", "Adafactor", "both", "Stacked", "AdamW"]
     train(tmp_path, 2, "server=2", *names)
     for name in names:
@@ -190,7 +192,7 @@ def test_servers_that_divide_parameters_have_whole_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_islands_in_shards_keep_whole_state_and_merge_rows(tmp_path: Path) -> None:
+def test_local_sgd_islands_in_shards_keep_whole_optimizer_state(tmp_path: Path) -> None:
     """Stopped and resumed between: the outer optimizer's momentum is of rows, what islands keep is whole."""
     names = ["DAdapt", "Soap"]
     for name in names:
@@ -210,14 +212,12 @@ RESUMED = [((2, "server=1"), (1, "")), ((2, "shard=2"), (3, "")), ((1, ""), (2, 
 @pytest.mark.parametrize(
     ("first", "then"), [pytest.param(*one, marks=[] if not at else pytest.mark.slow) for at, one in enumerate(RESUMED)]
 )
-def test_what_they_keep_is_resumed_under_another_plan(
+def test_optimizer_state_resumes_under_another_plan(
     first: tuple[int, str], then: tuple[int, str], tmp_path: Path
 ) -> None:
     """The estimated step size lies in a group, the momentum of the norm under a text."""
     names = ["Prodigy", "Noting"]
+    train(tmp_path, *first, "by turns", *names, options=("--steps", "10"))
+    train(tmp_path, *then, "by turns", *names)
     for name in names:
-        folder = tmp_path / name
-        folder.mkdir()
-        train(folder, *first, name, options=("--steps", "5"))
-        train(folder, *then, name)
-        assert distance(load_file(folder / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
+        assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name

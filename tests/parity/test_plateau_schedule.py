@@ -68,41 +68,56 @@ def by_hand() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 CELLS = [
-    (1, ""),
     (2, "shard=2 zero=2"),
     *(
         pytest.param(*cell, marks=pytest.mark.slow)
-        for cell in [(2, ""), (3, ""), (2, "server=1"), (3, "server=2"), (2, "shard=2 zero=1"), (2, "shard=2 zero=3")]
+        for cell in [
+            (1, ""),
+            (2, ""),
+            (3, ""),
+            (2, "server=1"),
+            (3, "server=2"),
+            (2, "shard=2 zero=1"),
+            (2, "shard=2 zero=3"),
+        ]
     ),
 ]
 
 
 @pytest.mark.parametrize(("workers", "plan"), CELLS)
-def test_the_rates_of_a_loop_by_hand(workers: int, plan: str, tmp_path: Path) -> None:
+def test_plateau_schedule_has_the_learning_rates_of_plain_pytorch(workers: int, plan: str, tmp_path: Path) -> None:
     done = train_basics(tmp_path, SCRIPT, workers, *(["--plan", plan] if plan else []))
     same(tmp_path)
     assert "\nlearning rate 0.6 becomes 0.3 after step " in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("first", "then"),
+    ("first", "then", "stops"),
     [
-        ((2, "server=1"), (1, "")),
+        ((2, "server=1"), (1, ""), ["12"]),
         *(
-            pytest.param(*pair, marks=pytest.mark.slow)
-            for pair in [((1, ""), (3, "")), ((3, ""), (2, "shard=2 zero=3")), ((2, "shard=2 zero=1"), (2, "server=1"))]
+            pytest.param(*pair, ["7", "12"], marks=pytest.mark.slow)
+            for pair in [
+                ((2, "server=1"), (1, "")),
+                ((1, ""), (3, "")),
+                ((3, ""), (2, "shard=2 zero=3")),
+                ((2, "shard=2 zero=1"), (2, "server=1")),
+            ]
         ),
     ],
 )
-def test_a_run_is_resumed_in_the_middle(first: tuple[int, str], then: tuple[int, str], tmp_path: Path) -> None:
+def test_plateau_schedule_resumes_under_another_plan(
+    first: tuple[int, str], then: tuple[int, str], stops: list[str], tmp_path: Path
+) -> None:
     """Just after the step whose evaluation moved the rates, or before it."""
-    for (workers, plan), more in ((first, ["--steps", "7"]), (then, ["--steps", "12"]), (then, [])):
-        train_basics(tmp_path, SCRIPT, workers, *(["--plan", plan] if plan else []), *more)
+    for (workers, plan), steps in zip([first, then, then], [*stops, ""], strict=False):
+        more = [*(["--plan", plan] if plan else []), *(["--steps", steps] if steps else [])]
+        train_basics(tmp_path, SCRIPT, workers, *more)
     same(tmp_path)
 
 
 @pytest.mark.parametrize("chaos", ["kill:1@10.loading", pytest.param("kill:0@8.applied", marks=pytest.mark.slow)])
-def test_a_worker_that_is_lost_changes_nothing(chaos: str, tmp_path: Path) -> None:
+def test_plateau_schedule_through_a_kill(chaos: str, tmp_path: Path) -> None:
     """The one that comes back takes the rates over."""
     train_basics(tmp_path, SCRIPT, 3, chaos=chaos)
     same(tmp_path)
@@ -125,7 +140,7 @@ def values(found: list[float]) -> Any:
 
 
 @pytest.mark.usefixtures("run")
-def test_a_value_that_is_evaluated_and_then_logged_is_one_report() -> None:
+def test_plateau_schedule_counts_a_value_evaluated_and_logged_once() -> None:
     mine = trainer(schedule=plateau("loss", patience=0))
     (scheduler,) = mine._job.schedulers
     for report in mine.steps(DATA, count=3):
@@ -140,7 +155,7 @@ def test_a_value_that_is_evaluated_and_then_logged_is_one_report() -> None:
 
 
 @pytest.mark.usefixtures("run")
-def test_each_optimizer_follows_and_the_mode_is_torchs() -> None:
+def test_plateau_schedule_follows_with_each_optimizer() -> None:
     from cases import two_optimizers
 
     mine = trainer(optimizer=two_optimizers, schedule=plateau("accuracy", mode="max", patience=0, factor=0.1))
@@ -151,7 +166,7 @@ def test_each_optimizer_follows_and_the_mode_is_torchs() -> None:
     assert after == pytest.approx([rate * 0.1 for rate in before])
 
 
-def test_a_value_that_is_never_reported_is_named(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plateau_schedule_names_a_value_that_is_never_reported(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
     mine = trainer(schedule=plateau("val_loss"))
     list(mine.steps(DATA))
     mine.evaluate(DATA, values([0.5]))
@@ -188,14 +203,14 @@ def test_a_value_that_is_never_reported_is_named(run: Any, capsys: pytest.Captur
         ),
     ],
 )
-def test_wrong_options_are_refused(make: Any, text: str) -> None:
+def test_plateau_schedule_refuses_wrong_options(make: Any, text: str) -> None:
     with pytest.raises(UsageError) as caught:
         make()
     assert str(caught.value) == text
 
 
 @pytest.mark.usefixtures("run")
-def test_a_value_that_is_no_number_is_refused() -> None:
+def test_plateau_schedule_refuses_a_value_that_is_no_number() -> None:
     mine = trainer(schedule=plateau("loss"))
     with pytest.raises(UsageError) as caught:
         mine.log(loss="low")

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from by_hand import Plain, built, grid, in_order
 from cases import Cramped, cross_entropy, mlp, rows
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, without_an_agent
 from once import once
 from oracle import apart
 from public import BOUNDS, Counting, Discriminator, Generator, Late, Normalised, Rarely, Shaky, Stream, noise
@@ -119,14 +119,14 @@ def test_reports_and_results_are_the_same_bits_on_every_worker(workers):
                 assert repr(other[name]) == repr(value), name
 
 
-def test_main_is_true_on_one_worker(workers):
+def test_trainer_main_is_true_on_one_worker(workers):
     assert [worker["reports/main"] for worker in workers] == [True, *[False] * (len(workers) - 1)]
 
 
 # -- models -----------------------------------------------------------------------------------------------------
 
 
-def test_a_module_given_is_that_of_worker_0_in_place_buffers_of_any_dtype_included(workers):
+def test_a_given_module_gets_the_weights_and_buffers_of_worker_0_in_place(workers):
     torch.manual_seed(100)
     expected = public.Buffered()
     for worker in workers:
@@ -142,7 +142,7 @@ def test_a_module_given_is_that_of_worker_0_in_place_buffers_of_any_dtype_includ
             assert torch.equal(bits(mine[name]), bits(tensor)), name
 
 
-def test_a_function_builds_the_same_bits_whatever_was_drawn_before(workers):
+def test_a_model_function_builds_the_same_bits_on_every_worker(workers):
     def make() -> nn.Module:
         model = nn.Linear(10, 4).double()
         with torch.no_grad():
@@ -157,7 +157,7 @@ def test_a_function_builds_the_same_bits_whatever_was_drawn_before(workers):
 # -- training ---------------------------------------------------------------------------------------------------
 
 
-def test_a_gan_of_two_trainers_is_that_of_one_process(workers):
+def test_gan_of_two_trainers_trains_as_one_process(workers):
     g, d = built(lambda: Generator().double()), built(lambda: Discriminator().double())
     d_plain = by_hand(d, public.adam, loss=public.judge, forward=public.real_and_fake(g))
     g_plain = by_hand(g, public.adam, loss=public.fool(d), forward=lambda model, batch: model(batch))
@@ -176,7 +176,7 @@ def test_a_gan_of_two_trainers_is_that_of_one_process(workers):
     assert workers[0]["gan/done"] == [17, 17]
 
 
-def test_own_rows_of_any_number_are_those_of_one_process_together(workers):
+def test_step_with_own_rows_trains_as_one_process(workers):
     """Some workers bring nothing; the micro-batches, and with them the dropout masks, are those of the whole."""
     plain = by_hand(built(lambda: nn.Sequential(mlp(), nn.Dropout(0.2))))
     for number in range(12):
@@ -188,7 +188,7 @@ def test_own_rows_of_any_number_are_those_of_one_process_together(workers):
     assert any(bounds[rank] == bounds[rank + 1] for bounds in BOUNDS[2] for rank in range(2))
 
 
-def test_the_same_rows_from_two_workers_are_refused(workers):
+def test_step_with_the_same_rows_from_two_workers_is_refused(workers):
     assert workers[0]["twins/error"] == (
         None
         if len(workers) == 1
@@ -197,7 +197,7 @@ def test_the_same_rows_from_two_workers_are_refused(workers):
     )
 
 
-def test_every_row_is_collated_once_an_epoch_by_one_worker_in_the_own_order(workers):
+def test_every_row_is_loaded_once_an_epoch_in_a_custom_order(workers):
     def order(position: int, size: int, seed: int, epoch: int) -> int:
         return (7 * position + epoch) % size
 
@@ -217,7 +217,7 @@ def test_every_row_is_collated_once_an_epoch_by_one_worker_in_the_own_order(work
     same(workers[0].state("rows_once"), plain.model)
 
 
-def test_random_rows_and_a_random_collate_are_the_same_whoever_loads_them(workers, alone):
+def test_random_augmentation_does_not_depend_on_the_loading_worker(workers, alone):
     drawn = sorted(tuple(row) for worker in workers for row in worker["augmentation/drawn"])
     assert drawn == sorted(map(tuple, alone["augmentation/drawn"]))
     assert [int(row[0]) for row in drawn] == sorted([*range(45), *range(45)])
@@ -226,7 +226,7 @@ def test_random_rows_and_a_random_collate_are_the_same_whoever_loads_them(worker
     assert apart(workers[0].state("augmentation"), alone.state("augmentation")) <= TOLERANCE
 
 
-def test_an_iterable_dataset_is_dealt_by_row_number(workers, alone):
+def test_iterable_dataset_is_divided_by_row_number(workers, alone):
     data = rows(11, 45, 10)
     steps = []
     for epoch in range(3):  # set_epoch turns the order
@@ -243,7 +243,7 @@ def test_an_iterable_dataset_is_dealt_by_row_number(workers, alone):
     assert apart(read["noisy"], read["plain"]) > 1e-3
 
 
-def test_batchnorm_of_every_kind_is_that_of_one_process(workers):
+def test_batchnorm_of_every_kind_trains_as_one_process(workers):
     """Running statistics too: cumulative, called twice in a forward, at rest, run again by checkpointing."""
     plain = by_hand(built(lambda: Normalised().double())).train(grid(rows(9, 62, 10), 16, count=9))
     mine = workers[0].state("normalised")
@@ -254,7 +254,7 @@ def test_batchnorm_of_every_kind_is_that_of_one_process(workers):
     assert int(mine["resting.num_batches_tracked"]) == 0
 
 
-def test_a_buffer_that_changes_is_allowed_on_one_worker_and_refused_by_name_on_several(workers):
+def test_changing_buffer_is_refused_by_name_on_several_workers(workers):
     for worker in workers:
         if len(workers) > 1:
             assert worker["changing_buffer/error"] == (
@@ -269,7 +269,7 @@ def test_a_buffer_that_changes_is_allowed_on_one_worker_and_refused_by_name_on_s
         assert float(worker.state("changing_buffer")["body.linear.calls"]) == 2 * 20
 
 
-def test_a_parameter_that_the_forward_writes_is_allowed_on_one_worker_and_refused_by_name_on_several(workers):
+def test_parameter_written_by_the_forward_is_refused_by_name_on_several_workers(workers):
     start = built(public.renormed)
     assert float(start[0].weight.detach().norm(dim=1).min()) > 0.5
     plain = by_hand(start).train(grid(public.words(), 16, epochs=2))
@@ -285,7 +285,7 @@ def test_a_parameter_that_the_forward_writes_is_allowed_on_one_worker_and_refuse
         same(worker.state("changing_parameter"), plain.model)
 
 
-def test_parameters_that_few_or_no_micro_batches_use_are_those_of_one_process(workers):
+def test_rarely_used_and_unused_parameters_train_as_one_process(workers):
     plain = by_hand(built(lambda: Rarely().double()), public.adam).train(grid(rows(10, 60, 10), 16, epochs=3))
     same(workers[0].state("rarely"), plain.model)
     start = built(lambda: Rarely().double()).state_dict()
@@ -293,12 +293,12 @@ def test_parameters_that_few_or_no_micro_batches_use_are_those_of_one_process(wo
     assert not torch.equal(workers[0].state("rarely")["rare.weight"], start["rare.weight"])
 
 
-def test_a_penalty_on_gradients_is_that_of_one_process(workers):
+def test_gradient_penalty_trains_as_one_process(workers):
     plain = by_hand(built(mlp), loss=public.steep, forward=public.slope)
     same(workers[0].state("penalised"), plain.train(grid(rows(10, 45, 10), 16, epochs=2)).model)
 
 
-def test_parameters_may_be_frozen_for_a_while(workers):
+def test_parameters_frozen_for_some_steps_train_as_one_process(workers):
     plain = by_hand(built(mlp))
     for done, step in enumerate(grid(rows(12, 50, 10), 16, epochs=4), 1):
         plain.step(step)
@@ -306,7 +306,7 @@ def test_parameters_may_be_frozen_for_a_while(workers):
     same(workers[0].state("toggled"), plain.model)
 
 
-def test_a_model_that_begins_to_draw_is_executed_one_by_one_from_that_step_on(workers):
+def test_micro_batches_are_not_merged_once_the_model_draws_random_numbers(workers):
     """Before, it ran in pieces of four micro-batches, several of them a step: none of them may be used."""
     plain = by_hand(built(lambda: Late().double()))
     for done, step in enumerate(grid(rows(13, 160, 10), 32, micro=2, count=9), 1):
@@ -322,7 +322,7 @@ def test_a_model_that_begins_to_draw_is_executed_one_by_one_from_that_step_on(wo
 
 
 @pytest.mark.parametrize("moment", Cramped.MOMENTS)
-def test_a_worker_that_runs_out_of_memory_goes_on_with_smaller_pieces(workers, moment):
+def test_out_of_memory_goes_on_with_smaller_merged_micro_batches(workers, moment):
     """Each for itself, in the same step: nothing of the piece that failed may be used."""
     plain = by_hand(built(lambda: Cramped(None))).train(grid(rows(13, 160, 10), 32, micro=2, count=5))
     same(workers[0].state(f"cramped_{moment}"), plain.model)
@@ -333,12 +333,12 @@ def test_a_worker_that_runs_out_of_memory_goes_on_with_smaller_pieces(workers, m
         assert worker[f"cramped_{moment}/sizes"] == [2] * share + second + 3 * smaller[share]
 
 
-def test_draws_of_python_numpy_and_torch_in_the_forward_are_those_of_one_process(workers):
+def test_random_numbers_of_the_forward_are_those_of_one_process(workers):
     plain = by_hand(built(lambda: Shaky().double())).train(grid(rows(14, 40, 10), 16, epochs=2))
     same(workers[0].state("shaky"), plain.model)
 
 
-def test_the_streams_of_the_script_are_not_moved(workers):
+def test_random_generators_of_the_script_are_left_as_they_were(workers):
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
@@ -364,7 +364,7 @@ def metrics_by_hand(model: nn.Module, data: Any) -> dict[str, float]:
     }
 
 
-def test_evaluation_counts_every_row_once_at_rest(workers, alone):
+def test_evaluate_counts_every_row_once_in_eval_mode(workers, alone):
     model = built(lambda: nn.Sequential(mlp(), nn.Dropout(0.5)))
     torch.manual_seed(3)
     other = nn.Sequential(nn.Linear(10, 4), nn.Dropout(0.5)).double()
@@ -381,7 +381,7 @@ def test_evaluation_counts_every_row_once_at_rest(workers, alone):
     assert workers[0]["evaluation/modes"] == [True, True]
 
 
-def test_names_that_differ_between_rows_are_refused(workers):
+def test_evaluate_refuses_metric_names_that_differ_between_rows(workers):
     for worker in workers:
         assert worker["evaluation/error"] == (
             "MetricError: the metric returned ['even'] for some rows and ['odd'] for others; return the same names "
@@ -389,7 +389,7 @@ def test_names_that_differ_between_rows_are_refused(workers):
         )
 
 
-def test_collectives(workers):
+def test_team_collectives(workers):
     size = len(workers)
     for rank, worker in enumerate(workers):
         found = {key.removeprefix("collectives/"): value for key, value in worker.values.items()}
@@ -413,7 +413,7 @@ def test_collectives(workers):
         assert found["seen"] == [rank > 0] * 2  # main_first: worker 0 did its part before any other began
 
 
-def test_loops_follow_one_another_and_stop_ends_all(workers, alone):
+def test_steps_loops_one_after_another_and_stop(workers, alone):
     seen = workers[0]["reports/seen"]
     assert [line[:2] for line in seen] == [[1, 0], [2, 0], [3, 0], [4, 1], [5, 2], [6, 3], [7, 3], [8, 3]]
     for line, other in zip(seen, alone["reports/seen"], strict=True):
@@ -429,29 +429,39 @@ def test_loops_follow_one_another_and_stop_ends_all(workers, alone):
 # -- other launchers --------------------------------------------------------------------------------------------
 
 UNDER_TORCHRUN = """
-import sys, paceline
-from cases import Cramped, cross_entropy, mlp, rows
+from pathlib import Path
+import paceline
+from cases import cross_entropy, mlp, rows
 from public import adam, sgd
-torch_team = paceline.join()
+team = paceline.join()
 one = paceline.Trainer(mlp, cross_entropy, sgd, global_batch=16)
 two = paceline.Trainer(mlp, cross_entropy, adam, global_batch=8)
 for first, second in zip(one.steps(rows(1, 40, 10), count=6), two.steps(rows(2, 40, 10), count=6)):
     if second.step == 6:
         break
-one.export(f"{sys.argv[1]}/one.safetensors")
-two.export(f"{sys.argv[1]}/two.safetensors")
-sys.stdout.write(f"worker {torch_team.rank} of {torch_team.size}\\n")  # at once: both write to one pipe
+one.export("one.safetensors")
+two.export("two.safetensors")
+Path(f"worker {team.rank} of {team.size}").touch()
 """
 
 
-def test_torchrun_starts_a_script_and_a_loop_left_at_its_last_step_is_finished(tmp_path):
+def start_with_torchrun(script: Path, **env: str) -> None:
+    command = [*("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"), script]
+    with Process([sys.executable, *command], environment(**env), cwd=script.parent, stderr=PIPE) as process:
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+
+
+def start_with_variables(script: Path, **env: str) -> None:
+    ended = without_an_agent(script, script, cwd=script.parent, **env)
+    assert [code for code, _ in ended] == [0, 0], ended
+
+
+@pytest.mark.parametrize("start", [start_with_variables, pytest.param(start_with_torchrun, marks=pytest.mark.slow)])
+def test_torchrun_starts_a_script_and_a_loop_left_at_its_last_step_is_finished(start, tmp_path):
     (tmp_path / "train.py").write_text(UNDER_TORCHRUN)
-    command = [*("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"), tmp_path]
-    given = environment(PACELINE_RUN_DIR=str(tmp_path / "run"), CUDA_VISIBLE_DEVICES="")
-    with Process([sys.executable, *command], given, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
-        stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0, stderr
-    assert sorted(stdout.splitlines()) == ["worker 0 of 2", "worker 1 of 2"]
+    start(tmp_path / "train.py", PACELINE_RUN_DIR=str(tmp_path / "run"), CUDA_VISIBLE_DEVICES="")
+    assert sorted(path.name for path in tmp_path.glob("worker *")) == ["worker 0 of 2", "worker 1 of 2"]
     for name, optimizer, data, size in (("one", public.sgd, 1, 16), ("two", public.adam, 2, 8)):
         plain = by_hand(built(mlp), optimizer).train(grid(rows(data, 40, 10), size, count=6))
         same(load_file(tmp_path / f"{name}.safetensors"), plain.model)

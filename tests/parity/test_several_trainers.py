@@ -20,13 +20,14 @@ from paceline.base.journal import read_journal
 
 TEAMS = {
     "1 worker": ["--workers", "1"],
-    "2 workers": ["--workers", "2"],
+    "2 unequal workers": ["--workers", "2", "--shares", "3,1"],
     "3 unequal workers": ["--workers", "3", "--shares", "4,1,3"],
 }
 
 
 @pytest.fixture(
-    scope="module", params=["1 worker", pytest.param("2 workers", marks=pytest.mark.slow), "3 unequal workers"]
+    scope="module",
+    params=["2 unequal workers", *(pytest.param(team, marks=pytest.mark.slow) for team in (*TEAMS,)[::2])],
 )
 def gan(request, tmp_path_factory):
     """(weights, figures, decisions, number of workers)"""
@@ -41,7 +42,7 @@ def gan(request, tmp_path_factory):
 
 @pytest.mark.parametrize("loss", dcgan.LOSSES)
 @pytest.mark.parametrize("generator", dcgan.GENERATORS)
-def test_statistics_of_another_trainers_batchnorm_are_those_of_one_process(gan, generator, loss):
+def test_batchnorm_statistics_of_another_trainer_are_those_of_one_process(gan, generator, loss):
     weights, figures, _, _ = gan
     g, d = built(lambda: dcgan.GENERATORS[generator]().double()), built(lambda: dcgan.Discriminator().double())
     of_d = Plain(d, judge, [sgd(d.named_parameters())], forward=real_and_fake(g))
@@ -62,7 +63,7 @@ def test_statistics_of_another_trainers_batchnorm_are_those_of_one_process(gan, 
     assert figures[title] == pytest.approx(losses, rel=1e-10)
 
 
-def test_another_trainers_batchnorm_keeps_micro_batches_apart(gan):
+def test_batchnorm_of_another_trainer_prevents_merging_of_micro_batches(gan):
     """As soon as it was seen to run in training mode, also where the trained model has none; at rest it does not."""
     _, _, said, workers = gan
     in_training, at_rest = (
@@ -76,7 +77,7 @@ def test_another_trainers_batchnorm_keeps_micro_batches_apart(gan):
         }
 
 
-def test_another_trainers_changing_buffer_is_refused_by_name_on_several_workers(gan):
+def test_changing_buffer_of_another_trainer_is_refused_by_name(gan):
     _, figures, _, workers = gan
     assert figures["refused"] == (
         None

@@ -1,7 +1,8 @@
-"""A model of which parameters are frozen after its Trainer was made, for some steps: `freezing.py`."""
+"""A model of which parameters are frozen after its Trainer was made, for some steps: `freezing.py PLANS`."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -50,8 +51,9 @@ def in_plain_torch() -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    trainer = paceline.Trainer(model, loss, optimizer, global_batch=GLOBAL_BATCH)
-    change(trainer.model, 0)
-    for report in trainer.steps(data, count=STEPS):
-        change(trainer.model, report.step)
-    trainer.export("out.safetensors")
+    for number, plan in enumerate(sys.argv[1:]):
+        trainer = paceline.Trainer(model, loss, optimizer, global_batch=GLOBAL_BATCH, plan=plan or None)
+        change(trainer.model, 0)
+        for report in trainer.steps(data, count=STEPS):
+            change(trainer.model, report.step)
+        trainer.export(f"{number}.safetensors")

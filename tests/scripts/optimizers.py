@@ -1,5 +1,5 @@
 """Optimizers whose update of a number depends on others, written for tests. Each trains a small model a little:
-`optimizers.py STEPS NAME ...`.
+`optimizers.py STEPS NAME ...`, one after another, or with "by turns" among the names a step of each in turn.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -276,9 +277,10 @@ def in_plain_torch(name: str, steps: int) -> dict[str, torch.Tensor]:
 
 
 if __name__ == "__main__":
-    made = {**OPTIMIZERS, **ODD}
-    trainers = {name: paceline.Trainer(model, loss, made[name], global_batch=GLOBAL_BATCH) for name in sys.argv[2:]}
+    made, names = {**OPTIMIZERS, **ODD}, [name for name in sys.argv[2:] if name != "by turns"]
+    trainers = {name: paceline.Trainer(model, loss, made[name], global_batch=GLOBAL_BATCH) for name in names}
+    loops = (trainer.steps(data, count=int(sys.argv[1])) for trainer in trainers.values())
+    for _ in zip_longest(*loops) if "by turns" in sys.argv else chain.from_iterable(loops):
+        pass
     for name, trainer in trainers.items():
-        for _ in trainer.steps(data, count=int(sys.argv[1])):
-            pass
         trainer.export(f"{name}.safetensors")
