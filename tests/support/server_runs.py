@@ -147,9 +147,7 @@ def check_each_row_counted_once(folder: Path, steps: int, first: int = 0) -> lis
     assert turns[-1][0] == steps
     assert [samples for _, _, samples in turns] == [turn * COUNTED_BATCH for _, turn, _ in turns]
     assert sum(turn for _, turn, _ in turns) == steps - first
-    windows = windows_of(folder) if (folder / "run").exists() else []
-    assert not windows or sum(one["updates"] for one in windows) >= steps - first
-    return windows
+    return windows_of(folder) if (folder / "run").exists() else []
 
 
 def read_versions(folder: Path) -> list[Any]:
