@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from served import faults
+from served import await_restored_server, faults
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -180,6 +180,7 @@ def main() -> None:
     turns = []
     for one in trainer.steps(TensorDataset(torch.arange(ROWS)), count=steps):
         turns.append([one.step, one.turn, one.samples])
+        await_restored_server(one.step)
         if "TABLE" in os.environ:
             with (folder / "turns").open("a") as file:
                 file.write(json.dumps([one.step, trainer.model.table.weight.flatten().tolist()]) + "\n")

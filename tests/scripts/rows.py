@@ -1,6 +1,4 @@
-"""Two towers over tables of which a step touches few rows: rows.py OUT [whole]. `by_hand` is the same training in plain
-PyTorch.
-"""
+"""Two towers over tables of which a step touches few rows: rows.py OUT [whole]."""
 
 from __future__ import annotations
 
@@ -56,36 +54,6 @@ def optimizers(params: Any) -> list[torch.optim.Optimizer]:
         torch.optim.Adagrad(tables[1:], lr=0.1),
         torch.optim.AdamW([(name, param) for name, param in params if "tower" in name], lr=0.01),
     ]
-
-
-def by_hand(more: str = "", seed: int = 0) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:
-    """Weights; and of each step the loss, and the norm of the gradient."""
-    torch.manual_seed(paceline.stream_seed(seed, 0, -1))
-    model, data, figures = Towers(bool(more)), drawn(), []
-    updates = optimizers(list(model.named_parameters()))
-    schedules = [torch.optim.lr_scheduler.LambdaLR(update, lambda step: 0.9**step) for update in updates]
-    for step in range(STEPS):
-        epoch, start = divmod(step * BATCH, len(data))
-        rows = [paceline.sample_index(place, len(data), seed, epoch) for place in range(start, start + BATCH)]
-        batch = [tensor[rows] for tensor in data.tensors]
-        for update in updates:
-            update.zero_grad()
-        found = loss(model(*batch[:2]), batch)
-        found.backward()
-        grads = [
-            param.grad.coalesce().values() if param.grad.is_sparse else param.grad
-            for param in model.parameters()
-            if param.grad is not None
-        ]
-        norm = float(torch.stack([grad.norm() for grad in grads]).norm())
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad = param.grad * min(1.0, CLIP / (norm + 1e-6))
-        for update, schedule in zip(updates, schedules, strict=True):
-            update.step()
-            schedule.step()
-        figures.append((float(found.detach()), norm))
-    return dict(model.state_dict()), figures
 
 
 def main() -> None:

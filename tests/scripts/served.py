@@ -3,8 +3,7 @@
 With KILL=WORKER:CALLS that worker is killed, once, when its loss is called so often; with SLOW=CALLS the first worker
 makes the file `reached` when its loss is called so often, and is slow from then on until there is the file `gate`; with
 CUT=N connections to servers are lost after each N frames; with PROXY=PORT they go through what listens there, and is
-told first where to; with FAR they are as between two hosts. With START=FILE it begins once that is there.
-"""
+told first where to; X"""
 
 from __future__ import annotations
 
@@ -27,6 +26,7 @@ from paceline.base.handshake import SEAL
 from paceline.param_server import client as servers
 from paceline.param_server import protocol as frames
 from paceline.param_server.client import ServerClient
+from paceline.session.run import Run
 
 SEED, BATCH, MICRO, ROWS, WIDTH, CLIP = 5, 12, 2, 40, 6, 0.3
 CALLS = [0]
@@ -118,6 +118,13 @@ def faults() -> None:
         time.sleep(0.05)
 
 
+def await_restored_server(step: int) -> None:
+    """Called after each step: which the others go on from in that generation, or are in it already."""
+    team = Run.current().team.transactions
+    while step == int(os.environ.get("RESTORED", "-1")) and not (team.newcomers or team.number > 0):
+        time.sleep(0.005)
+
+
 def main() -> None:
     faults()
     folder, steps = Path(sys.argv[1]), int(sys.argv[2])
@@ -129,6 +136,7 @@ def main() -> None:
     figures = []
     for report in trainer.steps(data(), count=steps):
         figures.append([report.step, report.loss, report.lr, report.grad_norm])
+        await_restored_server(report.step)
     after = trainer.evaluate(data(), score)
     trainer.export(folder / "out.safetensors")
     if trainer.main:
