@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from agents import AGAIN, Launcher, journal, until
+from agents import AGAIN, POLITE, Launcher, journal, until
 from conftest import MemoryGroup, enter_group
 
 # ---- failures
@@ -377,19 +377,6 @@ def test_out_of_memory(launcher: Launcher, memory_group: MemoryGroup) -> None:
 
 # ---- stopping
 
-POLITE = """
-event("join")
-event("phase")
-stop = []
-signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
-mark("up")
-while not stop:
-    time.sleep(0.01)
-os.makedirs(RUN + "/checkpoints/step-000000000120", exist_ok=True)
-open(RUN + "/checkpoints/step-000000000120/manifest.json", "w").close()
-event("stopped", step=120, checkpoint="checkpoints/step-000000000120")
-sys.exit(75)
-"""
 STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"
 UNSAVED = "stopping; press Ctrl-C again to stop at once\n"
 START = "2 workers, run folder run\n"

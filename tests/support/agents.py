@@ -59,6 +59,22 @@ def meet(name):
     wait_for(name)
 """
 
+# A worker that is asked to stop says that it has written a checkpoint, and ends with exit code 75.
+POLITE = """
+event("join")
+event("phase")
+stop = []
+signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
+mark("up")
+print("up", flush=True)
+while not stop:
+    time.sleep(0.01)
+os.makedirs(RUN + "/checkpoints/step-000000000120", exist_ok=True)
+open(RUN + "/checkpoints/step-000000000120/manifest.json", "w").close()
+event("stopped", step=120, checkpoint="checkpoints/step-000000000120")
+sys.exit(75)
+"""
+
 # How the agent names the command that goes on with the run of `Launcher.run`.
 AGAIN = "paceline run --workers 2 --run-dir run train.py"
 
