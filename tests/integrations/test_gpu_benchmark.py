@@ -6,21 +6,22 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
 from paths import ROOT
-from warm import environment
+from warm import Process, environment
 
 TINY = ("--cpu", "--eager", "--layers=2", "--width=64", "--length=16", "--vocabulary=97", "--batch=2", "--rounds=2")
 
 
 def gpu(*options: str, code: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *options]
-    hidden = environment(CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    with Process(command, environment(CUDA_VISIBLE_DEVICES=""), stdout=PIPE, stderr=PIPE) as process:
+        output, errors = process.communicate(timeout=500)
+    assert process.returncode == code, output + errors
+    return subprocess.CompletedProcess(command, code, output, errors)
 
 
 def test_make_gpu_without_a_gpu_says_one_sentence_and_fails() -> None:

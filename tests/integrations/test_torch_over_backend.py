@@ -96,7 +96,7 @@ def test_the_parts_train_one_model(trained, size: int) -> None:
     ("autoload", "imports"),
     [
         ("1", "import torch"),
-        ("1", "import paceline, torch"),
+        pytest.param("1", "import paceline, torch", marks=pytest.mark.slow),  # the autoload does it, as above
         pytest.param("1", "import torch, paceline", marks=pytest.mark.slow),  # it is known before the second one
         ("0", "import torch, paceline"),
         pytest.param("0", "import paceline, torch", marks=pytest.mark.slow),  # what the one below says
