@@ -462,6 +462,7 @@ MORE_CODES: list[tuple[str, int, str, list[str], int]] = [
 @pytest.mark.parametrize(
     ("row", "code", "script", "options", "number"),
     [*CODES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CODES)],
+    ids=[f"{case[1]}-{number}" for number, case in enumerate(CODES + MORE_CODES)],
 )
 def test_exit_codes(row: str, code: int, script: str, options: list[str], number: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
