@@ -99,7 +99,13 @@ class Ended:
 
 
 class Launcher:
-    """Runs scripts under the agent in a folder of the test; whatever is still alive at the end is ended."""
+    """Runs scripts under the agent in a folder of the test; whatever is still alive at the end is ended.
+
+    `cold_start`: workers are Python processes of their own, which these scripts without torch start in less time than it
+    takes to fork them from a process with torch.
+    """
+
+    cold_start = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,10 +122,10 @@ class Launcher:
     ) -> subprocess.Popen[str]:
         """`seconds`: constants of the agent's."""
         (self.folder / "train.py").write_text(WORKER + textwrap.dedent(script))
-        cold = preexec is not None  # it may leave no room for torch
-        given = {"script": "train.py", "workers": 2, "run_dir": "run", "cold_start": cold, "seconds": seconds or {}}
+        given = {"script": "train.py", "workers": 2, "run_dir": "run", "seconds": seconds or {}, **options}
+        given.setdefault("cold_start", self.cold_start or preexec is not None)  # which may leave no room for torch
         process = Process(
-            [sys.executable, "-c", MAIN, json.dumps(given | options)],
+            [sys.executable, "-c", MAIN, json.dumps(given)],
             environment(**(env or {})),
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
