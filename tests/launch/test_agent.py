@@ -215,7 +215,9 @@ def test_run_that_was_finished_before_writes_no_report(launcher: Launcher) -> No
         ),
     ],
 )
-def test_options_that_cannot_work_are_usage_errors(launcher: Launcher, options: dict[str, object], message: str) -> None:
+def test_options_that_cannot_work_are_usage_errors(
+    launcher: Launcher, options: dict[str, object], message: str
+) -> None:
     ended = launcher.run("", **options)
     assert (ended.code, ended.stdout, ended.stderr) == (2, "", message)
     assert not ended.folder.exists()

@@ -131,7 +131,9 @@ os.rename(f"{RUN}/pids-{RANK}.new", f"{RUN}/pids-{RANK}")
 """
 
 
-@pytest.mark.parametrize("end", ["", pytest.param("sys.exit(3)", marks=pytest.mark.slow), "os.kill(os.getpid(), signal.SIGKILL)"])
+@pytest.mark.parametrize(
+    "end", ["", pytest.param("sys.exit(3)", marks=pytest.mark.slow), "os.kill(os.getpid(), signal.SIGKILL)"]
+)
 def test_agent_ends_all_processes_that_workers_started(launcher: Launcher, end: str) -> None:
     ended = launcher.run(FAMILY + end)
     pids = family(launcher)
@@ -244,7 +246,9 @@ def test_daemon_that_keeps_the_pipes_open_does_not_delay_the_end(launcher: Launc
     assert (ended.code, ended.stdout, lives) == (0, "done\n", [True, True])
 
 
-@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&- 2>&-"))])
+@pytest.mark.parametrize(
+    "closed", ["<&- >&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", ">&- 2>&-"))]
+)
 def test_run_with_closed_standard_streams(closed: str, tmp_path: Path) -> None:
     """As some daemons start a command: descriptors 0 to 2 are free, and the next thing that is opened gets them."""
     body = "t = make()\nlist(t.steps(data, epochs=1))\nt.export('out.safetensors')\n"

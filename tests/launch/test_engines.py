@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import signal
 import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from agents import WORKER, until
-from launching import piped
+from agents import until
+from host_folders import Launched
+from host_folders import launched as launched
 
 from paceline.cli.main import main
 from paceline.errors import LaunchError, UsageError
@@ -23,81 +19,6 @@ from paceline.launch.engines.engine import Host, parse_hosts, read_hosts
 from paceline.launch.engines.launcher import HostJob
 from paceline.launch.engines.remote_agent import unpack
 from paceline.launch.engines.start import archive
-
-# An engine whose hosts are folders here: each has a script of its own. `down` is a file that keeps one from answering.
-HERE = """
-import json, signal, sys
-from pathlib import Path
-from paceline.errors import PacelineError
-from paceline.launch.engines import launcher
-from paceline.launch.engines.engine import End, Engine, Host
-signal.signal(signal.SIGINT, signal.default_int_handler)
-class Here(Engine):
-    name = "here"
-    def command(self, place):
-        if Path(place.name, "down").exists():
-            return ["sh", "-c", "exit 255"]
-        return ["env", "-C", place.name, "sh"]
-    def end(self, place, code, said):
-        return End("lost", said or "no answer") if code == 255 else None
-given = json.loads(sys.argv[1])
-launcher.AGAIN = 0.5
-places = [Host(name, count) for name, count in given.pop("places")]
-python, listen, detach = given.pop("python", sys.executable), given.pop("listen"), given.pop("detach", False)
-job = launcher.HostJob(given, python, ".", listen=listen, detach=detach, wait=given.pop("wait", None))
-try:
-    sys.exit(launcher.Launcher(Here(places), job).run())
-except PacelineError as error:
-    print(f"paceline: {error}", file=sys.stderr)
-    sys.exit(2)
-"""
-
-
-class Launched:
-    """Launchers over hosts that are folders of the test's."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.started = folder, list[subprocess.Popen[str]]()
-
-    def start(
-        self, scripts: dict[str, str], counts: dict[str, int] | None = None, **more: object
-    ) -> subprocess.Popen[str]:
-        for name, script in scripts.items():
-            (self.folder / name).mkdir(exist_ok=True)
-            if script:
-                (self.folder / name / "train.py").write_text(WORKER + textwrap.dedent(script))
-        places = [(name, (counts or {}).get(name)) for name in scripts]
-        given = {
-            "script": "train.py",
-            "run_dir": "run",
-            "cold_start": True,
-            "again": "AGAIN",
-            "places": places,
-            "listen": "127.0.0.1",
-            **more,
-        }
-        process = piped([sys.executable, "-c", HERE, json.dumps(given)], self.folder)
-        self.started.append(process)
-        return process
-
-    def ours(self) -> list[psutil.Process]:
-        """All processes that work in our folders."""
-        found = psutil.process_iter(["cwd", "cmdline", "environ"])
-        return [one for one in found if (one.info["cwd"] or "").startswith(str(self.folder))]
-
-    def close(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.communicate()
-
-
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Launched]:
-    made = Launched(tmp_path)
-    yield made
-    made.close()
-    until(lambda: not made.ours())  # also where the launcher was killed
-
 
 ENDS = "print('out', RANK, flush=True)\nprint('error', file=sys.stderr, flush=True)\nsys.exit(CODE)\n"
 WAITS = "mark('up')\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
@@ -216,8 +137,10 @@ def test_where_all_hosts_are_to_begin_one_that_does_not_come_ends_it(launched: L
     [(signal.SIGINT, 130), (signal.SIGTERM, 75), pytest.param(signal.SIGUSR2, 75, marks=pytest.mark.slow)],
 )
 def test_a_signal_ends_all_hosts(launched: Launched, number: int, code: int) -> None:
-    process = launched.start({"a": WAITS, "b": WAITS})
-    until(lambda: (launched.folder / "b/run/hosts/b/up-1").exists())
+    """Of two; what SIGTERM does is shown on one."""
+    process = launched.start(dict.fromkeys("a" if number == signal.SIGTERM else "ab", WAITS))
+    up = "a/run/up-0" if number == signal.SIGTERM else "b/run/hosts/b/up-1"
+    until(lambda: (launched.folder / up).exists())
     process.send_signal(number)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code, error

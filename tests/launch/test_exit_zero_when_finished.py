@@ -152,7 +152,10 @@ def test_a_coordinator_that_cannot_work_is_given_up(tmp_path: Path) -> None:
     (tmp_path / "site" / "tornado" / "__init__.py").write_text("raise ImportError('no tornado today')\n")
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
     done = paceline(
-        *("run", "--cold-start", "--run-dir", "run", "train.py"), cwd=tmp_path, code=2, PYTHONPATH=str(tmp_path / "site")
+        *("run", "--cold-start", "--run-dir", "run", "train.py"),
+        cwd=tmp_path,
+        code=2,
+        PYTHONPATH=str(tmp_path / "site"),
     )
     told = "paceline: the coordinator ended 5 times within 10 s (exit code 1); read run/logs/coordinator.log\n"
     assert done.stderr.endswith(told)

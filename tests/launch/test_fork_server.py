@@ -12,7 +12,7 @@ from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from agents import Launcher, alive, journal, until
+from agents import Launcher, alive, journal, until, warm_of
 from launching import SCRIPTS, paceline
 from warm import Process, environment
 
@@ -230,11 +230,7 @@ def test_kill_or_stop_of_the_warm_process_starts_another_one(launcher: Launcher,
     """And nothing happens to the workers that it made."""
     agent = launcher.start(WAITS)
     launcher.wait_for("up-")
-    (warm,) = (
-        int(pid)
-        for pid in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-        if Path(f"/proc/{pid}/comm").read_text() == "paceline warm\n"
-    )
+    warm = warm_of(agent.pid)
     os.kill(warm, how)
     until(lambda: not Path(f"/proc/{warm}").exists())
     (launcher.folder / "run" / "go-0").touch()

@@ -21,9 +21,8 @@ from conftest import lacking
 from launching import SCRIPTS, in_short_folder, paceline, piped
 from oracle import as_one_worker
 from pods import IMAGE, SERVERS, Cluster, Container
+from real_engines import DIGITS, SLOWLY, weights
 from test_kubernetes_manifests import HIDDEN, TOKEN, by_kind
-from test_ssh import DIGITS, SLOWLY
-from test_torchrun_mpi_srun import weights
 
 from paceline.cli.main import main
 from paceline.errors import UsageError

@@ -93,7 +93,9 @@ class Two(Engine):
 
 
 @pytest.mark.slow
-def test_launch_function_waits_for_all_hosts_before_the_second_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_launch_function_waits_for_all_hosts_before_the_second_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """An engine's, of which this one has the hosts here. Nobody makes more than a step without the others."""
     monkeypatch.setattr("paceline.launch.function._ray", lambda asked: Two([Host("a"), Host("b")]))
 
@@ -143,7 +145,9 @@ TRAINER = """import time
         time.sleep(0.05)"""
 
 
-@pytest.mark.parametrize("body", [WORKER_PART, pytest.param(TRAINER, marks=pytest.mark.slow)], ids=["worker", "trainer"])
+@pytest.mark.parametrize(
+    "body", [WORKER_PART, pytest.param(TRAINER, marks=pytest.mark.slow)], ids=["worker", "trainer"]
+)
 def test_launch_function_ctrl_c_saves_a_checkpoint_and_raises_keyboard_interrupt(tmp_path: Path, body: str) -> None:
     """And ends nothing else: the program goes on."""
     (tmp_path / "train.py").write_text(WORKER + POLITE)
@@ -168,7 +172,7 @@ def piped_program(name: str, env: dict[str, str]) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For functions that use no torch. They are functions of a test, which travel whole: nothing is imported for them."""
+    """For functions that use no torch. As functions of a test they travel whole: nothing is imported."""
     monkeypatch.setenv("PACELINE_COLD_START", "1")
 
 
@@ -241,7 +245,9 @@ def test_launch_function_usage_errors(golden: Callable[[str, str], None]) -> Non
         golden(f"no place: {given}", str(raised.value))
 
 
-def test_launch_function_names_large_values_that_it_carries(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_function_names_large_values_that_it_carries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from paceline.launch import function
 
     monkeypatch.setattr(function, "LARGE", 1_000_000)

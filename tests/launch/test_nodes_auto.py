@@ -13,8 +13,8 @@ import pytest
 from agents import WORKER, journal, until
 from launching import SCRIPTS, paceline
 from oracle import apart
+from real_engines import SLOWLY
 from safetensors.torch import load_file
-from test_ssh import SLOWLY
 from warm import environment
 
 from paceline.base.environment import read_nodes

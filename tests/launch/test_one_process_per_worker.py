@@ -7,12 +7,11 @@ import random
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from agents import Launcher, alive, until
+from agents import SPREAD, Launcher, alive, until, warm_of
 from launching import paceline
 from noting import NOTES
 from once import once
@@ -28,7 +27,6 @@ for report in trainer.steps(data, count=6):
             time.sleep(0.005)
 trainer.export("out.safetensors")
 """
-SPREAD = 0.08  # seconds, of which an agent takes as much to fork two workers
 CELLS = 20  # each of 10 delays
 
 
@@ -72,22 +70,6 @@ def disturbed(folder: Path, delay: float = 0.0, how: int = 0, late: bool = False
     assert agent.returncode == 0, stderr
     assert not (folder / "twice").exists(), (folder / "twice").read_text()
     return (folder / "out.safetensors").read_bytes()
-
-
-def warm_of(agent: int) -> int:
-    """The agent's warm process, once it has its name: a number that is never negative, which would mean everybody."""
-    found: list[int] = []
-
-    def named() -> bool:
-        for pid in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
-            with suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text() == "paceline warm\n":
-                    found.append(pid)
-        return bool(found)
-
-    until(named)
-    assert found[0] > 1
-    return found[0]
 
 
 @pytest.mark.parametrize(

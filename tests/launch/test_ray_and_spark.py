@@ -26,9 +26,8 @@ from launching import SCRIPTS, free_port, in_short_folder, paceline, piped
 from oracle import as_one_worker
 from pyarrow import parquet
 from rays import Cluster
+from real_engines import DIGITS, SLOWLY, weights
 from sparks import Application
-from test_ssh import DIGITS, SLOWLY
-from test_torchrun_mpi_srun import weights
 
 from paceline.cli.main import main
 from paceline.launch.engines.ray import bundles, pending

@@ -13,10 +13,10 @@ import pytest
 from agents import journal, until
 from launching import SCRIPTS, paceline
 from oracle import apart
+from real_engines import SLOWLY
 from safetensors.torch import load_file
-from test_ssh import SLOWLY
-from test_torchrun_mpi_srun import Slurm
-from test_torchrun_mpi_srun import slurm as slurm
+from slurm import Slurm
+from slurm import slurm as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
 LAUNCH = [sys.executable, "-m", "paceline", "launch", "slurm"]

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -101,8 +102,8 @@ class Ended:
 class Launcher:
     """Runs scripts under the agent in a folder of the test; whatever is still alive at the end is ended.
 
-    `cold_start`: workers are Python processes of their own, which these scripts without torch start in less time than it
-    takes to fork them from a process with torch.
+    `cold_start`: workers are Python processes of their own. For scripts without torch that takes less time than to fork
+    them from a process with torch.
     """
 
     cold_start = False
@@ -176,6 +177,25 @@ def family(launcher: Launcher, workers: int = 2) -> list[int]:
     """The process ids that the workers left in their files."""
     files = [launcher.folder / "run" / f"pids-{rank}" for rank in range(workers)]
     return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+SPREAD = 0.08  # seconds: an agent takes as long to fork two workers
+
+
+def warm_of(agent: int) -> int:
+    """The agent's warm process, once it has its name: a number that is never negative, which would mean everybody."""
+    warm: list[int] = []
+
+    def named() -> bool:
+        for pid in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == "paceline warm\n":
+                    warm.append(pid)
+        return bool(warm)
+
+    until(named)
+    assert warm[0] > 1
+    return warm[0]
 
 
 def journal(folder: Path, kind: str) -> list[dict[str, object]]:
