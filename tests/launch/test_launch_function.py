@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from agents import POLITE, WORKER, journal
@@ -24,6 +25,7 @@ from warm import environment
 
 import paceline
 from paceline.errors import LaunchError, UsageError
+from paceline.launch import function
 from paceline.launch.engines.engine import Engine, Host
 
 
@@ -201,17 +203,14 @@ def test_launch_function_that_calls_sys_exit_is_an_error(
     assert "\nnote: the function ended without using paceline, which trained" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("cold_start")
-def test_launch_function_value_that_cannot_be_pickled_is_named(
-    capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
-) -> None:
+def test_worker_names_a_value_that_cannot_be_pickled(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
     def generates() -> Any:
         return (row for row in range(3))
 
-    with pytest.raises(LaunchError, match=r"^generates ended with exit code 1; see above, or run/logs$"):
-        paceline.launch(generates, run_dir="run")
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("  UsageError: ")]
-    golden("a value that cannot be pickled", line.strip())
+    (tmp_path / "call").write_bytes(cloudpickle.dumps((generates, ())))
+    with pytest.raises(UsageError) as raised:
+        function._called(str(tmp_path / "call"), str(tmp_path / "result"))
+    golden("a value that cannot be pickled", f"UsageError: {raised.value}")
 
 
 @pytest.mark.usefixtures("cold_start")
@@ -248,8 +247,6 @@ def test_launch_function_usage_errors(golden: Callable[[str, str], None]) -> Non
 def test_launch_function_names_large_values_that_it_carries(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from paceline.launch import function
-
     monkeypatch.setattr(function, "LARGE", 1_000_000)
     rows, small = bytes(3_000_000), bytes(10)
     function._packed(lambda: (rows, small), (), "train")
