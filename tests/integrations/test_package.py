@@ -130,7 +130,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return once(tmp_path_factory, "environment", install) / "bin"
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         about = f"paceline-{VERSION}.dist-info"
         names = {name for name in archive.namelist() if not name.startswith(f"{about}/")}
@@ -146,7 +146,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0\n" in metadata
 
 
-def test_one_version() -> None:
+def test_version_is_the_same_everywhere() -> None:
     assert package.__version__ == VERSION
     assert f"\n## [{VERSION}]" in text("CHANGELOG.md")
 
@@ -225,7 +225,7 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_of_documents_exist(page: Path) -> None:
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if link.startswith("https://"):
@@ -238,7 +238,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_python_block_compiles(page: Path) -> None:
+def test_python_blocks_of_documents_compile(page: Path) -> None:
     for block in re.findall(r"^( *)```python\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL):
         ast.parse("if True:\n" + block[1] if block[0] else block[1])
 
@@ -277,7 +277,7 @@ texts = [{"input_ids": torch.arange(1, length)} for length in range(3, 40)]
 """
 
 
-def test_what_others_become_runs(tmp_path: Path) -> None:
+def test_scripts_of_coming_from_page_run(tmp_path: Path) -> None:
     """Each "after" of coming-from.md, one behind the other in one script, on two workers."""
     after = [block for block in blocks("docs/coming-from.md") if "paceline.Trainer(" in block]
     assert len(after) == 4
@@ -289,7 +289,7 @@ def test_what_others_become_runs(tmp_path: Path) -> None:
     assert "embed.weight" in load_file(tmp_path / "model.safetensors")
 
 
-def test_tokens_are_trained_as_documented(tmp_path: Path) -> None:
+def test_token_script_of_data_page_trains(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [np.arange(128 * 1025, dtype=np.uint16) % 50], vocabulary=50)
     block, _ = blocks("docs/data.md")
     (tmp_path / "train.py").write_text(block + "print('trained', trainer.steps_done)\n")
@@ -297,7 +297,7 @@ def test_tokens_are_trained_as_documented(tmp_path: Path) -> None:
     assert "trained 2\n" in done.stdout
 
 
-def test_the_transport_is_used_as_documented(tmp_path: Path) -> None:
+def test_script_of_transport_page_runs(tmp_path: Path) -> None:
     (block,) = blocks("docs/transport.md")
     script = tmp_path / "ours.py"
     script.write_text(
@@ -314,7 +314,7 @@ def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out.partition("\nexample")[0]))
 
 
-def test_hosts_behind_mpirun_have_the_options_of_those_behind_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_mpi_has_the_options_of_launch_ssh(capsys: pytest.CaptureFixture[str]) -> None:
     assert options_of("launch mpi", capsys) == options_of("launch ssh", capsys) - {"--tunnel"}
 
 
@@ -333,7 +333,7 @@ def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[
     assert f"`paceline {command}`" in text("docs/running.md")
 
 
-def test_the_words_of_a_plan_are_documented() -> None:
+def test_every_word_of_a_plan_is_documented() -> None:
     told = {}
     for words, _, built in rows(section("docs/running.md", "## The plan")):
         for word in words.strip("`").split():

@@ -75,7 +75,7 @@ def disturbed(folder: Path, delay: float = 0.0, how: int = 0, late: bool = False
 @pytest.mark.parametrize(
     "dies", ["fork 1", "waitpid 2", *(pytest.param(dies, marks=pytest.mark.slow) for dies in ("fork 2", "waitpid 1"))]
 )
-def test_a_warm_process_that_dies_while_it_forks_leaves_one_process_per_worker(launcher: Launcher, dies: str) -> None:
+def test_kill_of_the_warm_process_while_it_forks_leaves_one_process_per_worker(launcher: Launcher, dies: str) -> None:
     """The workers here import no torch."""
     agent = launcher.start(
         """
@@ -128,7 +128,7 @@ list(trainer.steps(data, count=2))
 @pytest.mark.parametrize(
     "how", [*(pytest.param(h, marks=pytest.mark.slow) for h in ("subprocess", "spawned")), "forked"]
 )
-def test_a_process_that_a_worker_starts_does_not_train_in_its_place(tmp_path, how):
+def test_child_process_of_a_worker_cannot_train_as_the_worker(tmp_path, how):
     (tmp_path / "train.py").write_text(TWIN)
     paceline("run", "--workers", "2", "--run-dir", "run", "train.py", how, cwd=tmp_path)
     for rank in (0, 1):
@@ -145,14 +145,14 @@ def test_a_process_that_a_worker_starts_does_not_train_in_its_place(tmp_path, ho
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["fork 2", "waitpid 2", "fork 3", "waitpid 3"])
-def test_the_weights_are_those_of_an_undisturbed_run(tmp_path, undisturbed, dies):
+def test_kill_of_the_warm_process_gives_the_undisturbed_weights(tmp_path, undisturbed, dies):
     assert disturbed(tmp_path / "run", late=dies.endswith("3"), dies=dies) == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("cell", range(CELLS))
-def test_a_worker_has_one_process_at_200_random_delays(tmp_path, undisturbed, cell, late):
+def test_kill_of_the_warm_process_at_200_random_delays(tmp_path, undisturbed, cell, late):
     chance = random.Random(cell)
     for number in range(200 // CELLS):
         delay, how = chance.uniform(0.0, SPREAD), chance.choice([signal.SIGKILL, signal.SIGINT])

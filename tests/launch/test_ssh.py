@@ -47,7 +47,7 @@ def shore(
         one.close()
 
 
-def test_two_hosts_train_what_one_worker_trains(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_two_hosts_give_the_weights_of_one_worker(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """To the byte with `exact`; no process, and nothing of the token, is left where others could see it."""
     paceline("run", "--plan", "exact", "--steps", "12", "--run-dir", "alone", DIGITS, cwd=tmp_path)
     here = shore(2)
@@ -84,7 +84,7 @@ def begun(
     return process
 
 
-def test_figures_and_the_page_are_served_from_the_first_host(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_first_host_serves_metrics_and_page(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here, run = shore(2), tmp_path / "run"
     process = begun(here, "--metrics", "127.0.0.1:9464", "--page", "127.0.0.1:9465")
     key = (run / "reading_key").read_text().strip()
@@ -101,7 +101,7 @@ def test_figures_and_the_page_are_served_from_the_first_host(shore: Callable[[in
     until(lambda: json.loads((run / "metrics.json").read_text()) == [])
 
 
-def test_a_launcher_that_dies_leaves_a_checkpoint(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_kill_of_the_launcher_leaves_a_checkpoint(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     process = begun(here)
     process.kill()
@@ -111,7 +111,7 @@ def test_a_launcher_that_dies_leaves_a_checkpoint(shore: Callable[[int], Shore],
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_hosts_that_are_cut_off_from_launcher_and_coordinator_end(shore: Callable[[int], Shore]) -> None:
+def test_ssh_hosts_cut_off_from_launcher_and_coordinator_end(shore: Callable[[int], Shore]) -> None:
     """The second one's worker cannot leave a team that is gone, and nobody is there to stop it at once."""
     here = shore(2)
     process = begun(here)
@@ -121,7 +121,7 @@ def test_hosts_that_are_cut_off_from_launcher_and_coordinator_end(shore: Callabl
     until(here.nobody, 60)
 
 
-def test_a_run_that_is_let_go_is_stopped_from_elsewhere(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_detached_run_is_stopped_by_paceline_stop(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """Nothing of the launcher's is left, nor of its ways to the hosts."""
     here = shore(2)
     (tmp_path / "train.py").write_text(SLOWLY)
@@ -147,7 +147,7 @@ def test_a_run_that_is_let_go_is_stopped_from_elsewhere(shore: Callable[[int], S
     assert "stopped after step " in (run / "console.log").read_text()
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_ctrl_c_saves_and_the_same_command_resumes(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     process = begun(here)
     process.send_signal(signal.SIGINT)
@@ -167,7 +167,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(shore: Callable[[int], Shore]
     assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12
 
 
-def test_a_host_whose_cable_is_cut_leaves_and_comes_back(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_host_with_a_cut_cable_leaves_and_joins_again(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     process = begun(here)
     here.hosts[1].cut()
@@ -180,7 +180,7 @@ def test_a_host_whose_cable_is_cut_leaves_and_comes_back(shore: Callable[[int], 
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_what_ssh_says_is_told(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_errors_are_shown(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """A closed port, a key that is refused, an unknown key of a host, no such name."""
     here = shore(2)
     (tmp_path / "train.py").write_text("print('trained')\n")
@@ -222,7 +222,7 @@ def sockets(here: Shore) -> list[Path]:
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_hosts_that_only_ssh_reaches(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_tunnel_between_hosts(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """All that three hosts say to each other goes through ssh and the launcher's host. Nothing is left of that."""
     paceline("run", "--plan", "exact", "--steps", "30", "--run-dir", "alone", DIGITS, cwd=tmp_path)
     here, run = closed(shore, 3), tmp_path / "run"
@@ -241,9 +241,7 @@ def test_hosts_that_only_ssh_reaches(shore: Callable[[int], Shore], tmp_path: Pa
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
 @pytest.mark.parametrize("plan", ["exact", "server=1"])
-def test_a_host_that_only_ssh_reaches_leaves_and_comes_back(
-    shore: Callable[[int], Shore], tmp_path: Path, plan: str
-) -> None:
+def test_ssh_tunnel_host_leaves_and_joins_again(shore: Callable[[int], Shore], tmp_path: Path, plan: str) -> None:
     """Its connection breaks with its sshd; with another one it takes the state through a new tunnel."""
     here, run = closed(shore, 2), tmp_path / "run"
     process = begun(here, "--tunnel", "--plan", plan)
@@ -264,7 +262,7 @@ def test_a_host_that_only_ssh_reaches_leaves_and_comes_back(
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_a_host_that_is_not_reached_is_told_of_the_tunnel(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_unreachable_host_has_a_hint_to_tunnel(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = closed(shore, 2)
     (tmp_path / "train.py").write_text(SLOWLY)
     process = here.start("--hosts", "a,b", "--run-dir", "run", "--min-workers", "1", "train.py")
@@ -281,7 +279,7 @@ def test_a_host_that_is_not_reached_is_told_of_the_tunnel(shore: Callable[[int],
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_a_tunnel_that_sshd_forbids(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_tunnel_that_sshd_forbids(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     (tmp_path / "train.py").touch()
     here.servers[1].terminate()

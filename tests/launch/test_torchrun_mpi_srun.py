@@ -50,7 +50,7 @@ if attempt == "0" and team.rank == 1:
 """
 
 
-def test_torchrun_starts_again(tmp_path: Path) -> None:
+def test_torchrun_restart(tmp_path: Path) -> None:
     """The store is the agent's and remembers the first attempt."""
     (tmp_path / "train.py").write_text(TWICE)
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
@@ -73,7 +73,7 @@ def test_torchrun_starts_again(tmp_path: Path) -> None:
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]
 
 
-def test_mpirun_trains_what_paceline_run_trains(tmp_path: Path, alone: bytes) -> None:
+def test_mpirun_gives_the_weights_of_paceline_run(tmp_path: Path, alone: bytes) -> None:
     needs("mpirun")
     done = subprocess.run(
         [*MPIRUN, "2", sys.executable, DIGITS],
@@ -87,7 +87,7 @@ def test_mpirun_trains_what_paceline_run_trains(tmp_path: Path, alone: bytes) ->
     assert weights(tmp_path / "run") == alone  # two workers that deal and add alike get the same bits
 
 
-def test_mpirun_tells_the_places_and_two_of_them_do_not_meet(tmp_path: Path) -> None:
+def test_mpirun_ranks_and_two_starts_at_once(tmp_path: Path) -> None:
     needs("mpirun")
     (tmp_path / "where.py").write_text(WHERE)
     starts = []
@@ -111,19 +111,19 @@ def test_mpirun_tells_the_places_and_two_of_them_do_not_meet(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
-def test_srun_trains_what_paceline_run_trains(slurm: Slurm, tmp_path: Path, alone: bytes, nodes: str) -> None:
+def test_srun_gives_the_weights_of_paceline_run(slurm: Slurm, tmp_path: Path, alone: bytes, nodes: str) -> None:
     """With nothing exported. Two nodes add over the network: the sum of two has the same bits."""
     slurm.srun("-N", nodes, "-n", "2", sys.executable, DIGITS, cwd=tmp_path, **RUN)
     assert weights(tmp_path / "run") == alone
 
 
-def test_srun_tells_the_places(slurm: Slurm, tmp_path: Path) -> None:
+def test_srun_ranks(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "where.py").write_text(WHERE)
     said = slurm.srun("-N", "2", "-n", "3", "--distribution=block", sys.executable, "where.py", cwd=tmp_path)
     assert sorted(said.splitlines()) == ["0 3 0 2 srun", "1 3 1 2 srun", "2 3 0 1 srun"]
 
 
-def test_two_steps_of_one_allocation_at_once_and_its_batch_script_alone(slurm: Slurm, tmp_path: Path) -> None:
+def test_srun_two_steps_of_one_allocation_and_its_batch_script(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "where.py").write_text(WHERE)
     python = sys.executable
     (tmp_path / "job.sh").write_text(
