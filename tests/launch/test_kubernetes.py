@@ -141,7 +141,6 @@ def test_kubernetes_newest_pod_of_a_host_counts() -> None:
 
 # ---- what cannot be asked for
 
-CLAIM = "give --claim NAME, a volume that all hosts may write, or --checkpoints URL"
 ALL = ["-N", "2", "--image", "i", "--claim", "runs"]
 WRONG = [
     "kubernetes --image i train.py",
