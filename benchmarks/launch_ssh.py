@@ -26,10 +26,8 @@ from turns import record
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "scripts"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "launch"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "observe"))
 from networks import PORT, Host, Network, join_over, network
-from test_ssh import Shore
+from ssh_hosts import Shore
 
 from paceline.base.journal import read_journal
 

@@ -119,35 +119,39 @@ NOW: dict[str, Callable[[Path], str]] = {
 }
 # By situation: the test that makes it happen, and what it holds of the text.
 ELSEWHERE = {
-    "a host's name means nothing": ("test_ssh", "test_what_ssh_says_is_told", "ssh: Could not resolve hostname"),
-    "its key is not known yet": ("test_ssh", "test_what_ssh_says_is_told", "Host key verification failed."),
-    "it refuses yours": ("test_ssh", "test_what_ssh_says_is_told", "Permission denied (publickey"),
-    "its port is closed": ("test_ssh", "test_what_ssh_says_is_told", "it is tried again until it comes"),
+    "a host's name means nothing": ("test_ssh", "test_ssh_errors_are_shown", "ssh: Could not resolve hostname"),
+    "its key is not known yet": ("test_ssh", "test_ssh_errors_are_shown", "Host key verification failed."),
+    "it refuses yours": ("test_ssh", "test_ssh_errors_are_shown", "Permission denied (publickey"),
+    "its port is closed": ("test_ssh", "test_ssh_errors_are_shown", "it is tried again until it comes"),
     "the first host does not answer": (
         "test_engines",
-        "test_the_first_host_must_answer",
+        "test_first_host_that_does_not_answer_ends_the_launch",
         "and it is to keep the coordinator",
     ),
-    "another script there": ("test_engines", "test_hosts_that_differ_are_shown_in_one_table", "the hosts differ:"),
+    "another script there": (
+        "test_engines",
+        "test_hosts_with_other_versions_or_scripts_are_refused_in_a_table",
+        "the hosts differ:",
+    ),
     "no folder that they share, and no script there": (
         "test_engines",
-        "test_hosts_that_differ_are_shown_in_one_table",
+        "test_hosts_with_other_versions_or_scripts_are_refused_in_a_table",
         "missing; bring the same script there, or say --sync",
     ),
-    "no Python there": ("test_engines", "test_a_host_without_python_is_named", "not found; install the same versions"),
+    "no Python there": ("test_engines", "test_host_without_python_is_refused", "not found; install the same versions"),
     "the first host does not know the name of the next": (
         "test_engines",
-        "test_no_way_to_the_next_host",
+        "test_host_without_an_address_asks_for_listen",
         "give --listen ADDR, at which the other hosts reach the first",
     ),
     "hosts do not reach each other": (
         "test_ssh",
-        "test_a_host_that_is_not_reached_is_told_of_the_tunnel",
+        "test_ssh_unreachable_host_has_a_hint_to_tunnel",
         "let the hosts reach each other on all ports, or launch with --tunnel where only ssh is open",
     ),
     "`--tunnel` where sshd forbids it": (
         "test_ssh",
-        "test_a_tunnel_that_sshd_forbids",
+        "test_ssh_tunnel_that_sshd_forbids",
         "let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out",
     ),
     "/dev/shm is small": (
@@ -155,15 +159,15 @@ ELSEWHERE = {
         "test_a_small_shared_memory_is_named",
         "docker run --shm-size=8g, or a memory emptyDir in Kubernetes",
     ),
-    "Slurm refuses": ("test_slurm", "test_slurm_refuses_and_says_why", "see --engine='...' and --dry-run"),
+    "Slurm refuses": ("test_slurm", "test_slurm_refusal_is_shown", "see --engine='...' and --dry-run"),
     "the queue is full": (
         "test_ray_and_spark",
-        "test_what_ray_has_no_place_for_is_told",
+        "test_ray_without_resources_names_them",
         "waiting for Ray: 2 nodes with 1 CPU and 4 TPU each are wanted, and of 3 alive 0 can give that: ",
     ),
-    "a quota, or no room": ("test_kubernetes", "test_what_has_no_place_is_told", "Insufficient cpu.)"),
-    "the launcher is killed": ("test_ssh", "test_a_launcher_that_dies_leaves_a_checkpoint", '"stopped"'),
-    "a host is lost": ("test_ssh", "test_a_host_whose_cable_is_cut_leaves_and_comes_back", '"lost"'),
+    "a quota, or no room": ("test_kubernetes", "test_unschedulable_pods_have_reasons", "Insufficient cpu.)"),
+    "the launcher is killed": ("test_ssh", "test_ssh_kill_of_the_launcher_leaves_a_checkpoint", '"stopped"'),
+    "a host is lost": ("test_ssh", "test_ssh_host_with_a_cut_cable_leaves_and_joins_again", '"lost"'),
 }
 
 

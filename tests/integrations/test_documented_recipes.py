@@ -13,13 +13,14 @@ import torch
 import torch.nn.functional as F
 from basics import data, net
 from by_hand import built, grid
-from launching import equal_bytes, train_basics
+from launching import METRICS, equal_bytes, train_basics
 from oracle import apart
 from paths import DOCS
 from safetensors.torch import load_file
 from torch import nn
 
 from paceline import stream_seed
+from paceline.team.fault_injection import read_log
 
 PAGE = DOCS / "recipes.md"
 BEFORE = """
@@ -30,15 +31,15 @@ def first(output, batch):
 def second(output, batch):
     return F.cross_entropy(output, (batch[0][:, 0] < 0).long())
 """
-AFTER = "trainer.export('out.safetensors')\n"
+STEPS = 12  # of each recipe
 Tensors = dict[str, torch.Tensor]
 UNEQUAL = {2: "3,1", 3: "1,0,2", 5: "3,1,1,2,1"}
 
 
-def recipe(title: str) -> str:
-    """A script of `train_basics` that runs the code block below a heading."""
+def code_block(title: str) -> str:
+    """The code block below a heading."""
     (block,) = re.findall(rf"^### {title}\n.*?^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    return BEFORE + block + AFTER
+    return str(block)
 
 
 def whole_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -78,7 +79,7 @@ def operated() -> Tensors:
 
 def towers() -> Tensors:
     made: dict[str, Any] = {"net": net}
-    exec(recipe("Two towers").split("trainer =")[0], made)
+    exec(code_block("Two towers").split("trainer =")[0], made)
     model = built(lambda: made["Towers"]().double())
     made["trainer"], update = SimpleNamespace(model=model), torch.optim.AdamW(model.parameters(), lr=0.01)
     for x, _ in whole_batches():
@@ -104,29 +105,33 @@ RECIPES: dict[str, Callable[[], Tensors]] = {
     "Gradient noise": noisy,
     "Gradient surgery": operated,
 }
-CASES = [
-    pytest.param(title, workers, marks=[] if workers == 3 else pytest.mark.slow)
-    for title in RECIPES
-    for workers in (1, 2, 3, 5)
-]
+UNEQUAL_RUNS = [pytest.param(workers, marks=[] if workers == 3 else pytest.mark.slow) for workers in (1, 2, 3, 5)]
 
 
-@pytest.mark.parametrize(("title", "workers"), CASES)
-def test_a_recipe_is_what_one_process_in_plain_pytorch_does(title: str, workers: int, tmp_path: Path) -> None:
-    """With unequal shares and the loss of a worker, unless there is one."""
+@pytest.mark.parametrize("workers", UNEQUAL_RUNS)
+def test_recipes_give_the_weights_of_plain_pytorch_after_kills(workers: int, tmp_path: Path) -> None:
+    """One script trains by one recipe after the other, on unequal shares; in each recipe a worker is killed."""
+    script, kills = BEFORE + "trainers = []\n", []
+    for number, title in enumerate(RECIPES):
+        script += code_block(title) + "trainers.append(trainer)\n"
+        kills.append(f"kill:{number % workers}@{STEPS * number + 5}.backward")
+    script += "for number, trainer in enumerate(trainers): trainer.export(f'{number}.safetensors')\n"
     several = workers > 1
     shares = ["--shares", UNEQUAL[workers]] if several else []
-    train_basics(tmp_path, recipe(title), workers, *shares, chaos="kill:0@5.backward" if several else "")
-    found = load_file(tmp_path / "out.safetensors")
-    assert apart(found, RECIPES[title]()) <= 1e-12
-    for name, value in found.items():
-        assert value.equal(found[name.replace("one.", "other.")])  # the copies of gradient surgery
+    train_basics(tmp_path, script, workers, *shares, chaos=",".join(kills) if several else "")
+    if several:
+        assert [entry["fault"] for entry in read_log(tmp_path / "out")] == kills
+    for number, by_hand in enumerate(RECIPES.values()):
+        trained = load_file(tmp_path / f"{number}.safetensors")
+        assert apart(trained, by_hand()) <= 1e-12
+        for name, value in trained.items():
+            assert value.equal(trained[name.replace("one.", "other.")])  # the copies of gradient surgery
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("title", RECIPES)
-def test_a_recipe_has_equal_bytes_with_exact(title: str, tmp_path: Path) -> None:
-    equal_bytes(tmp_path, recipe(title), 3, "")
+def test_recipe_has_equal_bytes_with_exact(title: str, tmp_path: Path) -> None:
+    equal_bytes(tmp_path, BEFORE + code_block(title) + "trainer.export('out.safetensors')\n", 3, "")
 
 
 # ---- on `trainer.state`, and beside training
@@ -134,7 +139,9 @@ def test_a_recipe_has_equal_bytes_with_exact(title: str, tmp_path: Path) -> None
 BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text().partition("\n## Gradients\n")[0], re.M | re.S)
 STATE = """
 heldout = torch.utils.data.Subset(data, range(45))
-trainer = make(plan="exact micro=3")
+trainer = paceline.Trainer(
+    net, cross_entropy, lambda params: torch.optim.SGD(params, lr=1.0), global_batch=24, plan="exact micro=8"
+)
 """
 OTHERS = (
     BEFORE
@@ -162,32 +169,29 @@ print("stopped", trainer.steps_done, trainer.state["waited"], trainer.complete)
 """
 
 
-def test_every_other_recipe_runs(tmp_path: Path) -> None:
+def test_recipes_of_evaluate_predict_state_and_schedule_run(tmp_path: Path) -> None:
     others = [block for block in BLOCKS if block != STOPPING]
     assert len(others) == 12
-    done = train_basics(tmp_path, OTHERS + "\n".join(others), 2)
-    assert "rows 0 to 2: [" in done.stdout
+    done = train_basics(tmp_path, OTHERS + "\n".join(others), 2, **METRICS)
+    assert "rows 0 to 7: [" in done.stdout
     assert (tmp_path / "outputs.safetensors").exists()
 
 
-def test_early_stopping_and_a_mean_are_those_of_one_undisturbed_process(tmp_path: Path) -> None:
+def test_recipe_early_stopping_and_averaged_model_survive_kill_and_resume(tmp_path: Path) -> None:
     """Through the loss of a worker, and a resume with another number of them."""
     whole, lost = tmp_path / "whole", tmp_path / "lost"
     whole.mkdir()
     lost.mkdir()
-    alone = train_basics(whole, STATE + STOPPING + ENDED, 1).stdout
+    undisturbed = train_basics(whole, STATE + STOPPING + ENDED, 1).stdout
     train_basics(lost, STATE + STOPPING + ENDED, 3, "--steps", "9", chaos="kill:1@5.backward")
     again = train_basics(lost, STATE + STOPPING + ENDED, 2).stdout
-    told = [re.search(r"stopped \d+ 3 True", text) for text in (alone, again)]
-    assert told[0] is not None
-    assert told[1] is not None
-    assert told[0][0] == told[1][0]
+    ends = [re.findall(r"stopped (\d+) 3 True", text) for text in (undisturbed, again)]
+    assert ends[0] == ends[1] == ["40"], "of 80 steps"
     for name in ("mean.safetensors", "end.safetensors"):
         one, other = load_file(whole / name), load_file(lost / name)
         assert all(tensor.equal(other[key]) for key, tensor in one.items()), name
     assert not load_file(whole / "mean.safetensors")["0.weight"].equal(load_file(whole / "end.safetensors")["0.weight"])
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
-def test_recipes_fit_the_page(block: str) -> None:
-    assert max(map(len, block.splitlines())) <= 120
+def test_recipes_are_no_wider_than_120_characters() -> None:
+    assert max(len(line) for block in BLOCKS for line in block.splitlines()) <= 120

@@ -6,24 +6,25 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
 from paths import ROOT
-from warm import environment
+from warm import Process, environment
 
 TINY = ("--cpu", "--eager", "--layers=2", "--width=64", "--length=16", "--vocabulary=97", "--batch=2", "--rounds=2")
 
 
 def gpu(*options: str, code: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), *options]
-    hidden = environment(CUDA_VISIBLE_DEVICES="")
-    done = subprocess.run(command, env=hidden, capture_output=True, text=True, timeout=500, check=False)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
+    with Process(command, environment(CUDA_VISIBLE_DEVICES=""), stdout=PIPE, stderr=PIPE) as process:
+        output, errors = process.communicate(timeout=500)
+    assert process.returncode == code, output + errors
+    return subprocess.CompletedProcess(command, code, output, errors)
 
 
-def test_make_gpu_without_a_gpu_says_one_sentence_and_fails() -> None:
+def test_make_gpu_without_a_gpu_fails_with_one_sentence() -> None:
     done = subprocess.run(
         ["make", "--no-print-directory", "-n", "gpu"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -36,7 +37,7 @@ def test_make_gpu_without_a_gpu_says_one_sentence_and_fails() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_all_parts_are_measured_and_recorded(tmp_path: Path) -> None:
+def test_gpu_benchmark_measures_and_records_all_parts(tmp_path: Path) -> None:
     done = gpu(*TINY, "--record", str(tmp_path / "record.json"), code=0)
     assert "ddp starts" in done.stdout
     results = json.loads((tmp_path / "record.json").read_text())["results"]
@@ -52,7 +53,7 @@ def test_all_parts_are_measured_and_recorded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_part_that_runs_out_of_time_is_ended_and_recorded(tmp_path: Path) -> None:
+def test_gpu_benchmark_out_of_time_is_recorded(tmp_path: Path) -> None:
     done = gpu(*TINY, "--minutes", "0.01", "--record", str(tmp_path / "record.json"), code=1)
     results = json.loads((tmp_path / "record.json").read_text())["results"]
     failed = {"failed": "OutOfTimeError: the minutes are spent"}

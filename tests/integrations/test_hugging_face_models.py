@@ -22,7 +22,7 @@ def train(folder: Path, kind: str, workers: int, plan: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_bytes_under_every_plan(kind: str, tmp_path: Path) -> None:
+def test_hugging_face_models_have_equal_bytes_under_every_plan(kind: str, tmp_path: Path) -> None:
     found = {}
     for number, (workers, plan) in enumerate([(1, ""), *((3, plan) for plan in PLANS)]):
         folder = tmp_path / str(number)
@@ -31,7 +31,7 @@ def test_the_same_bytes_under_every_plan(kind: str, tmp_path: Path) -> None:
     assert {case for case, data in found.items() if data != found[1, ""]} == set()
 
 
-def test_hugging_face_folders_come_and_go(tmp_path: Path) -> None:
+def test_hugging_face_folder_import_and_export(tmp_path: Path) -> None:
     """What transformers has written, in several files, begins a run in shards, and it reads what that exports."""
     from transformers import LlamaConfig, LlamaForCausalLM  # which takes a second
 

@@ -11,7 +11,7 @@ import sys
 import tomllib
 import venv
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from functools import partial
 from importlib import import_module
@@ -93,15 +93,25 @@ def blocks(page: str) -> list[str]:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built as for a release: a source archive, and the wheel from that archive alone."""
+    """Built as for a release: a source archive, and the wheel from that archive alone. The build's own requirements are
+    installed once for both, into a folder beside them.
+    """
 
     def build(out: Path) -> None:
-        command = [sys.executable, "-m", "build", "--outdir", out, ROOT]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        requires = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+        python = [sys.executable, "-m"]
+        checked([*python, "pip", "install", "--quiet", "--target", out / "requires", *requires])
+        env = {**os.environ, "PYTHONPATH": str(out / "requires")}
+        checked([*python, "build", "--no-isolation", "--outdir", out, ROOT], env)
         assert (out / f"paceline-{VERSION}.tar.gz").exists()
 
     return once(tmp_path_factory, "dist", build) / f"paceline-{VERSION}-py3-none-any.whl"
+
+
+def checked(command: list[str | Path], env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -110,19 +120,17 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def install(home: Path) -> None:
         venv.create(home, with_pip=False)
-        command = [sys.executable, "-m", "pip", "--python", home / "bin" / "python"]
-        command += ["install", "--no-deps", "--no-index", "--quiet", wheel]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        places = {str(Path(str(import_module(name).__file__)).parents[1]) for name in BORROWED}
+        pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install"]
+        checked([*pip, "--no-deps", "--no-index", "--no-compile", "--quiet", wheel])
+        folders = {str(Path(str(import_module(name).__file__)).parents[1]) for name in BORROWED}
         # Lines of a .pth file are searched last, and .pth files in those places, such as ours, are not read.
         (site,) = home.glob("lib/python*/site-packages")
-        (site / "borrowed.pth").write_text("".join(f"{place}\n" for place in sorted(places)))
+        (site / "borrowed.pth").write_text("".join(f"{folder}\n" for folder in sorted(folders)))
 
     return once(tmp_path_factory, "environment", install) / "bin"
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         about = f"paceline-{VERSION}.dist-info"
         names = {name for name in archive.namelist() if not name.startswith(f"{about}/")}
@@ -138,36 +146,73 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert "License-Expression: Apache-2.0\n" in metadata
 
 
-def test_one_version() -> None:
+def test_version_is_the_same_everywhere() -> None:
     assert package.__version__ == VERSION
     assert f"\n## [{VERSION}]" in text("CHANGELOG.md")
 
 
-def test_the_readmes_script_runs_as_written(installed: Path, tmp_path: Path) -> None:
-    """Alone with the package that is being developed, and on two workers with the wheel: the same training."""
+def train_readme(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> tuple[str, str]:
+    """The output and the errors of the README's script, which also prints where its package is."""
     (script,) = blocks("README.md")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    environment["OMP_NUM_THREADS"] = "1"
-    said = {}
-    command = [installed / "paceline", "run", "--workers", "2", "--run-dir", "runs/a", "train.py"]
-    for name, start in {
-        "one": partial(Process, [sys.executable, "train.py"]),
-        "two": partial(subprocess.Popen, command, env=environment, text=True),
-    }.items():
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "train.py").write_text(script + "\nimport sys\nprint(paceline.__file__, file=sys.stderr)\n")
-        process = start(cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        stdout, stderr = process.communicate()
-        assert process.returncode == 0, stdout + stderr
-        said[name] = stdout, stderr
-    assert str(SOURCE / "__init__.py") in said["one"][1]
-    assert re.search(rf"^{re.escape(str(installed.parent))}/lib/.*/paceline/__init__.py$", said["two"][1], re.M)
-    assert said["one"][0] == said["two"][0]
-    assert said["one"][0] in text("README.md")
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in said)
-    assert apart(two, one) < 1e-5
-    assert (tmp_path / "two" / "runs" / "a" / "report.html").exists()
+    folder.mkdir()
+    (folder / "train.py").write_text(script + "\nimport sys\nprint(paceline.__file__, file=sys.stderr)\n")
+    process = start(cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stdout + stderr
+    return stdout, stderr
+
+
+@pytest.fixture(scope="module")
+def readme_on_one_worker(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the README's script has trained, and its output."""
+    folder = tmp_path_factory.mktemp("readme") / "one"
+    return folder, train_readme(folder, partial(Process, [sys.executable, "train.py"]))[0]
+
+
+RUN = ("run", "--workers", "2", "--run-dir", "runs/a", "train.py")
+
+
+def compare_readme(one: tuple[Path, str], folder: Path, output: str) -> None:
+    """Two workers have printed and trained what one did."""
+    assert output == one[1]
+    assert output in text("README.md")
+    assert apart(*(load_file(place / "model.safetensors") for place in (folder, one[0]))) < 1e-5
+    assert (folder / "runs" / "a" / "report.html").exists()
+
+
+def test_readme_script_gives_the_same_weights_on_one_and_two_workers(
+    readme_on_one_worker: tuple[Path, str], tmp_path: Path
+) -> None:
+    start = partial(Process, [sys.executable, "-m", "paceline", *RUN])
+    compare_readme(readme_on_one_worker, tmp_path / "two", train_readme(tmp_path / "two", start)[0])
+
+
+def environment_of_a_user() -> dict[str, str]:
+    """Ours without what points Python at this checkout."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")} | {
+        "OMP_NUM_THREADS": "1"
+    }
+
+
+def test_installed_wheel_runs_a_script(installed: Path, tmp_path: Path) -> None:
+    """Its command starts workers that import the package from the wheel."""
+    (tmp_path / "train.py").write_text("import paceline\nprint(paceline.__file__)\n")
+    command = [installed / "paceline", "run", "--cold-start", "--run-dir", "run", "train.py"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, env=environment_of_a_user(), text=True, stdout=pipe) as process:
+        output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    assert Path(output.strip()).is_relative_to(installed.parent / "lib")
+
+
+@pytest.mark.slow
+def test_installed_wheel_trains_the_readme_script(
+    installed: Path, readme_on_one_worker: tuple[Path, str], tmp_path: Path
+) -> None:
+    start = partial(subprocess.Popen, [installed / "paceline", *RUN], env=environment_of_a_user(), text=True)
+    output, errors = train_readme(tmp_path / "two", start)
+    assert re.search(rf"^{re.escape(str(installed.parent))}/lib/.*/paceline/__init__.py$", errors, re.M)
+    compare_readme(readme_on_one_worker, tmp_path / "two", output)
 
 
 # ---- the documents
@@ -180,7 +225,7 @@ def anchors(page: str) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_of_documents_exist(page: Path) -> None:
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if link.startswith("https://"):
@@ -193,7 +238,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_python_block_compiles(page: Path) -> None:
+def test_python_blocks_of_documents_compile(page: Path) -> None:
     for block in re.findall(r"^( *)```python\n(.*?)^\1```$", page.read_text(), re.MULTILINE | re.DOTALL):
         ast.parse("if True:\n" + block[1] if block[0] else block[1])
 
@@ -232,7 +277,7 @@ texts = [{"input_ids": torch.arange(1, length)} for length in range(3, 40)]
 """
 
 
-def test_what_others_become_runs(tmp_path: Path) -> None:
+def test_scripts_of_coming_from_page_run(tmp_path: Path) -> None:
     """Each "after" of coming-from.md, one behind the other in one script, on two workers."""
     after = [block for block in blocks("docs/coming-from.md") if "paceline.Trainer(" in block]
     assert len(after) == 4
@@ -244,15 +289,15 @@ def test_what_others_become_runs(tmp_path: Path) -> None:
     assert "embed.weight" in load_file(tmp_path / "model.safetensors")
 
 
-def test_tokens_are_trained_as_documented(tmp_path: Path) -> None:
-    write_folder(tmp_path / "tokens", [np.arange(128 * 1025, dtype=np.uint16) % 500], vocabulary=500)
+def test_token_script_of_data_page_trains(tmp_path: Path) -> None:
+    write_folder(tmp_path / "tokens", [np.arange(128 * 1025, dtype=np.uint16) % 50], vocabulary=50)
     block, _ = blocks("docs/data.md")
     (tmp_path / "train.py").write_text(block + "print('trained', trainer.steps_done)\n")
     done = paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
     assert "trained 2\n" in done.stdout
 
 
-def test_the_transport_is_used_as_documented(tmp_path: Path) -> None:
+def test_script_of_transport_page_runs(tmp_path: Path) -> None:
     (block,) = blocks("docs/transport.md")
     script = tmp_path / "ours.py"
     script.write_text(
@@ -269,7 +314,7 @@ def options_of(command: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out.partition("\nexample")[0]))
 
 
-def test_hosts_behind_mpirun_have_the_options_of_those_behind_ssh(capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_mpi_has_the_options_of_launch_ssh(capsys: pytest.CaptureFixture[str]) -> None:
     assert options_of("launch mpi", capsys) == options_of("launch ssh", capsys) - {"--tunnel"}
 
 
@@ -288,7 +333,7 @@ def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[
     assert f"`paceline {command}`" in text("docs/running.md")
 
 
-def test_the_words_of_a_plan_are_documented() -> None:
+def test_every_word_of_a_plan_is_documented() -> None:
     told = {}
     for words, _, built in rows(section("docs/running.md", "## The plan")):
         for word in words.strip("`").split():
@@ -396,33 +441,39 @@ def test_every_event_and_public_name_is_documented() -> None:
 # ---- exit codes
 
 SLEEP = "import time\nprint('here', flush=True)\ntime.sleep(60)\n"
-CODES: list[tuple[str, int, str, list[str], list[int]]] = [  # the table's row, code, script, options, signals
-    ("0", 0, "print('here', flush=True)\n", [], []),
-    ("1", 1, "raise ValueError('no')\n", [], []),
-    ("1", 1, "print('no paceline')\n", ["--workers", "2"], []),
-    ("2", 2, "", ["--plan", "shard=3", "--workers", "2"], []),
-    ("2", 2, "", ["--no-such-option"], []),
-    ("75", 75, SLEEP, [], [signal.SIGTERM]),
-    ("75", 75, SLEEP, [], [signal.SIGHUP]),
-    ("130", 130, SLEEP, [], [signal.SIGINT]),
-    ("128 + N", 137, "import os\nos.kill(os.getpid(), 9)\n", [], []),
-    ("128 + N", 139, "import os\nos.kill(os.getpid(), 11)\n", [], []),
-    ("any other", 3, "import sys\nsys.exit(3)\n", [], []),
+CODES: list[tuple[str, int, str, list[str], int]] = [  # the table's row, code, script, options, signal
+    ("0", 0, "print('here', flush=True)\n", [], 0),
+    ("1", 1, "raise ValueError('no')\n", [], 0),
+    ("2", 2, "", ["--no-such-option"], 0),
+    ("75", 75, SLEEP, [], signal.SIGTERM),
+    ("130", 130, SLEEP, [], signal.SIGINT),
+    ("128 + N", 137, "import os\nos.kill(os.getpid(), 9)\n", [], 0),
+    ("any other", 3, "import sys\nsys.exit(3)\n", [], 0),
+]
+# The agent's own tests have these in their fast runs: test_agent.py and test_agent_ends.py.
+MORE_CODES: list[tuple[str, int, str, list[str], int]] = [
+    ("1", 1, "print('no paceline')\n", ["--workers", "2"], 0),
+    ("2", 2, "", ["--plan", "shard=3", "--workers", "2"], 0),
+    ("75", 75, SLEEP, [], signal.SIGHUP),
+    ("128 + N", 139, "import os\nos.kill(os.getpid(), 11)\n", [], 0),
 ]
 
 
-@pytest.mark.parametrize(("row", "code", "script", "options", "signals"), CODES, ids=[str(case[1]) for case in CODES])
-def test_exit_codes(row: str, code: int, script: str, options: list[str], signals: list[int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "code", "script", "options", "number"),
+    [*CODES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CODES)],
+    ids=[f"{case[1]}-{number}" for number, case in enumerate(CODES + MORE_CODES)],
+)
+def test_exit_codes(row: str, code: int, script: str, options: list[str], number: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)
     command = [sys.executable, "-m", "paceline", "run", *options, "train.py"]
     process = Process(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    if signals:
+    if number:
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
-    for number in signals:
         process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == code, said
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
 
 
 def test_every_exit_code_of_the_table_is_tested() -> None:

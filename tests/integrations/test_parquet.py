@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_rows_are_those_that_were_written(folder: Path) -> None:
+def test_parquet_rows_are_those_that_were_written(folder: Path) -> None:
     rows = ParquetRows(folder)
     assert len(rows) == COUNT
     for n in (0, 39, 40, COUNT - 1, 16, 17):
@@ -60,7 +60,7 @@ def test_rows_are_those_that_were_written(folder: Path) -> None:
         rows[COUNT]
 
 
-def test_collated_rows_are_tensors(folder: Path) -> None:
+def test_parquet_rows_collate_to_tensors(folder: Path) -> None:
     rows = ParquetRows(folder, columns=["x", "number", "ok"])
     batch = default_collate([rows[n] for n in (5, 90)])
     assert batch["x"].equal(torch.tensor([[2.5, 1.25, -5], [45, 22.5, -90]]))
@@ -69,7 +69,7 @@ def test_collated_rows_are_tensors(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_the_order_takes_each_row_once_and_group_after_group(folder: Path, seed: int) -> None:
+def test_parquet_order_takes_each_row_once_by_row_groups(folder: Path, seed: int) -> None:
     rows = ParquetRows(folder)
     taken = [rows.order(position, COUNT, seed, 2) for position in range(COUNT)]
     assert sorted(taken) == list(range(COUNT))
@@ -85,7 +85,7 @@ def test_the_order_takes_each_row_once_and_group_after_group(folder: Path, seed:
     assert str(refused.value) == "an order of 103 rows is asked for 50; give the rows themselves to steps()"
 
 
-def test_what_is_kept_in_memory_is_bounded(folder: Path) -> None:
+def test_parquet_cache_is_bounded(folder: Path) -> None:
     rows = ParquetRows(folder, cache=1)
     assert [int(rows[n]["number"]) for n in (0, 50, 1, 51)] == [0, 50, 1, 51]
     assert len(rows._read) == 1
@@ -95,7 +95,7 @@ def test_what_is_kept_in_memory_is_bounded(folder: Path) -> None:
     assert len(rows._read) == 7
 
 
-def test_rows_are_pickled_and_forked(folder: Path) -> None:
+def test_parquet_rows_pickle_and_fork(folder: Path) -> None:
     rows = ParquetRows(folder, columns=["number"])
     assert rows[3]["number"] == 3  # its file is open, and stays this process's
     again = pickle.loads(pickle.dumps(rows))
@@ -104,7 +104,7 @@ def test_rows_are_pickled_and_forked(folder: Path) -> None:
     assert found.tolist() == list(range(COUNT))
 
 
-def test_what_cannot_be_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DatasetError) as raised:
         ParquetRows(folder, columns=["y"])
     assert str(raised.value) == f"{folder} has no column y; it has maybe, number, ok, ragged, text, x"

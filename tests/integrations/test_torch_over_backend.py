@@ -73,14 +73,16 @@ def picked(found: dict[str, torch.Tensor], name: str, part: str) -> dict[str, to
 
 
 @pytest.mark.parametrize(("size", "part", "name"), CASES)
-def test_a_part_gives_what_it_gives_over_gloo(trained, size: int, part: str, name: str) -> None:
+def test_ddp_fsdp_tensor_parallel_and_pipeline_give_the_numbers_of_gloo(
+    trained, size: int, part: str, name: str
+) -> None:
     """`again`: in the same processes, after the groups were destroyed and made anew."""
     for found in trained(size):
         assert apart(picked(found, name, part), picked(found, "gloo", part)) <= TOLERANCE[size]
 
 
 @pytest.mark.parametrize("size", PARTS)
-def test_the_parts_train_one_model(trained, size: int) -> None:
+def test_ddp_fsdp_tensor_parallel_and_pipeline_train_one_model(trained, size: int) -> None:
     """However it is cut, it is the same training: the comparison above is not of what nobody trained."""
     found = trained(size)
     whole = picked(found[0], "first", "data_parallel")
@@ -96,14 +98,14 @@ def test_the_parts_train_one_model(trained, size: int) -> None:
     ("autoload", "imports"),
     [
         ("1", "import torch"),
-        ("1", "import paceline, torch"),
+        pytest.param("1", "import paceline, torch", marks=pytest.mark.slow),  # the autoload does it, as above
         pytest.param("1", "import torch, paceline", marks=pytest.mark.slow),  # it is known before the second one
         ("0", "import torch, paceline"),
         pytest.param("0", "import paceline, torch", marks=pytest.mark.slow),  # what the one below says
         pytest.param("0", "import torch", marks=pytest.mark.slow),  # nothing of ours takes part
     ],
 )
-def test_the_backend_is_known_after_the_import(autoload: str, imports: str) -> None:
+def test_backend_is_registered_after_import(autoload: str, imports: str) -> None:
     """With the autoload of torch's, in any order and even alone; without it, where `import paceline` comes last."""
     done = subprocess.run(
         [sys.executable, "-c", f"{imports}; {READY}{MAKE}{USE}"],
@@ -118,7 +120,7 @@ def test_the_backend_is_known_after_the_import(autoload: str, imports: str) -> N
         assert "Unknown backend type paceline" in done.stderr
 
 
-def test_the_package_alone_does_not_import_torch() -> None:
+def test_import_paceline_does_not_import_torch() -> None:
     code = "import sys, paceline; print([name for name in sys.modules if name.split('.')[0] == 'torch'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"

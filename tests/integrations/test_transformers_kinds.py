@@ -21,7 +21,7 @@ def losses(folder: Path, workers: int, plan: str) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["pipeline=2", "context=2", "tensor=2"])
-def test_each_kind_has_the_losses_of_one_worker(
+def test_transformers_kinds_have_the_losses_of_one_worker(
     plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     one = once(tmp_path_factory, "kinds of transformers on one worker", lambda folder: losses(folder, 1, "data=1"))

@@ -20,10 +20,16 @@ from paceline.base.text import ranks
 from paceline.checkpoint.lock import hold_lock
 from paceline.errors import LaunchError
 
+
+@pytest.fixture(autouse=True)
+def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Launcher, "cold_start", True)
+
+
 # ---- the plain case
 
 
-def test_a_script_that_joins_and_ends(launcher: Launcher) -> None:
+def test_output_of_worker_0_is_shown_and_all_is_logged(launcher: Launcher) -> None:
     ended = launcher.run("""
         event("join")
         print("out", RANK)
@@ -35,7 +41,7 @@ def test_a_script_that_joins_and_ends(launcher: Launcher) -> None:
         assert sorted(ended.log(rank).splitlines()) == [f"err {rank}", f"out {rank}"]
 
 
-def test_the_environment_of_a_worker(launcher: Launcher) -> None:
+def test_worker_environment_variables(launcher: Launcher) -> None:
     options = {"workers": 3, "plan": "micro=4", "shares": "2,1,0", "save_every": "100", "max_steps": 7}
     ended = launcher.run(
         """
@@ -83,13 +89,13 @@ def test_the_environment_of_a_worker(launcher: Launcher) -> None:
         }
 
 
-def test_a_users_number_of_threads_stays(launcher: Launcher) -> None:
+def test_omp_num_threads_of_the_user_stays(launcher: Launcher) -> None:
     script = 'event("join"); print(os.environ["OMP_NUM_THREADS"])'
     ended = launcher.run(script, env={"OMP_NUM_THREADS": "17"}, cold_start=True)
     assert ended.stdout == "17\n"
 
 
-def test_a_new_run_folder(launcher: Launcher) -> None:
+def test_new_run_folder_is_private(launcher: Launcher) -> None:
     for _ in range(2):
         ended = launcher.run('event("join")', run_dir=None)
         assert ended.code == 0
@@ -103,13 +109,13 @@ def test_a_new_run_folder(launcher: Launcher) -> None:
             assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_the_second_start_appends_to_the_logs(launcher: Launcher) -> None:
+def test_second_start_appends_to_the_logs(launcher: Launcher) -> None:
     for _ in range(2):
         ended = launcher.run('event("join"); print("hello")')
     assert re.fullmatch(r"hello\n\n---- started again at [-\d]+ [:\d]+ ----\nhello\n", ended.log(1))
 
 
-def test_events_reach_the_console(launcher: Launcher) -> None:
+def test_worker_events_reach_the_console(launcher: Launcher) -> None:
     ended = launcher.run("""
         event("join")
         os.write(int(os.environ["PACELINE_EVENTS_FD"]), b"no JSON\\n[1]\\n{}\\n")
@@ -128,7 +134,7 @@ def test_events_reach_the_console(launcher: Launcher) -> None:
     assert "never shown" not in ended.stderr
 
 
-def test_quiet(launcher: Launcher) -> None:
+def test_quiet_shows_nothing_and_logs_all(launcher: Launcher) -> None:
     ended = launcher.run(
         """
         event("join"); event("phase", text="grid"); event("line", text="line"); print("out")
@@ -141,7 +147,7 @@ def test_quiet(launcher: Launcher) -> None:
     assert "out\n" in ended.log(0)
 
 
-def test_a_finished_run_is_reported(launcher: Launcher) -> None:
+def test_finished_run_has_a_report_and_a_comparison(launcher: Launcher) -> None:
     earlier = launcher.folder / "one"
     earlier.mkdir()
     start = {"event": "start", "workers": 1}
@@ -181,7 +187,7 @@ def test_a_finished_run_is_reported(launcher: Launcher) -> None:
     assert (ended.folder / "report.html").exists()
 
 
-def test_a_run_that_was_finished_before_keeps_its_report(launcher: Launcher) -> None:
+def test_run_that_was_finished_before_writes_no_report(launcher: Launcher) -> None:
     ended = launcher.run('event("join"); event("phase"); event("finished", step=8, already=True)')
     assert (ended.code, ended.stderr) == (0, "2 workers, run folder run\n")
     assert not (ended.folder / "report.html").exists()
@@ -209,13 +215,15 @@ def test_a_run_that_was_finished_before_keeps_its_report(launcher: Launcher) -> 
         ),
     ],
 )
-def test_options_that_cannot_work(launcher: Launcher, options: dict[str, object], message: str) -> None:
+def test_options_that_cannot_work_are_usage_errors(
+    launcher: Launcher, options: dict[str, object], message: str
+) -> None:
     ended = launcher.run("", **options)
     assert (ended.code, ended.stdout, ended.stderr) == (2, "", message)
     assert not ended.folder.exists()
 
 
-def test_two_runs_in_one_folder(launcher: Launcher) -> None:
+def test_second_run_in_a_used_folder_is_refused(launcher: Launcher) -> None:
     script = 'event("join"); mark("up"); wait_for("go", 9)'
     first = launcher.start(script)
     launcher.wait_for("up")
@@ -231,7 +239,7 @@ def test_two_runs_in_one_folder(launcher: Launcher) -> None:
     assert launcher.run(script).code == 0
 
 
-def test_a_folder_that_cannot_be_made(launcher: Launcher) -> None:
+def test_run_folder_that_cannot_be_made(launcher: Launcher) -> None:
     (launcher.folder / "file").touch()
     ended = launcher.run("", run_dir="file/run")
     assert ended.code == 2
@@ -240,7 +248,7 @@ def test_a_folder_that_cannot_be_made(launcher: Launcher) -> None:
     )
 
 
-def test_the_lock_of_a_dead_holder_whose_child_is_still_ending(tmp_path: Path) -> None:
+def test_lock_of_a_dead_process_whose_child_is_still_ending(tmp_path: Path) -> None:
     """A forked loader child shares the lock; who starts again at once must not be refused for it."""
     code = (
         "import os, sys, time, pathlib; from paceline.checkpoint.lock import hold_lock\n"
@@ -251,7 +259,7 @@ def test_the_lock_of_a_dead_holder_whose_child_is_still_ending(tmp_path: Path) -
     os.close(hold_lock(tmp_path))
 
 
-def test_the_lock_of_a_living_holder(tmp_path: Path) -> None:
+def test_lock_of_a_living_process_is_refused(tmp_path: Path) -> None:
     lock = hold_lock(tmp_path / "run")
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
     with pytest.raises(LaunchError) as caught:
@@ -264,7 +272,7 @@ def test_the_lock_of_a_living_holder(tmp_path: Path) -> None:
 # ---- never used paceline
 
 
-def test_several_workers_without_paceline(launcher: Launcher) -> None:
+def test_several_workers_without_paceline_exit_code_1(launcher: Launcher) -> None:
     ended = launcher.run("", workers=4)
     assert ended.code == 1
     assert ended.stderr == (
@@ -274,7 +282,7 @@ def test_several_workers_without_paceline(launcher: Launcher) -> None:
     )
 
 
-def test_workers_that_have_not_used_paceline_for_long_are_told_of(launcher: Launcher) -> None:
+def test_workers_that_do_not_use_paceline_for_long_are_noted(launcher: Launcher) -> None:
     note = (
         "note: no worker has used paceline yet: no Trainer was made and paceline.join() was not called; "
         "if train.py never does, each worker does the same work by itself\n"
@@ -282,10 +290,9 @@ def test_workers_that_have_not_used_paceline_for_long_are_told_of(launcher: Laun
     soon = {"UNUSED": 0.3}
     assert launcher.run("time.sleep(1.5)", seconds=soon).stderr.count(note) == 1
     assert note not in launcher.run("event('join'); time.sleep(1.5); event('ended')", seconds=soon, run_dir="b").stderr
-    assert note not in launcher.run("time.sleep(1.5)", seconds=soon, run_dir="c", workers=1).stderr
 
 
-def test_hosts_without_paceline(launcher: Launcher) -> None:
+def test_hosts_without_paceline_exit_code_1(launcher: Launcher) -> None:
     """Also where each of them has one worker."""
     script = "mark('up')\nwait_for('up', 0, 1)\nif RANK == 0:\n    time.sleep(1)"
     first = launcher.start(script, workers=1, begin=2)
@@ -299,8 +306,8 @@ def test_hosts_without_paceline(launcher: Launcher) -> None:
     assert f"{what}, so each worker did the same work by itself; {cure}" in joined.stderr
 
 
-def test_a_script_that_wants_ranks_of_torch_is_told_what_to_do(launcher: Launcher) -> None:
-    ended = launcher.run("import torch.distributed\ntorch.distributed.init_process_group('gloo')")
+def test_init_process_group_in_a_worker_has_a_hint(launcher: Launcher) -> None:
+    ended = launcher.run("import torch.distributed\ntorch.distributed.init_process_group('gloo')", cold_start=False)
     assert ended.code == 1
     assert (
         "\nnext: workers of `paceline run` have no RANK and no MASTER_ADDR: make a paceline.Trainer, which needs no "
@@ -308,14 +315,14 @@ def test_a_script_that_wants_ranks_of_torch_is_told_what_to_do(launcher: Launche
     ) in ended.stderr
 
 
-def test_one_worker_without_paceline(launcher: Launcher) -> None:
-    ended = launcher.run("print(1)", workers=1)
+def test_one_worker_without_paceline_is_a_note(launcher: Launcher) -> None:
+    ended = launcher.run("print(1); time.sleep(1.5)", workers=1, seconds={"UNUSED": 0.3})  # one may do without for long
     assert (ended.code, ended.stdout) == (0, "1\n")
     note = "note: train.py ended without using paceline, which trained and saved nothing\n"
     assert ended.stderr == "1 worker, run folder run\n" + note
 
 
-def test_a_trainer_without_steps(launcher: Launcher) -> None:
+def test_trainer_without_steps_is_a_note(launcher: Launcher) -> None:
     ended = launcher.run('event("join", trainer=True); event("ended")')
     assert ended.code == 0
     assert ended.stderr.endswith("note: train.py made a Trainer and never asked it for steps\n")
@@ -326,7 +333,7 @@ def test_a_trainer_without_steps(launcher: Launcher) -> None:
 # ---- output
 
 
-def test_much_output_and_odd_bytes(launcher: Launcher) -> None:
+def test_large_output_and_invalid_utf8(launcher: Launcher) -> None:
     ended = launcher.run("""
         event("join")
         sys.stdout.write("x" * 300_000 + "\\n")
@@ -343,7 +350,7 @@ def test_much_output_and_odd_bytes(launcher: Launcher) -> None:
     assert len(ended.log(1)) == len(expected) + sum(len(line) + 1 for line in lines)
 
 
-def test_what_an_ended_worker_left_in_its_pipe_is_read(launcher: Launcher) -> None:
+def test_output_of_an_ended_worker_is_read_to_its_end(launcher: Launcher) -> None:
     process = launcher.start(
         """
         import fcntl
@@ -367,7 +374,7 @@ def test_what_an_ended_worker_left_in_its_pipe_is_read(launcher: Launcher) -> No
     assert (ended.code, len(ended.stdout), len(ended.log(0))) == (0, 1_000_000, 1_000_000)
 
 
-def test_standard_error_without_a_newline_and_with_odd_bytes(launcher: Launcher) -> None:
+def test_standard_error_without_newline_and_invalid_utf8(launcher: Launcher) -> None:
     ended = launcher.run("""
         event("join")
         os.write(2, b"10 %\\r50 %\\r100 %\\n")
@@ -377,7 +384,7 @@ def test_standard_error_without_a_newline_and_with_odd_bytes(launcher: Launcher)
     assert ended.log(0) == "10 %\n50 %\n100 %\ncaf\udce9"  # read back with universal newlines
 
 
-def test_warnings_once_with_their_workers(launcher: Launcher) -> None:
+def test_equal_warnings_of_workers_are_shown_once(launcher: Launcher) -> None:
     ended = launcher.run(
         """
         event("join")
@@ -404,7 +411,7 @@ def test_warnings_once_with_their_workers(launcher: Launcher) -> None:
     assert 'warnings.warn("only me")' in ended.log(1)
 
 
-def test_a_traceback_that_was_not_the_end_is_shown(launcher: Launcher) -> None:
+def test_printed_traceback_of_a_handled_exception_is_shown(launcher: Launcher) -> None:
     ended = launcher.run("""
         import traceback
         event("join")
@@ -420,7 +427,7 @@ def test_a_traceback_that_was_not_the_end_is_shown(launcher: Launcher) -> None:
     assert shown[-2:] == ["ZeroDivisionError: division by zero", "went on"]
 
 
-def test_a_traceback_is_shown_when_the_script_goes_on(launcher: Launcher) -> None:
+def test_printed_traceback_is_shown_while_the_script_runs(launcher: Launcher) -> None:
     process = launcher.start("""
         event("join")
         print("Traceback (most recent call last):", file=sys.stderr)
@@ -434,13 +441,13 @@ def test_a_traceback_is_shown_when_the_script_goes_on(launcher: Launcher) -> Non
     assert launcher.end(process).code == 0
 
 
-def test_names_of_workers() -> None:
+def test_ranks_text() -> None:
     assert ranks([2]) == "worker 2"
     assert ranks([3, 0, 2]) == "workers 0, 2-3"
     assert ranks(range(16)) == "workers 0-15"
 
 
-def test_a_reader_that_goes_away_ends_nothing(launcher: Launcher) -> None:
+def test_closed_output_pipe_does_not_end_the_run(launcher: Launcher) -> None:
     process = launcher.start("""
         event("join")
         mark("up")
@@ -480,7 +487,7 @@ def on_terminal(launcher: Launcher, script: str, keys: list[bytes], **options: o
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), seen.decode()
 
 
-def test_a_breakpoint_in_one_worker(launcher: Launcher) -> None:
+def test_debug_option_gives_a_breakpoint_the_terminal(launcher: Launcher) -> None:
     script = """
         event("join")
         answer = 41
@@ -495,7 +502,7 @@ def test_a_breakpoint_in_one_worker(launcher: Launcher) -> None:
     assert "hello from 1\r\n" in seen
 
 
-def test_output_does_not_tear_the_progress_line(launcher: Launcher) -> None:
+def test_progress_line_on_a_terminal_keeps_output_whole(launcher: Launcher) -> None:
     script = """
         event("join")
         event("phase", trainer=0, steps=200)
@@ -517,7 +524,7 @@ def test_output_does_not_tear_the_progress_line(launcher: Launcher) -> None:
 
 
 @pytest.mark.root
-def test_a_full_disk_does_not_end_the_training(launcher: Launcher, full_disk: Path) -> None:
+def test_full_disk_does_not_end_the_training(launcher: Launcher, full_disk: Path) -> None:
     ended = launcher.run(
         """
         event("join")

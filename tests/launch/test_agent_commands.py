@@ -44,7 +44,7 @@ def agent() -> Iterator[Agent]:
     agent.close()
 
 
-def test_a_generation_is_over_whose_end_was_not_told(agent: Agent) -> None:
+def test_newer_generation_ends_one_whose_end_was_missed(agent: Agent) -> None:
     """Number 6, without worker 2, came and went before it was heard of."""
     agent.tell(5, (0, 1, 2), at_once=3)
     assert agent.orders.has_newer(4)
@@ -58,7 +58,7 @@ def test_a_generation_is_over_whose_end_was_not_told(agent: Agent) -> None:
     assert agent.heard == [5, 7]
 
 
-def test_who_forms_a_generation_that_is_over_goes_on_to_the_next(agent: Agent) -> None:
+def test_forming_an_ended_generation_is_interrupted(agent: Agent) -> None:
     """A newcomer waits for worker 0, which is in another generation long since: it must not wait for ever."""
     port = free_port()
     order = agent.tell(5, (0, 2), at_once=4, port=port)
@@ -77,7 +77,7 @@ def test_who_forms_a_generation_that_is_over_goes_on_to_the_next(agent: Agent) -
     assert len(errors) == 1  # by whichever of its two threads saw it first
 
 
-def test_the_coordinator_tells_of_the_last_one_that_was_at_once() -> None:
+def test_coordinator_sends_the_last_immediate_generation() -> None:
     play = Replay(1, 3)
     play.begin()
     play.lose_worker()

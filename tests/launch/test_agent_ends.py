@@ -1,20 +1,16 @@
-"""How runs under the agent end: failures and stops. With real processes."""
+"""How runs under the agent fail. With real processes."""
 
 from __future__ import annotations
 
 import os
 import re
-import signal
-from pathlib import Path
 
 import pytest
-from agents import AGAIN, Launcher, journal, until
+from agents import AGAIN, Launcher, journal
 from conftest import MemoryGroup, enter_group
 
-# ---- failures
 
-
-def test_an_exception_in_one_worker(launcher: Launcher) -> None:
+def test_exception_in_one_worker_ends_the_run_with_its_traceback(launcher: Launcher) -> None:
     ended = launcher.run("""
         def loss(batch):
             raise ValueError(f"no labels in {batch}")
@@ -53,7 +49,7 @@ def test_an_exception_in_one_worker(launcher: Launcher) -> None:
     assert str(event["text"]).endswith("no checkpoint was written")
 
 
-def test_the_users_frame_is_named_and_the_traceback_shown_once(launcher: Launcher) -> None:
+def test_failure_names_the_users_line_and_shows_the_traceback_once(launcher: Launcher) -> None:
     ended = launcher.run(
         """
         event("join"); event("step", step=3)
@@ -108,7 +104,9 @@ def test_the_users_frame_is_named_and_the_traceback_shown_once(launcher: Launche
         ("os.kill(os.getpid(), 40)", 168, "ended by signal 40", "find out who sent the signal"),
     ],
 )
-def test_other_ends(launcher: Launcher, status: str, code: int, what: str, cure: str) -> None:
+def test_exit_code_and_cause_of_a_failed_worker(
+    launcher: Launcher, status: str, code: int, what: str, cure: str
+) -> None:
     ended = launcher.run(f"""
         event("join")
         meet("up")
@@ -127,7 +125,7 @@ def test_other_ends(launcher: Launcher, status: str, code: int, what: str, cure:
     ("asks", "what"),
     [("input('name? ')", "EOFError: EOF when reading a line"), ("breakpoint()", "bdb.BdbQuit")],
 )
-def test_a_script_that_asks_is_told_that_nobody_answers(launcher: Launcher, asks: str, what: str) -> None:
+def test_input_and_breakpoint_in_a_worker_have_a_hint(launcher: Launcher, asks: str, what: str) -> None:
     block = launcher.run(f'event("join")\nif RANK == 1: {asks}\nwait_for("never", 9)').block.splitlines()
     assert block[:2] == ["worker 1 failed (host H, pid P)", f"  {what}"]
     assert block[-1].startswith(
@@ -152,7 +150,7 @@ def test_a_script_that_asks_is_told_that_nobody_answers(launcher: Launcher, asks
         ),
     ],
 )
-def test_a_crash_in_compiled_code(launcher: Launcher, crash: str, code: int, what: str) -> None:
+def test_crash_by_signal_names_the_line(launcher: Launcher, crash: str, code: int, what: str) -> None:
     ended = launcher.run(f"""
         import ctypes
         def work():
@@ -166,7 +164,7 @@ def test_a_crash_in_compiled_code(launcher: Launcher, crash: str, code: int, wha
     assert ended.block.splitlines()[1:3] == [f"  {what}", f"  at train.py:{number} in work: {crash}  # here"]
 
 
-def test_a_script_that_does_not_compile(launcher: Launcher) -> None:
+def test_syntax_error_names_the_line(launcher: Launcher) -> None:
     ended = launcher.run("event('join'\n")
     lines = (launcher.folder / "train.py").read_text().splitlines()
     block = ended.block.splitlines()
@@ -175,7 +173,7 @@ def test_a_script_that_does_not_compile(launcher: Launcher) -> None:
     assert "worker 1 failed in the same way" in block
 
 
-def test_a_plan_error_is_usage(launcher: Launcher) -> None:
+def test_plan_error_is_exit_code_2(launcher: Launcher) -> None:
     ended = launcher.run("""
         event("join")
         event("failed", kind="PlanError", step=0)
@@ -186,7 +184,7 @@ def test_a_plan_error_is_usage(launcher: Launcher) -> None:
     assert ended.block.splitlines()[1] == "  PlanError: unknown word; take another"
 
 
-def test_lost_peers_are_a_consequence(launcher: Launcher) -> None:
+def test_kill_of_a_worker_is_the_cause_of_lost_peers(launcher: Launcher) -> None:
     ended = launcher.run(
         """
         class PeerLostError(Exception): pass
@@ -218,7 +216,7 @@ def test_lost_peers_are_a_consequence(launcher: Launcher) -> None:
     assert "PeerLostError: the connection to worker 1 broke" in ended.log(0)
 
 
-def test_lost_peers_without_a_cause(launcher: Launcher) -> None:
+def test_lost_peers_without_a_cause_are_the_failure(launcher: Launcher) -> None:
     ended = launcher.run("""
         class PeerLostError(Exception): pass
         event("join")
@@ -230,7 +228,7 @@ def test_lost_peers_without_a_cause(launcher: Launcher) -> None:
     assert "worker 1 failed in the same way" in ended.block
 
 
-def test_a_mismatch_names_both_and_own_failures_come_first(launcher: Launcher) -> None:
+def test_mismatch_names_both_workers_and_own_exceptions_come_first(launcher: Launcher) -> None:
     script = """
         class CollectiveMismatchError(Exception): pass
         event("join")
@@ -255,7 +253,7 @@ def test_a_mismatch_names_both_and_own_failures_come_first(launcher: Launcher) -
     assert "worker 0 ended because of it" in ended.block
 
 
-def test_two_that_fail_by_themselves(launcher: Launcher) -> None:
+def test_two_failures_are_shown_in_their_order(launcher: Launcher) -> None:
     ended = launcher.run(
         """
         event("join")
@@ -288,7 +286,7 @@ def test_two_that_fail_by_themselves(launcher: Launcher) -> None:
     ]
 
 
-def test_one_that_fails_and_does_not_end(launcher: Launcher) -> None:
+def test_failed_worker_that_does_not_end_is_ended(launcher: Launcher) -> None:
     """A thread that is not a daemon keeps the interpreter alive after the exception."""
     ended = launcher.run(
         """
@@ -309,7 +307,7 @@ def test_one_that_fails_and_does_not_end(launcher: Launcher) -> None:
     ]
 
 
-def test_one_that_ends_after_its_word_that_it_fails(launcher: Launcher) -> None:
+def test_failed_worker_is_awaited(launcher: Launcher) -> None:
     """Its end is waited for for long, and no longer than to its end."""
     ended = launcher.run(
         """
@@ -326,7 +324,7 @@ def test_one_that_ends_after_its_word_that_it_fails(launcher: Launcher) -> None:
     assert ended.block.splitlines()[1] == "  ValueError: late"
 
 
-def test_a_loader_childs_exception_names_the_users_line(launcher: Launcher) -> None:
+def test_exception_in_a_loader_child_names_the_users_line(launcher: Launcher) -> None:
     """torch's DataLoader raises in the worker with the child's traceback in the message."""
     ended = launcher.run(
         """
@@ -348,7 +346,7 @@ def test_a_loader_childs_exception_names_the_users_line(launcher: Launcher) -> N
 
 
 @pytest.mark.root
-def test_out_of_memory(launcher: Launcher, memory_group: MemoryGroup) -> None:
+def test_out_of_memory_kill_is_named(launcher: Launcher, memory_group: MemoryGroup) -> None:
     group = memory_group(200 << 20)
     ended = launcher.run(
         """
@@ -373,138 +371,3 @@ def test_out_of_memory(launcher: Launcher, memory_group: MemoryGroup) -> None:
         "next: give it less to hold: fewer workers on this host, fewer loader workers, or a smaller micro= in the "
         f"plan, which changes the mathematics; then run `{AGAIN}`: it starts anew: no checkpoint was written",
     ]
-
-
-# ---- stopping
-
-POLITE = """
-event("join")
-event("phase")
-stop = []
-signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
-mark("up")
-while not stop:
-    time.sleep(0.01)
-os.makedirs(RUN + "/checkpoints/step-000000000120", exist_ok=True)
-open(RUN + "/checkpoints/step-000000000120/manifest.json", "w").close()
-event("stopped", step=120, checkpoint="checkpoints/step-000000000120")
-sys.exit(75)
-"""
-STOPPING = "stopping after this step and saving; press Ctrl-C again to stop at once\n"
-UNSAVED = "stopping; press Ctrl-C again to stop at once\n"
-START = "2 workers, run folder run\n"
-
-
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75), ("SIGHUP", 75)])
-def test_a_polite_stop(launcher: Launcher, number: str, code: int) -> None:
-    process = launcher.start(POLITE)
-    launcher.wait_for("up")
-    process.send_signal(signal.Signals[number])
-    ended = launcher.end(process)
-    assert ended.code == code
-    assert ended.stderr == (
-        f"{START}{STOPPING}stopped after step 120; saved run/checkpoints/step-000000000120\ncontinue with: {AGAIN}\n"
-    )
-
-
-DEAF = """
-event("join")
-signal.signal(signal.SIGUSR2, lambda *_: mark("heard"))
-mark("up")
-while True:
-    time.sleep(1)
-"""
-
-
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 75)])
-def test_a_second_signal_stops_at_once(launcher: Launcher, number: str, code: int) -> None:
-    process = launcher.start(DEAF, seconds={"TWICE": 0.0})
-    launcher.wait_for("up")
-    process.send_signal(signal.Signals[number])
-    launcher.wait_for("heard")
-    process.send_signal(signal.Signals[number])
-    ended = launcher.end(process)
-    assert ended.code == code
-    assert ended.stderr == f"{START}{UNSAVED}stopped at once; no checkpoint was written\nstart again with: {AGAIN}\n"
-
-
-def pending(pid: int, number: int) -> bool:
-    """Whether a signal to a process was not delivered yet."""
-    found = re.search(r"^ShdPnd:\s(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.M)
-    assert found
-    return bool(int(found[1], 16) >> (number - 1) & 1)
-
-
-def test_a_second_sigterm_that_comes_with_the_first_is_the_same_one(launcher: Launcher) -> None:
-    """They are sent to a group and to its members."""
-    process = launcher.start(DEAF, seconds={"TWICE": 3600.0})
-    launcher.wait_for("up")
-    process.send_signal(signal.SIGTERM)
-    launcher.wait_for("heard")
-    process.send_signal(signal.SIGTERM)
-    until(lambda: not pending(process.pid, signal.SIGTERM))
-    process.send_signal(signal.SIGINT)
-    assert launcher.end(process).code == 130, "it would be 75, had the second one counted"
-
-
-def test_a_stop_before_a_worker_is_ready(launcher: Launcher) -> None:
-    """As in the seconds of `import torch`: nobody listens for the signal yet, so it ends the worker."""
-    process = launcher.start("""
-        if RANK == 1:
-            signal.signal(signal.SIGUSR2, lambda *_: None)
-        mark("up")
-        for _ in range(600):
-            time.sleep(1)
-        """)
-    launcher.wait_for("up")
-    process.send_signal(signal.SIGINT)
-    ended = launcher.end(process)
-    assert ended.code == 130
-    assert ended.stderr == f"{START}{UNSAVED}stopped; no checkpoint was written\nstart again with: {AGAIN}\n"
-
-
-def test_a_stop_that_the_workers_decided(launcher: Launcher) -> None:
-    """A notice at one worker makes all stop; the agent was not asked."""
-    ended = launcher.run('event("join"); event("stopped", step=7, checkpoint=None); sys.exit(75)')
-    assert ended.code == 75
-    assert ended.stderr == f"{START}stopped; no checkpoint was written\nstart again with: {AGAIN}\n"
-
-
-def test_the_end_that_was_asked_for(launcher: Launcher) -> None:
-    """--steps 7: the command that goes on does not end at step 7 again."""
-    ended = launcher.run(
-        """
-        event("join")
-        os.makedirs(RUN + "/checkpoints/step-000000000007", exist_ok=True)
-        open(RUN + "/checkpoints/step-000000000007/manifest.json", "w").close()
-        event("stopped", step=7, checkpoint="checkpoints/step-000000000007")
-        """,
-        max_steps=7,
-    )
-    assert ended.code == 0
-    assert ended.stderr == (
-        f"{START}stopped after step 7; saved run/checkpoints/step-000000000007\ncontinue with: {AGAIN}\n"
-    )
-
-
-def test_a_stop_that_comes_as_the_run_finishes(launcher: Launcher) -> None:
-    process = launcher.start("""
-        event("join")
-        stop = []
-        signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
-        mark("up")
-        while not stop:
-            time.sleep(0.01)
-        """)
-    launcher.wait_for("up")
-    process.send_signal(signal.SIGINT)
-    assert launcher.end(process).code == 0
-
-
-def test_a_failure_while_stopping_is_a_failure(launcher: Launcher) -> None:
-    process = launcher.start(POLITE.replace("os.makedirs", "1 / 0; os.makedirs"))
-    launcher.wait_for("up")
-    process.send_signal(signal.SIGTERM)
-    ended = launcher.end(process)
-    assert ended.code == 1
-    assert ended.block.splitlines()[1] == "  ZeroDivisionError: division by zero"

@@ -94,7 +94,7 @@ def running(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Running]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("running", [(2, 400)], indirect=True)
-def test_an_agent_that_stands_still_while_the_coordinator_is_started_again(running: Running) -> None:
+def test_sigstop_of_the_agent_while_the_coordinator_restarts(running: Running) -> None:
     """Its workers train on meanwhile: nobody has failed."""
     before = running.coordinator()
     assert before is not None
@@ -109,7 +109,7 @@ def test_an_agent_that_stands_still_while_the_coordinator_is_started_again(runni
 
 @pytest.mark.slow
 @pytest.mark.parametrize("running", [(5, 100)], indirect=True)
-def test_strangers_do_not_keep_the_agent_from_its_coordinator(running: Running) -> None:
+def test_half_open_connections_do_not_block_the_coordinator(running: Running) -> None:
     """130 connections that never come to a request, of the agent's own address and before it, while the coordinator and
     a worker die.
     """
@@ -132,7 +132,7 @@ def test_strangers_do_not_keep_the_agent_from_its_coordinator(running: Running) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("running", [(2, 100)], indirect=True)
-def test_a_coordinator_that_others_end_again_and_again_is_started_again(running: Running) -> None:
+def test_kill_of_the_coordinator_seven_times_starts_it_again(running: Running) -> None:
     """Seven times within ten seconds, and each one has worked before."""
     ended: set[int | None] = {None}
     for _ in range(7):
@@ -147,11 +147,16 @@ def test_a_coordinator_that_others_end_again_and_again_is_started_again(running:
     assert text.count("the coordinator ended (SIGKILL) and is started again; training goes on\n") == 7
 
 
-def test_a_coordinator_that_cannot_work_is_given_up(tmp_path: Path) -> None:
+def test_coordinator_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
     (tmp_path / "site" / "tornado").mkdir(parents=True)
     (tmp_path / "site" / "tornado" / "__init__.py").write_text("raise ImportError('no tornado today')\n")
     (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
-    done = paceline("run", "--run-dir", "run", "train.py", cwd=tmp_path, code=2, PYTHONPATH=str(tmp_path / "site"))
+    done = paceline(
+        *("run", "--cold-start", "--run-dir", "run", "train.py"),
+        cwd=tmp_path,
+        code=2,
+        PYTHONPATH=str(tmp_path / "site"),
+    )
     told = "paceline: the coordinator ended 5 times within 10 s (exit code 1); read run/logs/coordinator.log\n"
     assert done.stderr.endswith(told)
     assert "no tornado today" in (tmp_path / "run" / "logs" / "coordinator.log").read_text()
@@ -188,7 +193,7 @@ time.sleep(600)
 """
 
 
-def test_the_workers_of_another_host_bring_the_run_to_its_end(launcher: Launcher) -> None:
+def test_finish_by_workers_of_another_host_is_exit_code_0(launcher: Launcher) -> None:
     """Those of the first one are lost, and not back yet: what ends with 0 there must be the coordinator's word."""
     first = launcher.start(LATER, workers=1)
     launcher.wait_for("up", 1)
@@ -199,7 +204,7 @@ def test_the_workers_of_another_host_bring_the_run_to_its_end(launcher: Launcher
         assert said.stderr.endswith("\nthe run has ended; its report is in the folder of its first worker\n")
 
 
-def test_whether_a_run_is_finished_that_nobody_knows_of(launcher: Launcher) -> None:
+def test_lost_coordinator_host_is_exit_code_1(launcher: Launcher) -> None:
     """It was cut off where it began, and then the last worker here dies, which was never of the team."""
     script = LATER.replace('wait_for("formed", 1)', "time.sleep(600)").replace("if RANK == 1:", "if False:")
     first = launcher.start(script, workers=1)
@@ -225,7 +230,7 @@ def test_whether_a_run_is_finished_that_nobody_knows_of(launcher: Launcher) -> N
 
 
 @pytest.mark.parametrize("options", [(), ("--max-restarts", "0")])
-def test_who_ends_without_a_word_has_not_finished(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_worker_that_calls_os_exit_has_not_finished(options: tuple[str, ...], tmp_path: Path) -> None:
     body = "import os\nfor report in make().steps(data, count=9):\n    print('enough')\n    os._exit(0)\n"
     done = train_basics(tmp_path, body, 1, *options, code=1)
     block = re.sub(r"\(host \S+, pid \d+", "(host H, pid P", done.stderr[done.stderr.index("worker 0 failed") :])

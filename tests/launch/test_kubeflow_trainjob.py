@@ -53,7 +53,7 @@ def told(summary: Summary) -> tuple[dict[str, Any], dict[str, str]]:
     return body["trainerStatus"], {one["name"]: one["value"] for one in body["trainerStatus"]["metrics"]}
 
 
-def test_what_is_told_is_what_the_journal_holds(tmp_path: Path) -> None:
+def test_trainjob_status_of_a_journal(tmp_path: Path) -> None:
     write_run(tmp_path)
     found, metrics = told(Summary(tmp_path))
     assert (found["progressPercentage"], found["estimatedRemainingSeconds"]) == (100, 0)
@@ -71,7 +71,7 @@ def test_what_is_told_is_what_the_journal_holds(tmp_path: Path) -> None:
         (10**12, 10, (0, 2**31 - 1)),
     ],
 )
-def test_how_far_a_run_is(
+def test_trainjob_progress_and_remaining_seconds(
     tmp_path: Path, steps: int | None, done: int, expected: tuple[int | None, int | None]
 ) -> None:
     """Ten steps take half a second."""
@@ -87,7 +87,7 @@ def test_how_far_a_run_is(
         assert (metrics["n" * 64], metrics["lost"]) == ("1", "nan")
 
 
-def test_steps_of_several_trainers_are_one_count(tmp_path: Path) -> None:
+def test_trainjob_progress_of_several_trainers_is_one_count(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.write("start", workers=2)
     for trainer in range(2):
@@ -99,7 +99,7 @@ def test_steps_of_several_trainers_are_one_count(tmp_path: Path) -> None:
     assert metrics["step"] == "80"
 
 
-def test_where_it_is_told() -> None:
+def test_trainjob_server_variables() -> None:
     assert trainjob_server({}) is None
     name = "KUBEFLOW_TRAINER_SERVER_"
     given = {f"{name}URL": "https://a", f"{name}CA_CERT": "/ca", f"{name}TOKEN": "/token"}
@@ -153,7 +153,7 @@ def training(folder: Path, variables: dict[str, str], body: str = LONG) -> Itera
         process.kill()
 
 
-def test_kubeflow_trainer_is_told_of_a_run_to_its_end(tmp_path: Path) -> None:
+def test_trainjob_server_gets_the_status_of_a_run_to_its_end(tmp_path: Path) -> None:
     """With the token as it is in its file by then, before the run's own end: in a pod nothing goes on after it."""
     trainer = Trainer(tmp_path, 200)
     with training(tmp_path, trainer.variables) as process:
@@ -183,7 +183,7 @@ BRIEF = LONG.replace("10_000", "60")
 @pytest.mark.parametrize(
     "how", ["forbidden", *(pytest.param(h, marks=pytest.mark.slow) for h in ("stranger", "no token", "nobody"))]
 )
-def test_who_does_not_listen_costs_the_run_nothing_and_is_told_of_once(tmp_path: Path, how: str) -> None:
+def test_trainjob_server_that_refuses_is_one_warning(tmp_path: Path, how: str) -> None:
     trainer = Trainer(tmp_path, 403 if how == "forbidden" else 200)
     variables, why = dict(trainer.variables), "403 Forbidden"
     if how == "stranger":  # a server of whom we have no certificate

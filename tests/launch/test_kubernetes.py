@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ from conftest import lacking
 from launching import SCRIPTS, in_short_folder, paceline, piped
 from oracle import as_one_worker
 from pods import IMAGE, SERVERS, Cluster, Container
+from real_engines import DIGITS, SLOWLY, weights
 from test_kubernetes_manifests import HIDDEN, TOKEN, by_kind
-from test_ssh import DIGITS, SLOWLY
-from test_torchrun_mpi_srun import weights
 
 from paceline.cli.main import main
 from paceline.errors import UsageError
@@ -58,7 +58,7 @@ json.dump(things, open(path, "w"))
 
 @pytest.mark.parametrize(("shape", "kind"), [("job", "Job"), ("jobset", "JobSet"), ("trainjob", "TrainJob")])
 @pytest.mark.usefixtures("with_a_script")
-def test_all_belongs_to_one_thing_which_begins_when_all_is_there(
+def test_kubernetes_objects_belong_to_one_job_that_starts_last(
     shape: str, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     kubectl = Path("bin", "kubectl")
@@ -112,7 +112,7 @@ BACK_OFF = {"waiting": {"reason": "ImagePullBackOff", "message": 'Back-off pulli
 CREATING = {"waiting": {"reason": "ContainerCreating"}}
 
 
-def test_who_is_missing_and_why() -> None:
+def test_kubernetes_missing_hosts_and_reasons() -> None:
     pods = [pod(0, state={"running": {}}), pod(1, **UNSCHEDULABLE), pod(2, **UNSCHEDULABLE), pod(3, state=BACK_OFF)]
     assert missing("t", 4, newest(pods), []) == (
         "waiting for hosts 1-2 (Unschedulable: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.); "
@@ -131,7 +131,7 @@ def test_who_is_missing_and_why() -> None:
     assert missing("t", 1, newest(pods), []) == ""
 
 
-def test_the_last_pod_of_a_host_counts() -> None:
+def test_kubernetes_newest_pod_of_a_host_counts() -> None:
     ended = pod(0, 1, state={"terminated": {"exitCode": 75}})
     assert newest([pod(0, 2), ended, pod(0, 0)])[0]["metadata"]["name"] == "t-0-2"
     assert (code(ended), code(pod(0)), code(pod(0, state={"running": {}}))) == (75, None, None)
@@ -141,42 +141,33 @@ def test_the_last_pod_of_a_host_counts() -> None:
 
 # ---- what cannot be asked for
 
-CLAIM = "give --claim NAME, a volume that all hosts may write, or --checkpoints URL"
 ALL = ["-N", "2", "--image", "i", "--claim", "runs"]
-WRONG: list[tuple[list[str], str]] = [
-    (["--image", "i", "train.py"], "how many hosts is not said; give -N HOSTS"),
-    (["-N", "2", "train.py"], "which image is not said; give --image IMAGE, one that has Python and Paceline"),
-    (
-        ["-N", "2", "--image", "i", "train.py"],
-        f"what a pod keeps is gone with it, and the run's checkpoints are to stay; {CLAIM}",
-    ),
-    (
-        ["-N", "2", "--image", "i", "--checkpoints", "there", "train.py"],
-        f"what a pod keeps is gone with it, and the run's checkpoints are to stay; {CLAIM}",
-    ),
-    (
-        ["-N", "2", "--image", "i", "--checkpoints", "s3://key:word@bucket/a", "train.py"],
-        "--checkpoints holds a password; leave it out there, and give it by --env",
-    ),
-    (
-        [*ALL, "--run-dir", "/runs/a", "train.py"],
-        "--run-dir /runs/a is no path on the volume; give one that does not begin with /",
-    ),
-    ([*ALL, "--cpus", "many", "train.py"], "--cpus many is no quantity; give one as 8, 500m or 16Gi"),
-    ([*ALL, "--memory", "16 GB", "train.py"], "--memory '16 GB' is no quantity; give one as 8, 500m or 16Gi"),
-    ([*ALL, "none.py"], "the script none.py does not exist; give the path of the Python file that trains"),
-    ([*ALL], "no script was given; give the path of the Python file that trains"),
+WRONG = [
+    "kubernetes --image i train.py",
+    "kubernetes -N 2 train.py",
+    "kubernetes -N 2 --image i train.py",
+    "kubernetes -N 2 --image i --checkpoints there train.py",
+    "kubernetes -N 2 --image i --checkpoints s3://key:word@bucket/a train.py",
+    "kubernetes -N 2 --image i --claim runs --run-dir /runs/a train.py",
+    "kubernetes -N 2 --image i --claim runs --cpus many train.py",
+    "kubernetes -N 2 --image i --claim runs --memory '16 GB' train.py",
+    "kubernetes -N 2 --image i --claim runs none.py",
+    "kubernetes -N 2 --image i --claim runs",
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), WRONG, ids=[f"{number}" for number, _ in enumerate(WRONG)])
+@pytest.mark.parametrize("words", WRONG)
 @pytest.mark.usefixtures("with_a_script")
-def test_what_cannot_be_launched(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", "kubernetes", *words]) == 2
-    assert capsys.readouterr().err == f"paceline: {told}\n"
+def test_kubernetes_usage_errors(
+    words: str, capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
+) -> None:
+    assert main(["launch", *shlex.split(words)]) == 2
+    golden(words, capsys.readouterr().err)
 
 
-def test_without_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kubernetes_without_kubectl(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "train.py").touch()
@@ -187,7 +178,7 @@ def test_without_kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert capsys.readouterr().err == told
 
 
-def test_a_dry_run_shows_all_but_secrets(
+def test_kubernetes_dry_run_hides_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -233,7 +224,7 @@ def test_a_dry_run_shows_all_but_secrets(
 
 
 @pytest.mark.root
-def test_a_token_of_roots_may_be_handed_to_a_group() -> None:
+def test_token_file_of_root_may_be_readable_by_its_group() -> None:
     """As a Secret's file is, whatever mode was asked for, where a pod has an fsGroup."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -343,10 +334,10 @@ def launched(pods: Cluster, tmp_path: Path) -> Iterator[Launched]:
     made.close()
 
 
-class TestForReal:
+class TestRealKubernetes:
     pytestmark = real
 
-    def test_two_hosts_train_what_one_worker_trains(self, launched: Launched, tmp_path: Path) -> None:
+    def test_two_hosts_give_the_weights_of_one_worker(self, launched: Launched, tmp_path: Path) -> None:
         """To the byte with `exact`. The token is in no argument, environment or log, and in no thing but the Secret."""
         paceline("run", "--plan", "exact", "--steps", "12", "--run-dir", "alone", DIGITS, cwd=tmp_path)
         shutil.copy(DIGITS, tmp_path / "digits.py")
@@ -384,7 +375,7 @@ class TestForReal:
         assert weights(tmp_path / "run") == weights(tmp_path / "alone")
 
     @pytest.mark.parametrize("how", ["killed", "deleted"])
-    def test_a_pod_that_is_lost_leaves_and_another_takes_its_place(self, launched: Launched, how: str) -> None:
+    def test_kill_of_a_pod_and_its_replacement(self, launched: Launched, how: str) -> None:
         process = launched.begun()
         lost = launched.pod(1)
         if how == "killed":
@@ -400,7 +391,7 @@ class TestForReal:
         assert lost.code == (137 if how == "killed" else 75)
 
     @pytest.mark.parametrize("how", ["killed", "deleted"])
-    def test_without_the_first_pod_the_run_goes_on_from_its_checkpoint(self, launched: Launched, how: str) -> None:
+    def test_kill_of_the_first_pod_resumes_from_the_checkpoint(self, launched: Launched, how: str) -> None:
         """The other host's agent waits for the next one of that name, or ends and comes again."""
         process = launched.begun("--save-every", "1")
         lost = launched.pod(0)
@@ -427,7 +418,7 @@ class TestForReal:
         name = f"step-{stopped['step']:012d}"
         assert (launched.folder / "run" / "checkpoints" / name / "manifest.json").exists()
 
-    def test_a_failure_on_another_host_is_that_of_a_local_run(self, launched: Launched) -> None:
+    def test_failure_on_another_host_is_shown(self, launched: Launched) -> None:
         fails = "    if report.step >= 20 and os.environ['PACELINE_RANK'] != '0':\n        raise ValueError('here')\n"
         (launched.folder / "train.py").write_text(SLOWLY.replace("trainer.export", f"{fails}trainer.export"))
         words = ("-N", "2", "--run-dir", "run", "--min-workers", "2", "--max-restarts", "1", "train.py")
@@ -435,7 +426,7 @@ class TestForReal:
         assert re.search(r"^host 1 \| worker 1 failed \(host \S+, pid \d+, after step \d+\)$", said, re.MULTILINE), said
         assert "ValueError: here" in said
 
-    def test_what_has_no_place_is_told(self, launched: Launched) -> None:
+    def test_unschedulable_pods_have_reasons(self, launched: Launched) -> None:
         (launched.folder / "train.py").touch()
         lacks = "waiting for host 0 (Unschedulable: 0/2 nodes are available: 2"
         for words, told in (
@@ -453,14 +444,14 @@ class TestForReal:
             process.send_signal(signal.SIGINT)
             launched.ended(process, 130)
 
-    def test_what_kubernetes_refuses(self, launched: Launched) -> None:
+    def test_refusal_of_kubernetes_is_shown(self, launched: Launched) -> None:
         (launched.folder / "train.py").touch()
         process = launched.start("-N", "1", "--namespace", "none", "train.py")
         what = 'Error from server (NotFound): error when creating "STDIN": namespaces "none" not found'
         told = f"paceline: Kubernetes refuses ({what}); see --engine='...' and --dry-run\n"
         assert launched.ended(process, 2) == told
 
-    def test_one_that_is_let_go_goes_on(self, launched: Launched) -> None:
+    def test_detached_run_goes_on(self, launched: Launched) -> None:
         (launched.folder / "train.py").write_text(SLOWLY)
         (launched.folder / "go").touch()
         process = launched.start("-N", "2", "--run-dir", "run", "--detach", "train.py")

@@ -33,13 +33,13 @@ def by_kind(made: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("more", [{}, {"script": None}, {**FULL, **LIMITED}], ids=["few", "image", "all"])
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
-def test_manifests_are_what_kubernetes_takes(tmp_path: Path, version: str, more: dict[str, Any]) -> None:
+def test_manifests_fit_the_kubernetes_schemas(tmp_path: Path, version: str, more: dict[str, Any]) -> None:
     for shown in (False, True):
         for manifest in manifests(job(tmp_path, **more), shown):
             kubernetes_validate.validate(json.loads(json.dumps(manifest)), version, strict=True)
 
 
-def test_the_secret_alone_holds_what_is_secret(tmp_path: Path) -> None:
+def test_manifests_have_secrets_in_the_secret_only(tmp_path: Path) -> None:
     made = manifests(job(tmp_path, **FULL))
     assert [one["kind"] for one in made if TOKEN in json.dumps(one)] == ["Secret"]
     assert [one["kind"] for one in made if HIDDEN in json.dumps(one)] == ["Secret"]
@@ -51,7 +51,7 @@ def test_the_secret_alone_holds_what_is_secret(tmp_path: Path) -> None:
     assert TOKEN not in repr(job(tmp_path))
 
 
-def test_what_pods_may_and_what_becomes_of_them(tmp_path: Path) -> None:
+def test_manifest_of_pods_rights_and_failure_policy(tmp_path: Path) -> None:
     found = by_kind(manifests(job(tmp_path, **FULL, restarts=4)))
     spec = found["Job"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 3, 3)
@@ -95,7 +95,7 @@ def the_same_job(jobs: dict[str, Any], alone: dict[str, Any], **labels: str) -> 
     assert json.loads(text) == {k: v for k, v in alone["spec"].items() if k != "ttlSecondsAfterFinished"}
 
 
-def test_a_job_set_holds_the_same_job(tmp_path: Path) -> None:
+def test_job_set_holds_the_same_job(tmp_path: Path) -> None:
     """Its schema is not here: the fields that are used are written down, and the Job in it is held by its own."""
     alone = by_kind(manifests(job(tmp_path, **FULL, **LIMITED)))
     found = by_kind(manifests(job(tmp_path, **FULL, **LIMITED, shape="jobset")))
@@ -147,7 +147,7 @@ RUNTIME = fields(
 )
 
 
-def test_a_train_job_refers_to_a_runtime_that_holds_the_same_job(tmp_path: Path) -> None:
+def test_train_job_runtime_holds_the_same_job(tmp_path: Path) -> None:
     """Kubeflow Trainer's schemas are not here: their fields are written down above, and the Job in it is held by its
     own. It takes the runtime only with one replica, and a container `node`, in the job that it is to train in.
     """
@@ -178,7 +178,7 @@ def test_a_train_job_refers_to_a_runtime_that_holds_the_same_job(tmp_path: Path)
 
 
 # A server for `create`, `get` and `patch`, which refuses a TrainJob without its runtime, as Kubeflow Trainer does.
-def test_a_script_that_is_no_unicode_goes_along(tmp_path: Path) -> None:
+def test_script_that_is_not_utf8_is_binary_data(tmp_path: Path) -> None:
     made = job(tmp_path)
     assert made.script is not None
     made.script.write_bytes(b"# -*- coding: latin-1 -*-\n'\xe4'\n")
@@ -186,12 +186,12 @@ def test_a_script_that_is_no_unicode_goes_along(tmp_path: Path) -> None:
 
 
 @given(st.text(alphabet="$()ABC a", max_size=12))
-def test_kubernetes_replaces_nothing_in_words(text: str) -> None:
+def test_dollar_signs_are_escaped_for_kubernetes(text: str) -> None:
     assert expanded(literal(text), {"A": "x", "B": "y"}) == text
 
 
 @given(st.text(max_size=80))
-def test_names_are_labels(stem: str) -> None:
+def test_run_names_are_kubernetes_labels(stem: str) -> None:
     name = run_name(stem)
     assert re.fullmatch("[a-z]([-a-z0-9]*[a-z0-9])?", name)
     assert len(f"{name}-99999") <= 63

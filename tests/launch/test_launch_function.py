@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
-from agents import journal
+from agents import POLITE, WORKER, journal
 from basics import data, make
 from launching import SCRIPTS
 from paths import SUPPORT
@@ -23,6 +25,7 @@ from warm import environment
 
 import paceline
 from paceline.errors import LaunchError, UsageError
+from paceline.launch import function
 from paceline.launch.engines.engine import Engine, Host
 
 
@@ -58,7 +61,7 @@ assert "torch" not in sys.modules
 """
 
 
-def test_a_function_of_a_program_and_its_value(tmp_path: Path) -> None:
+def test_launch_function_of_a_program_returns_the_value_of_worker_0(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "program.py"], env=environment(), capture_output=True, text=True, timeout=200, check=False
@@ -69,7 +72,7 @@ def test_a_function_of_a_program_and_its_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_function_of_a_module_gives_what_one_process_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_function_of_a_module_gives_the_weights_of_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{SCRIPTS}:{SUPPORT}:{Path(__file__).parent}")
     found = paceline.launch(trained, 1, workers=2)
     alone = paceline.launch(trained, 1, workers=1)
@@ -92,7 +95,9 @@ class Two(Engine):
 
 
 @pytest.mark.slow
-def test_a_function_begins_with_all_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_launch_function_waits_for_all_hosts_before_the_second_step(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """An engine's, of which this one has the hosts here. Nobody makes more than a step without the others."""
     monkeypatch.setattr("paceline.launch.function._ray", lambda asked: Two([Host("a"), Host("b")]))
 
@@ -109,7 +114,7 @@ def test_a_function_begins_with_all_hosts(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.slow
-def test_a_value_of_any_size_comes_to_a_thread_of_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_function_in_a_thread_returns_a_large_value(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose standard output takes text alone; a thread hears of no signals."""
     out, found = io.StringIO(), list[bytes]()
     monkeypatch.setattr(sys, "stdout", out)
@@ -120,45 +125,40 @@ def test_a_value_of_any_size_comes_to_a_thread_of_a_notebook(monkeypatch: pytest
     assert out.getvalue() == "from a worker\n"
 
 
-def fails() -> None:
-    paceline.join()
-    raise ValueError("no")
+# ---- what fails
 
-
-def test_a_failure_is_shown_and_raised(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(LaunchError) as raised:
-        paceline.launch(fails, run_dir="run")
-    assert str(raised.value) == "fails ended with exit code 1; see above, or run/logs"
-    shown = capsys.readouterr().err
-    assert "ValueError: no" in shown
-    assert "then run `paceline.launch(fails, ..., run_dir='run')`" in shown
-
-
+# A cell of a notebook that is interrupted: by a worker of two lines, or by a Trainer.
 KERNEL = """
-import signal, sys, time
+import signal
 import paceline
 def train():
-    import paceline, time
-    from basics import make, data
-    for report in make().steps(data, epochs=1000):
-        print("step", report.step, flush=True)
-        time.sleep(0.05)
+    {}
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     paceline.launch(train, workers=2, run_dir="run")
 except KeyboardInterrupt:
     print("interrupted, and goes on", flush=True)
 """
+WORKER_PART = "import runpy; runpy.run_path('train.py')"
+TRAINER = """import time
+    from basics import make, data
+    for report in make().steps(data, epochs=1000):
+        print("up", flush=True)
+        time.sleep(0.05)"""
 
 
-def test_ctrl_c_ends_the_cell_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "kernel.py").write_text(KERNEL)
-    process = subprocess.Popen(
-        [sys.executable, "kernel.py"], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize(
+    "body", [WORKER_PART, pytest.param(TRAINER, marks=pytest.mark.slow)], ids=["worker", "trainer"]
+)
+def test_launch_function_ctrl_c_saves_a_checkpoint_and_raises_keyboard_interrupt(tmp_path: Path, body: str) -> None:
+    """And ends nothing else: the program goes on."""
+    (tmp_path / "train.py").write_text(WORKER + POLITE)
+    (tmp_path / "kernel.py").write_text(KERNEL.format(body))
+    env = environment(PACELINE_COLD_START=str(int(body == WORKER_PART)))
+    process = piped_program("kernel.py", env)
     assert process.stdout is not None
-    while process.stdout.readline() != "step 3\n":
-        pass
+    while process.stdout.readline() != "up\n":
+        assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=100)
     assert process.returncode == 0, error
@@ -167,94 +167,91 @@ def test_ctrl_c_ends_the_cell_and_nothing_else(tmp_path: Path) -> None:
     assert list((tmp_path / "run/checkpoints").glob("step-*/manifest.json"))
 
 
-def exits() -> None:
-    sys.exit(0)
+def piped_program(name: str, env: dict[str, str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, name], env=env, stdout=pipe, stderr=pipe, text=True)
 
 
-def test_a_function_that_ends_its_process_is_told_from_one_that_fails(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def cold_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For functions that use no torch. As functions of a test they travel whole: nothing is imported."""
+    monkeypatch.setenv("PACELINE_COLD_START", "1")
+
+
+@pytest.mark.usefixtures("cold_start")
+def test_launch_function_exception_is_shown_and_raised(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(LaunchError, match=r"^fails ended with exit code 1; see above, or run/logs$"):
+        paceline.launch(fails, run_dir="run")
+    shown = capsys.readouterr().err
+    assert "ValueError: no" in shown
+    assert "then run `paceline.launch(fails, ..., run_dir='run')`" in shown
+
+
+@pytest.mark.usefixtures("cold_start")
+def test_launch_function_that_calls_sys_exit_is_an_error(
+    capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
+) -> None:
+    def exits() -> None:
+        sys.exit(0)
+
     with pytest.raises(LaunchError) as raised:
         paceline.launch(exits, run_dir="run")
-    assert str(raised.value) == (
-        "exits ended the process of worker 0 with exit code 0, and so returned nothing; "
-        "return from it instead of sys.exit() or os._exit(); its output is in run/logs"
-    )
+    golden("exit code 0 without a value", str(raised.value))
     assert "\nnote: the function ended without using paceline, which trained" in capsys.readouterr().err
 
 
-def generates() -> Any:
-    paceline.join()
-    return (row for row in range(3))
+def test_worker_names_a_value_that_cannot_be_pickled(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
+    def generates() -> Any:
+        return (row for row in range(3))
 
-
-def test_a_value_that_cannot_be_sent_back_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(LaunchError, match=r"^generates ended with exit code 2; see above, or run/logs$"):
-        paceline.launch(generates, run_dir="run")
-    what = "generates returned a generator, which cannot be sent back (cannot pickle 'generator' object)"
-    said = f"  UsageError: {what}; return numbers, text or tensors, and keep what cannot travel inside\n"
-    assert said in capsys.readouterr().err
-
-
-class OnlyThere:
-    """What it is pickled as cannot be made."""
-
-    def __reduce__(self) -> Any:
-        return int, ("x",)
-
-
-def returns_it() -> OnlyThere:
-    paceline.join()
-    return OnlyThere()
-
-
-def test_a_value_that_cannot_be_made_again_here_is_named() -> None:
-    with pytest.raises(LaunchError) as raised:
-        paceline.launch(returns_it, run_dir="run")
-    assert str(raised.value) == (
-        "what returns_it returned cannot be made again here (ValueError: invalid literal for int() with base 10: 'x'); "
-        "return numbers, text or tensors of the CPU; what it saved is in run"
-    )
-
-
-def test_what_cannot_be_sent() -> None:
-    lock = threading.Lock()
+    (tmp_path / "call").write_bytes(cloudpickle.dumps((generates, ())))
     with pytest.raises(UsageError) as raised:
-        paceline.launch(lambda: lock)
-    assert str(raised.value) == (
-        "<lambda> cannot be sent to workers (cannot pickle '_thread.lock' object); "
-        "make inside of the function what cannot travel: files, locks, a Trainer, a loader"
-    )
+        function._called(str(tmp_path / "call"), str(tmp_path / "result"))
+    golden("a value that cannot be pickled", f"UsageError: {raised.value}")
 
 
-NOWHERE = [
-    ({"where": "mars"}, 'where=\'mars\' is no place for workers; say "local", "ray" or "spark"'),
-    ({"where": "ray"}, "there is no Ray here; call ray.init(address=...) before"),
-    (
-        {"where": "spark"},
-        "there is no session of Spark here; make one before, by SparkSession.builder.getOrCreate()",
-    ),
-    (
-        {"where": "ray", "workers": 3, "hosts": 2},
-        "3 workers cannot be on 2 hosts; give each as many, on this machine all",
-    ),
-    ({"workers": 2, "hosts": 2}, "2 workers cannot be on 2 hosts; give each as many, on this machine all"),
+@pytest.mark.usefixtures("cold_start")
+def test_launch_function_value_that_cannot_be_unpickled_is_named(golden: Callable[[str, str], None]) -> None:
+    class OnlyThere:
+        def __reduce__(self) -> Any:
+            return int, ("x",)
+
+    with pytest.raises(LaunchError) as raised:
+        paceline.launch(OnlyThere, run_dir="run")
+    golden("a value that cannot be unpickled", str(raised.value))
+
+
+NO_PLACE: list[dict[str, Any]] = [
+    {"where": "mars"},
+    {"where": "ray"},
+    {"where": "spark"},
+    {"where": "ray", "workers": 3, "hosts": 2},
+    {"workers": 2, "hosts": 2},
 ]
 
 
-@pytest.mark.parametrize(("given", "told"), NOWHERE, ids=[told.split(";")[0] for _, told in NOWHERE])
-def test_where_no_function_can_be(given: dict[str, Any], told: str) -> None:
+def test_launch_function_usage_errors(golden: Callable[[str, str], None]) -> None:
+    lock = threading.Lock()
     with pytest.raises(UsageError) as raised:
-        paceline.launch(fails, **given)
-    assert str(raised.value) == told
+        paceline.launch(lambda: lock)
+    golden("a function that cannot be pickled", str(raised.value))
+    for given in NO_PLACE:
+        with pytest.raises(UsageError) as raised:
+            paceline.launch(answers, **given)
+        golden(f"no place: {given}", str(raised.value))
 
 
-def test_what_is_large_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from paceline.launch import function
-
+def test_launch_function_names_large_values_that_it_carries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(function, "LARGE", 1_000_000)
     rows, small = bytes(3_000_000), bytes(10)
     function._packed(lambda: (rows, small), (), "train")
-    told = "note: train carries 3 MB to each worker, of which rows has 3; load it inside of the function\n"
-    assert capsys.readouterr().err == told
+    note = "note: train carries 3 MB to each worker, of which rows has 3; load it inside of the function\n"
+    assert capsys.readouterr().err == note
     lock = threading.Lock()
     module = types.ModuleType("of_a_module")
     monkeypatch.setitem(sys.modules, "of_a_module", module)
@@ -262,4 +259,4 @@ def test_what_is_large_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     exec("def train(rows): return LOCK", vars(module))
     for called in (module.train, functools.partial(len)):  # of what they see some cannot travel, or nothing is known
         function._packed(called, (rows,), "train")
-        assert capsys.readouterr().err == told.replace("rows", "argument 0")
+        assert capsys.readouterr().err == note.replace("rows", "argument 0")

@@ -13,8 +13,8 @@ import pytest
 from agents import WORKER, journal, until
 from launching import SCRIPTS, paceline
 from oracle import apart
+from real_engines import SLOWLY
 from safetensors.torch import load_file
-from test_ssh import SLOWLY
 from warm import environment
 
 from paceline.base.environment import read_nodes
@@ -30,7 +30,7 @@ KUBEFLOW = {"PET_NODE_RANK": "1", "PET_NNODES": "2", "PET_MASTER_ADDR": "job-0.j
 PODS = {"JOB_COMPLETION_INDEX": "0", "PACELINE_FIRST": "train-0.train", "PACELINE_ADDRESS": "10.0.0.5"}
 
 
-def test_what_nodes_are_told() -> None:
+def test_nodes_auto_reads_variables_of_sky_dstack_kubeflow_and_kubernetes() -> None:
     assert read_nodes(SKY) == read_nodes(DSTACK) == read_nodes(SKY | DSTACK) == (1, 2, "10.0.0.1", 0)
     assert read_nodes(KUBEFLOW) == (1, 2, "job-0.job", 4)
     assert read_nodes(PODS | {"JOB_COMPLETION_INDEX": "2"}) == (2, 0, "train-0.train", 0)
@@ -49,7 +49,7 @@ def test_what_nodes_are_told() -> None:
     )
 
 
-def test_without_a_secret_it_refuses(tmp_path: Path) -> None:
+def test_nodes_auto_without_a_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = paceline("run", "--nodes", "auto", "train.py", cwd=tmp_path, code=2, **SKY)
     assert done.stderr == (
@@ -58,7 +58,7 @@ def test_without_a_secret_it_refuses(tmp_path: Path) -> None:
     )
 
 
-def test_two_nodes_meet(tmp_path: Path) -> None:
+def test_nodes_auto_two_nodes_meet(tmp_path: Path) -> None:
     """The second one may begin first, and has its own folder in the run folder. Workers do not find the secret."""
     (tmp_path / "train.py").write_text(
         WORKER + "assert 'PACELINE_TOKEN' not in os.environ\nmark('up')\n"
@@ -84,7 +84,7 @@ def test_two_nodes_meet(tmp_path: Path) -> None:
     assert "for the run at 127.0.0.1:29400, worker 1" in said[0]
 
 
-def test_a_node_waits_for_the_first_ones_name_until_it_is_told_to_end(tmp_path: Path) -> None:
+def test_nodes_auto_waits_for_the_name_of_the_first_node_until_sigterm(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     told = PODS | {"JOB_COMPLETION_INDEX": "1", "PACELINE_FIRST": "first.invalid"}
     command = [sys.executable, "-m", "paceline", "run", "--nodes", "auto", "--run-dir", "run", "train.py"]
@@ -103,7 +103,7 @@ def test_a_node_waits_for_the_first_ones_name_until_it_is_told_to_end(tmp_path: 
     assert re.fullmatch(r"there is no way to first\.invalid:29400 \(.+\); see `ip route`", str(raised.value))
 
 
-def test_a_folder_is_waited_for(tmp_path: Path) -> None:
+def test_lock_of_a_folder_is_awaited(tmp_path: Path) -> None:
     """As that of a pod in whose place we are."""
     before = hold_lock(tmp_path)
     with pytest.raises(LaunchError, match="is in use by process"):
@@ -115,7 +115,7 @@ def test_a_folder_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_others_come_to_the_next_first_node(tmp_path: Path) -> None:
+def test_nodes_auto_kill_of_the_first_node_and_its_replacement(tmp_path: Path) -> None:
     """As in pods: one that is killed is replaced, under its name; what comes out is what one worker gives."""
     (tmp_path / "train.py").write_text(SLOWLY)
     (tmp_path / "token").write_text(64 * "k")

@@ -19,7 +19,7 @@ def told(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "told.jsonl").read_text().splitlines()]
 
 
-def test_a_failure_and_an_end_are_told(tmp_path: Path) -> None:
+def test_notify_command_gets_failure_and_end(tmp_path: Path) -> None:
     body = (
         "t = make()\n"
         "for report in t.steps(data, count=4):\n"
@@ -51,7 +51,7 @@ def test_a_failure_and_an_end_are_told(tmp_path: Path) -> None:
     assert "--notify" not in done.stderr
 
 
-def test_a_command_that_fails_is_one_line(tmp_path: Path) -> None:
+def test_notify_command_that_fails_is_one_line(tmp_path: Path) -> None:
     done = train_basics(tmp_path, "list(make().steps(data, count=1))", 1, "--notify", "echo loud; exit 3")
     assert [line for line in done.stderr.splitlines() if "notify" in line] == [
         "the --notify command failed for the end (exit code 3)"
@@ -59,7 +59,7 @@ def test_a_command_that_fails_is_one_line(tmp_path: Path) -> None:
     assert "loud" not in done.stdout + done.stderr
 
 
-def test_a_hang_is_told_and_a_command_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_notify_command_gets_a_hang_and_is_ended_when_it_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notify, "PATIENCE", 0.5)
     said: list[str] = []
     file = tmp_path / "told.jsonl"
@@ -81,7 +81,7 @@ def test_a_hang_is_told_and_a_command_that_hangs_is_ended(tmp_path: Path, monkey
     assert said == ["the --notify command took longer than 0.5 s for the hang, and was ended"]
 
 
-def test_without_a_command_nothing_is_started(tmp_path: Path) -> None:
+def test_without_notify_no_thread_is_started(tmp_path: Path) -> None:
     with Notifier(None, "train.py", print) as notifier:
         notifier.journal(tmp_path).close()
         notifier.end(tmp_path, 0)

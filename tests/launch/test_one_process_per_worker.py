@@ -7,12 +7,11 @@ import random
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 
 import pytest
-from agents import Launcher, alive, until
+from agents import SPREAD, Launcher, alive, until, warm_of
 from launching import paceline
 from noting import NOTES
 from once import once
@@ -28,7 +27,6 @@ for report in trainer.steps(data, count=6):
             time.sleep(0.005)
 trainer.export("out.safetensors")
 """
-SPREAD = 0.08  # seconds, of which an agent takes as much to fork two workers
 CELLS = 20  # each of 10 delays
 
 
@@ -74,26 +72,10 @@ def disturbed(folder: Path, delay: float = 0.0, how: int = 0, late: bool = False
     return (folder / "out.safetensors").read_bytes()
 
 
-def warm_of(agent: int) -> int:
-    """The agent's warm process, once it has its name: a number that is never negative, which would mean everybody."""
-    found: list[int] = []
-
-    def named() -> bool:
-        for pid in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
-            with suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text() == "paceline warm\n":
-                    found.append(pid)
-        return bool(found)
-
-    until(named)
-    assert found[0] > 1
-    return found[0]
-
-
 @pytest.mark.parametrize(
     "dies", ["fork 1", "waitpid 2", *(pytest.param(dies, marks=pytest.mark.slow) for dies in ("fork 2", "waitpid 1"))]
 )
-def test_a_warm_process_that_dies_while_it_forks_leaves_one_process_per_worker(launcher: Launcher, dies: str) -> None:
+def test_kill_of_the_warm_process_while_it_forks_leaves_one_process_per_worker(launcher: Launcher, dies: str) -> None:
     """The workers here import no torch."""
     agent = launcher.start(
         """
@@ -146,7 +128,7 @@ list(trainer.steps(data, count=2))
 @pytest.mark.parametrize(
     "how", [*(pytest.param(h, marks=pytest.mark.slow) for h in ("subprocess", "spawned")), "forked"]
 )
-def test_a_process_that_a_worker_starts_does_not_train_in_its_place(tmp_path, how):
+def test_child_process_of_a_worker_cannot_train_as_the_worker(tmp_path, how):
     (tmp_path / "train.py").write_text(TWIN)
     paceline("run", "--workers", "2", "--run-dir", "run", "train.py", how, cwd=tmp_path)
     for rank in (0, 1):
@@ -163,14 +145,14 @@ def test_a_process_that_a_worker_starts_does_not_train_in_its_place(tmp_path, ho
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies", ["fork 2", "waitpid 2", "fork 3", "waitpid 3"])
-def test_the_weights_are_those_of_an_undisturbed_run(tmp_path, undisturbed, dies):
+def test_kill_of_the_warm_process_gives_the_undisturbed_weights(tmp_path, undisturbed, dies):
     assert disturbed(tmp_path / "run", late=dies.endswith("3"), dies=dies) == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("cell", range(CELLS))
-def test_a_worker_has_one_process_at_200_random_delays(tmp_path, undisturbed, cell, late):
+def test_kill_of_the_warm_process_at_200_random_delays(tmp_path, undisturbed, cell, late):
     chance = random.Random(cell)
     for number in range(200 // CELLS):
         delay, how = chance.uniform(0.0, SPREAD), chance.choice([signal.SIGKILL, signal.SIGINT])

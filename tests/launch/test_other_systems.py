@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
 
 import pytest
 import torch
 from launching import SCRIPTS
+from once import once
 from warm import Process, environment
 
 from paceline.session.validation import device_of
@@ -26,43 +28,45 @@ print(t.steps_done)
 
 
 def run(*command: str | Path, cwd: Path, code: int = 0, **env: str) -> str:
+    """What a command prints; with its errors, if it is to fail."""
     with Process([sys.executable, *command], environment(**env), cwd=cwd, stdout=PIPE, stderr=PIPE) as process:
         stdout, stderr = process.communicate(timeout=240)
     assert process.returncode == code, stderr
     return stdout + stderr if code else stdout
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_a_world_of_one_trains_without_what_linux_has(system: str, tmp_path: Path) -> None:
-    exported = []
-    for folder, before in (("here", ()), ("elsewhere", (SCRIPTS / "elsewhere.py", system))):
-        here = tmp_path / folder
-        here.mkdir()
-        (here / "train.py").write_text(TRAINS)
-        run(*before, "train.py", cwd=here, PACELINE_RUN_DIR="out", PACELINE_MAX_STEPS="5")
-        assert run(*before, "train.py", cwd=here, PACELINE_RUN_DIR="out").split() == ["8"]
-        assert (here / "out" / "checkpoints" / "step-000000000008" / "manifest.json").exists()
-        assert (here / "out" / "report.html").exists()
-        exported.append((here / "out.safetensors").read_bytes())
-    assert exported[0] == exported[1]
+def train_and_resume(folder: Path, *before: str | Path) -> bytes:
+    """The weights of one worker that stops at step 5 and goes on to step 8."""
+    (folder / "train.py").write_text(TRAINS)
+    run(*before, "train.py", cwd=folder, PACELINE_RUN_DIR="out", PACELINE_MAX_STEPS="5")
+    assert run(*before, "train.py", cwd=folder, PACELINE_RUN_DIR="out").split() == ["8"]
+    assert (folder / "out" / "checkpoints" / "step-000000000008" / "manifest.json").exists()
+    assert (folder / "out" / "report.html").exists()
+    return (folder / "out.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
-def test_more_workers_there_are_refused_in_a_sentence(system: str, tmp_path: Path) -> None:
+def test_one_worker_on_macos_and_windows_trains_and_resumes(
+    system: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    linux = once(tmp_path_factory, "one worker on linux", train_and_resume)
+    assert train_and_resume(tmp_path, SCRIPTS / "elsewhere.py", system) == (linux / "out.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("system", ["darwin", pytest.param("win32", marks=pytest.mark.slow)])
+def test_several_workers_on_macos_and_windows_are_refused(
+    system: str, tmp_path: Path, golden: Callable[[str, str], None]
+) -> None:
     (tmp_path / "train.py").write_text(TRAINS)
-    said = run(SCRIPTS / "elsewhere.py", system, "paceline", "run", "--workers", "2", "train.py", cwd=tmp_path, code=2)
-    assert said == (
-        f"paceline: the workers of `paceline run` need Linux, and this is {system}; "
-        "run `python train.py` here, which trains with one\n"
-    )
+    elsewhere = SCRIPTS / "elsewhere.py"
+    text = run(elsewhere, system, "paceline", "run", "--workers", "2", "train.py", cwd=tmp_path, code=2)
+    golden("paceline run --workers 2", text.replace(system, "SYSTEM"))
     several = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    said = run(SCRIPTS / "elsewhere.py", system, "train.py", cwd=tmp_path, code=1, **several)
-    assert said.splitlines()[-1] == (
-        f"paceline.errors.UsageError: several workers need Linux, this is {system}; train with one worker here"
-    )
+    text = run(elsewhere, system, "train.py", cwd=tmp_path, code=1, **several)
+    golden("a world of two", text.splitlines()[-1].replace(system, "SYSTEM"))
 
 
-def test_the_gpu_of_a_mac_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mps_gpu_is_chosen_on_a_mac(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert device_of(0) == torch.device("mps")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,9 +27,8 @@ from launching import SCRIPTS, free_port, in_short_folder, paceline, piped
 from oracle import as_one_worker
 from pyarrow import parquet
 from rays import Cluster
+from real_engines import DIGITS, SLOWLY, weights
 from sparks import Application
-from test_ssh import DIGITS, SLOWLY
-from test_torchrun_mpi_srun import weights
 
 from paceline.cli.main import main
 from paceline.launch.engines.ray import bundles, pending
@@ -186,7 +186,7 @@ def on(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Launched]:
 
 @slow
 @real
-def test_two_nodes_train_what_one_worker_trains(on: Launched, tmp_path: Path) -> None:
+def test_ray_and_spark_give_the_weights_of_one_worker(on: Launched, tmp_path: Path) -> None:
     """To the byte with `exact`. The token is in no argument or environment, and nowhere in what the engine shows."""
     waits = '    import os, time\n    while report.step == 8 and not os.path.exists("go"):\n        time.sleep(0.05)\n'
     before, loop, after = DIGITS.read_text().partition("for report in trainer.steps(training, epochs=EPOCHS):\n")
@@ -217,7 +217,7 @@ def test_two_nodes_train_what_one_worker_trains(on: Launched, tmp_path: Path) ->
 
 @slow
 @real
-def test_a_node_that_dies_leaves_and_another_takes_its_place(launched: OnRay) -> None:
+def test_ray_kill_of_a_node_and_its_replacement(launched: OnRay) -> None:
     process = launched.begun()
     raylet, _ = launched.ray.actor(first=False)
     raylet.kill()
@@ -226,7 +226,7 @@ def test_a_node_that_dies_leaves_and_another_takes_its_place(launched: OnRay) ->
 
 @slow
 @real
-def test_a_host_that_is_killed_leaves_and_comes_back(on: Launched) -> None:
+def test_ray_and_spark_kill_of_a_host_and_its_return(on: Launched) -> None:
     process = on.begun()
     on.host(first=False).kill()
     on.back(process, {"ray": "actor", "spark": "ExecutorLostFailure"}[on.engine])
@@ -234,7 +234,7 @@ def test_a_host_that_is_killed_leaves_and_comes_back(on: Launched) -> None:
 
 @slow
 @real
-def test_the_first_host_is_killed_and_the_same_command_goes_on(on: Launched, tmp_path: Path) -> None:
+def test_ray_and_spark_kill_of_the_first_host_and_resume(on: Launched, tmp_path: Path) -> None:
     process = on.begun()
     on.host(first=True).kill()
     error = on.ended(process)
@@ -249,7 +249,7 @@ def test_the_first_host_is_killed_and_the_same_command_goes_on(on: Launched, tmp
 
 @slow
 @real
-def test_ctrl_c_saves_and_leaves_nothing(on: Launched) -> None:
+def test_ray_and_spark_ctrl_c_saves_and_leaves_nothing(on: Launched) -> None:
     process = on.begun()
     process.send_signal(signal.SIGINT)
     error = on.ended(process)
@@ -260,7 +260,7 @@ def test_ctrl_c_saves_and_leaves_nothing(on: Launched) -> None:
 
 @slow
 @real
-def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_nothing_else(on: Launched) -> None:
+def test_ray_and_spark_kill_of_the_launcher_leaves_a_checkpoint(on: Launched) -> None:
     process = on.begun()
     process.kill()
     until(lambda: not [one for one in processes() if on.ours(one)] and not on.left(), 100)
@@ -270,7 +270,7 @@ def test_a_launcher_that_is_killed_leaves_a_checkpoint_and_nothing_else(on: Laun
 
 @slow
 @real
-def test_a_failure_on_another_node_is_that_of_a_local_run(launched: OnRay, tmp_path: Path) -> None:
+def test_ray_failure_on_another_node_is_shown(launched: OnRay, tmp_path: Path) -> None:
     fails = "    if report.step >= 20 and os.environ['PACELINE_RANK'] != '0':\n        raise ValueError('here')\n"
     (tmp_path / "train.py").write_text(SLOWLY.replace("trainer.export", f"{fails}trainer.export"))
     process = launched.start("--nodes=2", "--run-dir", "run", "--min-workers", "2", "--max-restarts", "1", "train.py")
@@ -282,7 +282,7 @@ def test_a_failure_on_another_node_is_that_of_a_local_run(launched: OnRay, tmp_p
 
 @slow
 @real
-def test_what_ray_has_no_place_for_is_told(launched: OnRay, tmp_path: Path) -> None:
+def test_ray_without_resources_names_them(launched: OnRay, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     process = launched.start("--nodes=3", "--wait=0", "train.py")
     head = r"\S+ \([0-9a-f]{6}\) has 0 of 0 CPU free"
@@ -303,7 +303,7 @@ def test_what_ray_has_no_place_for_is_told(launched: OnRay, tmp_path: Path) -> N
     assert process.returncode == 130
 
 
-def test_bundles_are_what_hosts_need() -> None:
+def test_ray_bundles_of_hosts() -> None:
     asked = {"nodes": 2, "hosts": [], "workers": None, "resources": {}}
     assert bundles(asked, [{"CPU": 8.0}, {"CPU": 8.0}, {"CPU": 4.0}]) == [{"CPU": 1.0}] * 2
     assert bundles({**asked, "nodes": None}, [{"CPU": 8.0}] * 3 + [{}]) == [{"CPU": 1.0}] * 3
@@ -317,7 +317,7 @@ def test_bundles_are_what_hosts_need() -> None:
     assert bundles(hosts, [{"CPU": 8.0}]) == [{"CPU": 2.0, "node:a": 0.001}, {"CPU": 1.0, "node:b": 0.001}]
 
 
-def test_why_there_is_no_place_yet() -> None:
+def test_ray_pending_reasons() -> None:
     a, b = {"CPU": 4.0, "GPU": 4.0, "node:a": 1.0}, {"CPU": 8.0, "node:b": 1.0}
     wanted = [{"CPU": 2.0, "GPU": 4.0}] * 2
     assert pending(wanted, {"a": (a, a), "b": (b, b)}) == (
@@ -331,37 +331,28 @@ def test_why_there_is_no_place_yet() -> None:
 
 
 WRONG = [
-    (["ray", "--engine=CPU"], "--engine CPU is no resource of Ray's; give some as --engine='CPU=8 GPU=4'"),
-    (["ray", "--engine=CPU=-1"], "--engine CPU=-1 is no resource of Ray's; give some as --engine='CPU=8 GPU=4'"),
-    (
-        ["ray", "--hosts=a,b", "--nodes=2"],
-        "--hosts says how many nodes there are; leave --nodes out, or let Ray choose: no --hosts",
-    ),
-    (
-        ["ray", "--address=ray://a:10001"],
-        "ray://a:10001 is for Ray's client; "
-        "run this on a node of the cluster, as by `ray job submit -- paceline launch ray ...`",
-    ),
-    (["ray", "--address=nowhere"], "--address nowhere is no address; give HOST:PORT, as 10.0.0.7:6379"),
-    (["spark"], "how many nodes is not said; give -N NODES"),
-    (
-        ["spark", "-N", "2", "--master", "10.0.0.7:7077"],
-        "--master 10.0.0.7:7077 is no master of Spark's; "
-        "give one as spark://HOST:7077, yarn, k8s://https://HOST:6443 or local-cluster[2,1,1024]",
-    ),
-    (["spark", "-N", "2", "--engine=--conf 'a=b"], "--engine cannot be read (No closing quotation); close its quotes"),
+    "ray --engine=CPU train.py",
+    "ray --engine=CPU=-1 train.py",
+    "ray --hosts=a,b --nodes=2 train.py",
+    "ray --address=ray://a:10001 train.py",
+    "ray --address=nowhere train.py",
+    "spark train.py",
+    "spark -N 2 --master 10.0.0.7:7077 train.py",
+    "spark -N 2 '--engine=--conf '\"'\"'a=b' train.py",
 ]
 
 
-@pytest.mark.parametrize(("words", "told"), WRONG, ids=[told.split(";")[0] for _, told in WRONG])
+@pytest.mark.parametrize("words", WRONG)
 @pytest.mark.usefixtures("with_a_script")
-def test_what_cannot_be_asked_for(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["launch", *words, "train.py"]) == 2
-    assert capsys.readouterr().err == f"paceline: {told}\n"
+def test_ray_and_spark_usage_errors(
+    words: str, capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
+) -> None:
+    assert main(["launch", *shlex.split(words)]) == 2
+    golden(words, capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("with_a_script")
-def test_a_dry_run_says_what_ray_would_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ray_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--dry-run", "--python=/py", "--cwd=/c", "--env=KEY=secret", "--engine=CPU=2 GPU=1"]
     assert main(["launch", "ray", "--nodes=2", *given, "train.py"]) == 0
     one = json.dumps({"CPU": 2.0, "GPU": 1.0})
@@ -370,7 +361,7 @@ def test_a_dry_run_says_what_ray_would_be_asked(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("with_a_script")
-def test_a_dry_run_says_what_spark_would_be_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_spark_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--dry-run", "--python=/py", "--cwd=/c", "--env=KEY=secret", "--engine=--executor-memory 8g"]
     assert main(["launch", "spark", "-N", "3", "--master=yarn", "--workers-per-host=4", *given, "train.py"]) == 0
     conf = {
@@ -391,7 +382,7 @@ def test_a_dry_run_says_what_spark_would_be_asked(capsys: pytest.CaptureFixture[
     )
 
 
-def test_tasks_come_with_the_secret_alone() -> None:
+def test_spark_driver_refuses_tasks_without_its_secret() -> None:
     """Neither who does not know it, nor a task that nobody waits for, gets anything out of Spark's driver."""
     with closing(Gate("127.0.0.1", "127.0.0.1")) as gate:
         with pytest.raises(AuthenticationError):
@@ -402,7 +393,7 @@ def test_tasks_come_with_the_secret_alone() -> None:
                 pipe.recv_bytes()
 
 
-def test_where_there_is_no_pyspark(tmp_path: Path) -> None:
+def test_spark_without_pyspark(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     (tmp_path / "without" / "pyspark").mkdir(parents=True)
     absent = "raise ModuleNotFoundError(\"No module named 'pyspark'\", name='pyspark')\n"
@@ -413,7 +404,7 @@ def test_where_there_is_no_pyspark(tmp_path: Path) -> None:
 
 
 @slow
-def test_where_there_is_no_spark(tmp_path: Path) -> None:
+def test_spark_without_a_master_or_java(tmp_path: Path) -> None:
     """Nothing listens, no Java."""
     if not find_spec("pyspark"):
         lacking(NO_SPARK)
@@ -433,7 +424,7 @@ def test_where_there_is_no_spark(tmp_path: Path) -> None:
 
 @slow
 @real
-def test_what_spark_has_no_place_for_is_told(tmp_path: Path) -> None:
+def test_spark_without_executors_names_them(tmp_path: Path) -> None:
     needs_spark()
     (tmp_path / "train.py").touch()
     with in_short_folder(Application, "spark-") as application, closing(OnSpark(application, tmp_path)) as on:
@@ -443,7 +434,7 @@ def test_what_spark_has_no_place_for_is_told(tmp_path: Path) -> None:
     assert re.fullmatch(rf"{what}; wait for longer with --wait, ask for less, or see Spark's own page\n", error)
 
 
-def test_where_there_is_no_ray(tmp_path: Path) -> None:
+def test_ray_without_the_package_or_a_cluster(tmp_path: Path) -> None:
     """Neither the package nor a cluster."""
     (tmp_path / "train.py").touch()
     (tmp_path / "without" / "ray").mkdir(parents=True)
@@ -507,7 +498,7 @@ else:
 
 @slow
 @real
-def test_a_function_runs_on_the_session_of_a_program(on: Launched, tmp_path: Path) -> None:
+def test_launch_function_on_ray_and_spark_sessions(on: Launched, tmp_path: Path) -> None:
     (tmp_path / "cells.py").write_text(CELLS)
     if on.engine == "ray":
         rows = np.arange(96)

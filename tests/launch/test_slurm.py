@@ -13,10 +13,10 @@ import pytest
 from agents import journal, until
 from launching import SCRIPTS, paceline
 from oracle import apart
+from real_engines import SLOWLY
 from safetensors.torch import load_file
-from test_ssh import SLOWLY
-from test_torchrun_mpi_srun import Slurm
-from test_torchrun_mpi_srun import slurm as slurm
+from slurm import Slurm
+from slurm import slurm as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
 LAUNCH = [sys.executable, "-m", "paceline", "launch", "slurm"]
@@ -56,7 +56,7 @@ def job(slurm: Slurm, tmp_path: Path) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize("notice", [["--batch", "--signal=USR2"], ["--signal=USR1"]], ids=["script", "steps"])
-def test_a_notice_is_a_checkpoint_and_a_requeue(job: Job, notice: list[str]) -> None:
+def test_slurm_notice_saves_and_requeues(job: Job, notice: list[str]) -> None:
     """What comes out is what one worker gives; no token is in the script, the output or what Slurm tells of the job."""
     token = (job.folder / "run" / "token").read_text().strip()
     job.slurm.run("scancel", *notice, job.number)
@@ -80,7 +80,7 @@ def test_a_notice_is_a_checkpoint_and_a_requeue(job: Job, notice: list[str]) -> 
     assert apart(found, load_file(job.folder / "out.safetensors")) < 1e-12
 
 
-def test_ctrl_c_stops_the_run_and_leaves_no_allocation(job: Job) -> None:
+def test_slurm_ctrl_c_leaves_no_allocation(job: Job) -> None:
     job.process.send_signal(signal.SIGINT)
     assert job.process.wait(240) == 130, job.text
     assert "continue with: paceline launch slurm -N 2 " in job.text
@@ -88,7 +88,7 @@ def test_ctrl_c_stops_the_run_and_leaves_no_allocation(job: Job) -> None:
     until(lambda: job.slurm.run("squeue", "-h", "-t", "running").stdout == "", 60)
 
 
-def test_slurm_refuses_and_says_why(slurm: Slurm, tmp_path: Path) -> None:
+def test_slurm_refusal_is_shown(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = slurm.run(*LAUNCH, "-N", "2", "--engine=-p none", "train.py", cwd=tmp_path)
     what = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid "

@@ -16,90 +16,16 @@ import pytest
 from agents import journal, until
 from clusters import processes
 from conftest import lacking
-from launching import SCRIPTS, paceline, piped
+from launching import SCRIPTS, paceline
 from networks import Network
 from networks import hosts as hosts
 from oracle import apart
-from paths import EXAMPLES
+from real_engines import DIGITS, SLOWLY, needs, weights
 from safetensors.torch import load_file
+from ssh_hosts import Shore
 from test_prometheus import told_from
-from test_torchrun_mpi_srun import needs, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.root, pytest.mark.timeout(600)]
-DIGITS = EXAMPLES / "digits.py"
-SSHD = """
-ListenAddress {address}
-HostKey {folder}/host
-PidFile none
-AuthorizedKeysFile {folder}/client.pub
-PermitRootLogin prohibit-password
-PasswordAuthentication no
-StrictModes no
-UsePAM no
-"""
-CLIENT = """
-Host *
-  User root
-  IdentityFile {folder}/client
-  IdentitiesOnly yes
-  StrictHostKeyChecking yes
-  UserKnownHostsFile {folder}/known
-"""
-
-
-class Shore:
-    """Hosts a, b, ... behind sshd, which know each other by no name; the last one is where the launcher runs."""
-
-    def __init__(self, network: Network, folder: Path, engine: str) -> None:
-        self.engine, self.folder, self.here, self.hosts = engine, folder, network.hosts[-1], network.hosts[:-1]
-        self.part = network.part
-        self.started: list[subprocess.Popen[str]] = []
-        Path("/run/sshd").mkdir(exist_ok=True)
-        for key in ("host", "client"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
-        public = (folder / "host.pub").read_text()
-        (folder / "known").write_text("".join(f"{host.address} {public}" for host in self.hosts))
-        names = [f"Host {name}\n  HostName {host.address}\n" for name, host in zip("abc", self.hosts, strict=False)]
-        (folder / "config").write_text("".join(names) + CLIENT.format(folder=folder))
-        self.servers = [self.serve(number) for number in range(len(self.hosts))]
-
-    def serve(self, number: int, more: str = "") -> subprocess.Popen[bytes]:
-        host = self.hosts[number]
-        conf = self.folder / f"sshd-{number}"
-        conf.write_text(SSHD.format(address=host.address, folder=self.folder) + more)
-        log = (self.folder / f"sshd-{number}.log").open("ab")
-        server = subprocess.Popen(host.command("/usr/sbin/sshd", "-D", "-e", "-f", conf), stderr=log)
-        log.close()
-        until(lambda: "Server listening" in (self.folder / f"sshd-{number}.log").read_text())
-        return server
-
-    def start(self, *words: str | Path) -> subprocess.Popen[str]:
-        config = f"-F {self.folder / 'config'}"
-        if self.engine == "mpi":
-            network = f"{self.here.address.rpartition('.')[0]}.0/24"
-            ways = (f"--mca {kind}_tcp_if_include {network}" for kind in ("oob", "btl"))
-            config = f'--allow-run-as-root --mca plm_rsh_agent "ssh {config}" {" ".join(ways)}'
-        command = [sys.executable, "-m", "paceline", "launch", self.engine, f"--engine={config}"]
-        variables = ["--env=OMP_NUM_THREADS=1", "--env=CUDA_VISIBLE_DEVICES", f"--env=PYTHONPATH={SCRIPTS}"]
-        options = ("--cwd", self.folder, "--workers-per-host", "1", *variables, *words)
-        process = piped(self.here.command(*command, *options), self.folder, devices="-1")
-        self.started.append(process)
-        return process
-
-    def nobody(self) -> bool:
-        """Whether no process of a run is left, here or there."""
-        return not [one for one in processes() if "paceline" in (one.info["cmdline"] or ()) and self.ours(one.info)]
-
-    def ours(self, info: dict[str, object]) -> bool:
-        return info["cwd"] == str(self.folder)
-
-    def close(self) -> None:
-        for process in self.started:
-            process.kill()
-            process.communicate()
-        for server in self.servers:
-            server.terminate()
-            server.wait(20)
 
 
 @pytest.fixture(params=["ssh", "mpi"])
@@ -121,7 +47,7 @@ def shore(
         one.close()
 
 
-def test_two_hosts_train_what_one_worker_trains(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_two_hosts_give_the_weights_of_one_worker(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """To the byte with `exact`; no process, and nothing of the token, is left where others could see it."""
     paceline("run", "--plan", "exact", "--steps", "12", "--run-dir", "alone", DIGITS, cwd=tmp_path)
     here = shore(2)
@@ -145,15 +71,6 @@ def test_two_hosts_train_what_one_worker_trains(shore: Callable[[int], Shore], t
 
 
 WORKER_1_UP = 'paceline_worker_up{run="run",worker="1"} 1.0'
-SLOWLY = """
-from basics import *
-import os, time
-trainer = make()
-for report in trainer.steps(data, epochs=100):
-    if not os.path.exists("go"):
-        time.sleep(0.2)
-trainer.export("out.safetensors")
-"""
 
 
 def begun(
@@ -167,7 +84,7 @@ def begun(
     return process
 
 
-def test_figures_and_the_page_are_served_from_the_first_host(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_first_host_serves_metrics_and_page(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here, run = shore(2), tmp_path / "run"
     process = begun(here, "--metrics", "127.0.0.1:9464", "--page", "127.0.0.1:9465")
     key = (run / "reading_key").read_text().strip()
@@ -184,7 +101,7 @@ def test_figures_and_the_page_are_served_from_the_first_host(shore: Callable[[in
     until(lambda: json.loads((run / "metrics.json").read_text()) == [])
 
 
-def test_a_launcher_that_dies_leaves_a_checkpoint(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_kill_of_the_launcher_leaves_a_checkpoint(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     process = begun(here)
     process.kill()
@@ -194,7 +111,7 @@ def test_a_launcher_that_dies_leaves_a_checkpoint(shore: Callable[[int], Shore],
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_hosts_that_are_cut_off_from_launcher_and_coordinator_end(shore: Callable[[int], Shore]) -> None:
+def test_ssh_hosts_cut_off_from_launcher_and_coordinator_end(shore: Callable[[int], Shore]) -> None:
     """The second one's worker cannot leave a team that is gone, and nobody is there to stop it at once."""
     here = shore(2)
     process = begun(here)
@@ -204,7 +121,7 @@ def test_hosts_that_are_cut_off_from_launcher_and_coordinator_end(shore: Callabl
     until(here.nobody, 60)
 
 
-def test_a_run_that_is_let_go_is_stopped_from_elsewhere(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_detached_run_is_stopped_by_paceline_stop(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """Nothing of the launcher's is left, nor of its ways to the hosts."""
     here = shore(2)
     (tmp_path / "train.py").write_text(SLOWLY)
@@ -230,7 +147,7 @@ def test_a_run_that_is_let_go_is_stopped_from_elsewhere(shore: Callable[[int], S
     assert "stopped after step " in (run / "console.log").read_text()
 
 
-def test_ctrl_c_saves_and_the_same_command_goes_on(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_ctrl_c_saves_and_the_same_command_resumes(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     process = begun(here)
     process.send_signal(signal.SIGINT)
@@ -250,7 +167,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(shore: Callable[[int], Shore]
     assert apart(found, load_file(tmp_path / "out.safetensors")) < 1e-12
 
 
-def test_a_host_whose_cable_is_cut_leaves_and_comes_back(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_host_with_a_cut_cable_leaves_and_joins_again(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     process = begun(here)
     here.hosts[1].cut()
@@ -263,7 +180,7 @@ def test_a_host_whose_cable_is_cut_leaves_and_comes_back(shore: Callable[[int], 
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_what_ssh_says_is_told(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_errors_are_shown(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """A closed port, a key that is refused, an unknown key of a host, no such name."""
     here = shore(2)
     (tmp_path / "train.py").write_text("print('trained')\n")
@@ -305,7 +222,7 @@ def sockets(here: Shore) -> list[Path]:
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_hosts_that_only_ssh_reaches(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_tunnel_between_hosts(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     """All that three hosts say to each other goes through ssh and the launcher's host. Nothing is left of that."""
     paceline("run", "--plan", "exact", "--steps", "30", "--run-dir", "alone", DIGITS, cwd=tmp_path)
     here, run = closed(shore, 3), tmp_path / "run"
@@ -324,9 +241,7 @@ def test_hosts_that_only_ssh_reaches(shore: Callable[[int], Shore], tmp_path: Pa
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
 @pytest.mark.parametrize("plan", ["exact", "server=1"])
-def test_a_host_that_only_ssh_reaches_leaves_and_comes_back(
-    shore: Callable[[int], Shore], tmp_path: Path, plan: str
-) -> None:
+def test_ssh_tunnel_host_leaves_and_joins_again(shore: Callable[[int], Shore], tmp_path: Path, plan: str) -> None:
     """Its connection breaks with its sshd; with another one it takes the state through a new tunnel."""
     here, run = closed(shore, 2), tmp_path / "run"
     process = begun(here, "--tunnel", "--plan", plan)
@@ -347,7 +262,7 @@ def test_a_host_that_only_ssh_reaches_leaves_and_comes_back(
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_a_host_that_is_not_reached_is_told_of_the_tunnel(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_unreachable_host_has_a_hint_to_tunnel(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = closed(shore, 2)
     (tmp_path / "train.py").write_text(SLOWLY)
     process = here.start("--hosts", "a,b", "--run-dir", "run", "--min-workers", "1", "train.py")
@@ -364,7 +279,7 @@ def test_a_host_that_is_not_reached_is_told_of_the_tunnel(shore: Callable[[int],
 
 
 @pytest.mark.parametrize("shore", ["ssh"], indirect=True)
-def test_a_tunnel_that_sshd_forbids(shore: Callable[[int], Shore], tmp_path: Path) -> None:
+def test_ssh_tunnel_that_sshd_forbids(shore: Callable[[int], Shore], tmp_path: Path) -> None:
     here = shore(2)
     (tmp_path / "train.py").touch()
     here.servers[1].terminate()

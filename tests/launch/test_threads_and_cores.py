@@ -18,21 +18,21 @@ from paceline.base.environment import THREADS, doubt_threads
 from paceline.launch.tuning import doubts, surround
 
 
-def test_cores_are_shared_out_and_each_worker_keeps_its_own():
+def test_workers_are_pinned_to_their_share_of_cores():
     variables, pins, done = surround(2, {}, [0, 1, 4, 5, 7])
     assert variables["OMP_NUM_THREADS"] == "2"
     assert pins == [[0, 1], [4, 5]]
     assert [text for text, _ in done][:2] == ["2 threads each", "pinned to 2 cores each"]
 
 
-def test_one_worker_may_use_all_cores_and_too_many_are_not_pinned():
+def test_one_worker_and_more_workers_than_cores_are_not_pinned():
     assert surround(1, {}, [0, 1])[1] == [[]]
     variables, pins, _ = surround(5, {}, [0, 1])
     assert variables["OMP_NUM_THREADS"] == "1"
     assert pins == [[]] * 5
 
 
-def test_what_the_user_set_stays():
+def test_thread_and_allocator_variables_of_the_user_stay():
     given = {"OMP_NUM_THREADS": "3", "MALLOC_TRIM_THRESHOLD_": "1", "THP_MEM_ALLOC_ENABLE": "0", "PYTHONHASHSEED": "7"}
     variables, _, done = surround(3, given, [0, 1])
     assert (variables, done) == ({}, [])
@@ -44,14 +44,14 @@ NO_NUMBERS = ["banana", "-1", "0", "1e3", "1.5", "", "2 3", "\u0663"]
 
 @pytest.mark.parametrize("name", THREADS)
 @pytest.mark.parametrize("value", NO_NUMBERS)
-def test_what_is_no_number_of_threads_is_replaced_and_said(name: str, value: str) -> None:
+def test_invalid_thread_variable_is_replaced_and_noted(name: str, value: str) -> None:
     assert surround(2, {name: value}, [0, 1, 4, 5])[0][name] == "2"
     said = f"{name}={shown(value)} is no number of threads"
     assert doubts(2, {name: value}, [0, 1, 4, 5]) == [f"{said}: each worker has 2 instead"]
     assert doubt_threads(7, {name: value}) == [f"{said}, and torch uses 7: give one in digits, or unset it"]
 
 
-def test_more_threads_than_cores_are_said_and_kept() -> None:
+def test_more_threads_than_cores_are_noted() -> None:
     for given in ({}, {"OMP_NUM_THREADS": "2"}, {"OMP_NUM_THREADS": " 2,1"}, {"MKL_NUM_THREADS": "1"}):
         assert doubts(2, given, [0, 1, 4, 5]) == []
         assert doubt_threads(1, given) == []
@@ -66,7 +66,7 @@ def test_more_threads_than_cores_are_said_and_kept() -> None:
 SAYS = "from basics import *\nt = make()\nlist(t.steps(data, count=1))\nif t.main: print(torch.get_num_threads())\n"
 
 
-def test_a_run_says_what_it_does_instead(tmp_path: Path) -> None:
+def test_run_notes_an_invalid_thread_variable(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SAYS)
     done = paceline("run", "--workers", "2", "train.py", cwd=tmp_path, OMP_NUM_THREADS="banana")
     each = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -77,7 +77,7 @@ def test_a_run_says_what_it_does_instead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_alone_says_what_torch_does_instead(tmp_path: Path) -> None:
+def test_script_without_run_notes_an_invalid_thread_variable(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SAYS)
     env = environment(OMP_NUM_THREADS="-1", PACELINE_COLD_START="1")
     done = subprocess.run(
@@ -87,7 +87,7 @@ def test_a_script_alone_says_what_torch_does_instead(tmp_path: Path) -> None:
     assert f"\n{said}: give one in digits, or unset it\n" in done.stderr
 
 
-def test_workers_find_them_and_the_run_explains_them(tmp_path):
+def test_workers_have_threads_and_cores_and_explain_shows_them(tmp_path):
     (tmp_path / "train.py").write_text(
         "import json, os, paceline, torch\n"
         "t = paceline.Trainer(lambda: torch.nn.Linear(1, 1), lambda o, b: o.mean(),\n"
@@ -111,8 +111,10 @@ def test_workers_find_them_and_the_run_explains_them(tmp_path):
 
 
 MEMORY = """
-import copy, sys, paceline, torch
-width = int(sys.argv[1])
+import copy, resource, sys
+width, limit = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit << 20, limit << 20))
+import paceline, torch
 rows = torch.randn(2, width, generator=torch.Generator().manual_seed(1))
 t = paceline.Trainer(lambda: torch.nn.Linear(width, width), lambda output, batch: output.square().mean(),
                      lambda params: torch.optim.SGD(params, lr=0.1), global_batch=2)
@@ -126,7 +128,7 @@ for mine, expected in zip(t.model.parameters(), plain.parameters(), strict=True)
 
 
 @pytest.mark.parametrize(
-    ("width", "limit", "said"),
+    ("width", "limit", "what"),
     [
         (1 << 11, 24, "32 MB of memory (File too large): gradients are copied to be summed"),
         pytest.param(
@@ -135,21 +137,11 @@ for mine, expected in zip(t.model.parameters(), plain.parameters(), strict=True)
     ],
     ids=["arena", "all"],
 )
-def test_memory_that_cannot_be_shared_is_said_once_and_changes_nothing(tmp_path, width, limit, said):
+def test_shared_memory_that_is_refused_is_one_warning_and_the_same_weights(
+    tmp_path: Path, width: int, limit: int, what: str
+) -> None:
     """The largest file that a process may make, in MB, bounds the memory that it can share with others."""
     (tmp_path / "train.py").write_text(MEMORY)
-    command = [
-        "sh",
-        "-c",
-        f'ulimit -f {limit * 2048}; exec "$@"',
-        "sh",
-        sys.executable,
-        "-m",
-        "paceline.cli.main",
-        "run",
-    ]
-    command += ["--workers", "2", "train.py", str(width)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    warned = [line.partition(" (/")[0] for line in done.stderr.splitlines() if "cannot share" in line]
-    assert warned == [f"[worker 0] UserWarning: workers 0, 1 cannot share {said}"]
+    done = paceline("run", "--workers", "2", "train.py", str(width), str(limit), cwd=tmp_path)
+    warnings = [line.partition(" (/")[0] for line in done.stderr.splitlines() if "cannot share" in line]
+    assert warnings == [f"[worker 0] UserWarning: workers 0, 1 cannot share {what}"]

@@ -7,24 +7,17 @@ with it.
 from __future__ import annotations
 
 import os
-import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from agents import until
-from conftest import lacking
 from launching import paceline
-from networks import Host, network
-from paths import EXAMPLES
+from real_engines import DIGITS, STEPS, needs, weights
+from slurm import Slurm
+from slurm import slurm as slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.root]
-DIGITS = EXAMPLES / "digits.py"
-STEPS = {"PACELINE_MAX_STEPS": "30", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 SHARES = {"PACELINE_SHARES": "1,1"}  # those that follow the speed would give other bits
 RUN = {**STEPS, **SHARES, "PACELINE_RUN_DIR": "run"}
 WHERE = """
@@ -33,17 +26,6 @@ team = paceline.join()
 world = team.world
 print(f"{world.rank} {world.size} {world.local_rank} {world.local_size} {world.launcher}\\n", end="", flush=True)
 """
-
-
-def needs(*commands: str) -> None:
-    missing = [command for command in commands if shutil.which(command) is None]
-    if missing:
-        lacking(f"there is no {', '.join(missing)}: run .ci/servers")
-
-
-def weights(run: Path) -> bytes:
-    paceline("export", run, "weights.safetensors", cwd=run)
-    return (run / "weights.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +50,7 @@ if attempt == "0" and team.rank == 1:
 """
 
 
-def test_torchrun_starts_again(tmp_path: Path) -> None:
+def test_torchrun_restart(tmp_path: Path) -> None:
     """The store is the agent's and remembers the first attempt."""
     (tmp_path / "train.py").write_text(TWICE)
     command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "train.py"]
@@ -91,7 +73,7 @@ def test_torchrun_starts_again(tmp_path: Path) -> None:
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]
 
 
-def test_mpirun_trains_what_paceline_run_trains(tmp_path: Path, alone: bytes) -> None:
+def test_mpirun_gives_the_weights_of_paceline_run(tmp_path: Path, alone: bytes) -> None:
     needs("mpirun")
     done = subprocess.run(
         [*MPIRUN, "2", sys.executable, DIGITS],
@@ -105,7 +87,7 @@ def test_mpirun_trains_what_paceline_run_trains(tmp_path: Path, alone: bytes) ->
     assert weights(tmp_path / "run") == alone  # two workers that deal and add alike get the same bits
 
 
-def test_mpirun_tells_the_places_and_two_of_them_do_not_meet(tmp_path: Path) -> None:
+def test_mpirun_ranks_and_two_starts_at_once(tmp_path: Path) -> None:
     needs("mpirun")
     (tmp_path / "where.py").write_text(WHERE)
     starts = []
@@ -127,102 +109,21 @@ def test_mpirun_tells_the_places_and_two_of_them_do_not_meet(tmp_path: Path) -> 
 
 # -- srun -------------------------------------------------------------------------------------------------------
 
-CONF = """
-ClusterName=test
-SlurmctldHost=nowhere-1(10.77.0.1)
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/pgid
-TaskPlugin=task/none
-SlurmdParameters=config_overrides
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-ReturnToService=2
-MpiDefault=none
-NodeName=n1 NodeAddr=10.77.0.1 CPUs=4
-NodeName=n2 NodeAddr=10.77.0.2 CPUs=4
-PartitionName=all Nodes=n1,n2 Default=YES OverSubscribe=FORCE
-"""
-
-
-class Slurm:
-    """Two nodes on hosts of their own, the controller on the first; commands run on the first."""
-
-    def __init__(self, folder: Path, hosts: list[Host], stack: ExitStack) -> None:
-        self.folder, self.hosts = folder, hosts
-        for name in ("state", "spool-n1", "spool-n2"):
-            (folder / name).mkdir()
-        hosts[0].known.write_text("127.0.0.1 localhost\n10.77.0.1 n1\n10.77.0.2 n2\n")
-        (folder / "slurm.conf").write_text(CONF.format(folder=folder))
-        (folder / "munge.key").write_bytes(os.urandom(1024))
-        (folder / "munge.key").chmod(0o400)
-        self.env = {**os.environ, **STEPS, "SLURM_CONF": str(folder / "slurm.conf")}
-        munge = {name: folder / f"munge.{name}" for name in ("socket", "key", "pid", "log", "seed")}
-        files = [f"--{name}{'' if name == 'socket' else '-file'}={path}" for name, path in munge.items()]
-        self._daemon(stack, "munged", "--foreground", "--force", *files)
-        until(munge["socket"].exists)
-        self._daemon(stack, *hosts[0].command("slurmctld", "-D"))
-        for number, host in enumerate(hosts, 1):
-            self._daemon(stack, *host.command("slurmd", "-D", "-N", f"n{number}"))
-        until(lambda: self.run("sinfo", "-h", "-o", "%T %D").stdout == "idle 2\n")
-
-    def _daemon(self, stack: ExitStack, *command: str) -> None:
-        log = (self.folder / "daemons.log").open("a")
-        process = subprocess.Popen(command, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-
-        def end() -> None:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-            log.close()
-
-        stack.callback(end)
-
-    def run(self, *command: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.hosts[0].command(*command),
-            cwd=cwd or self.folder,
-            env={**self.env, **env},
-            capture_output=True,
-            text=True,
-            timeout=200,
-        )
-
-    def srun(self, *arguments: str | Path, cwd: Path, **env: str) -> str:
-        done = self.run("srun", *arguments, cwd=cwd, **env)
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-        return done.stdout
-
-
-@pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    needs("munged", "slurmctld", "slurmd", "srun")
-    folder = tmp_path_factory.mktemp("slurm")
-    with ExitStack() as stack:
-        hosts = stack.enter_context(network(2, folder)).hosts
-        yield Slurm(folder, hosts, stack)
-
 
 @pytest.mark.parametrize("nodes", ["1", "2"])
-def test_srun_trains_what_paceline_run_trains(slurm: Slurm, tmp_path: Path, alone: bytes, nodes: str) -> None:
+def test_srun_gives_the_weights_of_paceline_run(slurm: Slurm, tmp_path: Path, alone: bytes, nodes: str) -> None:
     """With nothing exported. Two nodes add over the network: the sum of two has the same bits."""
     slurm.srun("-N", nodes, "-n", "2", sys.executable, DIGITS, cwd=tmp_path, **RUN)
     assert weights(tmp_path / "run") == alone
 
 
-def test_srun_tells_the_places(slurm: Slurm, tmp_path: Path) -> None:
+def test_srun_ranks(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "where.py").write_text(WHERE)
     said = slurm.srun("-N", "2", "-n", "3", "--distribution=block", sys.executable, "where.py", cwd=tmp_path)
     assert sorted(said.splitlines()) == ["0 3 0 2 srun", "1 3 1 2 srun", "2 3 0 1 srun"]
 
 
-def test_two_steps_of_one_allocation_at_once_and_its_batch_script_alone(slurm: Slurm, tmp_path: Path) -> None:
+def test_srun_two_steps_of_one_allocation_and_its_batch_script(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "where.py").write_text(WHERE)
     python = sys.executable
     (tmp_path / "job.sh").write_text(

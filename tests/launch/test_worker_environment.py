@@ -33,7 +33,7 @@ def place(world: World) -> tuple[int, int, int, int]:
     return world.rank, world.size, world.local_rank, world.local_size
 
 
-def test_srun_alone_tells_everything():
+def test_srun_variables_give_rank_and_store():
     world = read_world(SLURM)
     assert world.launcher == "srun"
     assert place(world) == (3, 5, 1, 2)
@@ -41,7 +41,7 @@ def test_srun_alone_tells_everything():
     assert world.job == "12.0"
 
 
-def test_srun_on_one_node_needs_no_name():
+def test_srun_on_one_node_uses_localhost():
     world = read_world({**SLURM, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "gpu07"})
     assert world.store == ("127.0.0.1", port("12.0"))
 
@@ -57,12 +57,12 @@ def test_srun_on_one_node_needs_no_name():
         ("n[1-2]-ib,b", "n1-ib"),
     ],
 )
-def test_the_first_of_slurms_nodes(nodes, first):
+def test_first_host_of_a_slurm_nodelist(nodes, first):
     assert read_world({**SLURM, "SLURM_STEP_NODELIST": nodes}).store == (first, port("12.0"))
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.data())
-def test_tasks_of_a_slurm_node(counts, data):
+def test_slurm_tasks_per_node(counts, data):
     """Slurm writes equal neighbours as COUNT(xTIMES)."""
     node = data.draw(st.integers(0, len(counts) - 1))
     runs = [[counts[0], 0]]
@@ -75,12 +75,12 @@ def test_tasks_of_a_slurm_node(counts, data):
     assert world.local_size == counts[node]
 
 
-def test_a_batch_script_is_no_task_of_its_allocation():
+def test_slurm_batch_script_is_a_world_of_one():
     batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "5", "SLURM_JOB_ID": "12", "SLURM_NODEID": "0"}
     assert place(read_world(batch)) == (0, 1, 0, 1)
 
 
-def test_mpirun_on_one_host_tells_everything():
+def test_mpirun_variables_give_rank_and_store():
     world = read_world(OMPI)
     assert world.launcher == "mpirun"
     assert place(world) == (1, 4, 1, 4)
@@ -97,7 +97,7 @@ def test_mpirun_on_one_host_tells_everything():
         {**SLURM, "SLURM_JOB_ID": "", "SLURM_STEP_ID": ""},
     ],
 )
-def test_what_cannot_be_derived_is_asked_for(env):
+def test_missing_master_addr_is_asked_for(env):
     with pytest.raises(UsageError) as caught:
         read_world(env)
     world = read_world({**env, **PLACE})
@@ -109,7 +109,7 @@ def test_what_cannot_be_derived_is_asked_for(env):
 
 
 @pytest.mark.parametrize("env", [OMPI, SLURM], ids=["mpirun", "srun"])
-def test_what_the_user_exports_counts(env):
+def test_exported_master_addr_and_port_count(env):
     number = {"mpirun": "2883649537", "srun": "12.0"}[read_world(env).launcher]
     host = {"mpirun": "127.0.0.1", "srun": "gpu07"}[read_world(env).launcher]
     assert read_world({**env, **PLACE}).store == ("node1", 29500)
@@ -119,7 +119,7 @@ def test_what_the_user_exports_counts(env):
     assert read_world({**env, **PLACE}).job == ""
 
 
-def test_ports_of_starts_are_spread_below_those_that_systems_hand_out():
+def test_store_ports_are_spread_below_ephemeral_ports():
     ports = [read_world({**SLURM, "SLURM_JOB_ID": str(job)}).store[1] for job in range(1, 2001)]
     assert 10_000 <= min(ports) <= max(ports) < 30_000
     assert len(set(ports)) > 1850  # drawn at random it would be 1903 on average
@@ -131,7 +131,7 @@ PACELINE = {"PACELINE_RANK": "0", "PACELINE_WORLD_SIZE": "2", "PACELINE_STORE": 
 
 @pytest.mark.parametrize("value", ["banana", "-1", "1e3", "1.5", "\u0663", "9" * 13, "a\x1b[2J"])
 @pytest.mark.parametrize("name", [*NUMBERS, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"])
-def test_a_variable_that_is_no_number_is_named(name: str, value: str) -> None:
+def test_variable_that_is_no_number_is_named(name: str, value: str) -> None:
     least = int(name in ("JOIN_TIMEOUT", "KEEP", "MAX_STEPS"))
     said = f"PACELINE_{name}={shown(value)} is no whole number from {least} to 999,999,999,999; give one, in digits"
     with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
@@ -139,7 +139,7 @@ def test_a_variable_that_is_no_number_is_named(name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["TENSORBOARD", "HEAL"])
-def test_a_variable_that_is_yes_or_no_is_0_or_1(name: str) -> None:
+def test_boolean_variable_is_0_or_1(name: str) -> None:
     for value, meant in {"0": False, "": False, "1": True}.items():
         assert getattr(read_world({**PACELINE, f"PACELINE_{name}": value}), name.lower()) is meant
     with pytest.raises(
@@ -149,7 +149,7 @@ def test_a_variable_that_is_yes_or_no_is_0_or_1(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["", ":", "a:b", "a:-1"])
-def test_what_only_the_agent_sets_is_no_raw_error_either(value: str) -> None:
+def test_invalid_agent_variables_are_usage_errors(value: str) -> None:
     env = {**PACELINE, "PACELINE_MIRROR": value or ":a", "PACELINE_BEGAN": value, "PACELINE_STORE": value or ":"}
     with pytest.raises(UsageError, match="is no whole number from"):
         read_world(env)
@@ -157,7 +157,7 @@ def test_what_only_the_agent_sets_is_no_raw_error_either(value: str) -> None:
     assert inherited_warm({"PACELINE_WARM": value}) is None
 
 
-def test_torchruns_second_attempt_is_told_from_its_first():
+def test_torchrun_restart_is_another_job():
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", **PLACE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     first, second = (read_world({**env, "TORCHELASTIC_RESTART_COUNT": count}) for count in "01")
     assert not first.store_is_ours

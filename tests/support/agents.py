@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -59,6 +60,22 @@ def meet(name):
     wait_for(name)
 """
 
+# A worker that is asked to stop says that it has written a checkpoint, and ends with exit code 75.
+POLITE = """
+event("join")
+event("phase")
+stop = []
+signal.signal(signal.SIGUSR2, lambda *_: stop.append(1))
+mark("up")
+print("up", flush=True)
+while not stop:
+    time.sleep(0.01)
+os.makedirs(RUN + "/checkpoints/step-000000000120", exist_ok=True)
+open(RUN + "/checkpoints/step-000000000120/manifest.json", "w").close()
+event("stopped", step=120, checkpoint="checkpoints/step-000000000120")
+sys.exit(75)
+"""
+
 # How the agent names the command that goes on with the run of `Launcher.run`.
 AGAIN = "paceline run --workers 2 --run-dir run train.py"
 
@@ -83,7 +100,13 @@ class Ended:
 
 
 class Launcher:
-    """Runs scripts under the agent in a folder of the test; whatever is still alive at the end is ended."""
+    """Runs scripts under the agent in a folder of the test; whatever is still alive at the end is ended.
+
+    `cold_start`: workers are Python processes of their own. For scripts without torch that takes less time than to fork
+    them from a process with torch.
+    """
+
+    cold_start = False
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -100,10 +123,10 @@ class Launcher:
     ) -> subprocess.Popen[str]:
         """`seconds`: constants of the agent's."""
         (self.folder / "train.py").write_text(WORKER + textwrap.dedent(script))
-        cold = preexec is not None  # it may leave no room for torch
-        given = {"script": "train.py", "workers": 2, "run_dir": "run", "cold_start": cold, "seconds": seconds or {}}
+        given = {"script": "train.py", "workers": 2, "run_dir": "run", "seconds": seconds or {}, **options}
+        given.setdefault("cold_start", self.cold_start or preexec is not None)  # which may leave no room for torch
         process = Process(
-            [sys.executable, "-c", MAIN, json.dumps(given | options)],
+            [sys.executable, "-c", MAIN, json.dumps(given)],
             environment(**(env or {})),
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
@@ -154,6 +177,25 @@ def family(launcher: Launcher, workers: int = 2) -> list[int]:
     """The process ids that the workers left in their files."""
     files = [launcher.folder / "run" / f"pids-{rank}" for rank in range(workers)]
     return [int(pid) for file in files for pid in file.read_text().split()]
+
+
+SPREAD = 0.08  # seconds: an agent takes as long to fork two workers
+
+
+def warm_of(agent: int) -> int:
+    """The agent's warm process, once it has its name: a number that is never negative, which would mean everybody."""
+    warm: list[int] = []
+
+    def named() -> bool:
+        for pid in map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split()):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text() == "paceline warm\n":
+                    warm.append(pid)
+        return bool(warm)
+
+    until(named)
+    assert warm[0] > 1
+    return warm[0]
 
 
 def journal(folder: Path, kind: str) -> list[dict[str, object]]:
