@@ -1,0 +1,195 @@
+"""One table of recovery: every fault, at every moment of a step, of every process, under every plan. Whatever fails, the
+run ends with exit code 0, and its weights are those of the undisturbed run.
+
+A row is one run in which its cells happen one after another, each in a complete team. The fast rows are a covering
+array: every two values of different axes meet in one of their cells. The slow rows are the whole table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import torch
+from covering import pairwise
+from launching import SCRIPTS, paceline
+from once import once
+from oracle import apart
+from safetensors.torch import load_file
+
+from paceline.base.journal import effective_steps, read_journal
+from paceline.team.fault_injection import parse_faults, read_log
+
+SERVERS = 1_000_000  # the number of the first parameter server
+FAULTS = ("kill", "stop", "raise", "exit")
+PHASES = {
+    "forward": ("loading", "forward"),
+    "backward": ("backward", "summed"),
+    "update": ("reduced", "applied"),
+    "checkpoint": ("saving", "writing"),
+    "new team": ("forming", "hand-over"),
+}
+MOMENTS = tuple(moment for moments in PHASES.values() for moment in moments)
+TARGETS = ("worker 0", "last worker", "several workers", "server", "coordinator")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan of the table. `undisturbed`: the plan with which one worker gives the expected weights."""
+
+    words: str
+    workers: int = 4
+    several: tuple[int, ...] = (2, 3)  # which the others survive; none: nobody has what two of them had
+    moments: Sequence[str] = MOMENTS[:-2]  # in the others a replica of two would be lost beside another one
+    undisturbed: str = "micro=2 exact"
+    model: str = "norm"
+    of_server: Sequence[str] = ()  # the moments of a parameter server
+    steps: int = 30
+
+
+LOCAL, STREAMING = "micro=2 local=2 every=2", "micro=2 local=3 every=4 fragments=2 delay=1"
+OF_ROUND = ("loading", "backward", "summed", "reduced", "applied")
+OF_ISLANDS: Any = {"workers": 3, "several": (), "moments": OF_ROUND, "steps": 48}
+BY_SERVERS: Any = {"workers": 3, "several": (1, 2)}
+OUT_OF_STEP: Any = {"model": "rows", "steps": 60, "of_server": ("reduced", "applied"), **BY_SERVERS}
+PLANS = {
+    "data": Plan("micro=2", several=(0, 3), moments=MOMENTS, steps=40),
+    "exact": Plan("micro=2 exact", several=(0, 3), moments=MOMENTS, steps=40),
+    "zero=1": Plan("micro=2 exact shard=2 zero=1"),
+    "zero=2": Plan("micro=2 exact shard=2 zero=2"),
+    "zero=3": Plan("micro=2 exact shard=2 zero=3"),
+    "tensor": Plan("micro=2 tensor=2", undisturbed="micro=2", model="attention"),
+    "pipeline": Plan("micro=2 pipeline=2", undisturbed="micro=2", model="attention"),
+    "local_sgd": Plan(LOCAL, undisturbed=LOCAL, **OF_ISLANDS),
+    "streaming": Plan(STREAMING, undisturbed=STREAMING, **OF_ISLANDS),
+    "servers": Plan("micro=2 server=2 copies=1", of_server=("summed", "reduced", "applied"), **BY_SERVERS),
+    "async": Plan("micro=2 server=2 copies=1 staleness=2 window=3", **OUT_OF_STEP),
+    "backup": Plan("micro=2 server=2 copies=1 backup=1 window=3", **OUT_OF_STEP),
+}
+FAST = ("exact", "zero=3", "local_sgd", "servers")  # the tests of the other plans have a fast fault each
+
+
+class Cell(NamedTuple):
+    fault: str
+    moment: str
+    target: str
+    plan: str
+
+
+def is_valid(fault: str, moment: str, target: str, plan: str) -> bool:
+    """Whether there is such a cell: a process of the target comes to the moment under the plan."""
+    of = PLANS[plan]
+    if target == "server":
+        return fault in ("kill", "stop") and moment in of.of_server
+    if target == "coordinator":
+        return fault == "kill" and moment in of.moments and moment not in ("writing", "forming", "hand-over")
+    if target == "several workers" and not of.several:
+        return False
+    if moment == "writing":  # what is not large is written by worker 0, and an exception in its thread ends no worker
+        return moment in of.moments and fault != "raise" and target == "worker 0"
+    return moment in of.moments
+
+
+def faults_of(cell: Cell, group: int) -> list[str]:
+    """The words of PACELINE_CHAOS. What is lost while the team forms anew needs a loss before."""
+    plan = PLANS[cell.plan]
+    last = plan.workers - 1
+    if cell.target == "coordinator":
+        return [f"wait:0@{group}.{cell.moment}"]
+    targets = {"worker 0": (0,), "last worker": (last,), "several workers": plan.several, "server": (SERVERS + 1,)}
+    first = {"forming": [f"kill:1@{group}.loading"], "hand-over": [f"kill:{last}@{group}.forward"]}
+    more = [f"{cell.fault}:{number}@{group}.{cell.moment}" for number in targets[cell.target]]
+    return first.get(cell.moment, []) + more
+
+
+def rows(cells: Sequence[Cell]) -> dict[str, list[Cell]]:
+    """Cells by plan. A server does not know when all are back, and so those of servers come first."""
+    return {plan: sorted((c for c in cells if c.plan == plan), key=lambda c: c.target != "server") for plan in PLANS}
+
+
+def run(folder: Path, plan: Plan, workers: int, faults: Sequence[str] = ()) -> str:
+    words = plan.words if workers > 1 else plan.undisturbed
+    options = ("--workers", str(workers), "--run-dir", "run", "--plan", words, "--max-restarts", "50")
+    command = ("run", *options, SCRIPTS / "recovery.py", plan.model, str(plan.steps), str(workers))
+    return paceline(*command, cwd=folder, PACELINE_CHAOS=",".join(faults)).stderr
+
+
+def check_row(cells: Sequence[Cell], factory: pytest.TempPathFactory, folder: Path) -> None:
+    """All faults of the cells fire, and the weights, to the bit where the plan says so, are the undisturbed ones."""
+    plan = PLANS[cells[0].plan]
+    faults = [fault for group, cell in enumerate(cells, 1) for fault in faults_of(cell, group)]
+    text = run(folder, plan, plan.workers, faults)
+    assert {entry["fault"] for entry in read_log(folder / "run")} == {*faults}, f"a fault did not fire: {text}"
+    events = read_journal(folder / "run")
+    lost = [worker for event in events if event["event"] == "lost" for worker in event["workers"]]
+    own = (fault for fault in parse_faults(",".join(faults)) if fault.moment not in ("writing", "hand-over"))
+    assert {fault.worker for fault in own if fault.kind != "wait"} <= {*lost}
+    killed = any(fault.startswith("wait") for fault in faults)
+    assert ("the coordinator ended (SIGKILL) and is started again" in text) == killed
+    steps = effective_steps(events)
+    assert [event["step"] for event in steps] == sorted({event["step"] for event in steps})
+    weights, counted = load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
+    if plan.model == "rows":
+        check_each_row_counted_once(weights, plan.steps)
+    else:
+        wanted = once(factory, f"undisturbed {plan.undisturbed} {plan.steps}", lambda folder: run(folder, plan, 1))
+        limit = 0.0 if "exact" in plan.words else 1e-12
+        assert apart(weights, load_file(wanted / "out.safetensors")) <= limit
+        assert counted == json.loads((wanted / "out.json").read_text())
+    assert [one.pid for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(folder)] == [], "processes are left"
+
+
+def check_each_row_counted_once(weights: dict[str, torch.Tensor], steps: int) -> None:
+    """Each row of the dataset has been taken away from its weight once in each epoch; see scripts/counted.py."""
+    rows = weights["rows"]
+    assert torch.equal(rows, torch.full_like(rows, -steps * 6 / len(rows)))
+    assert torch.equal(weights["more"], torch.full([7], -6.0 * steps, dtype=torch.float64))
+
+
+def covering() -> list[Cell]:
+    """Every two of a fault, a phase, a target and a plan are in a cell, whose moment is one that is in the fewest."""
+    cells: list[Cell] = []
+
+    def moments(fault: str, phase: str, target: str, plan: str) -> list[str]:
+        return [moment for moment in PHASES[phase] if is_valid(fault, moment, target, plan)]
+
+    for fault, phase, target, plan in pairwise(FAULTS, list(PHASES), TARGETS, FAST, valid=lambda *one: any(moments(*one))):
+        used = Counter(cell.moment for cell in cells)
+        moment = min(moments(fault, phase, target, plan), key=lambda moment: used[moment])
+        cells.append(Cell(fault, moment, target, plan))
+    return cells
+
+
+COVERING = rows(covering())
+
+
+def test_covering_has_all_moments() -> None:
+    assert {cell.moment for cells in COVERING.values() for cell in cells} == {*MOMENTS}
+
+
+@pytest.mark.parametrize("plan", FAST)
+def test_kill_stop_raise_exit_in_all_phases_give_the_undisturbed_weights(
+    plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    check_row(COVERING[plan], tmp_path_factory, tmp_path)
+
+
+ALL = {
+    (plan, fault, target): [Cell(fault, m, target, plan) for m in MOMENTS if is_valid(fault, m, target, plan)]
+    for plan, fault, target in product(PLANS, FAULTS, TARGETS)
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plan", "fault", "target"), [row for row, cells in ALL.items() if cells])
+def test_each_fault_of_each_target_under_each_plan_gives_the_undisturbed_weights(
+    plan: str, fault: str, target: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    check_row(ALL[plan, fault, target], tmp_path_factory, tmp_path)
