@@ -143,8 +143,11 @@ def test_whole_micro_batches_are_dealt_as_well_as_they_can_be() -> None:
 
 @pytest.mark.parametrize("speeds", [[1.0, 1.0, 1.0, 1.0], [1.0, 0.5, 0.25]], ids=["equal", "unequal"])
 @pytest.mark.parametrize("noise", [0.05, 0.2, 0.5])
-def test_noise_changes_shares_at_most_once_in_a_hundred_steps(noise: float, speeds: list[float]) -> None:
-    for seed in range(10):
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 10), marks=pytest.mark.slow)])
+def test_noise_changes_shares_at_most_once_in_a_hundred_steps(
+    noise: float, speeds: list[float], seeds: Sequence[int]
+) -> None:
+    for seed in seeds:
         team = Simulated(len(speeds), noise, fine=True).run(1000, speeds, seed)
         assert len(team.changes) <= 10
 

@@ -198,7 +198,7 @@ SILENT_OFTEN: list[tuple[str, Any]] = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @example((1, SILENT_WHILE_RECOVERING))
 @example((1, SILENT_OFTEN))
 @example((1, BACK_AFTER_THE_COORDINATOR))
@@ -430,17 +430,17 @@ class Number(int):
         return hash(int(self))
 
 
-def test_a_thousand_workers_on_125_hosts_are_not_looked_for_one_among_all() -> None:
+def test_many_workers_are_not_looked_for_one_among_all() -> None:
     """A loss is decided with a few looks at each worker; a report, of which each may change the team, with fewer."""
-    replay = Replay(125, 8, Number)
+    replay = Replay(40, 8, Number)
     looks: dict[str, int] = {}
     acts = ["begin", "lose_worker", "enter", "news", "come_back", "lose_host", "enter", "news", "leave", "end"]
     for act in acts:
         Number.looks = 0
         getattr(replay, act)()
-        looks[act] = max(looks.get(act, 0), Number.looks // 1000)
+        looks[act] = max(looks.get(act, 0), Number.looks // 320)
     assert max(looks["lose_worker"], looks["lose_host"]) < 50, looks
-    assert max(looks.values()) < 10 * 125, looks
+    assert max(looks.values()) < 10 * 40, looks
 
 
 def test_a_host_that_was_silent_is_no_failure_of_its_workers() -> None:

@@ -22,7 +22,9 @@ __all__ = ["LONG", "STEPS", "WORKERS", "Ended", "fired", "outcome", "same", "tra
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("worker", [0, 3])
-def test_kill_of_a_worker_out_of_memory_gives_the_undisturbed_weights(worker, moment, undisturbed, memory_group, tmp_path):
+def test_kill_of_a_worker_out_of_memory_gives_the_undisturbed_weights(
+    worker, moment, undisturbed, memory_group, tmp_path
+):
     """The kernel's out-of-memory killer strikes in a memory cgroup that all are in."""
     at = 9 if moment in ("saving", "writing") else 11
     faults = {f"memory:{worker}@{at}.{moment}"} | ({"kill:5@11.loading"} if moment == "forming" else set())
