@@ -1,4 +1,4 @@
-"""Trains through a sequence of faults: each comes once the team is complete again. Usage: recovery.py MODEL STEPS WORKERS
+"""Trains through faults, each of which comes in a complete team. Usage: recovery.py MODEL STEPS WORKERS
 
 The faults are those of PACELINE_CHAOS. Their step is the number of their group: the faults of a group fire in a
 complete team, those `forming` or in a `hand-over` in what the first one of the group leads to. `wait` kills the
