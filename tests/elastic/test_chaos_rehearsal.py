@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launching import SCRIPTS, paceline
+from launching import paceline
 
 from paceline.errors import UsageError
 from paceline.launch.chaos import _lost, chaos, draw
@@ -13,8 +13,8 @@ from paceline.team.fault_injection import parse_faults
 
 def test_chaos_shows_each_loss_and_that_nothing_else_was_lost(tmp_path):
     faults = "kill:0@4.backward,exit:1@9.reduced"
-    command = ("chaos", SCRIPTS / "survivor.py", "--workers", "3", "--steps", "14", "--faults", faults)
-    done = paceline(*command, "--", tmp_path / "out", "100", cwd=tmp_path)
+    (tmp_path / "train.py").write_text("from basics import *\nlist(make(plan='exact').steps(data, epochs=1000))\n")
+    done = paceline("chaos", "train.py", "--workers", "3", "--steps", "14", "--faults", faults, cwd=tmp_path)
     head, first, second, _, steps, weights, lost = done.stdout.splitlines()[1:]
     assert head.split() == ["loss", "noticed", "after", "team", "formed", "after", "back", "after"]
     assert first.startswith("kill:0@4.backward ")
@@ -28,6 +28,7 @@ LATE = "import time, os, sys\nif os.path.exists(sys.argv[1]): time.sleep(0.7)\no
 LATE += "from basics import *\nlist(make().steps(data, epochs=1000))\n"
 
 
+@pytest.mark.slow
 def test_chaos_draws_losses_that_wait_until_a_killed_worker_has_joined_again(tmp_path):
     """Those that take their places import for longer than all steps take."""
     (tmp_path / "train.py").write_text(LATE)

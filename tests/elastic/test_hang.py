@@ -90,9 +90,7 @@ def block_of(stderr: str) -> list[str]:
 
 
 def test_hang_is_reported_with_its_line_and_the_worker_is_replaced(tmp_path: Path) -> None:
-    """In the loss by a sleep and in the model by a lock in one step, in a dataset and in the body of the loop in another
-    one.
-    """
+    """In the loss by a sleep and in the model by a lock in one step; in a dataset and in the loop's body in another."""
     plan = ("--plan", "exact micro=3")
     one = tmp_path / "one"
     one.mkdir()

@@ -167,19 +167,19 @@ ELSEWHERE = {
 }
 
 
-def test_each_situation_has_its_text() -> None:
+def test_each_situation_has_one_text() -> None:
     assert {*table()} == {*NOW, *ELSEWHERE, "no Paceline there"}
     assert len(table()) >= 20
 
 
 @pytest.mark.parametrize("what", NOW)
-def test_what_is_said(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_of_a_host_fault(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert re.fullmatch(like(table()[what]), NOW[what](tmp_path))
 
 
 @pytest.mark.parametrize("what", ELSEWHERE)
-def test_what_is_said_where_servers_are(what: str) -> None:
+def test_text_of_a_host_fault_with_parameter_servers(what: str) -> None:
     """The named test is there, and holds the words that the table has."""
     file, name, text = ELSEWHERE[what]
     _, _, body = next((ROOT / "tests").rglob(f"{file}.py")).read_text().partition(f"def {name}(")
@@ -189,7 +189,7 @@ def test_what_is_said_where_servers_are(what: str) -> None:
         assert text in table()[what]
 
 
-def test_a_host_without_paceline_is_named(launched: Launched) -> None:
+def test_host_without_paceline_is_named(launched: Launched) -> None:
     process = launched.start({"a": "pass\n"}, python=sys._base_executable)  # type: ignore[attr-defined]
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2

@@ -56,7 +56,7 @@ def test_kill_in_nested_loops_and_resume_gives_the_undisturbed_weights(where, un
 )
 def test_stop_in_nested_loops_waits_for_the_next_step_of_the_outermost_loop(where, undisturbed, tmp_path):
     moment, then = KILLS[where]
-    run(tmp_path, 2, code=75, STOP_AT=str(moment))
+    run(tmp_path, 3 - then, code=75, STOP_AT=str(moment))
     run(tmp_path, then)
     check(tmp_path, undisturbed)
 

@@ -18,7 +18,11 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from checkpoints import find_checkpoint
 from covering import pairwise
+from fault_runs import STEPS as LAST
+from fault_runs import WORKERS, Undisturbed, fired, same, train
+from fault_runs import undisturbed as undisturbed
 from launching import SCRIPTS, paceline
 from once import once
 from oracle import apart
@@ -148,8 +152,9 @@ def check_row(cells: Sequence[Cell], factory: pytest.TempPathFactory, folder: Pa
 
 
 def check_each_row_counted_once(weights: dict[str, torch.Tensor], steps: int, all_come: bool) -> None:
-    """Each row of the dataset has been taken away from its weight once in each epoch; see scripts/counted.py. Unless all
-    rows come in time, a step is a mean over those that do.
+    """Each row of the dataset has been taken away from its weight once in each epoch; see scripts/counted.py.
+
+    Unless all rows come in time, a step is a mean over those that do.
     """
     rows = weights["rows"]
     assert float(rows.sum()) == pytest.approx(-6.0 * steps, rel=1e-12)
@@ -197,3 +202,24 @@ def test_each_fault_of_each_target_under_each_plan_gives_the_undisturbed_weights
     plan: str, fault: str, target: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     check_row(ALL[plan, fault, target], tmp_path_factory, tmp_path, longer=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("targets", [(0,), (1,), (3,), (1, 4)])
+def test_fault_while_several_workers_write_a_checkpoint_gives_the_undisturbed_bytes(
+    fault: str, targets: tuple[int, ...], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """The model is so large that all six workers write. An exception in the thread that writes ends no worker."""
+    faults = {f"{fault}:{worker}@9.writing" for worker in targets}
+    ended = train(tmp_path, WORKERS, LAST, ",".join(faults), ballast=WORKERS)
+    assert fired(ended) == faults, "a fault did not fire"
+    same(ended, undisturbed["writing"])
+    newest = find_checkpoint(ended.folder, pytest.fail)
+    assert newest is not None
+    assert newest.step == LAST
+    assert len(newest.manifest["files"]) > 1, "more than one worker wrote the checkpoint"
+    if fault == "raise":
+        assert "training goes on without it: worker " in ended.text
+    else:
+        assert {*targets} <= {worker for event in ended.events("lost") for worker in event["workers"]}

@@ -314,7 +314,7 @@ def replaced(run: Running, number: int, why: str, undisturbed: bytes) -> None:
     os.kill(before, number)
     os.kill(run.started(1)[0], signal.SIGKILL)
     run.says(f"the coordinator {why} and is started again; training goes on")
-    run.says("worker 1 was killed by SIGKILL: 2 workers go on")
+    run.says("worker 1 was killed by SIGKILL: 1 worker goes on")
     assert not alive(before)
     until(lambda: len(run.events("formed")) == 2 or run.ended)
     text = run.end(undisturbed)
@@ -322,7 +322,7 @@ def replaced(run: Running, number: int, why: str, undisturbed: bytes) -> None:
 
 
 def test_sigstop_of_the_coordinator_replaces_it(start: Start, undisturbed: bytes) -> None:
-    replaced(start(3), signal.SIGSTOP, "was stopped (SIGSTOP)", undisturbed)
+    replaced(start(2), signal.SIGSTOP, "was stopped (SIGSTOP)", undisturbed)
 
 
 HANGS = """
@@ -336,7 +336,7 @@ if "paceline.team.coordinator_server" in sys.orig_argv:
 def test_coordinator_that_does_not_answer_is_replaced(start: Start, undisturbed: bytes, tmp_path: Path) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
-    run = start(3, PYTHONPATH=f"{tmp_path / 'site'}:{environment()['PYTHONPATH']}")
+    run = start(2, PYTHONPATH=f"{tmp_path / 'site'}:{environment()['PYTHONPATH']}")
     replaced(run, signal.SIGUSR1, "does not answer", undisturbed)
 
 
