@@ -38,7 +38,7 @@ def run(folder: Path, workers: int, code: int | None = 0, **env: str):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    return outcome(once(tmp_path_factory, "undisturbed by resuming", lambda folder: run(folder, 2)))
+    return outcome(once(tmp_path_factory, "undisturbed by resuming", lambda folder: run(folder, 1)))
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,10 @@ def trained(done):
     return float(done.stdout.removeprefix("weights "))
 
 
-def test_resume_of_a_finished_run_needs_a_larger_count(short, golden):
-    whole = short("--run-dir", "whole", count=12)
+def test_resume_of_a_finished_run_needs_a_larger_count_and_without_run_dir_never_happens(short, golden, tmp_path):
+    whole, other = short(count=12), short(count=2)
+    assert "resuming" not in other.stderr
+    assert len(list((tmp_path / "runs").iterdir())) == 2
     first = short("--run-dir", "out")
     again = short("--run-dir", "out")
     (line,) = re.findall(r"^this run was finished .*$", again.stderr, re.M)
@@ -87,13 +89,6 @@ def test_resume_of_a_finished_run_needs_a_larger_count(short, golden):
     more = short("--run-dir", "out", count=12)
     assert "resuming from step 8 of " in more.stderr
     assert trained(more) == pytest.approx(trained(whole), rel=1e-12)
-
-
-def test_run_without_run_dir_never_resumes(short, tmp_path):
-    one, other = short(count=2), short(count=2)
-    assert trained(one) == pytest.approx(trained(other), rel=1e-12)
-    assert "resuming" not in other.stderr
-    assert len(list((tmp_path / "runs").iterdir())) == 2
 
 
 def test_resume_names_a_changed_script_and_number_of_workers(short, tmp_path):

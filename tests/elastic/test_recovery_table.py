@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 import torch
+from agents import until
 from checkpoints import find_checkpoint
 from covering import pairwise
 from fault_runs import STEPS as LAST
@@ -62,20 +63,22 @@ LOCAL, STREAMING = "micro=2 local=2 every=2", "micro=2 local=3 every=4 fragments
 OF_ROUND = ("loading", "backward", "summed", "reduced", "applied")
 OF_ISLANDS: Any = {"workers": 3, "several": (), "moments": OF_ROUND, "steps": 48}
 BY_SERVERS: Any = {"workers": 3, "several": (1, 2)}
-OUT_OF_STEP: Any = {"model": "rows", "steps": 60, "of_server": ("reduced", "applied"), **BY_SERVERS}
+# Their workers come to the last moments once, at the end.
+OUT_OF_STEP: Any = {"model": "rows", "steps": 60, "of_server": ("reduced", "applied"), "several": (1, 2)}
+OUT_OF_STEP["moments"] = ("loading", "forward", "backward", "saving", "writing", "summed", "reduced", "applied")
 PLANS = {
-    "data": Plan("micro=2", several=(0, 3), moments=MOMENTS, steps=30),
-    "exact": Plan("micro=2 exact", several=(0, 3), moments=MOMENTS, steps=30),
+    "data": Plan("micro=2", several=(0, 3), moments=MOMENTS, steps=50),
+    "exact": Plan("micro=2 exact", several=(0, 3), moments=MOMENTS, steps=50),
     **{f"zero={zero}": Plan(f"micro=2 exact shard=2 zero={zero}") for zero in (1, 2, 3)},
     "tensor": Plan("micro=4 tensor=2", undisturbed="micro=4", model="attention"),
     "pipeline": Plan("micro=4 pipeline=2", undisturbed="micro=4", model="attention"),
     "local_sgd": Plan(LOCAL, undisturbed=LOCAL, **OF_ISLANDS),
     "streaming": Plan(STREAMING, undisturbed=STREAMING, **OF_ISLANDS),
     "servers": Plan("micro=2 server=2 copies=1", of_server=("summed", "reduced", "applied"), **BY_SERVERS),
-    "async": Plan("micro=2 server=2 copies=1 staleness=2 window=3", **OUT_OF_STEP),
+    "async": Plan("micro=2 server=2 copies=1 staleness=2 window=3", workers=3, **OUT_OF_STEP),
     "backup": Plan("micro=2 server=2 copies=1 backup=1 window=3", **OUT_OF_STEP),
 }
-FAST = ("exact", "zero=3", "local_sgd", "servers")  # the tests of the other plans have a fast fault each
+FAST = ("exact", "zero=3", "servers")  # the tests of the other plans have a fast fault each
 
 
 class Cell(NamedTuple):
@@ -148,7 +151,8 @@ def check_row(cells: Sequence[Cell], factory: pytest.TempPathFactory, folder: Pa
         limit = 0.0 if "exact" in plan.words else 1e-12
         assert apart(weights, load_file(wanted / "out.safetensors")) <= limit
         assert counted == json.loads((wanted / "out.json").read_text())
-    assert [one.pid for one in psutil.process_iter(["cwd"]) if one.info["cwd"] == str(folder)] == []
+    left = lambda: [one.info for one in psutil.process_iter(["cwd", "cmdline"]) if one.info["cwd"] == str(folder)]
+    until(lambda: not left(), 10.0)  # what wakes a stopped worker waits for two seconds
 
 
 def check_each_row_counted_once(weights: dict[str, torch.Tensor], steps: int, all_come: bool) -> None:
@@ -190,18 +194,24 @@ def test_kill_stop_raise_exit_in_all_phases_give_the_undisturbed_weights(
     check_row(COVERING[plan], tmp_path_factory, tmp_path)
 
 
-ALL = {
-    (plan, fault, target): [Cell(fault, m, target, plan) for m in MOMENTS if is_valid(fault, m, target, plan)]
-    for plan, fault, target in product(PLANS, FAULTS, TARGETS)
-}
+def all_rows() -> list[list[Cell]]:
+    """All cells, in rows by plan, fault and target. A coordinator that is killed too often at once ends the run."""
+    found = []
+    for plan, fault, target in product(PLANS, FAULTS, TARGETS):
+        cells = [Cell(fault, m, target, plan) for m in PLANS[plan].moments if is_valid(fault, m, target, plan)]
+        most = 4 if target == "coordinator" else len(MOMENTS)
+        found += [cells[start : start + most] for start in range(0, len(cells), most)]
+    return found
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("plan", "fault", "target"), [row for row, cells in ALL.items() if cells])
+@pytest.mark.parametrize(
+    "cells", all_rows(), ids=lambda cells: f"{cells[0].plan}-{cells[0].fault}-{cells[0].target}-{cells[0].moment}"
+)
 def test_each_fault_of_each_target_under_each_plan_gives_the_undisturbed_weights(
-    plan: str, fault: str, target: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    cells: list[Cell], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    check_row(ALL[plan, fault, target], tmp_path_factory, tmp_path, longer=2)
+    check_row(cells, tmp_path_factory, tmp_path, longer=2)
 
 
 @pytest.mark.slow

@@ -55,6 +55,7 @@ def run_script(folder: Path, how: str, workers: int, *options: str, code: int = 
 
 
 def check(folder: Path, plain: bool = True) -> None:
+    """`plain`: without a plan, for which the script writes no distances, and then nothing is exported either."""
     distances, errors, weights = expected()
     found = json.loads((folder / "out.json").read_text())
     assert found["errors"] == pytest.approx(errors, rel=1e-12)
@@ -63,6 +64,8 @@ def check(folder: Path, plain: bool = True) -> None:
     assert newest is not None
     in_checkpoint = {int(name.split(".")[1]) for name in newest.manifest["tensors"]}
     assert in_checkpoint == {FOLDS - 1}, "only the last trainer's tensors"
+    if not plain:
+        return
     for number in (0, FOLDS - 1):
         paceline("export", "run", f"{number}.safetensors", "--trainer", str(number), cwd=folder)
         assert apart(load_file(folder / f"{number}.safetensors"), weights[number]) <= 1e-12

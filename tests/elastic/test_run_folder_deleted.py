@@ -142,7 +142,8 @@ def test_deleted_run_folder_is_created_again(begin: Begin, undisturbed: bytes, h
     paceline("run", "--run-dir", "run", "--steps", str(STEPS), "train.py", cwd=run.folder)
 
 
-@pytest.mark.parametrize("how", ["changed", *(pytest.param(h, marks=pytest.mark.slow) for h in ("deleted", "opened"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["changed", "deleted", "opened"])
 def test_changed_token_is_written_again_before_the_coordinator_restarts(
     begin: Begin, undisturbed: bytes, how: str
 ) -> None:
