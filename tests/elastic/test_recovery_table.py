@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,12 +133,11 @@ def check_row(cells: Sequence[Cell], factory: pytest.TempPathFactory, folder: Pa
     text = run(folder, plan, plan.workers, steps, faults)
     assert {entry["fault"] for entry in read_log(folder / "run")} == {*faults}, f"a fault did not fire: {text}"
     events = read_journal(folder / "run")
-    losses = [event for event in events if event["event"] == "lost"]
-    lost = [worker for event in losses for worker in (*event["workers"], *event.get("mates", ()))]
+    losses = [{*event["workers"], *event.get("mates", ())} for event in events if event["event"] == "lost"]
     struck = [fault for fault in parse_faults(",".join(faults)) if fault.kind != "wait"]
-    assert {fault.worker for fault in struck if fault.moment not in ("writing", "hand-over")} <= {*lost}
+    assert {fault.worker for fault in struck if fault.moment not in ("writing", "hand-over")} <= {*chain(*losses)}
     if plan.several == (2, 3):
-        assert all(event.get("mates") for event in losses), "a replica starts anew as a whole"
+        assert all({worker ^ 1 for worker in lost} == lost for lost in losses), "a replica starts anew as a whole"
     again = "the coordinator ended (SIGKILL) and is started again" in text
     assert again == (len(struck) < len(faults))
     journaled = [event["step"] for event in effective_steps(events)]

@@ -66,9 +66,8 @@ def check(folder: Path, plain: bool = True) -> None:
     assert in_checkpoint == {FOLDS - 1}, "only the last trainer's tensors"
     if not plain:
         return
-    for number in (0, FOLDS - 1):
-        paceline("export", "run", f"{number}.safetensors", "--trainer", str(number), cwd=folder)
-        assert apart(load_file(folder / f"{number}.safetensors"), weights[number]) <= 1e-12
+    paceline("export", "run", "first.safetensors", "--trainer", "0", cwd=folder)
+    assert apart(load_file(folder / "first.safetensors"), weights[0]) <= 1e-12
     assert "12 parameters" not in paceline("inspect", "run", cwd=folder).stdout
 
 
