@@ -59,20 +59,19 @@ class Plan:
     steps: int = 24
 
 
-LOCAL, STREAMING = "micro=2 local=2 every=2", "micro=2 local=3 every=4 fragments=2 delay=1"
+STREAMING = "micro=2 local=3 every=4 fragments=2 delay=1"
 OF_ROUND = ("loading", "backward", "summed", "reduced", "applied")
 OF_ISLANDS: Any = {"workers": 3, "several": (), "moments": OF_ROUND, "steps": 48}
 BY_SERVERS: Any = {"workers": 3, "several": (1, 2)}
-# Their workers come to the last moments once, at the end.
+# Their workers come to the sums and the update once, at the end, and servers write the checkpoints.
 OUT_OF_STEP: Any = {"model": "rows", "steps": 60, "of_server": ("reduced", "applied"), "several": (1, 2)}
-OUT_OF_STEP["moments"] = ("loading", "forward", "backward", "saving", "writing", "summed", "reduced", "applied")
+OUT_OF_STEP["moments"] = ("loading", "forward", "backward", "saving")
 PLANS = {
     "data": Plan("micro=2", several=(0, 3), moments=MOMENTS, steps=50),
     "exact": Plan("micro=2 exact", several=(0, 3), moments=MOMENTS, steps=50),
     **{f"zero={zero}": Plan(f"micro=2 exact shard=2 zero={zero}") for zero in (1, 2, 3)},
     "tensor": Plan("micro=4 tensor=2", undisturbed="micro=4", model="attention"),
     "pipeline": Plan("micro=4 pipeline=2", undisturbed="micro=4", model="attention"),
-    "local_sgd": Plan(LOCAL, undisturbed=LOCAL, **OF_ISLANDS),
     "streaming": Plan(STREAMING, undisturbed=STREAMING, **OF_ISLANDS),
     "servers": Plan("micro=2 server=2 copies=1", of_server=("summed", "reduced", "applied"), **BY_SERVERS),
     "async": Plan("micro=2 server=2 copies=1 staleness=2 window=3", workers=3, **OUT_OF_STEP),
@@ -194,11 +193,13 @@ def test_kill_stop_raise_exit_in_all_phases_give_the_undisturbed_weights(
 
 
 def all_rows() -> list[list[Cell]]:
-    """All cells, in rows by plan, fault and target. A coordinator that is killed too often at once ends the run."""
+    """All cells, in rows by plan, fault and target. A coordinator that is killed too often at once ends the run, and an
+    island whose copies are lost before they are made again is lost.
+    """
     found = []
     for plan, fault, target in product(PLANS, FAULTS, TARGETS):
         cells = [Cell(fault, m, target, plan) for m in PLANS[plan].moments if is_valid(fault, m, target, plan)]
-        most = 4 if target == "coordinator" else len(MOMENTS)
+        most = 1 if not PLANS[plan].several else 4 if target == "coordinator" else len(MOMENTS)
         found += [cells[start : start + most] for start in range(0, len(cells), most)]
     return found
 
@@ -210,7 +211,7 @@ def all_rows() -> list[list[Cell]]:
 def test_each_fault_of_each_target_under_each_plan_gives_the_undisturbed_weights(
     cells: list[Cell], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    check_row(cells, tmp_path_factory, tmp_path, longer=2)
+    check_row(cells, tmp_path_factory, tmp_path, longer=min(2, len(cells)))
 
 
 @pytest.mark.slow
