@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from launching import train_basics
+from once import once
 from safetensors.torch import load_file
 
 from paceline.base.journal import read_journal
@@ -28,10 +29,10 @@ def flip(tensor):
     here(tensor).view(torch.int64).view(-1)[3] ^= 1 << 40
 
 t = paceline.Trainer(net, cross_entropy, adamw, global_batch=24, plan="PLAN")
-for report in t.steps(data, count=12):
-    if report.step == STEP and rank in WHO:
+for report in t.steps(data, count=17):
+    for what in (what for what, step in WHAT.items() if step == report.step and rank in WHO):
         optimizer = t._job.optimizers[0]
-        flip(t.model[0].weight if WHAT == "weight" else next(iter(optimizer.state.values()))["exp_avg"])
+        flip(t.model[0].weight if what == "weight" else next(iter(optimizer.state.values()))["exp_avg"])
         print("flipped", rank)
 save_file({name: here(value).clone() for name, value in t.model.state_dict().items()}, f"{rank}.safetensors")
 """
@@ -40,16 +41,15 @@ save_file({name: here(value).clone() for name, value in t.model.state_dict().ite
 def trained(
     folder: Path,
     workers: int,
-    what: str,
-    step: int,
+    what: dict[str, int],
     who: tuple[int, ...],
     *options: str,
     code: int = 0,
     plan: str = "exact micro=3",
 ) -> tuple[str, list[dict[str, torch.Tensor]]]:
-    """What it said, and each worker's weights."""
+    """The console, and each worker's weights. `what` is flipped after which step."""
     folder.mkdir(exist_ok=True)
-    body = BODY.replace("PLAN", plan).replace("WHAT", repr(what)).replace("WHO", repr(who)).replace("STEP", str(step))
+    body = BODY.replace("PLAN", plan).replace("WHAT", repr(what)).replace("WHO", repr(who))
     said = train_basics(folder, body, workers, *options, code=code).stderr
     logs = [(folder / "out" / "logs" / f"worker-{rank}.log").read_text() for rank in range(workers)]
     assert [f"flipped {rank}\n" in log for rank, log in enumerate(logs)] == [rank in who for rank in range(workers)]
@@ -64,29 +64,25 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-# The first steps are compared before 1, 2, 4 and 8: what is flipped after step 7 has been used by nobody.
-@pytest.mark.parametrize(
-    ("workers", "what", "named"),
-    [
-        (3, "weight", "0.weight"),
-        (3, "state", "exp_avg of 0.weight"),
-        pytest.param(4, "weight", "0.weight", marks=pytest.mark.slow),
-        pytest.param(5, "state", "exp_avg of 0.weight", marks=pytest.mark.slow),
-    ],
-)
-def test_one_bit_on_one_worker_is_healed_before_it_is_used(workers: int, what: str, named: str, tmp_path: Path) -> None:
-    said, found = trained(tmp_path / "flipped", workers, what, 7, (1,), "--heal")
-    (line,) = healed(said)
-    assert re.fullmatch(
-        rf"worker 1 had another {named}, seen after step 7 and not yet after step \d, and took what the majority has",
-        line,
-    ), line
-    _, undisturbed = trained(tmp_path / "undisturbed", 1, what, 0, ())
-    assert all(same(one, undisturbed[0]) for one in found)
-    (told,) = [event for event in read_journal(tmp_path / "flipped" / "out") if event["event"] == "healed"]
-    assert (told["workers"], told["tensors"], told["step"]) == ([1], [named], 7)
-    shown = dict(facts(Summary(tmp_path / "flipped" / "out"))["What happened"])
-    assert shown["healed"] == f"worker 1, after step 7: {named}"
+# The first steps are compared before 1, 2, 4, 8 and 16: what is flipped after steps 7 and 15 has been used by nobody.
+@pytest.mark.parametrize("workers", [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_one_flipped_bit_of_weights_or_optimizer_state_is_healed_before_it_is_used(
+    workers: int, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    flips = {"weight": 7, "state": 15}
+    names = {7: "0.weight", 15: "exp_avg of 0.weight"}
+    said, found = trained(tmp_path, workers, flips, (1,), "--heal")
+    for line, (step, name) in zip(healed(said), names.items(), strict=True):
+        seen = f"worker 1 had another {name}, seen after step {step} and not yet after step "
+        assert re.fullmatch(re.escape(seen) + r"\d+, and took what the majority has", line), line
+    one = once(tmp_path_factory, "undisturbed by flips", lambda folder: trained(folder, 1, {}, ()))
+    assert all(same(weights, load_file(one / "0.safetensors")) for weights in found)
+    events = [event for event in read_journal(tmp_path / "out") if event["event"] == "healed"]
+    assert [(e["workers"], e["tensors"], e["step"]) for e in events] == [
+        ([1], [name], at) for at, name in names.items()
+    ]
+    shown = [text for name, text in facts(Summary(tmp_path / "out"))["What happened"] if name == "healed"]
+    assert shown == [f"worker 1, after step {step}: {name}" for step, name in names.items()]
 
 
 @pytest.mark.parametrize(
@@ -97,9 +93,9 @@ def test_one_bit_on_one_worker_is_healed_before_it_is_used(workers: int, what: s
         pytest.param("shard=2 zero=2 micro=3", 6, (3,), marks=pytest.mark.slow),
     ],
 )
-def test_all_are_equal_again(plan: str, workers: int, who: tuple[int, ...], tmp_path: Path) -> None:
+def test_healed_workers_have_equal_weights(plan: str, workers: int, who: tuple[int, ...], tmp_path: Path) -> None:
     what = "state" if "zero=1" in plan else "weight"
-    said, found = trained(tmp_path, workers, what, 5, who, "--heal", plan=plan)
+    said, found = trained(tmp_path, workers, {what: 5}, who, "--heal", plan=plan)
     assert healed(said)
     places = 2 if "zero=2" in plan else 1  # of pieces
     assert all(same(one, found[rank % places]) for rank, one in enumerate(found))
@@ -113,10 +109,10 @@ def test_all_are_equal_again(plan: str, workers: int, who: tuple[int, ...], tmp_
         (3, (1,), (), ""),
     ],
 )
-def test_what_cannot_be_healed_is_refused(
+def test_heal_without_a_majority_is_refused(
     workers: int, who: tuple[int, ...], options: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
-    said, _ = trained(tmp_path, workers, "state", 7, who, "--max-restarts", "0", *options, code=1)
+    said, _ = trained(tmp_path, workers, {"state": 7}, who, "--max-restarts", "0", *options, code=1)
     odd = " than on ".join(["worker 1", "worker 0"] if workers == 2 else ["workers 1, 3", "workers 0, 2"])
     odd = "worker 1 than on workers 0, 2" if workers == 3 else odd
     assert re.search(
@@ -127,6 +123,6 @@ def test_what_cannot_be_healed_is_refused(
     assert not healed(said)
 
 
-def test_islands_are_not_healed(tmp_path: Path) -> None:
-    said, _ = trained(tmp_path, 2, "weight", 0, (), "--heal", plan="local=2 every=3")
+def test_heal_does_nothing_under_local_sgd(tmp_path: Path) -> None:
+    said, _ = trained(tmp_path, 2, {}, (), "--heal", plan="local=2 every=3")
     assert "--heal does nothing under local=: workers do not have the same there" in said

@@ -29,7 +29,7 @@ from paceline.team.fault_injection import read_log
 pytestmark = pytest.mark.root
 
 
-def test_a_host_joins_a_run_and_leaves_it_again(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+def test_host_joins_and_leaves(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(2)
     here.spread(1, 2)
     assert sorted(here.status()["members"]) == sorted(here.status(host=1)["members"]) == [0, 1, 2]
@@ -50,7 +50,7 @@ def test_a_host_joins_a_run_and_leaves_it_again(cluster: Callable[[int], Cluster
 
 
 @pytest.mark.slow
-def test_a_host_is_cut_off_and_comes_back(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+def test_network_cut_of_a_host_that_comes_back(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     """Two workers and four: those that cannot reach the coordinator wait, also where they are more."""
     here = cluster(2)
     here.spread(2, 4)
@@ -70,7 +70,7 @@ def test_a_host_is_cut_off_and_comes_back(cluster: Callable[[int], Cluster], und
 
 
 @pytest.mark.slow
-def test_a_host_is_told_to_leave_while_it_is_cut_off(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+def test_host_that_is_stopped_during_a_network_cut_leaves(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     """What the coordinator wants of it meanwhile, to start its workers again, is over then."""
     here = cluster(2)
     here.spread(2, 2)
@@ -111,7 +111,7 @@ def large(folder: Path, pause: float, count: int, plan: str, monkeypatch: pytest
 @pytest.mark.parametrize(
     ("mbit", "pause", "count", "plan"), [(100, 1.5, 14, "exact"), (100, 1.5, 14, "micro=3"), (20, 0.3, 30, "exact")]
 )
-def test_a_state_that_takes_seconds_to_hand_over(
+def test_join_with_a_state_that_takes_seconds_to_send(
     cluster: Callable[[int], Cluster],
     tmp_path: Path,
     mbit: int,
@@ -148,7 +148,7 @@ def test_a_state_that_takes_seconds_to_hand_over(
 
 
 @pytest.mark.slow
-def test_who_sends_the_state_ahead_is_killed(
+def test_kill_of_the_worker_that_sends_the_state_to_a_joining_host(
     cluster: Callable[[int], Cluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another takes its place, or the newcomer is given all of it when it is admitted."""
@@ -168,7 +168,7 @@ def test_who_sends_the_state_ahead_is_killed(
 
 
 @pytest.mark.slow
-def test_halves_are_parted(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+def test_network_cut_between_two_halves(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(2)
     here.spread(3, 3)
     here.network.hosts[0].cut()
@@ -184,7 +184,7 @@ def test_halves_are_parted(cluster: Callable[[int], Cluster], undisturbed: Path)
 
 
 @pytest.mark.slow
-def test_a_whole_host_is_killed_and_comes_back(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+def test_killed_host_joins_again(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(3)
     here.spread(2, 2, 2)
     here.agents[1].kill()
@@ -199,7 +199,7 @@ def test_a_whole_host_is_killed_and_comes_back(cluster: Callable[[int], Cluster]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("meanwhile", ["", "a worker", "a worker on the other host"])
-def test_the_coordinator_is_killed(cluster: Callable[[int], Cluster], undisturbed: Path, meanwhile: str) -> None:
+def test_kill_of_the_coordinator(cluster: Callable[[int], Cluster], undisturbed: Path, meanwhile: str) -> None:
     """Training goes on meanwhile; a loss waits until it is back."""
     here = cluster(2)
     here.spread(3, 3)
@@ -217,7 +217,7 @@ def test_the_coordinator_is_killed(cluster: Callable[[int], Cluster], undisturbe
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["kill", "cut"])
-def test_another_host_takes_over(cluster: Callable[[int], Cluster], undisturbed: Path, how: str) -> None:
+def test_take_over_by_another_host(cluster: Callable[[int], Cluster], undisturbed: Path, how: str) -> None:
     """The first host is lost, or only cut off: then it goes on by itself until it hears of the other coordinator."""
     here = cluster(3)
     here.spread(2, 2, 2)
@@ -240,9 +240,15 @@ def test_another_host_takes_over(cluster: Callable[[int], Cluster], undisturbed:
     same(here, undisturbed, first=1)
 
 
-def test_who_joined_has_a_share_and_hears_where_a_stop_saved(cluster: Callable[[int], Cluster]) -> None:
+def test_joined_host_has_a_share_cannot_take_over_and_is_told_where_a_stop_saved(
+    cluster: Callable[[int], Cluster], golden: Callable[[str, str], None], tmp_path: Path
+) -> None:
     here = cluster(2)
     here.spread(1, 1)
+    refused = paceline("run", "--take-over", here.agents[1].folder, cwd=tmp_path, code=2).stderr
+    golden("take-over while the coordinator answers", refused)
+    refused = paceline("run", "--take-over", tmp_path / "none", cwd=tmp_path, code=2).stderr
+    golden("take-over of no run folder", refused.replace(str(tmp_path), "FOLDER"))
     here.stop(0)
     here.end(75, 75)
     (stopped,) = here.agents[0].events("stopped")
@@ -256,30 +262,15 @@ def test_who_joined_has_a_share_and_hears_where_a_stop_saved(cluster: Callable[[
     )
 
 
-def test_nothing_to_take_over(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
-    here = cluster(2)
-    here.spread(1, 1)
-    done = paceline("run", "--take-over", here.agents[1].folder, cwd=tmp_path, code=2)
-    assert done.stderr == (
-        "paceline: there is nothing to take over: the coordinator answers, or an etcd decides who keeps it; "
-        "see `curl HOST:PORT/status`\n"
-    )
-    done = paceline("run", "--take-over", tmp_path / "none", cwd=tmp_path, code=2)
-    what = f"paceline: {tmp_path / 'none'} is no run folder; give that of a `paceline run --join` on this host\n"
-    assert done.stderr == what
-
-
 MOMENTS = ("loading", "forward", "backward", "reduced", "saving", "writing", "forming", "hand-over")
-QUICK = {("coordinator", "backward")}
-CELLS = [
-    pytest.param(kind, moment, marks=[] if (kind, moment) in QUICK else [pytest.mark.slow], id=f"{kind}-{moment}")
-    for kind in ("link", "agent", "coordinator")
-    for moment in MOMENTS
-]
 
 
-@pytest.mark.parametrize(("kind", "moment"), CELLS)
-def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed: Path, kind: str, moment: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["link", "agent", "coordinator"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_kill_of_agent_or_coordinator_or_network_cut_at_any_moment_gives_the_undisturbed_weights(
+    cluster: Callable[[int], Cluster], undisturbed: Path, kind: str, moment: str
+) -> None:
     """A worker waits at the moment, while its host's link, its agent, or the coordinator is taken away. `writing`: only
     those write whose host has the first worker's run folder, so the other host goes while these do.
     """
@@ -318,7 +309,7 @@ def test_the_matrix_between_hosts(cluster: Callable[[int], Cluster], undisturbed
 
 
 @pytest.mark.slow
-def test_too_few_wait_for_others(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
+def test_kill_below_min_workers_pauses_the_run(cluster: Callable[[int], Cluster], undisturbed: Path) -> None:
     here = cluster(2)
     here.spread(2, 1, options=["--min-workers", "2"])
     here.stop(1)
@@ -334,7 +325,7 @@ def test_too_few_wait_for_others(cluster: Callable[[int], Cluster], undisturbed:
 @pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 2), (2, 1, 1)])
 @pytest.mark.parametrize("what", ["link", "agent", "coordinator and worker"])
-def test_replicas_of_several_workers(
+def test_loss_of_a_replica_of_several_workers_on_several_hosts(
     cluster: Callable[[int], Cluster], undisturbed: Path, counts: tuple[int, ...], what: str
 ) -> None:
     """The second replica is on one host or on two."""
@@ -364,7 +355,7 @@ def test_replicas_of_several_workers(
 # ---- who may not join
 
 
-def refused(cluster: Cluster, code: str | None = None, **changed: str) -> str:
+def join_refused(cluster: Cluster, code: str | None = None, **changed: str) -> str:
     """What a host is told that wants to join."""
     cluster.start(1, 1, *(word for name, value in changed.items() for word in (f"--{name}", value)), code=code)
     agent = cluster.agents.pop()
@@ -372,63 +363,37 @@ def refused(cluster: Cluster, code: str | None = None, **changed: str) -> str:
     return agent.text
 
 
-def test_who_differs_or_has_no_token_is_refused(cluster: Callable[[int], Cluster], tmp_path: Path) -> None:
+def test_join_with_another_script_plan_or_token_is_refused(
+    cluster: Callable[[int], Cluster], golden: Callable[[str, str], None], tmp_path: Path
+) -> None:
     here = cluster(2)
     here.spread(1, options=["--plan", "micro=4"])
     script = (SCRIPTS / "survivor.py").read_text()
-    told = refused(here, code=script.replace("lr=1e-2", "lr=1e-3"))
-    assert told == (
-        "paceline: the script differs from the run's:\n"
-        "--- script of the run\n+++ script here\n@@ -86,3 +86,3 @@\n"
-        "     loss=contrast if over else lambda output, batch: F.cross_entropy(output, batch[1]),\n"
-        "-    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),\n"
-        "+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),\n"
-        "     schedule=lambda step: 1 / (1 + step / 50),; bring the same here, and join again\n"
-    )
-    assert refused(here, plan="micro=3") == (
-        "paceline: plan: micro=4 in the run, micro=3 here; bring the same here, and join again\n"
-    )
+    golden("another script", join_refused(here, code=script.replace("lr=1e-2", "lr=1e-3")))
+    golden("another plan", join_refused(here, plan="micro=3"))
     other = tmp_path / "other-token"
     other.write_text(64 * "0")
     other.chmod(0o600)
-    assert refused(here, **{"token-file": str(other)}) == (
-        "paceline: the run at 10.77.0.1:29400 refuses this token; copy the file token of its folder here again\n"
-    )
+    golden("another token", join_refused(here, **{"token-file": str(other)}))
     other.chmod(0o644)
-    assert refused(here, **{"token-file": str(other)}) == (
-        f"paceline: the token {other} can be read by others; chmod 600 {other}\n"
-    )
+    golden("a token that others can read", join_refused(here, **{"token-file": str(other)}).replace(str(other), "FILE"))
     what = "GET /challenge: a wrong token, from 10.77.0.2"
     here.until(lambda: what in [event["what"] for event in here.agents[0].events("refused")])
     assert json.loads((here.agents[0].folder / "coordinator.json").read_text())["port"] == 29400
 
 
-def test_there_is_no_run_to_join(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
+def test_join_without_a_run_is_refused(golden: Callable[[str, str], None], tmp_path: Path) -> None:
+    script, token = tmp_path / "train.py", tmp_path / "token"
     script.write_text("")
-    run = ("run", "--workers", "1", "--join")
-    (tmp_path / "empty").mkdir()
-    told = {
-        (*run, "empty", script): "no run to join was started in empty; start it first, without --join",
-        (*run, "none", script): "there is no folder none; give the run's folder, or HOST:PORT of its coordinator and "
-        "--token-file",
-        (*run, "127.0.0.1:9", script): "a run at HOST:PORT needs its token; copy the file token of its folder: "
-        "--token-file FILE",
-        ("run", "--listen", "0.0.0.0", script): "--listen 0.0.0.0 is every address; give the one at which the other "
-        "hosts reach this one",
-        (
-            "run",
-            "--listen",
-            "192.0.2.1",
-            script,
-        ): "--listen 192.0.2.1: Cannot assign requested address; give an address of this host, and a port that is free",
-    }
-    for command, said in told.items():
-        assert paceline(*command, cwd=tmp_path, code=2).stderr == f"paceline: {said}\n"
-    token = tmp_path / "token"
     token.write_text(64 * "0")
     token.chmod(0o600)
-    done = paceline(*run, "127.0.0.1:9", "--token-file", token, script, cwd=tmp_path, code=2)
-    assert done.stderr == (
-        "paceline: there is no run to join at 127.0.0.1:9 (Connection refused); see whether it still runs\n"
-    )
+    (tmp_path / "empty").mkdir()
+    for name, words in {
+        "a folder without a run": ("--join", "empty"),
+        "no folder": ("--join", "none"),
+        "no token": ("--join", "127.0.0.1:9"),
+        "no run at an address": ("--join", "127.0.0.1:9", "--token-file", token),
+        "every address": ("--listen", "0.0.0.0"),
+        "an address of another host": ("--listen", "192.0.2.1"),
+    }.items():
+        golden(name, paceline("run", "--workers", "1", *words, script, cwd=tmp_path, code=2).stderr)

@@ -70,7 +70,7 @@ def begun(first: Migration, newcomer: Newcomer, changing: int = 0) -> None:
     assert first.is_sending
 
 
-def test_the_state_goes_ahead_and_the_steps_follow() -> None:
+def test_join_receives_the_state_ahead_and_then_the_steps() -> None:
     first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
@@ -88,7 +88,7 @@ def test_the_state_goes_ahead_and_the_steps_follow() -> None:
     assert newcomer.owner.heard[1:] == [[0, {"count": 2.0}, 1.5, 2.0, None]]
 
 
-def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
+def test_joining_worker_catches_up_while_training_goes_on() -> None:
     first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
 
@@ -101,7 +101,7 @@ def test_a_newcomer_is_current_though_the_next_step_is_always_near() -> None:
     newcomer.thread.join(20)
 
 
-def test_who_does_not_know_the_secret_is_not_heard() -> None:
+def test_state_sender_without_the_secret_is_refused() -> None:
     first, newcomer = Migration(0, key_of), Newcomer()
     host, port, _ = newcomer.taker.at
     with socket.create_connection((host, port)) as stranger:
@@ -113,7 +113,7 @@ def test_who_does_not_know_the_secret_is_not_heard() -> None:
     assert len(newcomer.owner.states) == 1
 
 
-def test_who_calls_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connection_delays_no_join(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "MEET", 3600.0)
     first, newcomer = Migration(0, key_of), Newcomer()
     with ExitStack() as calls:
@@ -127,7 +127,7 @@ def test_who_calls_and_says_nothing_keeps_nobody_waiting(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("length", [-1, 1 << 50])
-def test_the_length_of_a_frame_is_not_believed(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_length_of_a_state_frame_is_limited(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
     newcomer = Newcomer()
@@ -139,7 +139,7 @@ def test_the_length_of_a_frame_is_not_believed(length: int, monkeypatch: pytest.
     assert (newcomer.followed, newcomer.current, raised) == (False, 1, [])
 
 
-def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_state_sender_gives_up_and_reports_its_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migration, "SEEN", 0.0)
     first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer, changing=1 << 60)
@@ -150,7 +150,7 @@ def test_one_who_sends_too_slowly_gives_up_and_says_how_fast_it_was(monkeypatch:
     assert first.senders[6].speed is not None
 
 
-def test_who_falls_too_far_behind_is_given_up() -> None:
+def test_joining_worker_that_falls_too_far_behind_is_given_up() -> None:
     newcomer = Newcomer()
     newcomer.taker.at = (*newcomer.taker.at[:2], "another")  # nobody takes what is sent
     first = Migration(0, key_of)
@@ -165,7 +165,7 @@ def test_who_falls_too_far_behind_is_given_up() -> None:
     newcomer.thread.join(20)
 
 
-def test_another_takes_the_place_of_one_that_is_lost() -> None:
+def test_another_worker_sends_the_state_after_a_loss() -> None:
     lost, first, newcomer = Migration(0, key_of), Migration(1, key_of), Newcomer()
     begun(lost, newcomer)
     until(lambda: newcomer.current == 1)  # its host is cut off: nothing closes the connection
@@ -177,7 +177,7 @@ def test_another_takes_the_place_of_one_that_is_lost() -> None:
     assert newcomer.followed
 
 
-def test_the_end_of_the_one_who_sends_leaves_the_newcomer_waiting_for_admission() -> None:
+def test_joining_worker_waits_for_admission_after_its_sender_ends() -> None:
     first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
@@ -186,7 +186,7 @@ def test_the_end_of_the_one_who_sends_leaves_the_newcomer_waiting_for_admission(
     assert newcomer.current == 2
 
 
-def test_an_admission_by_others_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_admission_ends_the_wait_of_a_joining_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     first, newcomer = Migration(0, key_of), Newcomer()
     begun(first, newcomer)
     until(lambda: newcomer.current == 1)
@@ -199,7 +199,7 @@ def test_an_admission_by_others_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -
     assert (nobody.followed, nobody.current) == (False, 1)
 
 
-def test_the_end_is_heard_though_a_child_has_the_connection_open() -> None:
+def test_end_of_the_sender_is_noticed_while_a_child_holds_the_connection() -> None:
     """As a loader's process has that was forked meanwhile: the newcomer waited for ever, and the team for it."""
     newcomer, first = Newcomer(), Migration(7, key_of)
     begun(first, newcomer)
@@ -218,7 +218,7 @@ def test_the_end_is_heard_though_a_child_has_the_connection_open() -> None:
         os.waitpid(child, 0)
 
 
-def test_digests_tell_what_differs() -> None:
+def test_digests_name_the_tensors_that_differ() -> None:
     here = {"a": torch.ones(4), "b": torch.ones(2, 2), "c": torch.tensor([1.0, float("nan")])}
     there = {"a": torch.ones(4), "b": torch.ones(4), "c": torch.tensor([1.0, float("nan")]), "d": torch.ones(1)}
     assert list(digests(here, there)) == ["a", "b", "c"]
@@ -229,7 +229,7 @@ def test_digests_tell_what_differs() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), min_size=1, max_size=12))
-def test_a_state_goes_to_each_host_once(workers: list[tuple[int, bool]]) -> None:
+def test_state_is_sent_to_each_host_once(workers: list[tuple[int, bool]]) -> None:
     hosts = [host for host, _ in workers]
     holders = [number for number, (_, holds) in enumerate(workers) if holds] or [0]
     sources = {n: holders[0] for n in range(len(workers)) if n not in holders}

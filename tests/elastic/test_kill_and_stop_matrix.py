@@ -219,7 +219,7 @@ ROWS = [pytest.param(*row, id="-".join(row).replace(" ", "_")) for row in iterto
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("team", "victim", "fault"), ROWS)
-def test_it_goes_on_or_ends_with_a_word(
+def test_kill_or_stop_of_worker_agent_or_coordinator_goes_on_or_ends_with_an_exit_code(
     cluster: Callable[[int], Cluster], undisturbed: Callable[[str], bytes], team: str, victim: str, fault: str
 ) -> None:
     row = Row(cluster(len(TEAMS[team])), team, victim, fault)
@@ -236,7 +236,7 @@ def test_it_goes_on_or_ends_with_a_word(
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_the_agent_of_the_coordinators_host(
+def test_kill_or_stop_of_the_agent_of_the_coordinators_host(
     cluster: Callable[[int], Cluster], undisturbed: Callable[[str], bytes], moment: str, fault: str
 ) -> None:
     """Where it is killed, the coordinator and the workers of its host go with it: somebody says `--take-over`, or,

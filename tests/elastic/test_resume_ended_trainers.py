@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -23,15 +24,6 @@ from turns import rows as all_rows
 from paceline.checkpoint.files import find_checkpoint
 from paceline.checkpoint.storage import storage_at
 from paceline.errors import UsageError
-
-CLOSED = (
-    "trainer 0 is closed: its model, optimizer and gradients were given back; call trainer.close() after its last use, "
-    "or make another Trainer"
-)
-OVER = (
-    "trainer 0 had ended when the checkpoint was written: its optimizer's state is gone; start a new run in another "
-    "--run-dir to train it further"
-)
 
 
 def data() -> list[Any]:
@@ -63,6 +55,7 @@ def run_script(folder: Path, how: str, workers: int, *options: str, code: int = 
 
 
 def check(folder: Path, plain: bool = True) -> None:
+    """`plain`: without a plan, for which the script writes no distances, and then nothing is exported either."""
     distances, errors, weights = expected()
     found = json.loads((folder / "out.json").read_text())
     assert found["errors"] == pytest.approx(errors, rel=1e-12)
@@ -71,26 +64,28 @@ def check(folder: Path, plain: bool = True) -> None:
     assert newest is not None
     in_checkpoint = {int(name.split(".")[1]) for name in newest.manifest["tensors"]}
     assert in_checkpoint == {FOLDS - 1}, "only the last trainer's tensors"
-    for number in range(FOLDS):
-        paceline("export", "run", f"{number}.safetensors", "--trainer", str(number), cwd=folder)
-        assert apart(load_file(folder / f"{number}.safetensors"), weights[number]) <= 1e-12
+    if not plain:
+        return
+    paceline("export", "run", "first.safetensors", "--trainer", "0", cwd=folder)
+    assert apart(load_file(folder / "first.safetensors"), weights[0]) <= 1e-12
     assert "12 parameters" not in paceline("inspect", "run", cwd=folder).stdout
 
 
 @pytest.mark.parametrize("how", ["close", pytest.param("drop", marks=pytest.mark.slow)])
-def test_a_resumed_script_finds_the_last_weights_of_trainers_that_have_ended(how, tmp_path):
+def test_resumed_script_finds_the_last_weights_of_trainers_that_have_ended(how, tmp_path):
     """Stopped in each trainer's loop, and continued by another number of workers."""
-    for workers, steps in ((1, 3), (2, 5), (3, 9), (2, 11)):
+    for workers, steps in ((1, 3), (2, 6), (1, 10)):
         run_script(tmp_path, how, workers, "--steps", str(steps))
     run_script(tmp_path, how, 2)
     check(tmp_path)
 
 
-def test_what_a_resumed_run_cannot_do_with_a_trainer_that_has_ended_is_refused(tmp_path):
+def test_resumed_run_cannot_train_a_trainer_that_has_ended(golden, tmp_path):
     run_script(tmp_path, "close", 1, "--steps", "6")
     last = tmp_path / "run" / "checkpoints" / "trainer-0"
     command = ("run", "--workers", "1", "--run-dir", "run", SCRIPTS / "turns.py", "close", "out.json")
-    assert f"UsageError: {OVER}\n" in paceline(*command, cwd=tmp_path, code=2, MORE="1").stderr
+    (line,) = re.findall(r"^ *(UsageError: .*)$", paceline(*command, cwd=tmp_path, code=2, MORE="1").stderr, re.M)
+    golden("more steps of a trainer that has ended", line)
     shutil.rmtree(last)
     missing = "the weights that trainer 0 ended with are not in "
     cure = "/run/checkpoints/trainer-0/step-000000000004; restore them from a copy, or choose another --run-dir\n"
@@ -115,7 +110,7 @@ def test_what_a_resumed_run_cannot_do_with_a_trainer_that_has_ended_is_refused(t
         ),
     ],
 )
-def test_a_worker_that_comes_back_passes_over_trainers_that_have_ended(workers, plan, tmp_path):
+def test_killed_worker_that_joins_again_passes_over_trainers_that_have_ended(workers, plan, tmp_path):
     """It is lost in the second trainer's loop and in the third's."""
     chaos = f"kill:{workers - 1}@6.backward,kill:{workers - 1}@10.backward" if workers > 1 else ""
     run_script(tmp_path, "close", workers, PLAN=plan, PACELINE_CHAOS=chaos)
@@ -123,14 +118,14 @@ def test_a_worker_that_comes_back_passes_over_trainers_that_have_ended(workers, 
 
 
 @pytest.mark.parametrize("how", ["close", pytest.param("drop", marks=pytest.mark.slow)])
-def test_memory_that_workers_share_is_given_back(how, tmp_path):
+def test_closed_trainer_gives_back_shared_memory(how, tmp_path):
     run_script(tmp_path, how, 2)
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["mapped"][0] == found["mapped"][2] > 0
     assert found["held"] == ([0, 0, 0] if how == "close" else [1, 1, 1]), "at most one waits to be released"
 
 
-def test_what_a_trainer_held_is_gone_without_a_collection_of_garbage(run):
+def test_dropped_trainer_is_freed_without_garbage_collection(run):
     trainer()  # the first optimizer of a process imports modules of torch, which may keep frames of the import
     gc.collect()
     gc.disable()
@@ -150,7 +145,7 @@ def test_what_a_trainer_held_is_gone_without_a_collection_of_garbage(run):
         gc.enable()
 
 
-def test_a_scheduler_and_its_optimizer_hold_nothing_either(run):
+def test_closed_trainer_is_freed_with_its_scheduler(run):
     mine = trainer(schedule=LinearLR)
     for _ in mine.steps(data(), count=1):
         pass
@@ -175,7 +170,7 @@ USES = {
 }
 
 
-def test_a_closed_trainer_says_so_whatever_it_is_asked(run):
+def test_closed_trainer_refuses_all_uses(run, golden):
     mine = trainer()
     for _ in mine.steps(data(), count=2):
         pass
@@ -184,11 +179,11 @@ def test_a_closed_trainer_says_so_whatever_it_is_asked(run):
     for use in USES.values():
         with pytest.raises(UsageError) as caught:
             use(mine)
-        assert str(caught.value) == CLOSED
+        golden("a closed trainer", str(caught.value))
     assert (mine.steps_done, mine.complete, mine.main, str(mine.plan)) == (2, True, True, "data=1")
 
 
-def test_the_scripts_own_model_stays_as_it_was_trained(run):
+def test_model_of_the_script_keeps_its_weights_after_close(run):
     model = net()
     mine = trainer(model, loss=loss, optimizer=optimizer)
     for _ in mine.steps(all_rows, count=2):
@@ -204,7 +199,7 @@ def test_the_scripts_own_model_stays_as_it_was_trained(run):
     assert run.trainers.step == 3
 
 
-def test_a_trainer_is_closed_in_its_own_loop_only_where_the_loop_is_left(run):
+def test_close_inside_the_loop_needs_a_break(run, golden):
     mine = trainer()
     for report in mine.steps(data()):
         if report.step == 2:
@@ -214,13 +209,10 @@ def test_a_trainer_is_closed_in_its_own_loop_only_where_the_loop_is_left(run):
     with pytest.raises(UsageError) as caught:
         for _ in mine.steps(data()):
             mine.close()
-    assert str(caught.value) == (
-        "trainer.close() was called in the body of this trainer's own loop, which goes on; leave the loop with "
-        "`break`, or call close() after it"
-    )
+    golden("close() in a loop that goes on", str(caught.value))
 
 
-def test_a_trainer_that_ends_in_an_exception_is_released_with_the_next_one(run):
+def test_trainer_that_ends_in_an_exception_is_released_with_the_next_one(run):
     mine = trainer()
     try:
         for _ in mine.steps(data()):
@@ -232,7 +224,7 @@ def test_a_trainer_that_ends_in_an_exception_is_released_with_the_next_one(run):
     assert run.trainers.ended == {1}, "the second one was dropped at once"
 
 
-def test_each_trainer_is_measured_by_itself_also_on_one_worker(run):
+def test_figures_are_measured_for_each_trainer(run):
     mine, other = (
         trainer(),
         trainer(lambda: torch.nn.Sequential(*(net() for _ in range(1))), loss=loss, optimizer=optimizer),

@@ -41,14 +41,12 @@ def nothing() -> Any:
     raise AssertionError
 
 
-def test_a_new_run_computes_and_records(results: RecordedResults) -> None:
+def test_new_run_computes_and_records_results(results: RecordedResults) -> None:
     assert [results.run(nothing), results.run(nothing)] == results.values == [1, 2]
     assert not results.has_next
 
 
-def test_a_resumed_script_gets_recorded_results_until_they_are_out(
-    results: RecordedResults, script: ScriptPosition, team: Any
-) -> None:
+def test_resumed_script_gets_recorded_results(results: RecordedResults, script: ScriptPosition, team: Any) -> None:
     kept = torch.ones(2)
     results.restore({"results": [5, {"accuracy": kept}]})
     kept.zero_()  # the checkpoint's memory is not held
@@ -60,9 +58,7 @@ def test_a_resumed_script_gets_recorded_results_until_they_are_out(
     assert len(results.values) == 2, "the end of the script of a finished run is not recorded"
 
 
-def test_after_the_first_step_results_are_added_to_the_restored(
-    results: RecordedResults, script: ScriptPosition
-) -> None:
+def test_resumed_script_adds_results_after_the_first_step(results: RecordedResults, script: ScriptPosition) -> None:
     results.restore({"results": [5, 6]})
     script.replays = False  # as the first step does
     assert results.run(nothing) == 1
@@ -71,7 +67,7 @@ def test_after_the_first_step_results_are_added_to_the_restored(
 
 @pytest.mark.parametrize("replays", [False, True])
 @pytest.mark.parametrize("where", ["in a loop", "beside step()"])
-def test_in_the_body_of_a_loop_nothing_is_recorded_or_replayed(
+def test_results_in_the_body_of_a_loop_are_not_recorded(
     replays: bool, where: str, results: RecordedResults, script: ScriptPosition
 ) -> None:
     results.restore({"results": [5]})
@@ -82,6 +78,6 @@ def test_in_the_body_of_a_loop_nothing_is_recorded_or_replayed(
     assert results.values == [5]
 
 
-def test_a_run_without_a_checkpoint_has_no_results(results: RecordedResults) -> None:
+def test_resume_without_a_checkpoint_has_no_results(results: RecordedResults) -> None:
     results.restore({})
     assert results.values == []

@@ -58,7 +58,7 @@ class Served:
         return [seat.life for _, seat in sorted(self.coordinator.slots.items())]
 
 
-def test_a_server_with_a_copy_comes_back_between_two_steps() -> None:
+def test_killed_parameter_server_with_a_copy_joins_between_two_steps() -> None:
     play = Served()
     assert play.journal == []
     play.ends(1)
@@ -77,7 +77,7 @@ def test_a_server_with_a_copy_comes_back_between_two_steps() -> None:
     assert len(play.journal) == 3
 
 
-def test_a_server_whose_copy_is_lost_as_well_makes_all_go_back() -> None:
+def test_loss_of_a_parameter_server_and_then_its_copy_resumes_from_the_checkpoint() -> None:
     for servers in ((1, 2), (0, 2)):
         play = Served()
         play.ends(servers[0])
@@ -88,7 +88,7 @@ def test_a_server_whose_copy_is_lost_as_well_makes_all_go_back() -> None:
 
 
 @pytest.mark.parametrize("raised", [False, True])
-def test_a_server_and_its_copy_that_are_lost_at_once_make_all_go_back_once(raised: bool) -> None:
+def test_loss_of_a_parameter_server_with_its_copy_resumes_from_the_checkpoint_once(raised: bool) -> None:
     """Both are in one report, or within the time in which exceptions are judged together."""
     play = Served()
     more = {"failed": ("OSError", 0, "OSError: disk"), "status": 1} if raised else {}
@@ -107,7 +107,7 @@ def test_a_server_and_its_copy_that_are_lost_at_once_make_all_go_back_once(raise
     ]
 
 
-def test_a_coordinator_that_is_started_again_knows_which_server_is_to_come_back() -> None:
+def test_restarted_coordinator_knows_which_parameter_server_joins_again() -> None:
     play = Served()
     play.ends(1)
     play.serves(1)
@@ -140,7 +140,7 @@ def on_two_hosts(copies: int) -> Served:
     return play
 
 
-def test_the_servers_of_the_only_host_are_waited_for_as_its_workers_are() -> None:
+def test_silent_only_host_with_parameter_servers_is_waited_for() -> None:
     play = Served()
     lines = [*play.coordinator.lines]
     play.coordinator.lost_agent("a", "it is silent")
@@ -151,7 +151,7 @@ def test_the_servers_of_the_only_host_are_waited_for_as_its_workers_are() -> Non
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_silent_host_is_waited_for_where_nobody_has_what_its_servers_keep(comes: bool) -> None:
+def test_silent_host_with_the_only_copy_of_parameters_is_waited_for(comes: bool) -> None:
     play = on_two_hosts(copies=0)
     play.coordinator.lost_agent("b", "the agent on b is silent")
     assert (play.lives, play.journal, play.coordinator.failing) == ([0] * 4, [], {})
@@ -167,7 +167,7 @@ def test_a_silent_host_is_waited_for_where_nobody_has_what_its_servers_keep(come
 
 
 @pytest.mark.parametrize("how", ["ended", "copied"])
-def test_a_host_that_ended_or_whose_servers_have_copies_is_not_waited_for(how: str) -> None:
+def test_ended_host_or_host_with_copied_parameters_is_not_waited_for(how: str) -> None:
     play = on_two_hosts(copies=int(how == "copied"))
     play.coordinator.lost_agent("b", "the agent on b has gone", ended=how == "ended")
     assert play.coordinator.awaited == {}
@@ -188,7 +188,7 @@ def where(lives: ServerPlacement) -> str:
     return "".join(seat.agent for number, seat in sorted(lives.slots.items()) if number >= SERVER)
 
 
-def test_servers_are_spread_evenly_and_a_copy_is_on_another_host() -> None:
+def test_parameter_servers_are_spread_evenly_with_copies_on_other_hosts() -> None:
     assert where(spread("aab", 3, least=4)) == ""
     assert where(spread("aaa", 3)) == "aaa"
     assert where(spread("abc", 1)) == "a"
@@ -203,7 +203,7 @@ def test_servers_are_spread_evenly_and_a_copy_is_on_another_host() -> None:
             assert same == (servers % 2 if len(counts) == 2 else 0) or servers == 1
 
 
-def test_a_server_of_a_lost_host_is_started_on_another_and_ends_there() -> None:
+def test_parameter_server_of_a_lost_host_starts_on_another_host() -> None:
     lives = spread("aabbc", 3)
     lives.gone.add("b")
     lives.restart(SERVER + 1, 1)

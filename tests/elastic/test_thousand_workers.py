@@ -37,7 +37,7 @@ class Asked:
         return ask
 
 
-def test_where_all_are_is_one_question() -> None:
+def test_addresses_of_all_workers_are_one_question() -> None:
     asked = Asked(dist.HashStore())
     team = [PeerStatus(asked, rank, 64) for rank in range(64)]  # type: ignore[arg-type]
     asked.requests.clear()
@@ -50,7 +50,7 @@ def test_where_all_are_is_one_question() -> None:
     assert asked.requests == {"multi_get": 10}
 
 
-def test_what_all_say_is_one_answer() -> None:
+def test_reports_of_all_workers_are_one_answer() -> None:
     asked = Asked(dist.HashStore())
     for rank in range(64):
         asked.set(f"host/{rank}", str(rank))
@@ -59,7 +59,7 @@ def test_what_all_say_is_one_answer() -> None:
     assert asked.requests == {"check": 1, "multi_get": 1}
 
 
-def test_who_is_missing_is_found_by_halves() -> None:
+def test_missing_worker_is_found_by_bisection() -> None:
     asked = Asked(dist.HashStore())
     keys = [f"host/{rank}" for rank in range(64)]
     for key in keys[:-1]:
@@ -69,14 +69,14 @@ def test_who_is_missing_is_found_by_halves() -> None:
     assert asked.requests["check"] == 1 + 13
 
 
-def test_who_has_no_place_yet_has_not_said_anything() -> None:
+def test_worker_without_a_place_has_not_reported() -> None:
     asked = Asked(dist.HashStore())
     first, _ = PeerStatus(asked, 0, 3), PeerStatus(asked, 2, 3)  # type: ignore[arg-type]
     first.publish()
     assert first.others() == [first.local_status, None, None]
 
 
-def test_who_waits_long_asks_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_wait_polls_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a minute of looks, twenty a second."""
     clock = [100.0]
     monkeypatch.setattr(sides, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
@@ -133,7 +133,9 @@ class Shared(dist.Store):
 
 
 @pytest.mark.parametrize(("hosts", "each"), [(8, 4), pytest.param(125, 8, marks=pytest.mark.slow)])
-def test_what_a_generation_asks_grows_with_its_workers(hosts: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_of_a_generation_grow_with_its_workers(
+    hosts: int, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its workers are threads on hosts that are names: they meet, share real memory and tell gloo whom to connect."""
     size, groups, lock = hosts * each, list[tuple[int, int]](), threading.Lock()
     place, devices = threading.local(), {"create_device": dict, "create_default_device": dict}
@@ -178,5 +180,5 @@ def test_what_a_generation_asks_grows_with_its_workers(hosts: int, each: int, mo
 @pytest.mark.parametrize(
     ("workers", "size", "expected"), [(5, 10, 1), (5, 3 << 20, 3), (9, 1 << 40, 9), (1000, 1 << 40, 32)]
 )
-def test_so_many_write_a_checkpoint(workers: int, size: int, expected: int) -> None:
+def test_number_of_checkpoint_writers(workers: int, size: int, expected: int) -> None:
     assert limit_writers([*range(workers)], size) == [*range(expected)]

@@ -42,7 +42,7 @@ def rogue(run: Pair, port: int, token: str = "") -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("knows", [False, True])
-def test_another_program_that_has_the_port_before_the_run(pair: Begin, way: str, knows: bool) -> None:
+def test_port_taken_by_another_program_before_the_run(pair: Begin, way: str, knows: bool) -> None:
     run = pair(way)
     other = rogue(run, PORT, 64 * "7" if knows else "")
     where = f"{run.network.hosts[0].address}:{PORT}"
@@ -75,7 +75,7 @@ def test_another_program_that_has_the_port_before_the_run(pair: Begin, way: str,
 
 
 @pytest.mark.parametrize("knows", [False, True])
-def test_another_program_that_takes_the_coordinators_address(pair: Begin, way: str, knows: bool) -> None:
+def test_port_taken_by_another_program_after_a_kill_of_the_agent(pair: Begin, way: str, knows: bool) -> None:
     """In mid-run, when the first host's agent was killed. It gives more than options; also where it `knows` the token,
     nobody comes to it.
     """
@@ -104,7 +104,7 @@ def test_another_program_that_takes_the_coordinators_address(pair: Begin, way: s
     assert not (run.folder / "out.safetensors").exists()
 
 
-def test_another_program_that_has_the_port_after_the_run(pair: Begin, alone: bytes, way: str) -> None:
+def test_port_taken_by_another_program_after_the_run(pair: Begin, alone: bytes, way: str) -> None:
     """Who still has the token and the address asks it, and believes nothing."""
     run = pair(way)
     run.start()
@@ -131,7 +131,7 @@ def test_another_program_that_has_the_port_after_the_run(pair: Begin, alone: byt
 
 
 @pytest.mark.parametrize("what", ["coordinator", "server"])
-def test_connections_that_say_nothing(pair: Begin, alone: bytes, way: str, what: str) -> None:
+def test_many_silent_connections(pair: Begin, alone: bytes, way: str, what: str) -> None:
     run = pair(way)
     run.start("--plan", "server=1")
     where = [run.address()]
@@ -171,7 +171,7 @@ def listens(run: Pair, pid: int) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("plan", ["server=1"])
-def test_a_script_may_have_many_files_open(pair: Begin, alone: bytes, way: str, plan: str) -> None:
+def test_script_with_many_open_files(pair: Begin, alone: bytes, way: str, plan: str) -> None:
     run = pair(way)
     run.start("--plan", plan, OPEN=str(MANY))
     run.end(alone)
@@ -182,7 +182,7 @@ def test_a_script_may_have_many_files_open(pair: Begin, alone: bytes, way: str, 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_warm_process_that_dies_while_it_forks(pair: Begin, alone: bytes, way: str, how: int, seed: int) -> None:
+def test_kill_of_the_fork_server_while_it_forks(pair: Begin, alone: bytes, way: str, how: int, seed: int) -> None:
     """On the second host, in mid-run."""
     run = pair(way)
     run.start("--plan", "exact micro=3")
@@ -198,7 +198,9 @@ def test_a_warm_process_that_dies_while_it_forks(pair: Begin, alone: bytes, way:
     ("plan", "seconds"), [("server=1", 3.0), ("server=1", 20.0), ("server=2 copies=1", 3.0), ("micro=3", 3.0)]
 )
 @pytest.mark.parametrize("host", [0, 1])
-def test_an_agent_that_stands_still(pair: Begin, alone: bytes, way: str, host: int, plan: str, seconds: float) -> None:
+def test_sigstop_of_an_agent_that_goes_on(
+    pair: Begin, alone: bytes, way: str, host: int, plan: str, seconds: float
+) -> None:
     run = pair(way)
     run.start("--plan", plan)
     number = run.agent_of(host)
@@ -209,7 +211,7 @@ def test_an_agent_that_stands_still(pair: Begin, alone: bytes, way: str, host: i
 
 
 @pytest.mark.parametrize("plan", ["server=1", "micro=3"])
-def test_a_launcher_that_stands_still(pair: Begin, alone: bytes, way: str, plan: str) -> None:
+def test_sigstop_of_the_launcher_that_goes_on(pair: Begin, alone: bytes, way: str, plan: str) -> None:
     """Where there is none, both agents do; a worker whose agent is silent for longer than a second may be replaced."""
     run = pair(way)
     run.start("--plan", plan)
@@ -226,9 +228,7 @@ def test_a_launcher_that_stands_still(pair: Begin, alone: bytes, way: str, plan:
 
 
 @pytest.mark.parametrize("how", ["changed", "deleted"])
-def test_a_token_that_is_gone_when_the_coordinator_is_started_again(
-    pair: Begin, alone: bytes, way: str, how: str
-) -> None:
+def test_deleted_token_when_the_coordinator_restarts(pair: Begin, alone: bytes, way: str, how: str) -> None:
     run = pair(way)
     run.start("--plan", "exact micro=3")
     path = run.folder_of(0) / "token"
@@ -245,7 +245,7 @@ def test_a_token_that_is_gone_when_the_coordinator_is_started_again(
 
 @pytest.mark.parametrize("how", ["deleted", "moved"])
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_run_folder_that_is_gone(pair: Begin, alone: bytes, way: str, host: int, how: str) -> None:
+def test_deleted_run_folder_of_a_host(pair: Begin, alone: bytes, way: str, host: int, how: str) -> None:
     run = pair(way)
     run.start("--plan", "exact micro=3")
     path = run.folder_of(host)
@@ -262,7 +262,7 @@ def test_a_run_folder_that_is_gone(pair: Begin, alone: bytes, way: str, host: in
 
 
 @pytest.mark.parametrize("host", [0, 1])
-def test_a_journal_that_is_deleted(pair: Begin, alone: bytes, way: str, host: int) -> None:
+def test_deleted_journal_of_a_host(pair: Begin, alone: bytes, way: str, host: int) -> None:
     run = pair(way)
     run.start("--plan", "exact micro=3")
     folder = run.folder_of(host)
