@@ -36,9 +36,9 @@ PLANS = [
     "exact shard=2 zero=3 recompute=blocks",
     "exact tensor=2",
     "shard=2 zero=1 tensor=2",
-    "pipeline=2",
+    "pipeline=2 virtual=2",
     "pipeline=3 schedule=gpipe",
-    "pipeline=2 virtual=2 tensor=2",
+    "pipeline=2 tensor=2",
     "context=2",
     "pipeline=2 context=2",
 ]
@@ -55,7 +55,7 @@ MORE_PLANS = [
     "exact micro=1 tensor=2",
     "exact shard=2 zero=1 tensor=2",
     "tensor=2 recompute=blocks",
-    "pipeline=2 virtual=2",
+    "pipeline=2",
     "pipeline=2 schedule=gpipe",
     "pipeline=3",
     "pipeline=4",
@@ -63,7 +63,6 @@ MORE_PLANS = [
     "pipeline=2 recompute=blocks",
     "context=4",
     "shard=2 zero=1 context=2",
-    "pipeline=2 tensor=2",
     "context=2 tensor=2",
     "pipeline=2 context=2 tensor=2",
     "server=1",
@@ -96,12 +95,18 @@ DECISIONS = {
 }
 IN_TRANSFORMERS = {"llama", "llama, tied"}  # which takes seconds to be imported
 # What the fast tests leave to the whole table: models that are like another one, those that mean nothing to most plans,
-# all but two of them under mixtures of plans, and many workers.
+# all but one of them under mixtures of plans, and many workers.
 LIKE_OTHERS = {"mlp", "wide", "wide, unclipped", "few heads", "encoder, decoder"}
 LIKE_OTHERS |= {f"{name} over the batch" for name in ("simclr", "batchnorm", "vicreg", "triplet")}
 FAST_MODELS = sorted(MODELS.keys() - IN_TRANSFORMERS - LIKE_OTHERS)
-MADE_FOR = {"tuples": "pipeline|context", "attention, experts": "tensor", "branches": "^$|zero=[23]"}
-RICH = ("skips", "blocks over the batch")
+MADE_FOR = {
+    "tuples": "pipeline",
+    "attention, experts": "tensor",
+    "branches": "^$|zero=[23]",
+    "towers over the batch": "^$|exact$|zero",
+    "batchnorm": "^$|exact$|zero=[13]",
+}
+RICH = "skips"
 MOST_WORKERS = 4
 Run = tuple[str, int]  # a plan, and how many replicas
 
@@ -120,10 +125,10 @@ def exists(plan: str, model: str, replicas: int) -> bool:
 
 
 def is_fast(plan: str, model: str, replicas: int) -> bool:
-    if workers_of_replica(plan) * replicas > MOST_WORKERS or not re.search(MADE_FOR.get(model, ""), plan):
-        return False
     axes = re.findall("tensor|pipeline|context|shard", plan)
-    return (len(axes) < 2 or model in RICH) and exists(plan, model, replicas)
+    few = workers_of_replica(plan) * replicas <= (2 if "context" in axes and len(axes) < 2 else MOST_WORKERS)
+    for_it = re.search(MADE_FOR.get(model, ""), plan) is not None
+    return few and for_it and (len(axes) < 2 or model == RICH) and exists(plan, model, replicas)
 
 
 def by_run(cells: Iterable[tuple[str, str, int]]) -> dict[Run, tuple[str, ...]]:
@@ -234,6 +239,39 @@ def test_all_models_give_weights_losses_and_evaluations_of_one_process(
     run: Run, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     check_parity(run, ALL[run], tmp_path_factory)
+
+
+def check_bits(run: Run, runs: dict[Run, tuple[str, ...]], factory: pytest.TempPathFactory, *short: str) -> None:
+    """With those of one worker, and of layers that are cut, whose own sums have another order, of one replica."""
+    plan, replicas = run
+    other = (plan, 2 if replicas == 1 else 1) if "tensor" in plan else ("exact", 1)
+    one, two = (trained(key, runs[key], factory, *short) for key in (run, other))
+    models = {*runs[run]} & {*runs[other]}
+    assert models
+    figures = [json.loads((folder / "out.json").read_text()) for folder in (one, two)]
+    tensors = [load_file(folder / "out.safetensors") for folder in (one, two)]
+    for model in models:
+        assert figures[0][model] == figures[1][model], model
+        names = [name for name in tensors[0] if name.startswith(f"{model}/")]
+        assert names
+        assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in names), model
+
+
+def has_bits(run: Run) -> bool:
+    plan, replicas = run
+    return "exact" in plan and ("tensor" not in plan or replicas > 1)
+
+
+@pytest.mark.parametrize("run", [run for run in FAST if has_bits(run)], ids=named)
+def test_exact_bits_do_not_depend_on_workers_and_shards(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_bits(run, FAST, tmp_path_factory, "short")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", [run for run in ALL if has_bits(run)], ids=named)
+def test_exact_bits_of_all_models(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_bits(run, ALL, tmp_path_factory)
 
 
 def test_fast_runs_have_every_pair_of_plan_model_and_replicas() -> None:

@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 @dataclass(frozen=True)
 class Case:
-    """A training by global quantities; `steps` counts optimizer steps. With `loss_over` the loss takes the model and the
-    outputs of the whole global batch.
+    """A training by global quantities; `steps` counts optimizer steps. With `loss_over` the loss takes the model
+    and the outputs of the whole global batch.
     """
 
     model: Callable[[], nn.Module]
