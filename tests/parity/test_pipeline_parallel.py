@@ -75,7 +75,7 @@ LOST_QUICK = {("pipeline=2", "backward", 2)}
     ("plan", "moment", "worker"),
     [pytest.param(*row, marks=[] if row in LOST_QUICK else pytest.mark.slow) for row in LOST],
 )
-def test_kill_of_any_worker_in_a_pipeline_gives_the_undisturbed_weights(
+def test_kill_of_any_worker_in_a_pipeline(
     plan: str, moment: str, worker: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ATTENTION", "1")
@@ -89,7 +89,7 @@ def test_kill_of_any_worker_in_a_pipeline_gives_the_undisturbed_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stop", "raise", "exit"])
-def test_stop_raise_and_exit_in_a_pipeline_give_the_undisturbed_weights(
+def test_stop_raise_and_exit_in_a_pipeline(
     kind: str, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ATTENTION", "1")

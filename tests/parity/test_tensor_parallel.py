@@ -1,5 +1,5 @@
-"""`tensor=`: what scripts do with models whose layers are cut, kills of workers, and what is refused. Parity of the plans
-is in test_plans_models_workers.py.
+"""`tensor=`: what scripts do with models whose layers are cut, kills of workers, and what is refused. Parity of the
+plans is in test_plans_models_workers.py.
 """
 
 from __future__ import annotations
@@ -141,9 +141,7 @@ def all_of_them(folder: Path, workers: int, plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["tensor=2", pytest.param("data=2 tensor=2", marks=pytest.mark.slow)])
-def test_tensor_parallel_scripts_give_the_weights_of_one_worker(
-    plan: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_tensor_parallel_scripts_train_as_one_worker(plan: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     one = once(tmp_path_factory, "scripts of one worker", lambda folder: all_of_them(folder, 1, ""))
     workers = 2 * plan.count("=")
     several = once(tmp_path_factory, f"scripts, {plan}", lambda folder: all_of_them(folder, workers, plan))
@@ -196,9 +194,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", range(4))
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_kill_of_any_worker_under_tensor_gives_the_undisturbed_weights(
-    moment: str, worker: int, calm: Calm, tmp_path: Path
-) -> None:
+def test_kill_of_any_worker_under_tensor(moment: str, worker: int, calm: Calm, tmp_path: Path) -> None:
     at, ballast = (9 if moment in ("saving", "writing") else 11), (4 if moment == "writing" else 0)
     fault = f"kill:{worker}@{at}.{moment}"
     ended = train(tmp_path, 4, STEPS, fault, ballast=ballast, plan=PLAN)
@@ -224,7 +220,7 @@ def test_kill_under_tensor_while_blocks_are_recomputed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stop", "raise", "exit"])
-def test_stop_raise_and_exit_under_tensor_give_the_undisturbed_weights(kind: str, calm: Calm, tmp_path: Path) -> None:
+def test_stop_raise_and_exit_under_tensor(kind: str, calm: Calm, tmp_path: Path) -> None:
     fault = f"{kind}:3@11.backward"
     ended = train(tmp_path, 4, STEPS, fault, plan=PLAN)
     assert fired(ended) == {fault}

@@ -90,7 +90,7 @@ def oracle() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("workers", "plan"), [pytest.param(*one, marks=[] if one in FAST else pytest.mark.slow) for one in PLANS]
 )
-def test_users_code_finds_no_group_under_any_plan(workers: int, plan: str, tmp_path: Path) -> None:
+def test_torch_distributed_is_not_initialized_in_users_code(workers: int, plan: str, tmp_path: Path) -> None:
     train_basics(tmp_path, LIBRARIES, workers, *(("--plan", plan) if plan else ()))
     found, expected = load_file(tmp_path / "out.safetensors"), oracle()
     apart = torch.cat([(found[name] - value).flatten() for name, value in expected.items()])
@@ -113,7 +113,7 @@ CALLS = {
     ("case", "plan"),
     [("loss", "shard=2 zero=3"), *(pytest.param(case, "data=2", marks=pytest.mark.slow) for case in CALLS)],
 )
-def test_a_collective_of_the_users_own_says_what_to_do_instead(case: str, plan: str, tmp_path: Path) -> None:
+def test_hint_for_a_collective_of_torch_distributed(case: str, plan: str, tmp_path: Path) -> None:
     rows = (
         "class Rows:\n"
         "    def __len__(self):\n"
@@ -198,7 +198,7 @@ def test_an_iterable_dataset_that_ends_earlier_on_a_worker_is_named(tmp_path: Pa
         assert "CollectiveMismatchError" in stderr
 
 
-def test_rows_with_random_numbers_of_their_own_are_not_compared(tmp_path: Path) -> None:
+def test_iterable_dataset_with_own_random_numbers_is_reported_once(tmp_path: Path) -> None:
     body = STREAM + (
         "import random\n"
         "own = random.Random()\n"
@@ -230,7 +230,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_group_that_the_script_makes_stands_beside_that_of_the_plan(tmp_path: Path) -> None:
+def test_process_group_of_the_script_beside_that_of_the_plan(tmp_path: Path) -> None:
     head = "import os\nrank = int(os.environ['PACELINE_RANK'])\n"
     train_basics(tmp_path, head + OWN_GROUP, 2, "--max-restarts", "0")
 
@@ -269,7 +269,7 @@ REFUSED = {
     ("case", "backend"),
     [("loss", "gloo"), *(pytest.param(case, "paceline", marks=pytest.mark.slow) for case in REFUSED)],
 )
-def test_collectives_over_a_group_of_the_script_are_refused_inside(case: str, backend: str, tmp_path: Path) -> None:
+def test_collectives_in_a_loss_or_dataset_are_refused(case: str, backend: str, tmp_path: Path) -> None:
     given, what = REFUSED[case]
     body = INSIDE.format(**{"backend": backend, "in_loss": "pass", "in_dataset": "pass", "workers": 0, **given})
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", code=None)
@@ -309,7 +309,7 @@ for turn in range(2):
 @pytest.mark.parametrize(
     ("call", "workers"), [("evaluate", 2), ("predict", 2), pytest.param("evaluate", 3, marks=pytest.mark.slow)]
 )
-def test_rows_of_a_dataset_that_differ_in_evaluate_and_predict_are_named(
+def test_dataset_that_differs_on_a_worker_in_evaluate_and_predict_is_named(
     call: str, workers: int, tmp_path: Path
 ) -> None:
     head = f"KIND, CALL = 'other', {call!r}\n"
@@ -321,7 +321,7 @@ def test_rows_of_a_dataset_that_differ_in_evaluate_and_predict_are_named(
     ) in done.stderr
 
 
-def test_rows_of_a_dataset_are_compared_once(tmp_path: Path) -> None:
+def test_dataset_rows_are_compared_once(tmp_path: Path) -> None:
     done = train_basics(tmp_path, "KIND, CALL = 'same', 'evaluate'\n" + OTHER_ROWS, 2, "--max-restarts", "0")
     loads = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("loads")]
     assert loads[0] - loads[1] == 2 * 3
