@@ -59,7 +59,7 @@ PARTS = BODY.format(run="x = layer(x, both=(which >> number) & 1)")
         pytest.param(DROPPED, 3, "shard=3 zero=1 micro=3", id="zero=1"),
     ],
 )
-def test_exact_shards_with_layers_that_not_every_micro_batch_runs(
+def test_exact_shards_with_layers_that_some_micro_batches_run(
     body: str, workers: int, plan: str, tmp_path: Path
 ) -> None:
     equal_bytes(tmp_path, body, workers, plan, alone="exact micro=3")

@@ -286,9 +286,7 @@ if t.main: __import__("pathlib").Path("found.json").write_text(json.dumps(found)
 @pytest.mark.parametrize(
     ("workers", "plan"), [(3, ""), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((1, ""), (2, "shard=2")))]
 )
-def test_evaluate_with_a_loss_over_the_batch_gives_metrics_whole_batches(
-    workers: int, plan: str, tmp_path: Path
-) -> None:
+def test_evaluate_gives_metrics_whole_batches(workers: int, plan: str, tmp_path: Path) -> None:
     train_basics(tmp_path, EVALUATED, workers, *(("--plan", plan) if plan else ()))
     case = CASES["towers"]
     model = built(lambda: case.model().double())

@@ -67,9 +67,9 @@ MORE_PLANS = [
     "pipeline=2 context=2 tensor=2",
     "server=1",
 ]
-# Numbers of replicas, with shares of the workers that differ: of three the second one is idle.
-REPLICAS = (1, 2, 3)
-SHARES = {2: "3,1", 3: "1,0,2", 4: "1,0,2,1", 6: "1,1,0,0,2,1", 8: "1,1,0,0,2,2,1,1"}
+# Numbers of replicas, and shares of workers where there are several replicas: some of the workers are idle.
+REPLICAS = (1, 2, 3, 5)
+SHARES = {2: "3,1", 3: "1,0,2", 4: "1,0,2,1", 5: "2,1,0,3,1", 6: "1,1,0,0,2,1", 8: "1,1,0,0,2,2,1,1"}
 # The models that a word of a plan refuses, or does not divide.
 WITH_BATCHNORM = {"batchnorm", "batchnorm over the batch"}
 NO_LIST_OF_BLOCKS = {"partly", "tokens", "encoder, decoder", "towers over the batch"}
@@ -272,6 +272,17 @@ def test_exact_bits_do_not_depend_on_workers_and_shards(run: Run, tmp_path_facto
 @pytest.mark.parametrize("run", [run for run in ALL if has_bits(run)], ids=named)
 def test_exact_bits_of_all_models(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
     check_bits(run, ALL, tmp_path_factory)
+
+
+def test_evaluation_has_the_same_bits_on_any_number_of_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also without `exact`, of weights that have: before the first step."""
+    one, three = (
+        json.loads((trained(run, FAST[run], tmp_path_factory, "short") / "out.json").read_text())
+        for run in (("", 1), ("", 3))
+    )
+    models = {name for name in one.keys() & three.keys() if one[name]["before"]}
+    assert models
+    assert {name: one[name]["before"] for name in models} == {name: three[name]["before"] for name in models}
 
 
 def test_fast_runs_have_every_pair_of_plan_model_and_replicas() -> None:

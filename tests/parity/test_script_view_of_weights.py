@@ -311,7 +311,7 @@ BODIES = {
 }
 MORE_BODIES = {
     "methods": METHODS,
-    "models that call another": OTHERS + "adversaries(), distillation(), target(), write()\n",
+    "calls of another model": OTHERS + "adversaries(), distillation(), target(), write()\n",
 }
 ONE_AFTER_ANOTHER = """
 import json, os
