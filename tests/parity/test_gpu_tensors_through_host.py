@@ -36,7 +36,7 @@ Weights = list[dict[str, np.ndarray]]
 
 def weights(folder: Path, workers: int, plans: list[str]) -> Weights:
     """What each plan exports; only several workers carry tensors through the host."""
-    text = train_basics(folder, SCRIPT.format(plans=plans), workers).stdout
+    text = train_basics(folder, SCRIPT.format(plans=plans), workers, "--max-restarts", "0").stdout
     counts = re.findall(r"^plan \d: (\d+) carried$", text, re.M)
     assert [count != "0" for count in counts[: len(plans)]] == [workers > 1] * len(plans), text
     return [load_file(folder / f"{number}.safetensors") for number in range(len(plans))]

@@ -105,6 +105,9 @@ MADE_FOR = {
     "branches": "^$|zero=[23]",
     "towers over the batch": "^$|exact$|zero",
     "batchnorm": "^$|exact$|zero=[13]",
+    "tokens": "^$|exact$|zero=1|tensor",
+    "partly": "^$|exact$|zero=[12]",
+    "blocks over the batch": "^(?!context|pipeline=3)",
 }
 RICH = "skips"
 MOST_WORKERS = 4

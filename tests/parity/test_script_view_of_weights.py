@@ -106,20 +106,21 @@ def write():
 PENALTIES = f"""{NETS}
 up = lambda: [layer.up.weight for layer in made[-1].model[1:4]]
 PENALTIES = {{
-    "squares": lambda: sum(param.square().sum() for param in made[-1].model.parameters()),
-    "norms": lambda: sum(param.norm() for param in made[-1].model.parameters()),
-    "products": lambda: sum((weight @ weight.T - torch.eye(24)).square().mean() for weight in up()),
-    "rows": lambda: sum((weight[:3] - weight.mean(0)).abs().sum() for weight in up()),
-    "counts": lambda: sum(weight.numel() * weight.detach().mean() for weight in up()),
+    "squares and norms": lambda: sum(param.square().sum() + param.norm() for param in made[-1].model.parameters()),
+    "products, rows and counts": lambda: sum(
+        (weight @ weight.T - torch.eye(24)).square().mean() + (weight[:3] - weight.mean(0)).abs().sum()
+        + weight.numel() * weight.detach().mean() for weight in up()
+    ),
 }}
 made = []
 for name, penalty in PENALTIES.items():
     made.append(trainer(10, 2, lambda output, batch: cross_entropy(output, batch) + 0.1 * penalty()))
     trained(name, made[-1])
-def both(model, batch): return model(batch[0]), PENALTIES["norms"]()
+def both(model, batch): return model(batch[0]), PENALTIES["squares and norms"]()
 made.append(trainer(10, 2, lambda output, batch: cross_entropy(output[0], batch) + output[1], forward=both))
 trained("in the forward", made[-1])
-def whole(output, batch): return F.cross_entropy(output, torch.zeros(len(output)).long()) + PENALTIES["products"]()
+def whole(output, batch):
+    return F.cross_entropy(output, torch.zeros(len(output)).long()) + PENALTIES["products, rows and counts"]()
 made.append(trainer(10, 2, whole, loss_over="batch"))
 trained("over the batch", made[-1])
 write()
@@ -430,17 +431,20 @@ def test_metric_that_reads_a_sharded_weight_is_refused(plan: str, error: str, tm
     assert f"UsageError: {error}\n" in done.stderr
 
 
-def test_kill_under_tensor_and_workers_that_join_again_read_weights_before_the_loop(tmp_path: Path) -> None:
-    """The two of the unit that a loss takes, while the others train on."""
+def test_kill_under_tensor_and_workers_that_join_again_read_weights_and_averages(tmp_path: Path) -> None:
+    """The two of the unit that a kill takes come back while the others train on."""
     body = f"""{USES}
 import glob, time
 reads()
 said["count"] = sum(p.numel() for p in one.model.parameters())
+one.state["averages"] = {{name: p.detach().clone() for name, p in one.model.named_parameters()}}
 open(f"came-{{os.getpid()}}", "w").close()
 said["steps"] = []
 for report in one.steps(data, count=40):
     said["steps"] += [report.loss, float(up().norm())]
+    for name, p in one.model.named_parameters(): one.state["averages"][name].lerp_(p.detach(), 0.1)
     if "several" in os.getcwd() and len(glob.glob("came-*")) < 6: time.sleep(0.2)
+said["averages"] = [float(average.norm()) for average in one.state["averages"].values()]
 write()
 """
     alone = said(tmp_path / "one", body, 1, "micro=4")

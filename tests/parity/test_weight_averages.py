@@ -1,4 +1,7 @@
-"""Averages of weights in `trainer.state` are kept in pieces where parameters are, and whole where they are whole."""
+"""Averages of weights in `trainer.state` are kept in pieces where parameters are, and whole where they are whole.
+
+Fast tests hold this in test_resume_under_another_plan.py, and through a kill in test_script_view_of_weights.py.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,8 @@ def test_averages_of_one_plan_are_resumed_under_another(
     right(tmp_path)
 
 
-@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
 def test_averages_survive_the_kill_of_a_worker(zero: int, tmp_path: Path) -> None:
     said = train(tmp_path, 4, f"data=2 shard=2 zero={zero}", KILL="3")
     assert (tmp_path / "killed").exists()

@@ -35,7 +35,7 @@ for name in (name for name in sys.argv[2:] if name in MODELS):
         plan=" ".join([*words, *([f"micro={case.micro}"] if case.micro and not micro else [])]),
         loss_over=case.loss_over,
     )
-    before = {} if case.loss_over else trainer.evaluate(case.data(), right)
+    before = {} if case.loss_over or words else trainer.evaluate(case.data(), right)
     reports = list(trainer.steps(case.data(), count=case.steps))
     evaluation = {} if case.loss_over else trainer.evaluate(case.data(), right)
     if trainer.plan.tensor or trainer.plan.pipeline:  # here is but a part of it
