@@ -381,6 +381,7 @@ def test_loss_over_the_batch_sends_outputs_and_gradients_once(tmp_path: Path) ->
     assert 10 * 11 * 50 * 8 <= told["kinds"]["gradients"][1] <= 10 * 11 * 50 * 8 + vector
 
 
+@pytest.mark.slow
 def test_check_command_with_a_loss_over_the_batch(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from basics import *\n" + EXACT)
     said = paceline("check", "train.py", "--workers", "2", "--steps", "3", cwd=tmp_path, PYTHONPATH=str(SCRIPTS)).stdout

@@ -65,7 +65,6 @@ MORE_PLANS = [
     "shard=2 zero=1 context=2",
     "context=2 tensor=2",
     "pipeline=2 context=2 tensor=2",
-    "server=1",
 ]
 # Numbers of replicas, and shares of workers where there are several replicas: some of the workers are idle.
 REPLICAS = (1, 2, 3, 5)
@@ -124,7 +123,7 @@ def workers_of_replica(plan: str) -> int:
 def exists(plan: str, model: str, replicas: int) -> bool:
     workers = workers_of_replica(plan) * replicas
     refused = any(re.search(word, plan) and model in models for word, models in REFUSED.items())
-    return not refused and (workers == 1 or workers in SHARES) and not (plan == "server=1" and replicas == 1)
+    return not refused and (workers == 1 or workers in SHARES)
 
 
 def is_fast(plan: str, model: str, replicas: int) -> bool:
@@ -164,7 +163,7 @@ def trained(run: Run, models: tuple[str, ...], factory: pytest.TempPathFactory, 
     plan, replicas = run
     workers = workers_of_replica(plan) * replicas
     options = ["--workers", str(workers), *(["--shares", SHARES[workers]] if replicas > 1 else [])]
-    options += ["--max-restarts", "0"] if plan and plan != "server=1" else []
+    options += ["--max-restarts", "0"] if plan else []
     command = ("run", *options, "--run-dir", "run", SCRIPTS / "contract.py", "out", *models, *plan.split())
     env = TRANSFORMERS if IN_TRANSFORMERS & {*models} else {}
     name = f"parity of {named(run)} {short}"

@@ -277,51 +277,42 @@ def test_collectives_in_a_loss_or_dataset_are_refused(case: str, backend: str, t
     assert f"UsageError: {what} of torch.distributed; {ADVICE}" in " ".join(done.stderr.split())
 
 
-OTHER_ROWS = """
+ROWS = """
 import random
-made = random.Random(paceline.join().rank if KIND == "other" else 0)
-rows = TensorDataset(x + made.random(), data.tensors[1])
-
+from paceline.errors import DatasetError
+team = paceline.join()
 class Loaded(torch.utils.data.Dataset):
     loads = 0
-
-    def __len__(self):
-        return 96
-
+    def __init__(self, rows): self.rows = rows
+    def __len__(self): return 96
     def __getitem__(self, index):
         Loaded.loads += 1
-        return rows[index]
-
+        return self.rows[index]
 trainer = make()
 list(trainer.steps(data))
 metric = lambda output, batch: {"n": (len(output), len(output))}
-counted = Loaded()
+same = Loaded(data)
 for turn in range(2):
     before = Loaded.loads
-    if CALL == "evaluate":
-        trainer.evaluate(counted, metric)
-    else:
-        list(trainer.predict(counted))
-    print("loads", turn, Loaded.loads - before)
+    trainer.evaluate(same, metric)
+    if team.rank == 0: print("loads", Loaded.loads - before)
+other = TensorDataset(x + random.Random(team.rank).random(), data.tensors[1])
+for call in (trainer.evaluate, lambda rows, metric: list(trainer.predict(rows))):
+    try: call(Loaded(other), metric)
+    except DatasetError as error: print(f"worker {team.rank}: {error}")
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "workers"), [("evaluate", 2), ("predict", 2), pytest.param("evaluate", 3, marks=pytest.mark.slow)]
-)
-def test_dataset_that_differs_on_a_worker_in_evaluate_and_predict_is_named(
-    call: str, workers: int, tmp_path: Path
-) -> None:
-    head = f"KIND, CALL = 'other', {call!r}\n"
-    done = train_basics(tmp_path, head + OTHER_ROWS, workers, "--max-restarts", "0", code=1)
-    odd, usual = ("worker 1", "worker 0") if workers == 2 else ("workers 1-2", "worker 0")
-    assert (
-        f"DatasetError: row 0 of the dataset of {call}() is another one on {odd} than on {usual}; give all workers the "
-        "same data in the same order: sort the names of files, seed what is split or made at random\n"
-    ) in done.stderr
-
-
-def test_dataset_rows_are_compared_once(tmp_path: Path) -> None:
-    done = train_basics(tmp_path, "KIND, CALL = 'same', 'evaluate'\n" + OTHER_ROWS, 2, "--max-restarts", "0")
-    loads = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("loads")]
-    assert loads[0] - loads[1] == 2 * 3
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_dataset_rows_are_compared_once_in_evaluate_and_predict(workers: int, tmp_path: Path) -> None:
+    """And those that differ are named on every worker."""
+    text = train_basics(tmp_path, ROWS, workers, "--max-restarts", "0").stdout
+    first, second = (int(line.split()[-1]) for line in text.splitlines() if line.startswith("loads"))
+    assert first > second
+    wrong = "worker 1" if workers == 2 else "workers 1-2"
+    for call in ("evaluate", "predict"):
+        error = (
+            f"row 0 of the dataset of {call}() is another one on {wrong} than on worker 0; give all workers the same "
+            "data in the same order: sort the names of files, seed what is split or made at random"
+        )
+        assert text.count(error) == workers, text

@@ -76,7 +76,7 @@ def attention_and_experts() -> nn.Module:
 def encoder_decoder() -> nn.Module:
     """Without nested tensors, by which torch evaluates an encoder that has a padding mask."""
     both = cutting.Both()
-    both.inner.encoder.enable_nested_tensor = False
+    both.inner.encoder.use_nested_tensor = False
     return nn.Sequential(both, nn.Flatten(), nn.Linear(6 * cutting.WIDTH, 4))
 
 
