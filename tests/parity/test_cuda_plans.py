@@ -67,7 +67,7 @@ def weights(
         ("server=2 micro=4 staleness=2 window=7", 1e-9),
     ],
 )
-def test_the_weights_of_the_cpu(plan, apart, tmp_path):
+def test_cuda_plan_gives_the_weights_of_the_cpu(plan, apart, tmp_path):
     on_gpu = weights(tmp_path / "gpu", SCRIPT, plan)
     on_cpu = weights(tmp_path / "cpu", SCRIPT, "micro=4", CUDA_VISIBLE_DEVICES="")
     assert on_gpu.keys() == on_cpu.keys()
@@ -75,14 +75,14 @@ def test_the_weights_of_the_cpu(plan, apart, tmp_path):
         np.testing.assert_allclose(value, on_cpu[name], rtol=0, atol=apart, err_msg=name)
 
 
-def test_a_loss_over_the_whole_batch(tmp_path):
+def test_cuda_loss_over_the_whole_batch(tmp_path):
     on_gpu = weights(tmp_path / "gpu", WHOLE, "micro=4")
     on_cpu = weights(tmp_path / "cpu", WHOLE, "micro=4", CUDA_VISIBLE_DEVICES="")
     for name, value in on_gpu.items():
         np.testing.assert_allclose(value, on_cpu[name], rtol=0, atol=1e-9, err_msg=name)
 
 
-def test_a_run_goes_on_from_its_checkpoint_after_a_kill(tmp_path):
+def test_cuda_resume_after_a_kill_has_the_same_bits(tmp_path):
     """With the generators of the GPU: dropout is drawn there."""
     dropout = SCRIPT.replace("make(", "make(model=lambda: nn.Sequential(net(), nn.Dropout(0.2))")
     whole = weights(tmp_path / "whole", dropout, "micro=4")
@@ -99,14 +99,14 @@ def test_a_run_goes_on_from_its_checkpoint_after_a_kill(tmp_path):
     ("workers", "plan", "alone"),
     [pytest.param(*case, marks=[NEW] if "zero=2" in case[1] or "zero=3" in case[1] else []) for case in SERVED],
 )
-def test_workers_that_share_a_gpu(workers, plan, alone, tmp_path):
+def test_cuda_workers_that_share_a_gpu(workers, plan, alone, tmp_path):
     shared = weights(tmp_path / "gpu", SCRIPT, f"micro=4 {plan}", workers)
     on_cpu = weights(tmp_path / "cpu", SCRIPT, f"micro=4 {alone}", CUDA_VISIBLE_DEVICES="")
     for name, value in shared.items():
         np.testing.assert_allclose(value, on_cpu[name], rtol=0, atol=1e-9, err_msg=name)
 
 
-def test_codes_to_servers(tmp_path):
+def test_cuda_codec_to_parameter_servers(tmp_path):
     shared = weights(tmp_path / "gpu", SCRIPT, "micro=4 server=2 codec=bf16", 2)
     on_cpu = weights(tmp_path / "cpu", SCRIPT, "micro=4", CUDA_VISIBLE_DEVICES="")
     for name, value in shared.items():
@@ -114,7 +114,7 @@ def test_codes_to_servers(tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["backward", "reduced"])
-def test_one_of_them_is_killed(moment, tmp_path):
+def test_cuda_kill_of_one_of_the_workers_that_share_a_gpu(moment, tmp_path):
     shared = weights(tmp_path / "gpu", SCRIPT, "micro=4", 3, chaos=f"kill:1@7.{moment}")
     on_cpu = weights(tmp_path / "cpu", SCRIPT, "micro=4", CUDA_VISIBLE_DEVICES="")
     for name, value in shared.items():
@@ -122,7 +122,7 @@ def test_one_of_them_is_killed(moment, tmp_path):
 
 
 @pytest.mark.parametrize("plan", ["codec=int8", "codec=powersgd:2", "codec=auto", "shard=2 zero=1 codec=bf16"])
-def test_codes_of_its_gradients(plan, tmp_path):
+def test_cuda_codec_of_gradients_between_hosts(plan, tmp_path):
     """Workers in user namespaces of their own are on hosts of their own."""
     ends = {}
     for device in ("0", ""):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,25 +47,28 @@ DEPTH = BODY.format(run="x = x + layer(layer(x)) if (which >> number) & 1 else l
 PARTS = BODY.format(run="x = layer(x, both=(which >> number) & 1)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "workers", "plan"),
     [
         pytest.param(PARTS, 2, "shard=2 micro=3", id="parts of layers"),
-        pytest.param(PARTS, 3, "shard=3 recompute=blocks micro=3", id="recomputed", marks=pytest.mark.slow),
-        pytest.param(DROPPED, 2, "shard=2 zero=2 micro=3", id="layers", marks=pytest.mark.slow),
-        pytest.param(DETACHED, 2, "shard=2 zero=2 micro=3", id="backwards", marks=pytest.mark.slow),
-        pytest.param(DEPTH, 2, "shard=2 zero=2 micro=3", id="calls", marks=pytest.mark.slow),
-        pytest.param(DROPPED, 4, "data=2 shard=2 zero=2 micro=3", id="in replicas", marks=pytest.mark.slow),
-        pytest.param(DROPPED, 3, "shard=3 zero=1 micro=3", id="zero=1", marks=pytest.mark.slow),
+        pytest.param(PARTS, 3, "shard=3 recompute=blocks micro=3", id="recomputed"),
+        pytest.param(DROPPED, 2, "shard=2 zero=2 micro=3", id="layers"),
+        pytest.param(DETACHED, 2, "shard=2 zero=2 micro=3", id="backwards"),
+        pytest.param(DEPTH, 2, "shard=2 zero=2 micro=3", id="calls"),
+        pytest.param(DROPPED, 4, "data=2 shard=2 zero=2 micro=3", id="in replicas"),
+        pytest.param(DROPPED, 3, "shard=3 zero=1 micro=3", id="zero=1"),
     ],
 )
-def test_what_not_every_micro_batch_runs(body: str, workers: int, plan: str, tmp_path: Path) -> None:
+def test_exact_shards_with_layers_that_some_micro_batches_run(
+    body: str, workers: int, plan: str, tmp_path: Path
+) -> None:
     equal_bytes(tmp_path, body, workers, plan, alone="exact micro=3")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("body", "workers"), [(DROPPED, 2), (DROPPED, 5), (DETACHED, 2)], ids=["2", "5", "backward"])
-def test_layers_that_are_gathered_differently_are_named(body: str, workers: int, tmp_path: Path) -> None:
+def test_fsdp_names_layers_that_workers_gather_differently(body: str, workers: int, tmp_path: Path) -> None:
     done = train_basics(tmp_path, body, workers, "--max-restarts", "0", "--plan", f"shard={workers} micro=3", code=1)
     said = " ".join(done.stderr.split())
     assert "CollectiveMismatchError: workers do not meet: worker" in said, said
@@ -110,7 +114,7 @@ SAID = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SAID)
-def test_what_parameters_in_pieces_cannot_do(case: str, tmp_path: Path) -> None:
+def test_fsdp_refuses_what_sharded_parameters_cannot_do(case: str, tmp_path: Path) -> None:
     body, said = SAID[case]
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "shard=2", code=2)
     assert said in " ".join(done.stderr.split()), done.stderr
@@ -149,7 +153,7 @@ WITH_EXPORT = PENALTY.replace("count=1): pass\n", "count=4): pass\nt.export('out
         pytest.param(WITH_EXPORT, id="penalty", marks=pytest.mark.slow),
     ],
 )
-def test_under_level_2_parameters_are_whole_until_the_step_ends(body: str, tmp_path: Path) -> None:
+def test_zero_2_keeps_parameters_whole_until_the_step_ends(body: str, tmp_path: Path) -> None:
     """Used without calling a layer or the model, more often than it is called, and by a second backward."""
     equal_bytes(tmp_path, body, 2, "shard=2 zero=2")
 
@@ -157,7 +161,7 @@ def test_under_level_2_parameters_are_whole_until_the_step_ends(body: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("what", ["t.model(x[:3])", "t.model[1](x[:3])", "t.evaluate(data, metric)"])
-def test_calls_of_the_loops_own_before_and_between_steps(what: str, zero: int, tmp_path: Path) -> None:
+def test_fsdp_with_calls_of_the_model_before_and_between_steps(what: str, zero: int, tmp_path: Path) -> None:
     """What is gathered for them is freed, so that a change of weights is one."""
     body = (
         "def metric(output, batch): return {'sum': (output.sum().item(), 1)}\n"
@@ -175,7 +179,7 @@ def test_calls_of_the_loops_own_before_and_between_steps(what: str, zero: int, t
 
 
 @pytest.mark.slow
-def test_parameters_that_are_frozen_after_the_trainer_was_made(tmp_path: Path) -> None:
+def test_fsdp_with_parameters_frozen_after_the_trainer_was_made(tmp_path: Path) -> None:
     """Before the first step, and after some."""
     body = (
         "t = make(model=lambda: nn.Sequential(*[nn.Linear(10, 10) for _ in range(3)], nn.Linear(10, 2)).double())\n"
@@ -212,29 +216,20 @@ def kept(model: nn.Module) -> None:
     model[1].pairs = {"first": [model[0].weight]}
 
 
-UNGATHERABLE = {
-    hooked: "0.weight of the model has a hook, which would not be called; say zero=1",
-    watched: "0.weight of the model has a hook, which would not be called; say zero=1",
-    turned: "2.weight of the model is not contiguous (strides (1, 3)), which its rows would be; say zero=1",
-    mixed: "1.weight is of float32 and 1.bias, which is gathered with it, of float64; "
-    "say zero=1, or give them one dtype",
-    kept: "pairs of 1 holds parameters besides, which would stay as they are now; say zero=1, or hold them in an "
-    "nn.ParameterList",
-}
-
-
-@pytest.mark.parametrize("change", UNGATHERABLE, ids=lambda change: change.__name__)
-def test_what_gathering_would_lose_is_refused(change) -> None:
+@pytest.mark.parametrize("change", [hooked, watched, turned, mixed, kept], ids=lambda change: change.__name__)
+def test_fsdp_refuses_what_gathering_would_lose(
+    change: Callable[[nn.Module], None], golden: Callable[[str, str], None]
+) -> None:
     model = a_model()
     groups = by_block(dict(model.named_parameters()), list(blocks_of(model)))
     refuse_ungatherable(model, groups)
     change(model)
     with pytest.raises(UsageError) as refused:
         refuse_ungatherable(model, groups)
-    assert str(refused.value) == UNGATHERABLE[change]
+    golden(f"gathering: {change.__name__}", str(refused.value))
 
 
-def test_rows_have_the_attributes_of_their_parameters() -> None:
+def test_shards_have_the_attributes_of_their_parameters() -> None:
     def make() -> nn.Module:
         layer = nn.Linear(300, 300)
         layer.weight.rate = 0.5
@@ -249,7 +244,7 @@ def test_rows_have_the_attributes_of_their_parameters() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", ["zero=1", "zero=2", "zero=3", "offload=cpu"])
-def test_groups_of_parameters_by_their_attributes(words: str, tmp_path: Path) -> None:
+def test_optimizer_groups_by_attributes_of_sharded_parameters(words: str, tmp_path: Path) -> None:
     body = (
         "def model():\n"
         "    made = net()\n"

@@ -5,6 +5,7 @@ On a GPU itself tests/parity/test_cuda_plans.py tries it.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,13 @@ from safetensors.numpy import load_file
 
 SCRIPT = """
 from through_host import *
-trainer = make()
-for report in trainer.steps(data, epochs=5):
-    pass
-trainer.export("out.safetensors")
-print(len(carried), "carried")
+for number, plan in enumerate({plans!r}):
+    carried.clear()
+    trainer = make(plan=f"micro=4 {{plan}}".strip())
+    for report in trainer.steps(data, epochs=3):
+        pass
+    trainer.export(f"{{number}}.safetensors")
+    print(f"plan {{number}}: {{len(carried)}} carried")
 """
 ISLANDS = "local=2 every=4", "local=2 every=4 fragments=2 delay=1"
 SEVERAL = [
@@ -28,22 +31,41 @@ SEVERAL = [
     (4, "shard=2 zero=3", ""),
     *((2, words, words) for words in ISLANDS),
 ]
-QUICK = "", "shard=2 zero=3", "pipeline=2"
+Weights = list[dict[str, np.ndarray]]
 
 
-@pytest.mark.parametrize(
-    ("workers", "plan", "alone"),
-    [pytest.param(*case, marks=[] if case[1] in QUICK else pytest.mark.slow) for case in SEVERAL],
-)
-def test_weights_are_those_of_one_worker(
+def weights(folder: Path, workers: int, plans: list[str]) -> Weights:
+    """What each plan exports; only several workers carry tensors through the host."""
+    text = train_basics(folder, SCRIPT.format(plans=plans), workers, "--max-restarts", "0").stdout
+    counts = re.findall(r"^plan \d: (\d+) carried$", text, re.M)
+    assert [count != "0" for count in counts[: len(plans)]] == [workers > 1] * len(plans), text
+    return [load_file(folder / f"{number}.safetensors") for number in range(len(plans))]
+
+
+def check_equal(found: Weights, expected: Weights) -> None:
+    for mine, theirs in zip(found, expected, strict=True):
+        for key, value in mine.items():
+            np.testing.assert_allclose(value, theirs[key], rtol=0, atol=1e-12, err_msg=key)
+
+
+def of_one_worker(plans: list[str], factory: pytest.TempPathFactory) -> Weights:
+    def make(folder: Path) -> None:
+        weights(folder, 1, plans)
+
+    folder = once(factory, f"one worker {plans}", make)
+    return [load_file(folder / f"{number}.safetensors") for number in range(len(plans))]
+
+
+def test_gpu_tensors_through_the_host_give_the_weights_of_one_worker(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    plans = ["", "shard=2 zero=3", "pipeline=2"]
+    check_equal(weights(tmp_path, 4, plans), of_one_worker([""], tmp_path_factory) * len(plans))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("workers", "plan", "alone"), SEVERAL)
+def test_gpu_tensors_through_the_host_under_other_plans(
     workers: int, plan: str, alone: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    def train(folder: Path, count: int, words: str) -> None:
-        said = train_basics(folder, SCRIPT, count, "--plan", f"micro=4 {words}").stdout
-        assert ("\n0 carried" in f"\n{said}") == (count == 1), said
-
-    one = once(tmp_path_factory, f"one worker {alone}", lambda folder: train(folder, 1, alone))
-    train(tmp_path, workers, plan)
-    expected = load_file(one / "out.safetensors")
-    for key, value in load_file(tmp_path / "out.safetensors").items():
-        np.testing.assert_allclose(value, expected[key], rtol=0, atol=1e-12, err_msg=key)
+    check_equal(weights(tmp_path, workers, [plan]), of_one_worker([alone], tmp_path_factory))

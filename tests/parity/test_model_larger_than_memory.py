@@ -14,7 +14,9 @@ ROOM = 1_500_000_000  # bytes of a worker; with Adam the model takes 3.1 GB
 
 
 @pytest.mark.parametrize("plan", ["pipeline=2 tensor=2", "shard=4"])
-def test_a_model_in_parts_of_a_gigabyte(plan: str, memory_group, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_model_larger_than_the_memory_of_a_worker(
+    plan: str, memory_group, monkeypatch: pytest.MonkeyPatch, tmp_path
+) -> None:
     """What is exported gives in transformers what the model gave that was trained. In shards whole layers come and go:
     the C library is to give them back at once.
     """
@@ -34,7 +36,7 @@ def test_a_model_in_parts_of_a_gigabyte(plan: str, memory_group, monkeypatch: py
     assert numpy.abs(numpy.load(tmp_path / "logits.npy") - alone).max() <= 1e-10 * numpy.abs(alone).max()
 
 
-def test_one_worker_has_no_room_for_it(memory_group, tmp_path) -> None:
+def test_one_worker_is_killed_by_the_out_of_memory_killer(memory_group, tmp_path) -> None:
     enter = enter_group(memory_group(ROOM))
     command = ("run", "--workers", "1", "--run-dir", "out", "--max-restarts", "0", SCRIPTS / "large.py")
     done = paceline(*command, cwd=tmp_path, code=137, timeout=900, preexec=enter, OMP_NUM_THREADS="1")

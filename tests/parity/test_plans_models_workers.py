@@ -1,138 +1,294 @@
-"""The contract of every strategy: what one process in plain PyTorch computes, bit by bit to rounding.
+"""The table of parity: plans x models x workers, each compared with plain PyTorch in one process.
 
-A strategy that is built joins `TEAMS`; nothing else changes.
+A new plan joins by one line of `PLANS`, its words; a new model by one of `MODELS` in tests/scripts/parity_models.py.
+`REFUSED` has the cells that do not exist. The fast tests train a pairwise covering array of the table: each plan with
+each model, each plan with each number of replicas, and each model with each number of replicas, at least once. `slow`
+is the whole table.
 """
 
 from __future__ import annotations
 
 import json
-from functools import cache
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import CASES, CUT, Case
-from launching import SCRIPTS, SHARDED, TRANSFORMERS, paceline
+from agents import journal
+from covering import pairwise
+from launching import SCRIPTS, TRANSFORMERS, paceline
 from once import once
 from oracle import Result, apart, train
+from oracle_over_batch import train_over_batch
+from parity_models import MODELS, shortened
 from safetensors.torch import load_file
 
 TOLERANCE = 1e-12
-TEAMS = {
-    "1 worker": ["--workers", "1"],
-    "2 workers": ["--workers", "2"],
-    "3 workers": ["--workers", "3"],
-    "5 workers": ["--workers", "5"],
-    "2 unequal": ["--workers", "2", "--shares", "3,1"],
-    "3 unequal, one idle": ["--workers", "3", "--shares", "1,0,2"],
-    "1 worker, exact": ["--workers", "1"],
-    "3 workers, exact": ["--workers", "3"],
-    "3 unequal, shard=3 zero=1": ["--workers", "3", "--shares", "3,1,2"],
-    "3 unequal, shard=3 zero=2": ["--workers", "3", "--shares", "3,1,2"],
-    "3 unequal, shard=3 zero=3": ["--workers", "3", "--shares", "3,0,2"],
-    "4 unequal, shard=2 zero=1 exact": ["--workers", "4", "--shares", "1,0,2,1"],
-    "4 unequal, shard=2 zero=3 exact": ["--workers", "4", "--shares", "1,0,2,1"],
-    "2 workers, shard=2 zero=1 offload=cpu": ["--workers", "2"],
-    "4 workers, shard=2 zero=3 offload=cpu": ["--workers", "4"],
-    "2 workers, tensor=2": ["--workers", "2"],
-    "4 unequal, tensor=2": ["--workers", "4", "--shares", "1,0,2,1"],
-    "6 unequal, one idle tensor=2": ["--workers", "6", "--shares", "1,1,0,0,2,1"],
-    "4 workers, tensor=4": ["--workers", "4"],
-    "4 workers, shard=2 zero=1 tensor=2": ["--workers", "4"],
-    **{f"{workers} together, {words}": ["--workers", str(workers)] for workers, words in SHARDED},
-}
-
-
-def cases(team: str) -> dict[str, Case]:
-    """What a team trains. Four workers cannot hold two key-value heads, and what is fast leaves models that take
-    seconds to be imported to test_tensor_models.
-    """
-    if "tensor" in team and team in QUICK:
-        return {name: case for name, case in CUT.items() if not name.startswith("llama")}
-    if "tensor=4" in team:
-        return {name: case for name, case in CUT.items() if name != "llama"}
-    return CUT if "tensor" in team else CASES
-
-
-@cache
-def oracle(name: str) -> Result:
-    torch.set_num_threads(1)
-    return train((CASES | CUT)[name])
-
-
-QUICK = {"1 worker", "3 unequal, one idle", "3 unequal, shard=3 zero=3", "2 workers, tensor=2"}
-PARAMS = [
-    pytest.param((team, name), id=f"{team}-{name}", marks=[] if team in QUICK else [pytest.mark.slow])
-    for team in TEAMS
-    for name in cases(team)
+# Plans of the fast tests, and those of the whole table alone.
+PLANS = [
+    "",
+    "exact",
+    "shard=2 zero=1 offload=cpu",
+    "exact shard=3 zero=2",
+    "exact shard=2 zero=3 recompute=blocks",
+    "exact tensor=2",
+    "shard=2 zero=1 tensor=2",
+    "pipeline=2 virtual=2",
+    "pipeline=3 schedule=gpipe",
+    "pipeline=2 tensor=2",
+    "context=2",
+    "pipeline=2 context=2",
 ]
-Outcome = tuple[str, dict[str, torch.Tensor], dict[str, Any]]
+MORE_PLANS = [
+    *(f"shard={shard} zero={zero}" for shard in (1, 2, 3, 4) for zero in (1, 2, 3)),
+    *(f"exact shard=2 zero={zero}" for zero in (1, 2, 3)),
+    "recompute=blocks",
+    "exact recompute=blocks",
+    "exact recompute=blocks shard=2 zero=1",
+    "shard=2 zero=3 offload=cpu",
+    "exact shard=2 zero=3 offload=cpu",
+    "tensor=2",
+    "tensor=4",
+    "exact micro=1 tensor=2",
+    "exact shard=2 zero=1 tensor=2",
+    "tensor=2 recompute=blocks",
+    "pipeline=2",
+    "pipeline=2 schedule=gpipe",
+    "pipeline=3",
+    "pipeline=4",
+    "shard=2 zero=1 pipeline=2",
+    "pipeline=2 recompute=blocks",
+    "context=4",
+    "shard=2 zero=1 context=2",
+    "context=2 tensor=2",
+    "pipeline=2 context=2 tensor=2",
+]
+# Numbers of replicas, and shares of workers where there are several replicas: some of the workers are idle.
+REPLICAS = (1, 2, 3, 5)
+SHARES = {2: "3,1", 3: "1,0,2", 4: "1,0,2,1", 5: "2,1,0,3,1", 6: "1,1,0,0,2,1", 8: "1,1,0,0,2,2,1,1"}
+# The models that a word of a plan refuses, or does not divide.
+WITH_BATCHNORM = {"batchnorm", "batchnorm over the batch"}
+NO_LIST_OF_BLOCKS = {"partly", "tokens", "encoder, decoder", "towers over the batch"}
+CALLED_TWICE = {f"{name} over the batch" for name in ("simclr", "batchnorm", "vicreg")}
+SEQUENCES = {"skips", "tuples", "attention, experts", "few heads", "blocks over the batch", "llama", "llama, tied"}
+TWO_BLOCKS = {"mlp", "dropout", "triplet over the batch", "attention, experts", "few heads", "llama", "llama, tied"}
+REFUSED = {
+    "tensor": WITH_BATCHNORM | {"branches"},
+    "tensor=4": {"llama"},
+    "pipeline": WITH_BATCHNORM | NO_LIST_OF_BLOCKS | CALLED_TWICE | {"branches"},
+    "pipeline=[34]|virtual": TWO_BLOCKS,
+    "pipeline=4|virtual": {"wide", "wide, unclipped"},
+    "context": MODELS.keys() - SEQUENCES,
+    "recompute": {"partly", "tokens", "encoder, decoder"},
+    "zero=[23]": {"blocks over the batch"},
+}
+# What is said once for each model of a plan.
+DECISIONS = {
+    "tensor": "layers are cut among",
+    "pipeline": "stages have the blocks",
+    "context": "sequences are divided among .* whole on each",
+    "zero=3": "parameters are gathered in",
+}
+IN_TRANSFORMERS = {"llama", "llama, tied"}  # which takes seconds to be imported
+# What the fast tests leave to the whole table: models that are like another one, those that mean nothing to most plans,
+# all but one of them under mixtures of plans, and many workers.
+LIKE_OTHERS = {"mlp", "wide", "wide, unclipped", "few heads", "encoder, decoder"}
+LIKE_OTHERS |= {f"{name} over the batch" for name in ("simclr", "batchnorm", "vicreg", "triplet")}
+FAST_MODELS = sorted(MODELS.keys() - IN_TRANSFORMERS - LIKE_OTHERS)
+MADE_FOR = {
+    "tuples": "pipeline",
+    "attention, experts": "tensor",
+    "branches": "^$|zero=[23]",
+    "towers over the batch": "^$|exact$|zero",
+    "batchnorm": "^$|exact$|zero=[13]",
+    "tokens": "^$|exact$|zero=1|tensor",
+    "partly": "^$|exact$|zero=[12]",
+    "blocks over the batch": "^(?!context|pipeline=3)",
+}
+RICH = "skips"
+MOST_WORKERS = 4
+Run = tuple[str, int]  # a plan, and how many replicas
 
 
-def trained(team: str, factory: pytest.TempPathFactory) -> Path:
-    """The folder of what a team made of its cases."""
-    words = team.partition(", ")[2].removeprefix("one idle").split()
-    fixed = ["--max-restarts", "0"] if "shard" in team or "tensor" in team else []
-    command = ("run", *TEAMS[team], *fixed, SCRIPTS / "contract.py", "out", *cases(team), *words)
-    env = TRANSFORMERS if "llama" in cases(team) else {}
-    return once(factory, f"contract of {team}", lambda folder: paceline(*command, cwd=folder, **env))
+def workers_of_replica(plan: str) -> int:
+    count = 1
+    for number in re.findall(r"(?:shard|tensor|pipeline|context)=(\d)", plan):
+        count *= int(number)
+    return count
 
 
-@pytest.fixture(params=PARAMS)
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A case, and what a team made of it: its tensors and figures."""
-    team, name = request.param
-    folder = trained(team, tmp_path_factory)
-    tensors = load_file(folder / "out.safetensors")
-    mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
-    return name, mine, json.loads((folder / "out.json").read_text())[name]
+def exists(plan: str, model: str, replicas: int) -> bool:
+    workers = workers_of_replica(plan) * replicas
+    refused = any(re.search(word, plan) and model in models for word, models in REFUSED.items())
+    return not refused and (workers == 1 or workers in SHARES)
 
 
-def weights(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key: value for key, value in state.items() if "running" not in key and "tracked" not in key}
+def is_fast(plan: str, model: str, replicas: int) -> bool:
+    axes = re.findall("tensor|pipeline|context|shard", plan)
+    few = workers_of_replica(plan) * replicas <= (2 if "context" in axes and len(axes) < 2 else MOST_WORKERS)
+    for_it = re.search(MADE_FOR.get(model, ""), plan) is not None
+    return few and for_it and (len(axes) < 2 or model == RICH) and exists(plan, model, replicas)
 
 
-def test_weights_are_those_of_one_process(outcome: Outcome) -> None:
-    name, mine, _ = outcome
-    assert apart(weights(mine), weights(oracle(name).weights)) <= TOLERANCE
+def by_run(cells: Iterable[tuple[str, str, int]]) -> dict[Run, tuple[str, ...]]:
+    """The models of each run of the cells, in one order: a start of workers costs more than a training."""
+    models: dict[Run, set[str]] = defaultdict(set)
+    for plan, model, replicas in cells:
+        models[plan, replicas].add(model)
+    return {run: tuple(name for name in MODELS if name in names) for run, names in models.items()}
 
 
-def test_reports_are_those_of_one_process(outcome: Outcome) -> None:
-    name, _, mine = outcome
-    theirs = oracle(name).figures
-    assert mine["samples"] == theirs["samples"]
-    assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-10)
-    assert mine["norm"] == pytest.approx(theirs["norm"], rel=1e-9)
-    for one, other in zip(mine["metrics"], theirs["metrics"], strict=True):
-        assert one == pytest.approx(other, rel=1e-12)
+# One worker trains all that `exact` trains anywhere: with it bits are compared.
+BITS = [("exact", model, 1) for model in FAST_MODELS if is_fast("exact", model, 1) or model in MADE_FOR]
+FAST = by_run([*pairwise(PLANS, FAST_MODELS, REPLICAS, valid=is_fast), *BITS])
+ALL = by_run(
+    (plan, model, replicas)
+    for plan in (*PLANS, *MORE_PLANS)
+    for model in MODELS
+    for replicas in REPLICAS
+    if exists(plan, model, replicas)
+)
 
 
-def test_evaluation_counts_every_row_once(outcome: Outcome) -> None:
-    name, _, mine = outcome
-    assert mine["evaluation"] == pytest.approx(oracle(name).evaluation, rel=1e-10)
-    assert mine["evaluation"]["n"] == len((CASES | CUT)[name].data())
+def named(run: Run) -> str:
+    plan, replicas = run
+    return f"{plan or 'data'}, {replicas} replica{'s' * (replicas > 1)}"
 
 
-@pytest.mark.parametrize("outcome", [param for param in PARAMS if param.values[0][1] == "batchnorm"], indirect=True)
-def test_batchnorm_statistics_are_those_of_one_process(outcome: Outcome) -> None:
-    _, mine, _ = outcome
-    for key, value in oracle("batchnorm").weights.items():
-        if "running" in key or "tracked" in key:
-            assert torch.allclose(mine[key], value, rtol=1e-12, atol=1e-14), key
+def trained(run: Run, models: tuple[str, ...], factory: pytest.TempPathFactory, *short: str) -> Path:
+    """The folder of what came of the models in a run, which is made once."""
+    plan, replicas = run
+    workers = workers_of_replica(plan) * replicas
+    options = ["--workers", str(workers), *(["--shares", SHARES[workers]] if replicas > 1 else [])]
+    options += ["--max-restarts", "0"] if plan else []
+    command = ("run", *options, "--run-dir", "run", SCRIPTS / "contract.py", "out", *models, *plan.split())
+    env = TRANSFORMERS if IN_TRANSFORMERS & {*models} else {}
+    name = f"parity of {named(run)} {short}"
+    return once(factory, name, lambda folder: paceline(*command, *short, cwd=folder, timeout=800, **env))
 
 
-def test_evaluation_is_equal_bit_by_bit_on_any_number_of_workers(tmp_path: Path):
-    """The same weights, evaluated by one and by three workers with one thread each."""
-    script = tmp_path / "evaluate.py"
-    script.write_text(
-        "import json, sys, paceline\nfrom cases import CASES, right\ncase = CASES['tokens']\n"
-        "t = paceline.Trainer(case.model, case.loss, case.optimizer, global_batch=14)\n"
-        "found = t.evaluate(case.data(), right)\n"
-        "if t.main: open(sys.argv[1], 'w').write(json.dumps(found))\n"
+def oracle(model: str, factory: pytest.TempPathFactory, *short: str) -> Result:
+    """What plain PyTorch gives."""
+
+    def make(folder: Path) -> None:
+        torch.set_num_threads(1)
+        case = shortened(MODELS[model]) if short else MODELS[model]
+        torch.save(train_over_batch(case) if case.loss_over else train(case), folder / "result.pt")
+
+    found = torch.load(once(factory, f"oracle of {model} {short}", make) / "result.pt", weights_only=False)
+    assert isinstance(found, Result)
+    return found
+
+
+def is_statistic(name: str) -> bool:
+    return "running" in name or "tracked" in name
+
+
+def differences(model: str, tensors: dict[str, torch.Tensor], figures: dict[str, Any], expected: Result) -> list[str]:
+    """In what a run's model is not that of one process."""
+    weights, theirs = (
+        {name: value for name, value in state.items() if not is_statistic(name)}
+        for state in (tensors, expected.weights)
     )
     found = []
-    for workers in ("1", "3"):
-        paceline("run", "--workers", workers, script, tmp_path / workers, cwd=tmp_path, PYTHONPATH=str(SCRIPTS))
-        found.append(json.loads((tmp_path / workers).read_text()))
-    assert found[0] == found[1]
+    if (distance := apart(weights, theirs)) > TOLERANCE:
+        found.append(f"weights are {distance} apart")
+    for name, value in expected.weights.items():
+        if is_statistic(name) and not torch.allclose(tensors[name], value, rtol=1e-12, atol=1e-14):
+            found.append(f"statistics {name}")
+    wanted = {
+        "samples": expected.figures["samples"],
+        "loss": pytest.approx(expected.figures["loss"], rel=1e-10),
+        "norm": pytest.approx(expected.figures["norm"], rel=1e-9),
+        "metrics": [pytest.approx(metrics, rel=1e-12) for metrics in expected.figures["metrics"]],
+        "evaluation": pytest.approx(expected.evaluation, rel=1e-10),
+    }
+    found += [f"{key}: {figures[key]} instead of {value}" for key, value in wanted.items() if figures[key] != value]
+    return found
+
+
+def check_parity(run: Run, models: tuple[str, ...], factory: pytest.TempPathFactory, *short: str) -> None:
+    folder = trained(run, models, factory, *short)
+    tensors, figures = load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
+    wrong = {}
+    for model in models:
+        mine = {
+            name.removeprefix(f"{model}/"): value for name, value in tensors.items() if name.startswith(f"{model}/")
+        }
+        wrong[model] = differences(model, mine, figures[model], oracle(model, factory, *short))
+    assert {model: found for model, found in wrong.items() if found} == {}
+    plan, _ = run
+    events = [str(event["what"]) for event in journal(folder / "run", "decision")]
+    for word, text in DECISIONS.items():
+        if word in plan:
+            assert sum(bool(re.search(text, event)) for event in events) == len(models), text
+
+
+@pytest.mark.parametrize("run", FAST, ids=named)
+def test_plan_gives_weights_losses_and_evaluations_of_one_process(
+    run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_parity(run, FAST[run], tmp_path_factory, "short")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", ALL, ids=named)
+def test_all_models_give_weights_losses_and_evaluations_of_one_process(
+    run: Run, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    check_parity(run, ALL[run], tmp_path_factory)
+
+
+def check_bits(run: Run, runs: dict[Run, tuple[str, ...]], factory: pytest.TempPathFactory, *short: str) -> None:
+    """With those of one worker, and of layers that are cut, whose own sums have another order, of one replica."""
+    plan, replicas = run
+    other = (plan, 2 if replicas == 1 else 1) if "tensor" in plan else ("exact", 1)
+    one, two = (trained(key, runs[key], factory, *short) for key in (run, other))
+    models = {*runs[run]} & {*runs[other]}
+    assert models
+    figures = [json.loads((folder / "out.json").read_text()) for folder in (one, two)]
+    tensors = [load_file(folder / "out.safetensors") for folder in (one, two)]
+    for model in models:
+        assert figures[0][model] == figures[1][model], model
+        names = [name for name in tensors[0] if name.startswith(f"{model}/")]
+        assert names
+        assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in names), model
+
+
+def has_bits(run: Run) -> bool:
+    plan, replicas = run
+    return "exact" in plan and ("tensor" not in plan or replicas > 1)
+
+
+@pytest.mark.parametrize("run", [run for run in FAST if has_bits(run)], ids=named)
+def test_exact_bits_do_not_depend_on_workers_and_shards(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_bits(run, FAST, tmp_path_factory, "short")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("run", [run for run in ALL if has_bits(run)], ids=named)
+def test_exact_bits_of_all_models(run: Run, tmp_path_factory: pytest.TempPathFactory) -> None:
+    check_bits(run, ALL, tmp_path_factory)
+
+
+def test_evaluation_has_the_same_bits_on_any_number_of_workers(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Also without `exact`, of weights that have: before the first step."""
+    one, three = (
+        json.loads((trained(run, FAST[run], tmp_path_factory, "short") / "out.json").read_text())
+        for run in (("", 1), ("", 3))
+    )
+    models = {name for name in one.keys() & three.keys() if one[name]["before"]}
+    assert models
+    assert {name: one[name]["before"] for name in models} == {name: three[name]["before"] for name in models}
+
+
+def test_fast_runs_have_every_pair_of_plan_model_and_replicas() -> None:
+    """So that no filter leaves a plan or a model out."""
+    assert {plan for plan, _ in FAST} == {*PLANS}
+    counted = Counter(model for models in FAST.values() for model in models)
+    assert sorted(counted) == FAST_MODELS

@@ -59,27 +59,23 @@ def streams_of_one(folder: Path) -> Any:
     return said(folder, STREAMS, 1, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workers", "plan"),
     [
-        (2, "tensor=2"),
-        *(
-            pytest.param(workers, plan, marks=pytest.mark.slow)
-            for workers, plan in [
-                (2, ""),
-                (3, "tensor=3"),
-                (2, "shard=2 zero=1"),
-                (2, "shard=2 zero=3"),
-                (3, "pipeline=3"),
-                (2, "server=1"),
-                (4, "pipeline=2 tensor=2"),
-            ]
-        ),
+        (2, ""),
+        (3, "tensor=3"),
+        (2, "shard=2 zero=1"),
+        (2, "shard=2 zero=3"),
+        (3, "pipeline=3"),
+        (2, "server=1"),
+        (4, "pipeline=2 tensor=2"),
     ],
 )
-def test_a_trainer_leaves_the_scripts_generators_and_a_call_in_the_loop_draws_from_them(
+def test_random_generators_of_the_script_are_those_of_one_worker(
     workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
+    """A trainer leaves them as they are, and a call of the model in the loop draws from them."""
     alone = streams_of_one(tmp_path_factory.getbasetemp() / "streams")
     found = said(tmp_path / "several", STREAMS, workers, plan)
     assert (found["made"], found["end"]) == (alone["made"], alone["end"])
@@ -103,27 +99,28 @@ def trainer(before, after, loss, seed=1, **more):
     return paceline.Trainer(lambda: net(before, after), loss, sgd, seed=seed, global_batch=8, **more)
 def trained(name, one, body=lambda: []):
     said[name] = []
-    for report in one.steps(data, count=3): said[name] += [report.loss, report.grad_norm, *body()]
+    for report in one.steps(data, count=2): said[name] += [report.loss, report.grad_norm, *body()]
 def write():
     if team.rank == 0: open("said.json", "w").write(json.dumps(said))
 """
 PENALTIES = f"""{NETS}
 up = lambda: [layer.up.weight for layer in made[-1].model[1:4]]
 PENALTIES = {{
-    "squares": lambda: sum(param.square().sum() for param in made[-1].model.parameters()),
-    "norms": lambda: sum(param.norm() for param in made[-1].model.parameters()),
-    "products": lambda: sum((weight @ weight.T - torch.eye(24)).square().mean() for weight in up()),
-    "rows": lambda: sum((weight[:3] - weight.mean(0)).abs().sum() for weight in up()),
-    "counts": lambda: sum(weight.numel() * weight.detach().mean() for weight in up()),
+    "squares and norms": lambda: sum(param.square().sum() + param.norm() for param in made[-1].model.parameters()),
+    "products, rows and counts": lambda: sum(
+        (weight @ weight.T - torch.eye(24)).square().mean() + (weight[:3] - weight.mean(0)).abs().sum()
+        + weight.numel() * weight.detach().mean() for weight in up()
+    ),
 }}
 made = []
 for name, penalty in PENALTIES.items():
     made.append(trainer(10, 2, lambda output, batch: cross_entropy(output, batch) + 0.1 * penalty()))
     trained(name, made[-1])
-def both(model, batch): return model(batch[0]), PENALTIES["norms"]()
+def both(model, batch): return model(batch[0]), PENALTIES["squares and norms"]()
 made.append(trainer(10, 2, lambda output, batch: cross_entropy(output[0], batch) + output[1], forward=both))
 trained("in the forward", made[-1])
-def whole(output, batch): return F.cross_entropy(output, torch.zeros(len(output)).long()) + PENALTIES["products"]()
+def whole(output, batch):
+    return F.cross_entropy(output, torch.zeros(len(output)).long()) + PENALTIES["products, rows and counts"]()
 made.append(trainer(10, 2, whole, loss_over="batch"))
 trained("over the batch", made[-1])
 write()
@@ -155,38 +152,12 @@ def target():
         return []
     trained("target", fast, body)
 """
-CUT = [(2, "micro=4 tensor=2"), pytest.param(3, "micro=4 tensor=3", marks=pytest.mark.slow)]
-
-
-@cache
-def of_one(body: str, folder: Path) -> Any:
-    return said(folder, body, 1, "micro=4")
-
-
-@pytest.mark.parametrize(("workers", "plan"), CUT)
-def test_a_loss_or_a_forward_may_use_weights_that_are_cut(
-    workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    alone = of_one(PENALTIES, tmp_path_factory.getbasetemp() / "penalties")
-    found = said(tmp_path / "several", PENALTIES, workers, plan)
-    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("workers", "plan"), CUT)
-def test_a_loss_or_a_forward_may_call_another_model_that_is_cut(
-    workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    body = OTHERS + "adversaries(), distillation(), target(), write()\n"
-    alone = of_one(body, tmp_path_factory.getbasetemp() / "others")
-    found = said(tmp_path / "several", body, workers, plan)
-    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
 
 
 @pytest.mark.parametrize(
     "name", ["distillation", *(pytest.param(n, marks=pytest.mark.slow) for n in ("adversaries", "target"))]
 )
-def test_a_model_in_stages_that_another_one_calls_is_refused(name: str, tmp_path: Path) -> None:
+def test_pipeline_model_that_another_model_calls_is_refused(name: str, tmp_path: Path) -> None:
     options = ("--max-restarts", "0", "--plan", "micro=4 pipeline=2")
     body = OTHERS.replace('trained("teacher", teacher)', "pass") + f"{name}()\n"
     done = train_basics(tmp_path, body, 2, *options, code=2)
@@ -208,14 +179,6 @@ said["seen"] = len(seen)
 trained("hooked", one)
 write()
 """
-
-
-def test_a_hook_on_a_layer_that_is_cut_gets_what_the_layer_gives(tmp_path: Path) -> None:
-    alone, found = (
-        said(tmp_path / str(workers), HOOKED, workers, plan)
-        for workers, plan in ((1, "micro=4"), (2, "micro=4 tensor=2"))
-    )
-    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
 
 
 # ---- weights in the body of a loop
@@ -339,18 +302,50 @@ write()
 """
 
 
-BODIES = {"changes": CHANGES, "methods": METHODS, "outside": OUTSIDE}
+# Scripts that are trained one after another in one run, as if each were the only one; and those of slow tests alone.
+BODIES = {
+    "random generators": STREAMS,
+    "losses that use weights": PENALTIES,
+    "hooks on layers": HOOKED,
+    "changes in the loop": CHANGES,
+    "changes outside of the loop": OUTSIDE,
+}
+MORE_BODIES = {
+    "methods": METHODS,
+    "calls of another model": OTHERS + "adversaries(), distillation(), target(), write()\n",
+}
+ONE_AFTER_ANOTHER = """
+import json, os
+for name, text in json.load(open("bodies.json")).items():
+    names = dict(globals())
+    exec(text, names)
+    if paceline.join().rank == 0: os.rename("said.json", f"{name}.json")
+"""
 
 
-@pytest.mark.parametrize(("workers", "plan"), CUT)
-@pytest.mark.parametrize("name", ["changes", "outside", pytest.param("methods", marks=pytest.mark.slow)])
-def test_a_script_reads_and_changes_whole_weights(
-    name: str, workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+def results(folder: Path, bodies: dict[str, str], workers: int, plan: str) -> dict[str, Any]:
+    """What each script wrote into said.json."""
+    (folder / "bodies.json").write_text(json.dumps(bodies))
+    train_basics(folder, ONE_AFTER_ANOTHER, workers, "--plan", plan, "--max-restarts", "0")
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in bodies}
+
+
+@pytest.mark.parametrize(
+    ("workers", "bodies"),
+    [(2, BODIES), pytest.param(2, MORE_BODIES, marks=pytest.mark.slow)]
+    + [pytest.param(3, bodies, marks=pytest.mark.slow) for bodies in (BODIES, MORE_BODIES)],
+    ids=lambda value: value if isinstance(value, int) else "fast" if "hooks on layers" in value else "more",
+)
+def test_script_sees_whole_weights_of_a_tensor_parallel_model(
+    workers: int, bodies: dict[str, str], tmp_path: Path
 ) -> None:
-    body = BODIES[name]
-    alone = of_one(body, tmp_path_factory.getbasetemp() / name)
-    found = said(tmp_path / "several", body, workers, plan)
-    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
+    """It reads and changes them, in a loss, in a hook, in the body of the loop and outside of it."""
+    (one := tmp_path / "one").mkdir()
+    (several := tmp_path / "several").mkdir()
+    expected = results(one, bodies, 1, "micro=4")
+    found = results(several, bodies, workers, f"micro=4 tensor={workers}")
+    for name, values in expected.items():
+        assert found[name] == {key: pytest.approx(value, rel=1e-12) for key, value in values.items()}, name
 
 
 STAGES = f"""{NETS}
@@ -370,7 +365,7 @@ SUMS = [
 ]
 
 
-def test_changes_of_each_element_by_itself_are_right_in_stages(tmp_path: Path) -> None:
+def test_pipeline_script_changes_elements_of_weights(tmp_path: Path) -> None:
     body = STAGES + 'trained("right", one, right)\nwrite()\n'
     alone = said(tmp_path / "one", body, 1, "micro=4")
     found = said(tmp_path / "two", body, 2, "micro=4 pipeline=2")
@@ -380,7 +375,7 @@ def test_changes_of_each_element_by_itself_are_right_in_stages(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("reads", "name"), [SUMS[0], *(pytest.param(*one, marks=pytest.mark.slow) for one in SUMS[1:])]
 )
-def test_what_needs_a_weight_of_another_stage_is_refused_in_the_body(reads: str, name: str, tmp_path: Path) -> None:
+def test_pipeline_script_that_reads_a_weight_of_another_stage_is_refused(reads: str, name: str, tmp_path: Path) -> None:
     body = f"{STAGES}for report in one.steps(data, count=3): {reads}\n"
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "micro=4 pipeline=2", code=2)
     assert re.search(
@@ -391,59 +386,8 @@ def test_what_needs_a_weight_of_another_stage_is_refused_in_the_body(reads: str,
     )
 
 
-NUMBERS = f"""{NETS}
-one = trainer(10, 2, cross_entropy)
-one.state["named"] = {{n: p.detach().clone() for n, p in one.model.named_parameters()}}
-one.state["listed"] = [p.detach().clone() for p in one.model.parameters()]
-def numbers():
-    each = [*one.model.parameters(), *one.state["named"].values(), *one.state["listed"]]
-    found = [float(sum(p.square().sum() for p in each)), float(each[0][-1, 0]), sum(p.numel() for p in each)]
-    found += [p.sum().item() for p in each] + [float(p.norm()) for p in each]
-    found += [float(p.mean()) for p in each] + [float(p.max()) for p in each] + [int((p > 0.1).sum()) for p in each]
-    return found + [bool((p > 0.3).any()) for p in each]
-said["before"] = numbers()
-def follows():
-    for p, named, listed in zip(one.model.parameters(), one.state["named"].values(), one.state["listed"]):
-        named.lerp_(p.detach(), 0.1), listed.mul_(0.9).add_(p.detach(), alpha=0.1)
-    return numbers()
-trained("in", one, follows)
-said["after"] = numbers()
-write()
-"""
-
-
-def in_two_runs(folder: Path, workers: int, plan: str) -> Any:
-    folder.mkdir()
-    train_basics(folder, NUMBERS, workers, "--plan", plan, "--steps", "2")
-    train_basics(folder, None, workers, "--plan", plan)
-    return json.loads((folder / "said.json").read_text())
-
-
-@cache
-def numbers_of_one(folder: Path) -> Any:
-    return in_two_runs(folder, 1, "micro=4")
-
-
-@pytest.mark.parametrize(
-    ("workers", "plan"),
-    [
-        (2, "shard=2 zero=3"),
-        (2, "tensor=2"),
-        pytest.param(2, "shard=2 zero=2", marks=pytest.mark.slow),
-        pytest.param(4, "data=2 shard=2 zero=3", marks=pytest.mark.slow),
-        pytest.param(4, "shard=2 zero=1 tensor=2", marks=pytest.mark.slow),
-    ],
-)
-def test_numbers_that_a_resumed_script_reads_are_those_of_one_worker(
-    workers: int, plan: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    alone = numbers_of_one(tmp_path_factory.getbasetemp() / "numbers")
-    found = in_two_runs(tmp_path / "several", workers, f"micro=4 {plan}")
-    assert found == {name: pytest.approx(values, rel=1e-12) for name, values in alone.items()}
-
-
 @pytest.mark.parametrize("plan", ["shard=2 zero=3", pytest.param("shard=2 zero=2", marks=pytest.mark.slow)])
-def test_a_number_that_one_worker_alone_reads_ends_the_run(plan: str, tmp_path: Path) -> None:
+def test_sharded_weight_that_one_worker_alone_reads_ends_the_run(plan: str, tmp_path: Path) -> None:
     body = f"{STAGES}for report in one.steps(data, count=3):\n    if one.main: one.model[0].weight.sum().item()\n"
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", f"micro=4 {plan}", code=1)
     assert re.search(
@@ -481,29 +425,34 @@ one.evaluate(data, metric)
         ),
     ],
 )
-def test_a_metric_that_needs_a_cut_weight_is_refused(plan: str, error: str, tmp_path: Path) -> None:
+def test_metric_that_reads_a_sharded_weight_is_refused(plan: str, error: str, tmp_path: Path) -> None:
     body = STAGES + METRIC
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", f"micro=4 {plan}", code=2)
     assert f"UsageError: {error}\n" in done.stderr
 
 
-def test_workers_that_come_back_read_weights_before_the_loop(tmp_path: Path) -> None:
-    """The two of the unit that a loss takes, while the others train on."""
+def test_kill_under_tensor_and_workers_that_join_again_read_weights_and_averages(tmp_path: Path) -> None:
+    """The two of the unit that a kill takes come back while the others train on."""
     body = f"""{USES}
 import glob, time
 reads()
 said["count"] = sum(p.numel() for p in one.model.parameters())
+one.state["averages"] = {{name: p.detach().clone() for name, p in one.model.named_parameters()}}
 open(f"came-{{os.getpid()}}", "w").close()
 said["steps"] = []
-for report in one.steps(data, count=60):
+for report in one.steps(data, count=40):
     said["steps"] += [report.loss, float(up().norm())]
+    for name, p in one.model.named_parameters(): one.state["averages"][name].lerp_(p.detach(), 0.1)
     if "several" in os.getcwd() and len(glob.glob("came-*")) < 6: time.sleep(0.2)
+said["averages"] = [float(average.norm()) for average in one.state["averages"].values()]
 write()
 """
     alone = said(tmp_path / "one", body, 1, "micro=4")
     folder = tmp_path / "several"
     folder.mkdir()
-    train_basics(folder, body, 4, "--plan", "micro=4 data=2 tensor=2", chaos="kill:1@2.forward")
+    done = train_basics(folder, body, 4, "--plan", "micro=4 data=2 tensor=2", chaos="kill:1@2.forward")
+    text = "worker 1 was killed by SIGKILL, and worker 0 of the same replica starts anew: 2 workers go on"
+    assert f"\n{text}\n" in done.stderr
     assert [event["workers"] for event in journal(folder / "out", "lost")] == [[1]]
     assert [event["workers"] for event in journal(folder / "out", "formed")] == [[2, 3], [2, 3, 0, 1]]
     found = json.loads((folder / "said.json").read_text())

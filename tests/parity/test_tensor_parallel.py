@@ -1,23 +1,22 @@
-"""Layers that are cut among the workers of a unit: what the contract does not say of them. Checkpoints from and to
-other plans, losses, what scripts do with models that are cut, and what is refused.
+"""`tensor=`: what scripts do with models whose layers are cut, kills of workers, and what is refused. Parity of the
+plans is in test_plans_models_workers.py.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
 import torch
 from agents import journal
 from basics import net
-from checkpoints import find_checkpoint
-from launching import exported, train_basics
+from launching import train_basics
 from once import once
 from oracle import apart
 from safetensors.torch import load_file
@@ -28,161 +27,7 @@ from paceline.errors import UsageError
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.tensor_parallel.layers import TensorCut
 
-PLANS = {
-    "alone": (1, ""),
-    "data=3": (3, ""),
-    "shard=2 zero=1": (2, "shard=2 zero=1"),
-    "shard=3": (3, "shard=3"),
-    "tensor=2": (2, "tensor=2"),
-    "tensor=4": (4, "tensor=4"),
-    "data=2 tensor=2": (4, "data=2 tensor=2"),
-    "shard=2 zero=1 tensor=2": (4, "shard=2 zero=1 tensor=2"),
-}
-CUT = [name for name in PLANS if "tensor" in name]
-PAIRS = [("alone", name) for name in CUT] + [(name, "alone") for name in CUT]
-OTHERS = [pair for pair in itertools.permutations(PLANS, 2) if pair not in PAIRS and {*pair} & {*CUT}]
-DRAWN = random.Random(23).sample(OTHERS, 10)
-QUICK = {("alone", "shard=2 zero=1 tensor=2"), ("data=2 tensor=2", "alone")}
-RESUMED = """
-from cases import groups, wide_mlp
-t = paceline.Trainer(wide_mlp, cross_entropy, groups, global_batch=24, clip_norm=0.05)
-params = list(t.model.named_parameters())
-t.state["named"] = {name: param.detach().clone() for name, param in params}
-t.state["list"] = [param.detach().clone() for _, param in params]
-for report in t.steps(data, count=10):
-    for (name, param), other in zip(params, t.state["list"]):
-        for kept in (t.state["named"][name], other):
-            assert kept.shape == param.shape
-            kept.mul_(0.9).add_(param.detach(), alpha=0.1)
-t.export("out.safetensors")
-if t.main and "shard=3" not in str(t.plan):  # whose averages are torch's own kind of tensors
-    from safetensors.torch import save_file
-    named = {f"list.{number}": tensor for number, tensor in enumerate(t.state["list"])} | t.state["named"]
-    save_file(named, "averages.safetensors")
-"""
-
-
-def run(folder: Path, name: str, *options: str) -> None:
-    workers, plan = PLANS[name]
-    shares = {3: ["--shares", "3,0,2"], 4: ["--shares", "1,1,2,2"]}.get(workers, [])
-    train_basics(folder, RESUMED, workers, "--max-restarts", "0", *shares, "--plan", f"micro=3 {plan}", *options)
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [pytest.param(*pair, marks=[] if pair in QUICK else pytest.mark.slow) for pair in (*PAIRS, *DRAWN)],
-)
-def test_what_one_plan_saved_another_resumes(
-    first: str, then: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
-    one = once(tmp_path_factory, "undisturbed by cuts", lambda folder: run(folder, "alone"))
-    run(tmp_path, first, "--steps", "5")
-    assert find_checkpoint(tmp_path / "out", print).step == 5
-    run(tmp_path, then)
-    files = ["out.safetensors"]
-    if then in ("alone", "data=3"):  # which have it whole
-        files.append("averages.safetensors")
-    for file in files:
-        assert apart(load_file(tmp_path / file), load_file(one / file)) <= 1e-12
-
-
 # ---- what scripts do
-
-ATTENDING = "from attending import *\n"
-SCRIPTS = {
-    "a fused weight, with dropout where all have all": ATTENDING
-    + "t = paceline.Trainer(Net, loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20, tensor=CUT)\n"
-    "for r in t.steps(data, epochs=2): pass\n",
-    "dropout of what all have a part of": ATTENDING
-    + "t = paceline.Trainer(lambda: Net(dropout=0.2), loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20)\n"
-    "for r in t.steps(data, epochs=2): pass\n",
-    "heads that are counted, and a weight of three that is said to be one": ATTENDING
-    + "t = paceline.Trainer(lambda: Net(heads=4, dropout=0.2), loss, lambda ps: torch.optim.SGD(ps, lr=0.3),\n"
-    "    global_batch=20, tensor=CUT | {'attention.qkv': 'column'})\n"
-    "for r in t.steps(data, epochs=2): pass\n",
-    "a part that leaves the model": "t = make(tensor={'2': 'column'})\nfor r in t.steps(data, epochs=2): pass\n",
-    "a parameter that is whole and meets parts": ATTENDING + "class Scaled(nn.Module):\n"
-    "    def __init__(self):\n"
-    "        super().__init__()\n"
-    "        self.up, self.down = nn.Linear(10, 16), nn.Linear(16, 2)\n"
-    "        self.by = nn.Parameter(torch.tensor(1.5))\n"
-    "    def forward(self, x): return self.down(torch.tanh(self.up(x) * self.by)) * self.by\n"
-    "t = make(model=lambda: Scaled().double(), tensor={'up': 'column', 'down': 'row'})\n"
-    "from basics import data\n"
-    "for r in t.steps(data, epochs=2): pass\n",
-    "an optimizer that looks at whole parameters": "t = paceline.Trainer(net, cross_entropy, lambda ps: "
-    "torch.optim.Adafactor(ps, lr=0.1), global_batch=24)\n"
-    "for r in t.steps(data, epochs=2): pass\n",
-    "a gradient of a gradient": "def penalised(model, batch):\n"
-    "    some = batch[0].requires_grad_()\n"
-    "    output = model(some)\n"
-    "    (slope,) = torch.autograd.grad(output.sum(), some, create_graph=True)\n"
-    "    return output + slope.square().sum()\n"
-    "net = lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),\n"
-    "                            nn.Linear(16, 2), nn.Tanh(), nn.Linear(2, 2)).double()\n"
-    "t = make(model=net, forward=penalised, plan='micro=6')\n"
-    "for r in t.steps(data, epochs=2): pass\n",
-    "blocks computed again": "net = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(10, 16), nn.GELU(), "
-    "nn.Linear(16, 10)) for _ in range(3)), nn.Linear(10, 2)).double()\n"
-    "t = make(model=net, plan='recompute=blocks')\n"
-    "for r in t.steps(data, epochs=2): pass\n",
-    "a layer of torch's that evaluates in its own way": "net = lambda: nn.Sequential(\n"
-    "    nn.TransformerEncoderLayer(10, 2, 16, 0.0, batch_first=True), nn.Flatten(), nn.Linear(10, 2)).double()\n"
-    "t = make(model=net, forward=lambda model, batch: model(batch[0][:, None]), tensor={'0.linear1': 'column', "
-    "'0.linear2': 'row'})\n"
-    "for r in t.steps(data, count=4):\n"
-    "    found = t.evaluate(data, lambda output, batch: {'sum': (output.square().sum(), len(output))})\n"
-    "    t.state['found'] = t.state.get('found', 0) + found['sum']\n"
-    "if t.main: __import__('pathlib').Path('found').write_text(repr(t.state['found']))\n",
-    "two that train each other": "gen = paceline.Trainer(\n"
-    "    lambda: nn.Sequential(nn.Linear(10, 16), nn.GELU(), nn.Linear(16, 10)).double(),\n"
-    "    lambda output, batch: -critic.model(output).mean(),\n"
-    "    lambda ps: torch.optim.SGD(ps, lr=0.1), global_batch=24)\n"
-    "critic = make(model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)).double(),\n"
-    "    loss=lambda output, batch: output.mean() - critic.model(gen.model(batch[0])).mean())\n"
-    "for one, two in zip(critic.steps(data, count=6), gen.steps(data, count=6)): pass\n"
-    "critic.export('critic.safetensors')\n"
-    "t = gen\n",
-    "one's own rows": "team = paceline.join()\n"
-    "t = make(global_batch=None, plan='micro=5')\n"
-    "for step in range(6):\n"
-    "    mine = slice(20 * team.rank // team.size, 20 * (team.rank + 1) // team.size)\n"
-    "    some = slice(20 * step % 80, 20 * step % 80 + 20)\n"
-    "    t.step([tensor[some][mine] for tensor in data.tensors])\n",
-    "acting with what is trained": "t = make(global_batch=None, plan='micro=5')\n"
-    "team = paceline.join()\n"
-    "for step in range(6):\n"
-    "    mine = x[:20].chunk(team.size)[team.rank]\n"
-    "    seen = torch.cat(team.gather(mine))\n"
-    "    with torch.no_grad(): does = t.model(seen).argmax(1).chunk(team.size)[team.rank]\n"
-    "    t.step([mine, does])\n",
-}
-
-
-def all_of_them(folder: Path, workers: int, plan: str) -> None:
-    """Each script as if it were the only one, in one run."""
-    (folder / "scripts.json").write_text(json.dumps(SCRIPTS))
-    body = (
-        "import json\n"
-        "for number, text in enumerate(json.load(open('scripts.json')).values()):\n"
-        "    names = dict(globals())\n"
-        "    exec(text, names)\n"
-        "    names['t'].export(f'{number}.safetensors')\n"
-    )
-    train_basics(folder, body, workers, *(["--max-restarts", "0", "--plan", plan] if plan else []))
-
-
-@pytest.mark.parametrize("plan", ["tensor=2", pytest.param("data=2 tensor=2", marks=pytest.mark.slow)])
-def test_scripts_give_what_one_worker_gives(plan: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    one = once(tmp_path_factory, "scripts of one worker", lambda folder: all_of_them(folder, 1, ""))
-    workers = 2 * plan.count("=")
-    several = once(tmp_path_factory, f"scripts, {plan}", lambda folder: all_of_them(folder, workers, plan))
-    files = [*map(str, range(len(SCRIPTS))), "critic"]
-    found = {name: apart(*(load_file(where / f"{name}.safetensors") for where in (several, one))) for name in files}
-    assert {name: distance for name, distance in found.items() if distance > 1e-12} == {}
-    mine, its = (float((where / "found").read_text()) for where in (several, one))
-    assert mine == pytest.approx(its, rel=1e-12)
-
 
 KEYWORDS = """
 WORDS = ["name", "module", "model", "forward", "layer", "block", "function", "debug", "args", "self_", "given"]
@@ -205,43 +50,135 @@ t = make(
     model=lambda: Net().double(),
     forward=lambda model, batch: model(batch[0], **{word: 0.5 for word in WORDS}),
     tensor={"blocks.*.up": "column", "blocks.*.down": "row"},
+    plan="recompute=blocks",
 )
-for _ in t.steps(data, epochs=1):
-    pass
-t.export("out.safetensors")
+for _ in t.steps(data, epochs=1): pass
 """
+ATTENDING = "from attending import *\n"
+SCRIPTS = {
+    "a forward with keywords of any name, recomputed": KEYWORDS,
+    "outputs that are predicted": "t = make()\nfor r in t.steps(data, count=2): pass\n"
+    "t.predict(data, path='outputs.npy')\n",
+    "a fused weight, with dropout where all have all": ATTENDING
+    + "t = paceline.Trainer(Net, loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20, tensor=CUT)\n"
+    "for r in t.steps(data, epochs=1): pass\n",
+    "dropout of what all have a part of": ATTENDING
+    + "t = paceline.Trainer(lambda: Net(dropout=0.2), loss, lambda ps: torch.optim.SGD(ps, lr=0.3), global_batch=20)\n"
+    "for r in t.steps(data, epochs=1): pass\n",
+    "heads that are counted, and a weight of three that is said to be one": ATTENDING
+    + "t = paceline.Trainer(lambda: Net(heads=4, dropout=0.2), loss, lambda ps: torch.optim.SGD(ps, lr=0.3),\n"
+    "    global_batch=20, tensor=CUT | {'attention.qkv': 'column'})\n"
+    "for r in t.steps(data, epochs=1): pass\n",
+    "a part that leaves the model": "t = make(tensor={'2': 'column'})\nfor r in t.steps(data, epochs=1): pass\n",
+    "a parameter that is whole and meets parts": ATTENDING + "class Scaled(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.up, self.down = nn.Linear(10, 16), nn.Linear(16, 2)\n"
+    "        self.by = nn.Parameter(torch.tensor(1.5))\n"
+    "    def forward(self, x): return self.down(torch.tanh(self.up(x) * self.by)) * self.by\n"
+    "t = make(model=lambda: Scaled().double(), tensor={'up': 'column', 'down': 'row'})\n"
+    "from basics import data\n"
+    "for r in t.steps(data, epochs=1): pass\n",
+    "an optimizer that looks at whole parameters": "t = paceline.Trainer(net, cross_entropy, lambda ps: "
+    "torch.optim.Adafactor(ps, lr=0.1), global_batch=24)\n"
+    "for r in t.steps(data, epochs=1): pass\n",
+    "a gradient of a gradient": "def penalised(model, batch):\n"
+    "    some = batch[0].requires_grad_()\n"
+    "    output = model(some)\n"
+    "    (slope,) = torch.autograd.grad(output.sum(), some, create_graph=True)\n"
+    "    return output + slope.square().sum()\n"
+    "net = lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(),\n"
+    "                            nn.Linear(16, 2), nn.Tanh(), nn.Linear(2, 2)).double()\n"
+    "t = make(model=net, forward=penalised, plan='micro=6')\n"
+    "for r in t.steps(data, epochs=1): pass\n",
+    "blocks computed again": "net = lambda: nn.Sequential(*(nn.Sequential(nn.Linear(10, 16), nn.GELU(), "
+    "nn.Linear(16, 10)) for _ in range(3)), nn.Linear(10, 2)).double()\n"
+    "t = make(model=net, plan='recompute=blocks')\n"
+    "for r in t.steps(data, epochs=1): pass\n",
+    "a layer of torch's that evaluates in its own way": "net = lambda: nn.Sequential(\n"
+    "    nn.TransformerEncoderLayer(10, 2, 16, 0.0, batch_first=True), nn.Flatten(), nn.Linear(10, 2)).double()\n"
+    "t = make(model=net, forward=lambda model, batch: model(batch[0][:, None]), tensor={'0.linear1': 'column', "
+    "'0.linear2': 'row'})\n"
+    "for r in t.steps(data, count=2):\n"
+    "    found = t.evaluate(data, lambda output, batch: {'sum': (output.square().sum(), len(output))})\n"
+    "    t.state['found'] = t.state.get('found', 0) + found['sum']\n"
+    "if t.main: __import__('pathlib').Path('found').write_text(repr(t.state['found']))\n",
+    "two that train each other": "gen = paceline.Trainer(\n"
+    "    lambda: nn.Sequential(nn.Linear(10, 16), nn.GELU(), nn.Linear(16, 10)).double(),\n"
+    "    lambda output, batch: -critic.model(output).mean(),\n"
+    "    lambda ps: torch.optim.SGD(ps, lr=0.1), global_batch=24)\n"
+    "critic = make(model=lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)).double(),\n"
+    "    loss=lambda output, batch: output.mean() - critic.model(gen.model(batch[0])).mean())\n"
+    "for one, two in zip(critic.steps(data, count=3), gen.steps(data, count=3)): pass\n"
+    "critic.export('critic.safetensors')\n"
+    "t = gen\n",
+    "one's own rows": "team = paceline.join()\n"
+    "t = make(global_batch=None, plan='micro=5')\n"
+    "for step in range(3):\n"
+    "    mine = slice(20 * team.rank // team.size, 20 * (team.rank + 1) // team.size)\n"
+    "    some = slice(20 * step % 80, 20 * step % 80 + 20)\n"
+    "    t.step([tensor[some][mine] for tensor in data.tensors])\n",
+    "acting with what is trained": "t = make(global_batch=None, plan='micro=5')\n"
+    "team = paceline.join()\n"
+    "for step in range(3):\n"
+    "    mine = x[:20].chunk(team.size)[team.rank]\n"
+    "    seen = torch.cat(team.gather(mine))\n"
+    "    with torch.no_grad(): does = t.model(seen).argmax(1).chunk(team.size)[team.rank]\n"
+    "    t.step([mine, does])\n",
+}
+
+
+# Like a model of the parity table, or like another script.
+FOR_SLOW_TESTS = {
+    "a fused weight, with dropout where all have all",
+    "dropout of what all have a part of",
+    "heads that are counted, and a weight of three that is said to be one",
+    "blocks computed again",
+}
+
+
+def train_scripts(folder: Path, names: Sequence[str], workers: int, plan: str) -> None:
+    """Each script as if it were the only one, in one run."""
+    (folder / "scripts.json").write_text(json.dumps({name: SCRIPTS[name] for name in names}))
+    body = (
+        "import json\n"
+        "for name, text in json.load(open('scripts.json')).items():\n"
+        "    names = dict(globals())\n"
+        "    exec(text, names)\n"
+        "    names['t'].export(f'{name}.safetensors')\n"
+    )
+    train_basics(folder, body, workers, *(["--max-restarts", "0", "--plan", plan] if plan else []))
 
 
 @pytest.mark.parametrize(
-    ("workers", "plan"),
-    [(2, "tensor=2 recompute=blocks"), pytest.param(1, "recompute=blocks", marks=pytest.mark.slow)],
+    ("plan", "names"),
+    [
+        ("tensor=2", [name for name in SCRIPTS if name not in FOR_SLOW_TESTS]),
+        pytest.param("tensor=2", [*FOR_SLOW_TESTS], marks=pytest.mark.slow),
+        pytest.param("data=2 tensor=2", [*SCRIPTS], marks=pytest.mark.slow),
+    ],
+    ids=["tensor=2", "tensor=2, more", "data=2 tensor=2"],
 )
-def test_a_forward_may_have_keywords_of_any_name(workers: int, plan: str, tmp_path: Path) -> None:
-    alone, found = (
-        load_file(exported(tmp_path / name, KEYWORDS, *how))
-        for name, how in {"one": (1, ""), "cut": (workers, plan)}.items()
-    )
-    assert alone.keys() == found.keys()
-    assert all(torch.allclose(found[name], alone[name], rtol=1e-12, atol=1e-14) for name in alone)
-
-
-def test_outputs_come_once_and_in_order(tmp_path: Path) -> None:
-    body = (
-        "t = make()\nfor r in t.steps(data, count=3): pass\nt.predict(data, path='found.npy')\n"
-        "t.export('out.safetensors')\n"
-    )
-    import numpy
-
-    outputs = [numpy.load(exported(tmp_path / str(n), body, n, "tensor=2" if n > 1 else "").with_name("found.npy"))
-               for n in (1, 4)]  # fmt: skip
-    assert outputs[0].shape == (96, 2)
-    assert abs(outputs[0] - outputs[1]).max() <= 1e-12
+def test_tensor_parallel_scripts_train_as_one_worker(plan: str, names: list[str], tmp_path: Path) -> None:
+    one, several = tmp_path / "one", tmp_path / "several"
+    for folder, workers, words in ((one, 1, ""), (several, 2 * plan.count("="), plan)):
+        folder.mkdir()
+        train_scripts(folder, names, workers, words)
+    files = [file.name for file in one.glob("*.safetensors")]
+    assert len(files) >= len(names)
+    found = {name: apart(load_file(several / name), load_file(one / name)) for name in files}
+    assert {name: distance for name, distance in found.items() if distance > 1e-12} == {}
+    if "outputs that are predicted" in names:
+        evaluated = [float((folder / "found").read_text()) for folder in (several, one)]
+        assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-12)
+        outputs = [numpy.load(folder / "outputs.npy") for folder in (several, one)]
+        assert outputs[0].shape == (96, 2)
+        assert abs(outputs[0] - outputs[1]).max() <= 1e-12
 
 
 # ---- losses
 
 MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing")
-LOST_QUICK = {("applied", 2)}
 PLAN = "micro=4 tensor=2"
 
 
@@ -275,15 +212,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
     return Calm(tmp_path_factory)
 
 
-@pytest.mark.parametrize(
-    ("moment", "worker"),
-    [
-        pytest.param(moment, worker, marks=[] if (moment, worker) in LOST_QUICK else pytest.mark.slow)
-        for moment in MOMENTS
-        for worker in range(4)
-    ],
-)
-def test_a_lost_worker_takes_its_unit_and_nothing_else(moment: str, worker: int, calm: Calm, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("worker", range(4))
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_kill_of_any_worker_under_tensor(moment: str, worker: int, calm: Calm, tmp_path: Path) -> None:
     at, ballast = (9 if moment in ("saving", "writing") else 11), (4 if moment == "writing" else 0)
     fault = f"kill:{worker}@{at}.{moment}"
     ended = train(tmp_path, 4, STEPS, fault, ballast=ballast, plan=PLAN)
@@ -297,7 +229,7 @@ def test_a_lost_worker_takes_its_unit_and_nothing_else(moment: str, worker: int,
 @pytest.mark.slow
 @pytest.mark.parametrize("worker", [1, 2])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_loss_while_blocks_that_drop_are_computed_again(
+def test_kill_under_tensor_while_blocks_are_recomputed(
     moment: str, worker: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ATTENTION", "1")
@@ -309,7 +241,7 @@ def test_a_loss_while_blocks_that_drop_are_computed_again(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["stop", "raise", "exit"])
-def test_other_losses(kind: str, calm: Calm, tmp_path: Path) -> None:
+def test_stop_raise_and_exit_under_tensor(kind: str, calm: Calm, tmp_path: Path) -> None:
     fault = f"{kind}:3@11.backward"
     ended = train(tmp_path, 4, STEPS, fault, plan=PLAN)
     assert fired(ended) == {fault}
@@ -317,7 +249,7 @@ def test_other_losses(kind: str, calm: Calm, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_are_lost_one_after_the_other_and_come_back(calm: Calm, tmp_path: Path) -> None:
+def test_two_kills_under_tensor_and_both_units_join_again(calm: Calm, tmp_path: Path) -> None:
     faults = {"kill:0@5.forward", "kill:3@30.backward"}
     ended = train(tmp_path, 4, LONG, ",".join(faults), 'journal.jsonl "formed" 4', plan=PLAN)
     assert fired(ended) == faults
@@ -326,7 +258,7 @@ def test_two_are_lost_one_after_the_other_and_come_back(calm: Calm, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_lost_in_the_generation_that_a_loss_makes(calm: Calm, tmp_path: Path) -> None:
+def test_kill_under_tensor_while_the_next_generation_forms(calm: Calm, tmp_path: Path) -> None:
     faults = {"kill:5@11.loading", "kill:0@11.forming"}
     ended = train(tmp_path, 6, STEPS, ",".join(faults), plan=PLAN)
     assert fired(ended) == faults
@@ -335,7 +267,7 @@ def test_lost_in_the_generation_that_a_loss_makes(calm: Calm, tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [[0], [4], [5], [1, 4]])
-def test_lost_while_a_state_is_handed_over(workers: list[int], calm: Calm, tmp_path: Path) -> None:
+def test_kill_under_tensor_during_the_state_transfer(workers: list[int], calm: Calm, tmp_path: Path) -> None:
     """From the unit of workers 0 and 1 to that of 4 and 5."""
     faults = {f"kill:{worker}@{0 if worker > 3 else 6}.hand-over" for worker in workers}
     wait = f"chaos.jsonl fault {1 + len(faults)}"
@@ -345,7 +277,7 @@ def test_lost_while_a_state_is_handed_over(workers: list[int], calm: Calm, tmp_p
 
 
 @pytest.mark.slow
-def test_the_last_unit_goes_on_from_its_checkpoint(calm: Calm, tmp_path: Path) -> None:
+def test_kill_in_the_last_tensor_unit_resumes_from_the_checkpoint(calm: Calm, tmp_path: Path) -> None:
     """Nobody is left who holds a whole model."""
     fault = "kill:1@15.backward"
     ended = train(tmp_path, 2, STEPS, fault, plan=PLAN)
@@ -363,7 +295,7 @@ def test_the_last_unit_goes_on_from_its_checkpoint(calm: Calm, tmp_path: Path) -
         ("float32", "precision=bf16", STEPS, 0.02),
     ],
 )
-def test_what_is_held_twice_stays_equal(
+def test_parameters_on_every_worker_of_a_tensor_unit_stay_equal(
     kind: str, words: str, steps: int, apart: float, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Compared in some of the steps, at the checkpoints and at the end: else the run ends with what differs."""
@@ -380,50 +312,27 @@ def test_what_is_held_twice_stays_equal(
 
 # ---- what cannot be
 
-SAY = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 UNCUT = {
-    "nothing to cut": (
-        lambda: nn.Linear(10, 2),
-        None,
-        "nothing of Linear can be cut: looked for its own plan (_tp_plan), and blocks in which one layer "
-        f"takes what others give; {SAY}",
-    ),
-    "an odd size": (
-        lambda: nn.Sequential(nn.Linear(10, 15), nn.ReLU(), nn.Linear(15, 2)),
-        {"0": "column", "2": "row"},
-        'tensor=2 does not divide the 15 outputs of 0; say "whole" of it in tensor=',
-    ),
+    "nothing to cut": (lambda: nn.Linear(10, 2), None),
+    "an odd size": (lambda: nn.Sequential(nn.Linear(10, 15), nn.ReLU(), nn.Linear(15, 2)), {"0": "column", "2": "row"}),
     "odd sections": (
         lambda: nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2)),
         {"0": "column:5", "2": "row"},
-        'tensor=2 does not divide the 16 outputs in sections column:5 of 0; say "whole" of it in tensor=',
     ),
-    "no such module": (
-        net,
-        {"3": "column"},
-        "tensor= names '3', and the model has no such module; write its path",
-    ),
-    "no such placement": (
-        net,
-        {"0": "rows"},
-        "tensor= says 'rows' of '0'; say one of column, column:N, gathered, row, vocabulary, heads, whole",
-    ),
-    "no such layer": (
-        net,
-        {"1": "column"},
-        '1 is ReLU, which has no column cut; say "whole" of it in tensor=, or name a Linear',
-    ),
+    "no such module": (net, {"3": "column"}),
+    "no such placement": (net, {"0": "rows"}),
+    "no such layer": (net, {"1": "column"}),
 }
 
 
 @pytest.mark.parametrize("case", UNCUT)
-def test_what_cannot_be_cut_is_said(case: str) -> None:
-    make, placements, said = UNCUT[case]
+def test_tensor_parallel_names_a_layer_that_cannot_be_cut(case: str, golden: Callable[[str, str], None]) -> None:
+    make, placements = UNCUT[case]
     job = ParallelJob(make(), lambda model, batch: model(batch), lambda output, batch: output, torch.device("cpu"), 0)
     two: Any = SimpleNamespace(size=2, rank=0)
     with pytest.raises(UsageError) as refused:
         TensorCut(job, two, placements)
-    assert str(refused.value) == said
+    golden(f"cut: {case}", str(refused.value))
 
 
 class Planned(nn.Module):
@@ -450,7 +359,7 @@ ADVISED = {
 
 
 @pytest.mark.parametrize("case", ADVISED)
-def test_what_is_said_to_be_whole_is_left_out_of_what_would_be_cut(case: str) -> None:
+def test_whole_in_tensor_table_leaves_a_layer_uncut(case: str) -> None:
     placements, width, count = ADVISED[case]
     two: Any = SimpleNamespace(size=2, rank=0)
 
@@ -546,14 +455,14 @@ for name, call in {[(name, call) for name, (call, _) in REFUSED.items()]!r}:
 """
 
 
-def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+def test_tensor_parallel_refuses_what_it_cannot_train(tmp_path: Path) -> None:
     done = train_basics(tmp_path, TRIES, 2, "--max-restarts", "0", "--plan", "tensor=2", code=None)
     lines = {line.partition(": ")[0]: line.partition(": ")[2] for line in done.stdout.splitlines()}
     assert lines.keys() >= REFUSED.keys(), done.stdout + done.stderr
     assert {name: lines[name] for name, (_, said) in REFUSED.items() if said not in lines[name]} == {}
 
 
-def test_layers_that_are_cut_are_told(tmp_path: Path) -> None:
+def test_tensor_parallel_reports_layers_and_shares_of_units(tmp_path: Path) -> None:
     """And who has how much, by units."""
     done = train_basics(tmp_path, "for r in make().steps(data, count=1): pass\n", 4, "--plan", "tensor=2 micro=24")
     assert "= 1 micro-batch of 24 rows, dealt to the units of 2 workers as 1, 0; one" in done.stderr

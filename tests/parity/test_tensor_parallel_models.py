@@ -36,30 +36,24 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
 TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 tensor=2": 4}
 
 
-# One model for each of these: fused weights, grouped heads, experts, two cuts of one block.
-QUICK = ("gpt2", "llama", "experts", "both")
-
-
 def trained(folder: Path, workers: int, plan: str, names: Sequence[str]) -> None:
     options = ("--max-restarts", "0", *(("--plan", f"micro=4 {plan}") if plan else ()))
     script = SCRIPTS / "cutting.py"
     paceline("run", "--workers", str(workers), "--run-dir", "out", *options, script, *names, cwd=folder, **TRANSFORMERS)
 
 
-@pytest.mark.parametrize(
-    ("plan", "names"),
-    [("tensor=2", QUICK), *(pytest.param(plan, tuple(MODELS), marks=pytest.mark.slow) for plan in TEAMS)],
-    ids=lambda value: value if isinstance(value, str) else "all" if len(value) == len(MODELS) else "some",
-)
-def test_models_as_they_are(
-    plan: str, names: Sequence[str], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", TEAMS)
+def test_tensor_parallel_with_models_as_they_are(
+    plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    one = once(tmp_path_factory, f"{len(names)} models of one worker", lambda folder: trained(folder, 1, "", names))
+    names = tuple(MODELS)
+    one = once(tmp_path_factory, "models of one worker, to be cut", lambda folder: trained(folder, 1, "", names))
     trained(tmp_path, TEAMS[plan], plan, names)
     found = {name: apart(*(load_file(at / f"{name}.safetensors") for at in (tmp_path, one))) for name in names}
     assert {name: distance for name, distance in found.items() if distance > 1e-12} == {}
-    told = [event["what"] for event in journal(tmp_path / "out", "decision") if "are cut among" in str(event["what"])]
-    assert len(told) == len(names)
+    events = [str(event["what"]) for event in journal(tmp_path / "out", "decision")]
+    assert sum("are cut among" in event for event in events) == len(names)
 
 
 # ---- which layers are found
@@ -76,12 +70,12 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_layers_that_are_found(name: str) -> None:
+def test_tensor_parallel_finds_the_layers_to_cut(name: str) -> None:
     found = {f"{form} {how}" for form, how in fold_names(infer_placements(MODELS[name][0](), 2)).items()}
     assert found == {*TABLES[name].split(", ")}
 
 
-def test_few_heads_are_held_several_times() -> None:
+def test_tensor_parallel_repeats_few_key_value_heads() -> None:
     found = infer_placements(MODELS["few"][0](), 4)
     kept = {name: str(how) for name, how in found.items() if "into" in name}
     assert kept == {
@@ -95,12 +89,12 @@ def test_few_heads_are_held_several_times() -> None:
 @pytest.mark.parametrize(
     "text", ["column", "column:3", "column:64+16+16", "column of 2", "row:3", "heads", "vocabulary"]
 )
-def test_a_placement_is_its_text(text: str) -> None:
+def test_placement_parses_its_own_text(text: str) -> None:
     assert str(Placement.parse(text)) == text
 
 
 @pytest.mark.parametrize("text", ["", "columns", "column:", "column:0", "gathered:3", "column of", "heads of 2"])
-def test_other_texts_are_none(text: str) -> None:
+def test_placement_parses_no_other_text(text: str) -> None:
     assert Placement.parse(text) is None
 
 
@@ -199,7 +193,7 @@ FUNCTIONS: dict[str, tuple[list[tuple[tuple[int, ...], ShardPlacement | None]], 
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_function_of_parts_gives_the_part(name: str) -> None:
+def test_op_rule_of_sharded_tensors_gives_the_shard(name: str) -> None:
     shapes, function = FUNCTIONS[name]
     torch.manual_seed(1)
     given = [torch.randn(shape, dtype=torch.float64) for shape, _ in shapes]
@@ -241,7 +235,7 @@ def reshapes(draw: st.DrawFn) -> tuple[tuple[int, ...], ShardPlacement, tuple[in
 
 
 @drawn(reshapes())
-def test_what_is_reshaped_is_the_part_of_the_reshaped(
+def test_reshape_of_a_shard_is_the_shard_of_the_reshaped(
     case: tuple[tuple[int, ...], ShardPlacement, tuple[int, ...]],
 ) -> None:
     shape, part, other = case

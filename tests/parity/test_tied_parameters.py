@@ -1,5 +1,6 @@
 """A parameter with several names is exported, saved and resumed as the whole one under each of them, whatever the plan
-keeps of it on a worker.
+keeps of it on a worker. Fast tests hold this in test_plans_models_workers.py ("shared", "skips") and in
+test_resume_under_another_plan.py, whose model has its words' weight as its head.
 """
 
 from __future__ import annotations
@@ -21,14 +22,11 @@ from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import model_state
 from paceline.errors import UsageError
 
-FAST = [("Module", 2, "tensor=2"), ("Module", 3, "pipeline=3")]
 PLANS = [(2, "tensor=2"), (3, "tensor=3"), (2, "pipeline=2"), (3, "pipeline=3"), (4, "pipeline=2 tensor=2")]
 PLANS += [(1, "recompute=blocks"), (2, "shard=2 zero=1"), (2, "shard=2 zero=2"), (3, "shard=3 zero=3")]
 # pipeline= refuses a penalty on parameters of several stages, and zero=2|3 lists of them.
 UNFIT = {("Held", words) for _, words in PLANS if "pipeline" in words or "zero=2" in words or "zero=3" in words}
-REST = [
-    (name, *plan) for name in MODELS for plan in PLANS if (name, *plan) not in FAST and (name, plan[1]) not in UNFIT
-]
+CELLS = [(name, *plan) for name in MODELS for plan in PLANS if (name, plan[1]) not in UNFIT]
 
 
 @cache
@@ -56,10 +54,9 @@ def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
     return float((norms[0] / norms[1]) ** 0.5)
 
 
-@pytest.mark.parametrize(
-    ("name", "workers", "plan"), [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in REST)]
-)
-def test_every_name_has_the_whole_value_and_a_resume_goes_on_from_it(
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "workers", "plan"), CELLS)
+def test_tied_parameters_are_exported_and_resumed_under_every_name(
     name: str, workers: int, plan: str, tmp_path: Path
 ) -> None:
     for count in (3, 5):
@@ -69,7 +66,7 @@ def test_every_name_has_the_whole_value_and_a_resume_goes_on_from_it(
         assert apart(load_file(tmp_path / "out.safetensors"), by_hand(name, count)) < 1e-12
 
 
-def test_a_part_under_a_name_that_is_not_known_to_be_one_is_not_saved() -> None:
+def test_checkpoint_refuses_a_shard_in_place_of_the_whole_parameter() -> None:
     """Whatever its cause: nothing is written that the next run would take for the whole."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}

@@ -90,7 +90,7 @@ def oracle() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("workers", "plan"), [pytest.param(*one, marks=[] if one in FAST else pytest.mark.slow) for one in PLANS]
 )
-def test_users_code_finds_no_group_under_any_plan(workers: int, plan: str, tmp_path: Path) -> None:
+def test_torch_distributed_is_not_initialized_in_users_code(workers: int, plan: str, tmp_path: Path) -> None:
     train_basics(tmp_path, LIBRARIES, workers, *(("--plan", plan) if plan else ()))
     found, expected = load_file(tmp_path / "out.safetensors"), oracle()
     apart = torch.cat([(found[name] - value).flatten() for name, value in expected.items()])
@@ -113,7 +113,7 @@ CALLS = {
     ("case", "plan"),
     [("loss", "shard=2 zero=3"), *(pytest.param(case, "data=2", marks=pytest.mark.slow) for case in CALLS)],
 )
-def test_a_collective_of_the_users_own_says_what_to_do_instead(case: str, plan: str, tmp_path: Path) -> None:
+def test_hint_for_a_collective_of_torch_distributed(case: str, plan: str, tmp_path: Path) -> None:
     rows = (
         "class Rows:\n"
         "    def __len__(self):\n"
@@ -198,7 +198,7 @@ def test_an_iterable_dataset_that_ends_earlier_on_a_worker_is_named(tmp_path: Pa
         assert "CollectiveMismatchError" in stderr
 
 
-def test_rows_with_random_numbers_of_their_own_are_not_compared(tmp_path: Path) -> None:
+def test_iterable_dataset_with_own_random_numbers_is_reported_once(tmp_path: Path) -> None:
     body = STREAM + (
         "import random\n"
         "own = random.Random()\n"
@@ -230,7 +230,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_group_that_the_script_makes_stands_beside_that_of_the_plan(tmp_path: Path) -> None:
+def test_process_group_of_the_script_beside_that_of_the_plan(tmp_path: Path) -> None:
     head = "import os\nrank = int(os.environ['PACELINE_RANK'])\n"
     train_basics(tmp_path, head + OWN_GROUP, 2, "--max-restarts", "0")
 
@@ -269,7 +269,7 @@ REFUSED = {
     ("case", "backend"),
     [("loss", "gloo"), *(pytest.param(case, "paceline", marks=pytest.mark.slow) for case in REFUSED)],
 )
-def test_collectives_over_a_group_of_the_script_are_refused_inside(case: str, backend: str, tmp_path: Path) -> None:
+def test_collectives_in_a_loss_or_dataset_are_refused(case: str, backend: str, tmp_path: Path) -> None:
     given, what = REFUSED[case]
     body = INSIDE.format(**{"backend": backend, "in_loss": "pass", "in_dataset": "pass", "workers": 0, **given})
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", code=None)
@@ -277,51 +277,43 @@ def test_collectives_over_a_group_of_the_script_are_refused_inside(case: str, ba
     assert f"UsageError: {what} of torch.distributed; {ADVICE}" in " ".join(done.stderr.split())
 
 
-OTHER_ROWS = """
+ROWS = """
 import random
-made = random.Random(paceline.join().rank if KIND == "other" else 0)
-rows = TensorDataset(x + made.random(), data.tensors[1])
-
+from paceline.errors import DatasetError
+team = paceline.join()
 class Loaded(torch.utils.data.Dataset):
     loads = 0
-
-    def __len__(self):
-        return 96
-
+    def __init__(self, rows): self.rows = rows
+    def __len__(self): return 96
     def __getitem__(self, index):
         Loaded.loads += 1
-        return rows[index]
-
+        return self.rows[index]
 trainer = make()
 list(trainer.steps(data))
 metric = lambda output, batch: {"n": (len(output), len(output))}
-counted = Loaded()
+same = Loaded(data)
 for turn in range(2):
     before = Loaded.loads
-    if CALL == "evaluate":
-        trainer.evaluate(counted, metric)
-    else:
-        list(trainer.predict(counted))
-    print("loads", turn, Loaded.loads - before)
+    trainer.evaluate(same, metric)
+    if team.rank == 0: print("loads", Loaded.loads - before)
+other = TensorDataset(x + random.Random(team.rank).random(), data.tensors[1])
+for call in (trainer.evaluate, lambda rows, metric: list(trainer.predict(rows))):
+    try: call(Loaded(other), metric)
+    except DatasetError as error: print(error)
+    else: raise AssertionError(f"worker {team.rank} does not refuse it")
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "workers"), [("evaluate", 2), ("predict", 2), pytest.param("evaluate", 3, marks=pytest.mark.slow)]
-)
-def test_rows_of_a_dataset_that_differ_in_evaluate_and_predict_are_named(
-    call: str, workers: int, tmp_path: Path
-) -> None:
-    head = f"KIND, CALL = 'other', {call!r}\n"
-    done = train_basics(tmp_path, head + OTHER_ROWS, workers, "--max-restarts", "0", code=1)
-    odd, usual = ("worker 1", "worker 0") if workers == 2 else ("workers 1-2", "worker 0")
-    assert (
-        f"DatasetError: row 0 of the dataset of {call}() is another one on {odd} than on {usual}; give all workers the "
-        "same data in the same order: sort the names of files, seed what is split or made at random\n"
-    ) in done.stderr
-
-
-def test_rows_of_a_dataset_are_compared_once(tmp_path: Path) -> None:
-    done = train_basics(tmp_path, "KIND, CALL = 'same', 'evaluate'\n" + OTHER_ROWS, 2, "--max-restarts", "0")
-    loads = [int(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("loads")]
-    assert loads[0] - loads[1] == 2 * 3
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_dataset_rows_are_compared_once_in_evaluate_and_predict(workers: int, tmp_path: Path) -> None:
+    """And those that differ are named on every worker."""
+    text = train_basics(tmp_path, ROWS, workers, "--max-restarts", "0").stdout
+    first, second = (int(line.split()[-1]) for line in text.splitlines() if line.startswith("loads"))
+    assert first > second
+    wrong = "worker 1" if workers == 2 else "workers 1-2"
+    for call in ("evaluate", "predict"):
+        error = (
+            f"row 0 of the dataset of {call}() is another one on {wrong} than on worker 0; give all workers the same "
+            "data in the same order: sort the names of files, seed what is split or made at random"
+        )
+        assert error in text.splitlines()

@@ -1,4 +1,7 @@
-"""Averages of weights in `trainer.state` are kept in pieces where parameters are, and whole where they are whole."""
+"""Averages of weights in `trainer.state` are kept in pieces where parameters are, and whole where they are whole.
+
+Fast tests hold this in test_resume_under_another_plan.py, and through a kill in test_script_view_of_weights.py.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,9 @@ CELLS = [((2, "shard=2"), (1, "")), ((1, ""), (2, "shard=2")), ((2, "shard=2 zer
 CELLS += [((3, "shard=3"), (3, "data=3")), ((2, "tensor=2"), (2, "shard=2"))]
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [pytest.param(*cell, marks=[pytest.mark.slow] if at else []) for at, cell in enumerate(CELLS)],
-)
-def test_a_checkpoint_of_one_plan_is_resumed_by_another(
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then"), CELLS)
+def test_averages_of_one_plan_are_resumed_under_another(
     first: tuple[int, str], then: tuple[int, str], tmp_path: Path
 ) -> None:
     train(tmp_path, *first, "--steps", "5")
@@ -62,8 +63,9 @@ def test_a_checkpoint_of_one_plan_is_resumed_by_another(
     right(tmp_path)
 
 
-@pytest.mark.parametrize("zero", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_they_survive_the_loss_of_a_worker(zero: int, tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+def test_averages_survive_the_kill_of_a_worker(zero: int, tmp_path: Path) -> None:
     said = train(tmp_path, 4, f"data=2 shard=2 zero={zero}", KILL="3")
     assert (tmp_path / "killed").exists()
     assert "worker 3 was killed" in said or "SIGKILL" in said, said

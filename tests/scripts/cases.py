@@ -14,7 +14,9 @@ from torch.utils.data import TensorDataset
 
 @dataclass(frozen=True)
 class Case:
-    """A training by global quantities; `steps` counts optimizer steps."""
+    """A training by global quantities; `steps` counts optimizer steps. With `loss_over` the loss takes the model
+    and the outputs of the whole global batch.
+    """
 
     model: Callable[[], nn.Module]
     data: Callable[[], Any]
@@ -26,6 +28,7 @@ class Case:
     schedule: Callable[[int], float] | None = None
     micro: int | None = None
     forward: Callable[[nn.Module, Any], Any] = lambda model, batch: model(batch[0])
+    loss_over: str | None = None
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:

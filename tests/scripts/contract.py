@@ -1,6 +1,6 @@
-"""Trains cases, each by a Trainer of its own, and writes what came out. Usage: contract.py OUT CASE... [WORD...]
+"""Trains models, each by a Trainer of its own, and writes what came out. Usage: contract.py OUT MODEL... [WORD...]
 
-The words are those of every case's plan.
+The words are those of every model's plan; with `short` each has few rows and steps.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import json
 import sys
 from pathlib import Path
 
-from cases import CASES, CUT, right
+from cases import right
+from parity_models import MODELS, shortened
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -17,14 +18,14 @@ import paceline
 
 out = Path(sys.argv[1])
 tensors, figures = {}, {}
-every = CASES | CUT
-words = [word for word in sys.argv[2:] if word not in every]
+words = [word for word in sys.argv[2:] if word not in MODELS and word != "short"]
 micro = next((word for word in words if word.startswith("micro=")), "")  # instead of the cases' own
-for name in (name for name in sys.argv[2:] if name in every):
-    case = every[name]
+for name in (name for name in sys.argv[2:] if name in MODELS):
+    case = shortened(MODELS[name]) if "short" in sys.argv else MODELS[name]
+    over_batch = lambda output, batch, case=case: case.loss(trainer.model, output)  # noqa: B023
     trainer = paceline.Trainer(
         model=case.model,
-        loss=case.loss,
+        loss=over_batch if case.loss_over else case.loss,
         optimizer=case.optimizer,
         global_batch=case.global_batch,
         schedule=case.schedule,
@@ -32,10 +33,12 @@ for name in (name for name in sys.argv[2:] if name in every):
         forward=case.forward,
         seed=7,
         plan=" ".join([*words, *([f"micro={case.micro}"] if case.micro and not micro else [])]),
+        loss_over=case.loss_over,
     )
+    before = {} if case.loss_over or words else trainer.evaluate(case.data(), right)
     reports = list(trainer.steps(case.data(), count=case.steps))
-    evaluation = trainer.evaluate(case.data(), right)
-    if trainer.plan.tensor:  # here is but a part of it
+    evaluation = {} if case.loss_over else trainer.evaluate(case.data(), right)
+    if trainer.plan.tensor or trainer.plan.pipeline:  # here is but a part of it
         trainer.export(file := out.with_name(f"{name}.safetensors"))
         state = load_file(file) if paceline.join().rank == 0 else {}
     else:
@@ -50,6 +53,7 @@ for name in (name for name in sys.argv[2:] if name in every):
         "lr": [report.lr for report in reports],
         "samples": [report.samples for report in reports],
         "metrics": [report.metrics for report in reports],
+        "before": before,
         "evaluation": evaluation,
     }
 if paceline.join().rank == 0:

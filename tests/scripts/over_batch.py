@@ -4,22 +4,16 @@ The words are those of every case's plan. By itself each case is plain PyTorch.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
-import paceline
-
-SEED, STEPS, CLIP = 5, 8, 0.5
+CLIP = 0.5
 chance = torch.Generator().manual_seed(3)
 ROWS, BATCH, WIDTH = 71, 24, 16  # the last batch of an epoch has 23 rows
 x = torch.randn(ROWS, 10, generator=chance, dtype=torch.float64)
@@ -142,32 +136,3 @@ CASES = {
 
 def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, eps=1e-4, weight_decay=0.1)
-
-
-def main() -> None:
-    out, figures = Path(sys.argv[1]), {}
-    for name in (name for name in sys.argv[2:] if name in CASES):
-        case = CASES[name]
-        plan = " ".join(word for word in sys.argv[2:] if word not in CASES)
-        trainer = paceline.Trainer(
-            lambda case=case: case.model().double(),
-            loss=lambda output, batch, case=case: case.loss(trainer.model, output),  # noqa: B023
-            optimizer=adamw,
-            global_batch=BATCH,
-            forward=case.forward,
-            clip_norm=CLIP,
-            seed=SEED,
-            plan=plan,
-            loss_over="batch",
-        )
-        reports = list(trainer.steps(case.data, count=STEPS))
-        figures[name] = {key: [getattr(one, key) for one in reports] for key in ("loss", "grad_norm", "metrics")}
-        trainer.export(out / f"{name}.safetensors")
-        if trainer.main:
-            assert load_file(out / f"{name}.safetensors")
-    if trainer.main:
-        (out / "figures.json").write_text(json.dumps(figures))
-
-
-if __name__ == "__main__":
-    main()

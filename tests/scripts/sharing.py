@@ -12,10 +12,10 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
-WIDTH, ROWS, BATCH, SEED = 12, 48, 24, 3
+WIDTH, CLASSES, ROWS, BATCH, SEED = 12, 4, 48, 24, 3
 numbers = torch.Generator().manual_seed(1)
 x = torch.randn(ROWS, WIDTH, generator=numbers, dtype=torch.float64)
-y = torch.randn(ROWS, 2, generator=numbers, dtype=torch.float64)
+y = torch.randn(ROWS, CLASSES, generator=numbers, dtype=torch.float64)
 
 
 class Layer(nn.Module):
@@ -33,7 +33,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(6))
-        self.head = nn.Linear(WIDTH, 2)
+        self.head = nn.Linear(WIDTH, CLASSES)
         self.share()
 
     def share(self) -> None:

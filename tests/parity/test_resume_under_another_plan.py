@@ -1,0 +1,80 @@
+"""A run is resumed from its checkpoint under any other plan: weights, the optimizer's state, averages in
+`trainer.state` and the numbers that a script reads of them are those of one undisturbed worker.
+
+Each test is a chain of plans, each of which resumes what the one before it has saved.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from checkpoints import find_checkpoint
+from launching import SCRIPTS, paceline
+from once import once
+from oracle import apart
+from safetensors.torch import load_file
+
+PLANS = {
+    "": 1,
+    "data=3": 3,
+    "shard=2 zero=1": 2,
+    "shard=2 zero=2 offload=cpu": 2,
+    "shard=3": 3,
+    "data=2 shard=2": 4,
+    "tensor=2": 2,
+    "tensor=4": 4,
+    "data=2 tensor=2": 4,
+    "shard=2 zero=1 tensor=2": 4,
+    "pipeline=3": 3,
+    "pipeline=2 virtual=2": 2,
+    "data=2 pipeline=2": 4,
+    "shard=2 zero=1 pipeline=2": 4,
+    "pipeline=2 tensor=2": 4,
+    "pipeline=2 context=2": 4,
+    "context=2 tensor=2": 4,
+}
+SHARES = {3: "3,0,2", 4: "1,1,2,2"}
+
+
+def train(folder: Path, plan: str, steps: int, stop: int | None = None) -> None:
+    workers = PLANS[plan]
+    options = ["--workers", str(workers), "--run-dir", "out", "--max-restarts", "0", "--plan", f"micro=3 {plan}"]
+    options += ["--shares", SHARES[workers]] if workers in SHARES and "shard=2 zero=1" not in plan else []
+    options += ["--steps", str(stop)] if stop else []
+    paceline("run", *options, SCRIPTS / "resumed.py", str(steps), cwd=folder)
+
+
+def check_chain(plans: list[str], steps_each: int, factory: pytest.TempPathFactory, folder: Path) -> None:
+    steps = steps_each * len(plans)
+    one = once(factory, f"{steps} steps of one worker", lambda folder: train(folder, "", steps))
+    for number, plan in enumerate(plans[:-1], 1):
+        train(folder, plan, steps, stop=number * steps_each)
+        assert find_checkpoint(folder / "out", print).step == number * steps_each
+    assert PLANS[plans[-1]] == 1
+    train(folder, plans[-1], steps)
+    for file in ("out.safetensors", "averages.safetensors"):
+        assert apart(load_file(folder / file), load_file(one / file)) <= 1e-12
+    numbers = sorted(folder.glob("numbers *.json"))
+    assert len(numbers) == sum("pipeline" not in plan for plan in plans) * (1 + steps_each)
+    for file in numbers:
+        _, when, _, step = file.stem.split()
+        expected = one / (file.name if step == "1" else f"numbers after step {int(step) - (when == 'before')}.json")
+        assert json.loads(file.read_text()) == pytest.approx(json.loads(expected.read_text()), rel=1e-12), file.name
+
+
+def test_resume_under_plans_of_every_kind(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    plans = ["tensor=2", "shard=3", "pipeline=2 context=2", ""]
+    check_chain(plans, 1, tmp_path_factory, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan])
+def test_resume_from_and_under_every_other_plan(
+    plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """The plan and each other one in turn."""
+    chain = [step for other in PLANS if other not in ("", plan) for step in (plan, other)]
+    check_chain([*chain, plan, ""], 1, tmp_path_factory, tmp_path)
