@@ -1,4 +1,4 @@
-"""Runs a training script with `python`, without a launcher: one worker, at a tenth of the CPU time of `paceline run`."""
+"""Runs a training script with `python`, without a launcher: one worker, at a tenth of the CPU of `paceline run`."""
 
 from __future__ import annotations
 
