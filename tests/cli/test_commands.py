@@ -371,7 +371,8 @@ def test_a_signal_that_is_ignored_stays_so(here: Path) -> None:
 )
 def test_a_rehearsal_that_is_stopped_is_no_failed_one(number: int, code: int, here: Path) -> None:
     Path("train.py").write_text("import time\nopen('here', 'w')\ntime.sleep(600)\n")
-    process = begin(here, "check", "train.py")
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = Process([sys.executable, "-m", "paceline", "check", "train.py"], environment(), cwd=here, **streams)
     until(Path("here").exists)
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 from agents import journal, until
-from launching import free_port, paceline, piped
+from launching import free_port, paceline
+from warm import Process, environment
 
 from paceline.team.coordinator import STOPPED
 
@@ -22,9 +24,10 @@ for report in make().steps(data, epochs=1000):
 def test_a_run_is_stopped_by_its_folder_and_its_logs_are_followed(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SLOWLY)
     command = [sys.executable, "-m", "paceline"]
-    run = piped([*command, "run", "--workers", "2", "--run-dir", "run", "train.py"], tmp_path)
+    streams = {"cwd": tmp_path, "stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}
+    run = Process([*command, "run", "--workers", "2", "--run-dir", "run", "train.py"], environment(), **streams)
     until(lambda: (tmp_path / "run/journal.jsonl").exists() and journal(tmp_path / "run", "step"))
-    logs = piped([*command, "logs", "-f", "run"], tmp_path)
+    logs = Process([*command, "logs", "-f", "run"], environment(), **streams)
     other = tmp_path / "other"
     other.write_text("0" * 64)
     other.chmod(0o600)

@@ -16,6 +16,7 @@ from by_hand import built, grid
 from cases import mlp, rows
 from launching import paceline, train_basics
 from paths import DOCS
+from plain_python import python_train
 from warm import Process, environment
 
 from paceline.session.run import Run
@@ -78,12 +79,12 @@ def test_a_loop_that_nobody_goes_through_ends_without_a_launcher_too(tmp_path: P
 def test_a_loop_behind_a_condition_is_no_mistake(tmp_path: Path) -> None:
     """One that is not asked for, one that is done, and one beside another that trains."""
     body = "import sys\nt = make()\nif False:\n    list(t.steps(data))\nt.evaluate(data, lambda o, b: {'n': (1, 1)})\n"
-    train_basics(tmp_path, body, 1)
+    python_train(tmp_path, body)
     body = "t = make()\nlist(t.steps(data))\n"
-    train_basics(tmp_path, body, 1)
-    train_basics(tmp_path, body.replace("list(t.steps(data))", "again = t.steps(data)"), 1)
+    python_train(tmp_path, body)
+    python_train(tmp_path, body.replace("list(t.steps(data))", "again = t.steps(data)"))
     (tmp_path / "other").mkdir()
-    train_basics(tmp_path / "other", body + "more = t.steps(data)\n", 1)
+    python_train(tmp_path / "other", body + "more = t.steps(data)\n")
 
 
 def test_a_finished_run_says_so_before_code_misses_what_its_loop_would_yield(tmp_path: Path) -> None:
@@ -167,38 +168,6 @@ def test_the_logger_of_the_documentation_survives_the_loss_of_worker_0(tmp_path:
         logged.append([line.split()[1:] for line in (folder / "logs").read_text().splitlines()])
     assert [step for step, _ in logged[0]] == [str(step) for step in range(1, 13)]
     assert logged[0] == logged[1]
-
-
-HIDES = """
-class Lookahead(torch.optim.SGD):
-    def __init__(self, params, tells):
-        super().__init__(params, lr=0.1)
-        self.params = [param for group in self.param_groups for param in group["params"]]
-        self.slow = [param.detach().clone() for param in self.params]
-        self.taken, self.tells = 0, tells
-    def step(self, closure=None):
-        super().step(closure)
-        self.taken += 1
-        if self.tells:
-            self.state[self.params[0]]["slow"] = self.slow[0]
-        if self.taken % 5 == 0:
-            for slow, param in zip(self.slow, self.params):
-                slow.lerp_(param.detach(), 0.5)
-                param.data.copy_(slow)
-t = paceline.Trainer(net, cross_entropy, lambda params: Lookahead([p for _, p in params], {}), global_batch=24)
-list(t.steps(data))
-"""
-
-
-def test_what_an_optimizer_hides_is_named_at_the_first_checkpoint(tmp_path: Path) -> None:
-    told = (
-        "Lookahead keeps Lookahead.slow[0] and 3 more tensors outside of its state_dict(): "
-        "a resume or a worker's return loses them; keep them in self.state\n"
-    )
-    assert train_basics(tmp_path, HIDES.replace("{}", "False"), 2).stderr.count(told) == 1
-    plain = "list(make().steps(data))\n"
-    (tmp_path / "plain").mkdir()
-    assert "outside of" not in train_basics(tmp_path / "plain", plain, 1).stderr
 
 
 def test_a_run_folder_that_is_no_utf8_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -30,3 +31,23 @@ def test_one_name_has_one_text(tmp_path: Path) -> None:
     golden.compare("name", "text")
     with pytest.raises(AssertionError, match="two texts have the name 'name'"):
         golden.compare("name", "another text")
+
+
+def test_parts_that_differ_from_run_to_run_are_replaced(tmp_path: Path) -> None:
+    golden = Golden(tmp_path / "cli" / "test_words.py", update=True)
+    golden.compare("name", r"pid 12 and pid 345 in /tmp/x\1", {"/tmp/x": r"FOLDER\2", re.compile(r"pid \d+"): "PID"})
+    assert golden.texts == {"name": r"PID and PID in FOLDER\2\1"}
+    with pytest.raises(AssertionError, match="is not in"):
+        golden.compare("other", "text", {"/tmp/x": "FOLDER"})
+
+
+def test_control_characters_and_line_ends_of_others_are_kept(tmp_path: Path) -> None:
+    module = tmp_path / "cli" / "test_words.py"
+    Golden(module, update=True).compare("name", "a\rb\x85c\u2028d\x1c\r\ne")
+    Golden(module, update=False).compare("name", "a\rb\x85c\u2028d\x1c\r\ne")
+
+
+def test_each_golden_file_belongs_to_a_module_of_tests() -> None:
+    tests = Path(__file__).parents[1]
+    for file in (tests / "golden").glob("*/*"):
+        assert (tests / file.parent.name / f"test_{file.stem}.py").exists(), file
