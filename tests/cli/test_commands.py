@@ -366,6 +366,7 @@ def test_a_signal_that_is_ignored_stays_so(here: Path) -> None:
     assert process.communicate(timeout=60)[1] == "paceline: stopped by SIGTERM; the same command starts again\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 75, marks=pytest.mark.slow)]
 )
@@ -410,6 +411,7 @@ def test_a_full_disk_ends_a_command_in_a_sentence(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (2, said)
 
 
+@pytest.mark.slow
 def test_a_run_that_may_have_few_open_files_ends_in_a_sentence(tmp_path: Path) -> None:
     """Wherever it meets the limit: before its workers, and between two of them."""
     (tmp_path / "train.py").touch()

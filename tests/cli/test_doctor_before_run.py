@@ -75,6 +75,7 @@ def test_a_small_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert str(found) == f"BAD   33.6 MB free in /dev/shm: {cure}"
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_it_is_named_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from basics import *\nfor report in make().steps(data, count=2): pass\n")

@@ -259,7 +259,7 @@ CALLS: dict[str, tuple[Any, type[Exception], str]] = {
     "a class": (lambda t: t.steps(Maps), DatasetError, f"the class Maps {ROWS}"),
     "a metric's class": (
         lambda t: t.evaluate(data, Right), MetricError,
-        "<class 'test_mistakes.Right'> is no metric; write Right(), which makes one of the class",
+        "<class 'test_wrong_arguments.Right'> is no metric; write Right(), which makes one of the class",
     ),
     "a pair the wrong way round": (
         lambda t: t.evaluate(data, (len, Right())), MetricError,

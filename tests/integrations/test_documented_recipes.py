@@ -169,6 +169,7 @@ print("stopped", trainer.steps_done, trainer.state["waited"], trainer.complete)
 """
 
 
+@pytest.mark.slow
 def test_recipes_of_evaluate_predict_state_and_schedule_run(tmp_path: Path) -> None:
     others = [block for block in BLOCKS if block != STOPPING]
     assert len(others) == 12

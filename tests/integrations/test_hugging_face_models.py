@@ -31,6 +31,7 @@ def test_hugging_face_models_have_equal_bytes_under_every_plan(kind: str, tmp_pa
     assert {case for case, data in found.items() if data != found[1, ""]} == set()
 
 
+@pytest.mark.slow
 def test_hugging_face_folder_import_and_export(tmp_path: Path) -> None:
     """What transformers has written, in several files, begins a run in shards, and it reads what that exports."""
     from transformers import LlamaConfig, LlamaForCausalLM  # which takes a second

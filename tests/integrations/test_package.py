@@ -277,6 +277,7 @@ texts = [{"input_ids": torch.arange(1, length)} for length in range(3, 40)]
 """
 
 
+@pytest.mark.slow
 def test_scripts_of_coming_from_page_run(tmp_path: Path) -> None:
     """Each "after" of coming-from.md, one behind the other in one script, on two workers."""
     after = [block for block in blocks("docs/coming-from.md") if "paceline.Trainer(" in block]

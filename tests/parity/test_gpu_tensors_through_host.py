@@ -56,6 +56,7 @@ def of_one_worker(plans: list[str], factory: pytest.TempPathFactory) -> Weights:
     return [load_file(folder / f"{number}.safetensors") for number in range(len(plans))]
 
 
+@pytest.mark.slow
 def test_gpu_tensors_through_the_host_give_the_weights_of_one_worker(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -50,7 +50,8 @@ def off(cluster: Cluster, straight: Path) -> float:
     return float(sum(((mine[name] - value).double() ** 2).sum() for name, value in other.items()) ** 0.5)
 
 
-@pytest.mark.parametrize("codec", [LOSSY[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LOSSY[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", LOSSY)
 def test_three_hosts_two_and_one(
     cluster: Callable[[int], Cluster], straight: Path, monkeypatch: pytest.MonkeyPatch, codec: str
 ) -> None:
@@ -185,7 +186,13 @@ for report in trainer.steps(TensorDataset(torch.ones(3, 1000)), count=3):
 """
 
 
-@pytest.mark.parametrize(("plan", "bytes_"), [("", 4e6), ("codec=int8", 1e6), ("codec=powersgd:2", 3e4)])
+@pytest.mark.parametrize(
+    ("plan", "bytes_"),
+    [
+        ("codec=int8", 1e6),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [("", 4e6), ("codec=powersgd:2", 3e4)]),
+    ],
+)
 def test_sums_go_on_through_a_long_backward(
     hosts: Callable[[int], Network], tmp_path: Path, plan: str, bytes_: float
 ) -> None:

@@ -182,6 +182,7 @@ def test_what_is_malformed_too_large_or_too_slow(target: Target, undisturbed: Pa
     unharmed(target, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_flood_hinders_nobody(target: Target, undisturbed: Path) -> None:
     """A worker is killed in the midst of it: the others hear of it, and it comes back."""
     done = threading.Event()

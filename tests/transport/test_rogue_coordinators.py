@@ -181,6 +181,7 @@ def test_a_joiner_takes_a_fixed_list_of_options_and_of_each_its_own_form() -> No
     assert refusal(served=["x", None, "run"]) == "it gives served=['x', None, 'run'], which cannot be used"
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_workers_of_a_lost_coordinator_wait_whatever_has_its_address(
     cluster: Callable[[int], Cluster], undisturbed: Path

@@ -131,6 +131,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", ["data=2", pytest.param("shard=2 zero=3", marks=pytest.mark.slow)])
 def test_connections_that_say_nothing_to_torchs_ports_end_no_run(tmp_path: Path, alone: Path, plan: str) -> None:
     """The store and gloo close none of them; a worker whose soft limit of open files is 1,024 has room for more."""

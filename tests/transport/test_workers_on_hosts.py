@@ -22,12 +22,14 @@ from safetensors.torch import load_file
 
 pytestmark = pytest.mark.root
 Hosts = Callable[[int], Network]
-TEAMS = {(2, 2): "[[0, 1], [2, 3]]", (2, 1, 3): "[[0, 1], [2], [3, 4, 5]]"}
+TEAMS = {(2, 1): "[[0, 1], [2]]", (2, 2): "[[0, 1], [2, 3]]", (2, 1, 3): "[[0, 1], [2], [3, 4, 5]]"}
 JOIN = "import paceline\nteam = paceline.join()\n"
 ADD = JOIN + "import torch\nprint(team.all_reduce(torch.tensor([team.rank + 1]), name='places').item())\n"
 
 
-@pytest.mark.parametrize("counts", [pytest.param((2, 2), marks=pytest.mark.slow), (2, 1, 3)], ids=str)
+@pytest.mark.parametrize(
+    "counts", [(2, 1), *(pytest.param(one, marks=pytest.mark.slow) for one in ((2, 2), (2, 1, 3)))], ids=str
+)
 def test_every_collective_gives_what_plain_arithmetic_gives(hosts: Hosts, counts: tuple[int, ...]) -> None:
     for worker in hosts(len(counts)).run(counts, SCRIPTS / "everything.py"):
         assert worker.stdout == f"hosts {TEAMS[counts]}\n"

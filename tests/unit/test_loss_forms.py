@@ -337,7 +337,8 @@ list(make(loss).steps(data))
 """
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3])
 def test_loss_with_accuracy_as_count_ends_the_run_before_the_first_step(workers: int, tmp_path: Any) -> None:
     block = fails(PAIR, tmp_path, workers)
     assert "LossError: the loss returned " in block
