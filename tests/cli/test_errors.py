@@ -261,14 +261,15 @@ MISMATCHES = {
 
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_collective_mismatch_is_an_error_on_every_worker(case: str, tmp_path: Path, golden: GoldenText) -> None:
-    """It is no hang, and names the line of each worker."""
+    """It is no hang, and names the line of each worker, on the worker that ends first."""
     workers, body = MISMATCHES[case]
     script = tmp_path / "train.py"
     script.write_text("from basics import *\n" + body)
     ended = without_an_agent(*[script] * workers, cwd=tmp_path)
     assert [code for code, _ in ended] == [1] * workers
-    for _, stderr in ended[: 1 if case == "a worker that ends early" else workers]:
-        golden(case, error_line(stderr))
+    texts = {error_line(stderr) for _, stderr in ended}
+    (text,) = {text for text in texts if not text.startswith("PeerLostError")}  # of who ends after another one
+    golden(case, text)
 
 
 def test_collective_mismatch_ends_a_run_with_one_failure_block(tmp_path: Path, golden: GoldenText) -> None:

@@ -62,7 +62,13 @@ def test_exception_that_is_raised_again_by_another_worker_ends_the_run(tmp_path)
 
 def test_sigterm_to_one_worker_lets_the_others_go_on_without_it(tmp_path):
     """Nobody takes its place."""
-    body = "list(make(plan='exact').steps(data, count=12))\n"
+    body = (
+        "import os, time\n"
+        "open(f'pid-{paceline.join().rank}', 'w').write(str(os.getpid()))\n"
+        "list(make(plan='exact').steps(data, count=12))\n"
+        "while paceline.join().size == 1 and os.path.exists('/proc/' + open('pid-1').read()):\n"
+        "    time.sleep(0.01)  # until worker 1 has ended\n"
+    )
     done = train_basics(tmp_path, body, 2, chaos="leave:1@5.forward")
     assert [entry["fault"] for entry in read_log(tmp_path / "out")] == ["leave:1@5.forward"]
     events = read_journal(tmp_path / "out")

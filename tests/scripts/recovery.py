@@ -34,7 +34,7 @@ run_folder = Path(os.environ["PACELINE_RUN_DIR"])
 fire = FaultInjector._fire
 
 
-def may_fire(injector: FaultInjector, fault: Fault, members: int) -> bool:
+def may_fire(injector: FaultInjector, fault: Fault, step: int, members: int) -> bool:
     fired = {entry["fault"]: float(entry["at"]) for entry in read_log(run_folder)}
     for other in (one for one in faults if one.step < fault.step):
         survived = time.time() if other.kind == "wait" else injector._formed
@@ -42,15 +42,20 @@ def may_fire(injector: FaultInjector, fault: Fault, members: int) -> bool:
             return False
     begun = any(str(other) in fired for other in faults if other.step == fault.step)
     waits = fault.moment in ("forming", "hand-over")
-    return begun or (not waits and (members == workers or fault.worker >= SERVERS))
+    is_complete = members == workers and (kind == "rows" or step > first_steps[injector._formed])
+    return begun or (not waits and (is_complete or fault.worker >= SERVERS))
+
+
+first_steps: dict[float, int] = {}  # of each generation; after it all of its newcomers have the state
 
 
 def reached(injector: FaultInjector, moment: str, step: int, members: int) -> None:
     own = injector._due
+    first_steps.setdefault(injector._formed, step)
     if moment == "writing" or (moment == "hand-over" and os.environ["PACELINE_RANK"] != str(workers - 1)):
         own = [fault for fault in due() if fault.worker == 0]
     for fault in own:
-        if fault.moment == moment and may_fire(injector, fault, members):
+        if fault.moment == moment and may_fire(injector, fault, step, members):
             own.remove(fault)
             if fault.kind == "wait":
                 (run_folder / GO).touch()

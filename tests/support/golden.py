@@ -69,7 +69,9 @@ class Golden:
             assert count, f"{pattern.pattern!r} is not in {text!r}"
         assert f"\n{_HEAD}" not in f"\n{text}", "this would read as another text's head"
         text = "\n".join(line.rstrip(" ") for line in text.strip("\n").split("\n"))
-        assert name not in self.asked or self.texts[name] == text, f"two texts have the name {name!r}"
+        assert name not in self.asked or self.texts[name] == text, (
+            f"two texts have the name {name!r}; this one is:\n{text}"
+        )
         self.asked.add(name)
         if self.update:
             self.texts[name] = text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,6 @@ from cases import cross_entropy, mlp, rows
 from launching import train_basics
 from oracle import apart
 from safetensors.torch import load_file
-from test_errors import fails
 from torch import nn
 
 from paceline.errors import LossError, MetricError, UsageError, hint_of
@@ -340,7 +340,8 @@ list(make(loss).steps(data))
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_loss_with_accuracy_as_count_ends_the_run_before_the_first_step(workers: int, tmp_path: Any) -> None:
-    block = fails(PAIR, tmp_path, workers)
+    block = train_basics(tmp_path, PAIR, workers, code=1).stderr
+    assert len(re.findall(r"^worker \d+ failed \(", block, re.MULTILINE)) == 1
     assert "LossError: the loss returned " in block
     assert " as the count of 3 rows, but " in block
     assert f" for their halves, which do not add up to it; {FORMS}\n" in block
