@@ -60,21 +60,14 @@ def test_exception_that_is_raised_again_by_another_worker_ends_the_run(tmp_path)
     assert re.search(r"^worker \d failed in the same way$", done.stderr, re.M)
 
 
-def test_sigterm_to_one_worker_lets_the_others_go_on_without_it(tmp_path):
+def test_sigterm_to_one_worker_lets_the_others_go_on_without_it(undisturbed, tmp_path):
     """Nobody takes its place."""
-    body = (
-        "import os, time\n"
-        "open(f'pid-{paceline.join().rank}', 'w').write(str(os.getpid()))\n"
-        "list(make(plan='exact').steps(data, count=12))\n"
-        "while paceline.join().size == 1 and os.path.exists('/proc/' + open('pid-1').read()):\n"
-        "    time.sleep(0.01)  # until worker 1 has ended\n"
-    )
-    done = train_basics(tmp_path, body, 2, chaos="leave:1@5.forward")
-    assert [entry["fault"] for entry in read_log(tmp_path / "out")] == ["leave:1@5.forward"]
-    events = read_journal(tmp_path / "out")
-    assert [event for event in events if event["event"] == "lost"] == []
-    assert [event["workers"] for event in events if event["event"] == "formed"] == [[0]]
-    assert "\nworker 1 left, as it was told: 1 worker goes on\n" in done.stderr
+    ended = train(tmp_path, 3, STEPS, "leave:1@5.forward", 'journal.jsonl "formed" 1')
+    assert fired(ended) == {"leave:1@5.forward"}
+    same(ended, undisturbed[STEPS])
+    assert ended.events("lost") == []
+    assert [event["workers"] for event in ended.events("formed")] == [[0, 2]]
+    assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text
 
 
 @pytest.mark.slow
