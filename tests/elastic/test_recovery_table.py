@@ -56,7 +56,7 @@ class Plan:
     undisturbed: str = "micro=2 exact"
     model: str = "norm"
     of_server: Sequence[str] = ()  # the moments of a parameter server
-    steps: int = 24
+    steps: int = 48
 
 
 STREAMING = "micro=2 local=3 every=4 fragments=2 delay=1"

@@ -245,6 +245,7 @@ def test_kill_of_a_server_with_a_copy_loses_nothing(
     check_served(tmp_path, first=6)
 
 
+@pytest.mark.slow
 def test_kill_of_one_server_after_another_loses_nothing_with_copies(tmp_path: Path) -> None:
     """The first has its state back, from the one that is lost then, when that one is lost."""
     chaos = "stop:1000001@2.reduced,kill:1000002@6.applied"
