@@ -274,7 +274,10 @@ def test_stacks_of_a_run_that_goes_on_obey_no_name(tmp_path: Path) -> None:
         journal = tmp_path / NAME / "journal.jsonl"
         while not (journal.exists() and '"evaluate"' in journal.read_text()):
             assert process.poll() is None
-        said = paceline("stacks", NAME, cwd=tmp_path).stdout
+        said = ""
+        while "in user code" not in said:  # a worker may be on its way there
+            assert process.poll() is None
+            said = paceline("stacks", NAME, cwd=tmp_path).stdout
         (tmp_path / "wait").unlink()
     check_obeyed(said)
     assert r"in user code at a\x0ab\x1b]0;own\x07\x1b[2J\x0d\x9b31m\u202e<script>" in said  # as faulthandler has it
