@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 from conftest import enter_group
-from fault_runs import LONG, MOMENTS, STEPS, WORKERS, Ended, fired, outcome, same, train
+from fault_runs import LONG, MOMENTS, STEPS, WORKERS, fired, same, train
 from fault_runs import undisturbed as undisturbed
 from launching import SCRIPTS, paceline, train_basics, without_an_agent
 
 from paceline.base.journal import read_journal
 from paceline.observe.summary import Summary, facts
 from paceline.team.fault_injection import read_log
-
-__all__ = ["LONG", "STEPS", "WORKERS", "Ended", "fired", "outcome", "same", "train", "undisturbed"]
 
 
 @pytest.mark.root

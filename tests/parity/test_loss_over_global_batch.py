@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from agents import journal
 from alone import trainer
 from by_hand import built, grid
+from fault_runs import STEPS as LOST_STEPS
+from fault_runs import Ended, fired, outcome, same, train
 from launching import SCRIPTS, equal_bytes, exported, paceline, train_basics
 from once import once
 from oracle import apart
 from over_batch import CASES, ROWS, tower, triplet
 from safetensors.torch import load_file
-from test_kill_and_join import STEPS as LOST_STEPS
-from test_kill_and_join import Ended, fired, outcome, same, train
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset

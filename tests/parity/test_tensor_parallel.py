@@ -5,7 +5,6 @@ plans is in test_plans_models_workers.py.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +15,12 @@ import pytest
 import torch
 from agents import journal
 from basics import net
+from fault_runs import LONG, STEPS, Calm, fired, train
+from fault_runs import MOMENTS as EVERY_MOMENT
+from fault_runs import calm as calm
 from launching import train_basics
-from once import once
 from oracle import apart
 from safetensors.torch import load_file
-from test_kill_and_join import LONG, STEPS, Ended, fired, train
 from torch import nn
 
 from paceline.errors import UsageError
@@ -178,38 +178,8 @@ def test_tensor_parallel_scripts_train_as_one_worker(plan: str, names: list[str]
 
 # ---- losses
 
-MOMENTS = ("loading", "forward", "backward", "summed", "reduced", "applied", "saving", "writing")
+MOMENTS = EVERY_MOMENT[:-1]  # not while the team forms anew, which has a test of its own
 PLAN = "micro=4 tensor=2"
-
-
-class Calm:
-    """What one worker gives, by the number of steps and the environment."""
-
-    def __init__(self, factory: pytest.TempPathFactory) -> None:
-        self._factory = factory
-
-    def of(self, steps: int, words: str = "") -> Path:
-        plan, kind = f"micro=4 {words}", [os.environ.get(name) for name in ("ATTENTION", "DTYPE")]
-        return once(self._factory, f"calm: {steps} {words} {kind}", lambda at: train(at, 1, steps, plan=plan))
-
-    def meets(self, ended: Ended, steps: int) -> None:
-        """The same weights, to rounding, and what the script counted."""
-        folder = self.of(steps)
-        told = json.loads((folder / "out.json").read_text())
-        mine, theirs = (load_file(where / "out.safetensors") for where in (ended.folder.parent, folder))
-        mine.pop("ballast", None)
-        assert apart(mine, theirs) <= 1e-12
-        assert ended.told["seen"] == told["seen"]
-        losses, all_losses = ended.told["losses"], told["losses"]
-        assert isinstance(losses, list)
-        for mine, theirs in zip(losses, all_losses[len(all_losses) - len(losses) :], strict=True):  # since it came back
-            assert mine == pytest.approx(theirs, rel=1e-12)
-
-
-@pytest.fixture
-def calm(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Calm:
-    monkeypatch.setenv("DTYPE", "float64")
-    return Calm(tmp_path_factory)
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ function by function.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from agents import journal
 from cutting import MODELS
 from hypothesis import given as drawn
 from hypothesis import strategies as st
-from launching import SCRIPTS, TRANSFORMERS, paceline
+from launching import train_models
 from once import once
 from oracle import apart
 from safetensors.torch import load_file
@@ -36,20 +36,15 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
 TEAMS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "shard=2 zero=1 tensor=2": 4}
 
 
-def trained(folder: Path, workers: int, plan: str, names: Sequence[str]) -> None:
-    options = ("--max-restarts", "0", *(("--plan", f"micro=4 {plan}") if plan else ()))
-    script = SCRIPTS / "cutting.py"
-    paceline("run", "--workers", str(workers), "--run-dir", "out", *options, script, *names, cwd=folder, **TRANSFORMERS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", TEAMS)
 def test_tensor_parallel_with_models_as_they_are(
     plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     names = tuple(MODELS)
-    one = once(tmp_path_factory, "models of one worker, to be cut", lambda folder: trained(folder, 1, "", names))
-    trained(tmp_path, TEAMS[plan], plan, names)
+    alone = lambda folder: train_models(folder, "cutting.py", 1, "", names)
+    one = once(tmp_path_factory, "models of one worker, to be cut", alone)
+    train_models(tmp_path, "cutting.py", TEAMS[plan], f"micro=4 {plan}", names)
     found = {name: apart(*(load_file(at / f"{name}.safetensors") for at in (tmp_path, one))) for name in names}
     assert {name: distance for name, distance in found.items() if distance > 1e-12} == {}
     events = [str(event["what"]) for event in journal(tmp_path / "out", "decision")]

@@ -75,6 +75,17 @@ def train_basics(
     return paceline(*args, cwd=folder, code=code, PACELINE_CHAOS=chaos, **env)
 
 
+def train_models(
+    folder: Path, script: str, workers: int, plan: str, names: Sequence[str]
+) -> subprocess.CompletedProcess[str]:
+    """Trains the models of a script of tests/scripts that have these names, by a fixed team with the run folder `out`;
+    the script exports each as NAME.safetensors. Without a plan: by the script's own.
+    """
+    options = ("--max-restarts", "0", *(("--plan", plan) if plan else ()))
+    command = ("run", "--workers", str(workers), "--run-dir", "out", *options, SCRIPTS / script, *names)
+    return paceline(*command, cwd=folder, **TRANSFORMERS)
+
+
 def exported(folder: Path, body: str, workers: int, plan: str) -> Path:
     """What a script of `train_basics`, trained by a fixed team in a new folder, exports to out.safetensors."""
     folder.mkdir()
