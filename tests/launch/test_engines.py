@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import io
 import re
-import shlex
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -234,19 +232,6 @@ def test_remote_script_is_quoted_for_sh(folder: str) -> None:
     assert "{ module load cuda\n} </dev/null && " in job.script
 
 
-WRONG = [
-    "ssh train.py",
-    "ssh --hosts a,a:2 train.py",
-    "ssh --hostfile none train.py",
-    "ssh --hosts a",
-    "ssh --hosts a none.py",
-    "ssh --hosts a --env NO_SUCH_VARIABLE train.py",
-    "ssh --hosts a --env 1=2 train.py",
-    "mpi train.py",
-    "slurm train.py",
-]
-
-
 @pytest.mark.usefixtures("with_a_script")
 def test_mpi_takes_the_hosts_of_a_pbs_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -258,15 +243,6 @@ def test_mpi_takes_the_hosts_of_a_pbs_job(
     shell = "sh <<< $'cd /c && exec /py -m paceline agent\\n'\n"
     each = "mpirun -q -n 1 --host {} --bind-to none --mca plm tm " + shell
     assert capsys.readouterr().out == each.format("n1") + each.format("n2")
-
-
-@pytest.mark.parametrize("words", WRONG)
-@pytest.mark.usefixtures("with_a_script")
-def test_launch_usage_errors(
-    words: str, capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
-) -> None:
-    assert main(["launch", *shlex.split(words)]) == 2
-    golden(words, capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("with_a_script")

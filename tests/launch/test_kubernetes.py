@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,27 +141,6 @@ def test_kubernetes_newest_pod_of_a_host_counts() -> None:
 # ---- what cannot be asked for
 
 ALL = ["-N", "2", "--image", "i", "--claim", "runs"]
-WRONG = [
-    "kubernetes --image i train.py",
-    "kubernetes -N 2 train.py",
-    "kubernetes -N 2 --image i train.py",
-    "kubernetes -N 2 --image i --checkpoints there train.py",
-    "kubernetes -N 2 --image i --checkpoints s3://key:word@bucket/a train.py",
-    "kubernetes -N 2 --image i --claim runs --run-dir /runs/a train.py",
-    "kubernetes -N 2 --image i --claim runs --cpus many train.py",
-    "kubernetes -N 2 --image i --claim runs --memory '16 GB' train.py",
-    "kubernetes -N 2 --image i --claim runs none.py",
-    "kubernetes -N 2 --image i --claim runs",
-]
-
-
-@pytest.mark.parametrize("words", WRONG)
-@pytest.mark.usefixtures("with_a_script")
-def test_kubernetes_usage_errors(
-    words: str, capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
-) -> None:
-    assert main(["launch", *shlex.split(words)]) == 2
-    golden(words, capsys.readouterr().err)
 
 
 def test_kubernetes_without_kubectl(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -328,27 +327,6 @@ def test_ray_pending_reasons() -> None:
         "a has 1 of 4 CPU free and 0 of 4 GPU free"
     )
     assert pending([{"CPU": 1.0, "node:c": 0.001}], {"a": (a, a)}) == "c is no node that is alive"
-
-
-WRONG = [
-    "ray --engine=CPU train.py",
-    "ray --engine=CPU=-1 train.py",
-    "ray --hosts=a,b --nodes=2 train.py",
-    "ray --address=ray://a:10001 train.py",
-    "ray --address=nowhere train.py",
-    "spark train.py",
-    "spark -N 2 --master 10.0.0.7:7077 train.py",
-    "spark -N 2 '--engine=--conf '\"'\"'a=b' train.py",
-]
-
-
-@pytest.mark.parametrize("words", WRONG)
-@pytest.mark.usefixtures("with_a_script")
-def test_ray_and_spark_usage_errors(
-    words: str, capsys: pytest.CaptureFixture[str], golden: Callable[[str, str], None]
-) -> None:
-    assert main(["launch", *shlex.split(words)]) == 2
-    golden(words, capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("with_a_script")
