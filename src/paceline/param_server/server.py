@@ -109,6 +109,7 @@ class ParameterServer:
         with suppress(OSError):  # it is not there yet, or gone
             key, called = handshake_key(self.world.run_dir, at[2]), socket.create_connection(way_to(*at[:2]), MEET)
             self._leader = Connection(called, lambda frame: [], key, lambda _: f"{-1 - self.number}")
+            self._leader.greeting = f"{-1 - min(self._used)}".encode()  # who is called says nothing of itself
             self._leader_at = at
             for server in self._replicated:
                 server.replication.report(self._leader)
@@ -194,13 +195,12 @@ class ParameterServer:
         elif frame.kind == Kind.KEPT:
             self._servers[frame.trainer].shard.send_optimizer_state(link, frame)
         else:
-            number = -1 - min(self._used) if link is self._leader else _peer_number(link)
-            self._servers[frame.trainer].handle(link, client, number, frame)
+            self._servers[frame.trainer].handle(link, client, _peer_number(link), frame)
 
 
 def _read_greeting(link: Connection) -> tuple[int, str]:
     """Returns the number of the peer, which is negative for a server, and the address of its shared memory."""
-    number, _, memory = (link.greeting or b"-1").decode().partition(" ")
+    number, _, memory = link.greeting.decode().partition(" ")
     return int(number), memory
 
 
