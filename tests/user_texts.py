@@ -79,12 +79,18 @@ def texts_of(source: str) -> Iterator[tuple[str, str]]:
     return walk(tree, "")
 
 
+def texts() -> Iterator[tuple[Path, list[tuple[str, str]]]]:
+    """(module's file, its texts by the name of the function or class) of all modules."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path, [*texts_of(path.read_text())]
+
+
 def pages() -> dict[str, str]:
     """{path of the golden file: content} for each module that has texts."""
     content = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path, found in texts():
         lines, before = [], None
-        for name, text in texts_of(path.read_text()):
+        for name, text in found:
             if name != before:
                 lines.append(f"-- {name or '(module)'}")
                 before = name
@@ -97,8 +103,8 @@ def pages() -> dict[str, str]:
 def counted() -> tuple[Counter[str], list[str]]:
     """How often each pattern occurs in the texts, and a line for each place."""
     counts, places = Counter[str](), []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for name, text in texts_of(path.read_text()):
+    for path, found in texts():
+        for name, text in found:
             for pattern, expression in PATTERNS.items():
                 if re.search(expression, text):
                     counts[pattern] += 1

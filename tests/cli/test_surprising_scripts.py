@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from pathlib import Path
 from subprocess import PIPE
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from alone import by_hand, same, trainer
 from by_hand import built, grid
 from cases import mlp, rows
+from doc_pages import python_blocks
 from launching import paceline, train_basics
 from paths import DOCS
 from plain_python import python_train
@@ -160,7 +160,7 @@ data, trainer = data, make(plan="exact micro=3")
 
 def test_the_logger_of_the_documentation_survives_the_loss_of_worker_0(tmp_path: Path) -> None:
     text = (DOCS / "running.md").read_text()
-    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "SummaryWriter" in b)
+    (block,) = (b for b in python_blocks(text) if "SummaryWriter" in b)
     logged = []
     for folder, chaos in ((tmp_path / "whole", ""), (tmp_path / "lost", "kill:0@5.backward")):
         folder.mkdir()

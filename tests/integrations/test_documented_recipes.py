@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from basics import data, net
 from by_hand import built, grid
+from doc_pages import python_blocks
 from launching import METRICS, equal_bytes, train_basics
 from oracle import apart
 from paths import DOCS
@@ -38,8 +39,8 @@ UNEQUAL = {2: "3,1", 3: "1,0,2", 5: "3,1,1,2,1"}
 
 def code_block(title: str) -> str:
     """The code block below a heading."""
-    (block,) = re.findall(rf"^### {title}\n.*?^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
-    return str(block)
+    _, section = PAGE.read_text().split(f"\n### {title}\n")
+    return python_blocks(section)[0]
 
 
 def whole_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -136,7 +137,7 @@ def test_recipe_has_equal_bytes_with_exact(title: str, tmp_path: Path) -> None:
 
 # ---- on `trainer.state`, and beside training
 
-BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text().partition("\n## Gradients\n")[0], re.M | re.S)
+BLOCKS = python_blocks(PAGE.read_text().partition("\n## Gradients\n")[0])
 STATE = """
 heldout = torch.utils.data.Subset(data, range(45))
 trainer = paceline.Trainer(

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from doc_pages import python_blocks
 from launching import paceline, without_an_agent
 from once import once
 from oracle import apart
@@ -85,7 +86,7 @@ def rows(table: str) -> list[list[str]]:
 
 
 def blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", text(page), re.MULTILINE | re.DOTALL)
+    return python_blocks(text(page))
 
 
 # ---- the wheel

@@ -10,11 +10,12 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from doc_pages import python_blocks
 from launching import SCRIPTS, environment, train_basics
+from paths import DOCS
 from scripts.basics import make
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
-from test_package import blocks
 
 from paceline.base.journal import Journal, effective_steps, read_journal
 from paceline.errors import UsageError
@@ -139,7 +140,7 @@ def test_of_many_changes_a_part_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_mlflow_has_what_a_run_is_made_with_and_its_figures_as_documented(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="no mlflow here: pip install mlflow")
-    (logger,) = [block for block in blocks("docs/watching.md") if "class MLflow" in block]
+    (logger,) = [block for block in python_blocks((DOCS / "watching.md").read_text()) if "class MLflow" in block]
     body = f"trainer = make()\ntrainer.config(lr=0.1, width=16)\n{logger}list(trainer.steps(data, count=5))\n"
     store = f"file://{tmp_path}/store"
     train_basics(tmp_path, body, 2, MLFLOW_TRACKING_URI=store, MLFLOW_ALLOW_FILE_STORE="true", PYTHONPATH=PATHS)

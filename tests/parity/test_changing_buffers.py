@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import torch.nn.functional as F
 from alone import ONE_BY_ONE, decisions, trainer
 from by_hand import built, grid
 from cases import rows
+from doc_pages import python_blocks
 from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
 from paths import DOCS
@@ -130,7 +130,7 @@ def test_spectral_norm_of_another_trainer_iterates_once_a_step(run) -> None:
 
 def test_codebook_example_of_the_documentation() -> None:
     text = (DOCS / "architecture.md").read_text()
-    (block,) = (b for b in re.findall(r"^```python\n(.*?)^```", text, re.M | re.S) if "paceline.buffer" in b)
+    (block,) = (b for b in python_blocks(text) if "paceline.buffer" in b)
     names: dict[str, Any] = {"torch": torch, "nn": nn, "paceline": package}
     exec(block, names)
     (*summed, codes) = held_in([names["Codebook"](5, 2)])

@@ -48,6 +48,11 @@ def blocks_of(page: str) -> Iterator[Block]:
         yield Block(language, body, file, match["reason"])
 
 
+def python_blocks(page: str) -> list[str]:
+    """The Python in a page's blocks, in order."""
+    return [block.text for block in blocks_of(page) if block.language == "python"]
+
+
 def commands_of(text: str) -> Iterator[Command]:
     """The commands of a console block."""
     for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
