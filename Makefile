@@ -22,7 +22,7 @@ COLD := $(addprefix tests/launch/test_,agent.py agent_ends.py clean_exit.py) tes
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-torch test-all mutants engines lint types docs bench gallery gpu clean
+.PHONY: help demo test test-torch test-all mutants engines lint types docs dist bench gallery gpu clean
 
 # $(call install,WHAT,VENV,TORCH): one command line for all, or pip would fetch another torch first, which is several
 # gigabytes. TORCH is pip's way to say which torch.
@@ -90,16 +90,18 @@ docs: $(TOOLS) ## build the documentation site, with its search, into docs/_buil
 	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
 	@echo "open docs/_build/html/index.html in a browser"
 
-lint: $(TOOLS) ## ruff: rules and format
+lint: $(TOOLS) ## ruff: rules and format; codespell: spelling
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
+	@$(BIN)/codespell
 
 types: $(TOOLS) ## mypy, strict
 	@$(BIN)/mypy
 
-docs: $(TOOLS) ## build the documentation site, with its search, into docs/_build/html
-	@$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build/html
-	@echo "open docs/_build/html/index.html in a browser"
+dist: $(TOOLS) ## build the wheel and the source archive into dist
+	@rm -rf dist
+	@$(BIN)/python -m build --quiet
+	@ls dist
 
 bench: $(TOOLS) ## step time, sharded, cut and contrastive steps, a tiny one, memory, a GPU, sums, checkpoints and start beside their peers
 	@$(BIN)/python benchmarks/step_time.py

@@ -5,7 +5,7 @@ Usage: causes.py [--cause C ...] [--seeds N] [--together N] [--record FILE]; `cl
 are its runs (20 unless said); the slow link wants root. A row takes its time by sleeping, so that four workers fit on
 two cores. Each seed draws the worker that is hit, the step from which on, sizes, and in which of several ways. A run
 that is caused takes 10 to 25 s, a clean one 90 s or more: its verdict is asked for every five seconds, and each but
-"nothing is wrong" is a false alarm, as is each word of a hang.
+"no problem found" is a false alarm, as is each word of a hang.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ STEPS = 80
 # What doctor's first line must say, {} being the worker that is hit.
 CAUSES = {
     "slow CPU": r"worker {} is slow\b",
-    "slow link": r"the link between .*holds training up",
-    "slow loader": r"loading holds training up: worker {}( on \S+)?$",
-    "hung worker": r"code of the script's hung \(worker {}\)",
+    "slow link": r"the link between .*slows training down",
+    "slow loader": r"data loading slows training down: worker {}( on \S+)?$",
+    "hung worker": r"the script hung \(worker {}\)",
     "mismatched collective": r"workers called different collectives \(worker {}\)",
-    "skipped collective": r"a collective was left out \(worker {}\)",
-    "diverged parameter": r"workers do not have the same weights any more \(worker {}\)",
+    "skipped collective": r"a worker skipped a collective \(worker {}\)",
+    "diverged parameter": r"the workers' weights differ \(worker {}\)",
     "NaN": r"a loss or gradient is NaN or infinite \(worker {}\)",
 }
 ENDS = [*CAUSES][3:]  # these end the run

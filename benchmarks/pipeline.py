@@ -3,9 +3,10 @@
     python benchmarks/pipeline.py --bubble [--sleep 0.05] [--steps 8] [--record FILE]
     python benchmarks/pipeline.py --against torch [--workers 2] [--width 384] [--layers 8] [--rounds 7] [--record FILE]
 
---bubble    blocks that sleep, twice as long in the backward, so that nothing but the order of micro-batches counts. The
-            part of a step in which a worker does not sleep, beside (p-1)/(Vm+p-1) for p workers of V stages and m
-            micro-batches (Narayanan et al., 2021)
+--bubble    blocks that sleep as long in the forward as for the gradients of their inputs, and of their weights, so that
+            nothing but the order of micro-batches counts. Prints the part of a step in which a worker does not sleep,
+            and what the schedule predicts. Without split backwards that is (p-1)/(Vm+p-1) for p workers with V stages
+            each and m micro-batches (Narayanan et al., 2021)
 --against   a GPT with a head of its own. The sides take turns like those of step_time.py, all surrounded by what
             `paceline run` surrounds its workers with (cores, allocator, huge pages), one thread each:
 
@@ -43,6 +44,7 @@ from turns import WARM_UP, Processes, beside, give, launch, medians, record, tak
 import paceline
 from paceline.comm.autoload import register
 from paceline.launch.tuning import surround
+from paceline.parallel.pipeline.schedule import simulate, table
 
 AGREE, ROWS, MICRO, LENGTH, WORDS, STEPS = 1e-4, 16, 2, 64, 512, 5  # rows of a step and of a micro-batch; STEPS a round
 BUBBLES = [
@@ -51,6 +53,9 @@ BUBBLES = [
     (2, 2, "1f1b"),
     (4, 1, "1f1b"),
     (4, 2, "1f1b"),
+    (4, 1, "zb"),
+    (4, 2, "zb"),
+    (4, 2, "zbv"),
 ]  # workers, virtual, schedule
 COUNT = 8  # micro-batches of a step of sleepers
 
@@ -166,16 +171,18 @@ def against(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Sleep(torch.autograd.Function):
+    """Sleeps for so many seconds in the forward, and for others in the backward."""
+
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
+    def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        ctx.seconds = backward
+        time.sleep(forward)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return grad.clone(), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.seconds)
+        return grad.clone(), None, None
 
 
 class Sleeper(nn.Module):
@@ -184,7 +191,9 @@ class Sleeper(nn.Module):
         self.seconds, self.layer = seconds, nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Sleep.apply(self.layer(x), self.seconds)  # type: ignore[no-untyped-call, no-any-return]
+        x = Sleep.apply(x, self.seconds, self.seconds)  # type: ignore[no-untyped-call]
+        weight = Sleep.apply(self.layer.weight, 0.0, self.seconds)  # type: ignore[no-untyped-call]
+        return nn.functional.linear(x, weight, self.layer.bias)
 
 
 def sleeper(out: str, stages: int, seconds: float, steps: int) -> None:
@@ -214,7 +223,8 @@ def bubbles(options: argparse.Namespace) -> dict[str, Any]:
             taken = [float(text) for text in out.read_text().split()]
         asleep = 3 * options.sleep * COUNT
         found = 1 - asleep / statistics.median(taken)
-        expected = (workers - 1) / (virtual * COUNT + workers - 1)
+        equal = [1.0] * workers * virtual
+        expected = simulate(table(schedule, workers, virtual, COUNT), equal, [2 * one for one in equal]).bubble
         print(f"{words}: {found:.4f} of a step is waited, {expected:.4f} expected: {found / expected:.3f}", flush=True)
         results[words] = {"seconds": taken, "asleep": asleep, "bubble": found, "expected": expected}
     return results

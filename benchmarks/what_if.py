@@ -48,11 +48,11 @@ EVEN = ("--shares", "1,1,1,1")
 CASES = {
     "worker removed": ("without worker 3", Made(slow=3), Made(3)),
     "worker removed, equal shares": ("without worker 3", Made(slow=3, options=EVEN), Made(3)),
-    "loader fixed": ("loader fixed", Made(loads=1.5), Made()),
-    "loader fixed, equal shares": ("loader fixed", Made(loads=1.5, options=EVEN), Made()),
-    "link doubled": ("twice the link", Made(mbit=100), Made(mbit=200)),
-    "two more workers": ("two more workers", Made(), Made(6)),
-    "rows dealt by speed": ("rows dealt by speed", Made(slow=3, options=EVEN), Made(slow=3)),
+    "loader fixed": ("with instant data loading", Made(loads=1.5), Made()),
+    "loader fixed, equal shares": ("with instant data loading", Made(loads=1.5, options=EVEN), Made()),
+    "link doubled": ("with a link twice as fast", Made(mbit=100), Made(mbit=200)),
+    "two more workers": ("with two more workers", Made(), Made(6)),
+    "rows dealt by speed": ("with rows assigned by speed", Made(slow=3, options=EVEN), Made(slow=3)),
 }
 
 

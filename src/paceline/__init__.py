@@ -7,6 +7,9 @@ torch, starts at once.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import gc
+import io
 import os
 import sys
 from importlib import import_module
@@ -16,6 +19,9 @@ from paceline.base.heartbeat import HEARTBEAT
 
 if TYPE_CHECKING:
     import paceline.data as data
+    import paceline.hf as hf
+    import paceline.keras as keras
+    import paceline.lightning as lightning
     from paceline.base.batching import stream_seed as stream_seed
     from paceline.compute.buffers import buffer as buffer
     from paceline.compute.lr_schedules import cosine as cosine
@@ -34,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.train.step import StepReport as StepReport
     from paceline.trainer import Trainer as Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Trainer": "paceline.trainer",
@@ -58,7 +64,10 @@ _HOMES = {
 __all__ = [  # noqa: PLE0604 (they are strings)
     *_HOMES,
     "data",
+    "hf",
+    "keras",
     "launch",
+    "lightning",
     "__version__",
 ]
 
@@ -68,7 +77,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    if name in ("data", "launch"):
+    if name in ("data", "hf", "keras", "launch", "lightning"):
         return import_module(f"paceline.{name}")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 
@@ -77,17 +86,30 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
+def _flush_files() -> None:
+    """Writes what is in the buffers of open files, as the interpreter's clean-up would."""
+    for file in [sys.stdout, sys.stderr, *gc.get_objects()]:
+        if issubclass(type(file), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+            with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads
+                file.flush()
+
+
 def _last() -> None:
     """Runs after all exit handlers that were registered since this import. A worker that failed ends here: gloo's
     groups cannot be destroyed while a collective is unfinished, and left alone they abort the interpreter's exit.
+
+    After a generation was left, the collector must not destroy what is unfinished there: that could end the process by
+    a signal. Nothing that the collector alone would find is destroyed then.
     """
     team = sys.modules.get("paceline.team.team")
     if team is None:
         return
     if team.exit_code() is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush_files()
         os._exit(team.exit_code())
+    if team.has_left_generation():
+        _flush_files()
+        gc.freeze()
     sys.modules["paceline.comm.peer_status"].spare_late_threads()
 
 

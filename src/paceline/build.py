@@ -103,7 +103,8 @@ def build_replica(
     from paceline.parallel.fsdp import FullyShard  # torch takes half a second to import what it needs
 
     filled = None if known else partial(share, group=group)
-    return Replica(job, FullyShard(job, replica, plan.zero == 3, filled), group, outer, mesh, codec=codec, team=team)
+    layout = FullyShard(job, replica, plan.zero == 3, filled)
+    return Replica(job, layout, group, outer, mesh, pipeline, codec, team)
 
 
 def build_strategy(context: StepContext) -> Strategy:

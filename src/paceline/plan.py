@@ -21,26 +21,39 @@ from paceline.base.mesh import AXES, Mesh
 from paceline.errors import PlanError
 
 _NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)"
-# A word's value is a literal or one of these: its pattern, and what the user is told it stands for.
+# A word's value is a literal or one of these: its pattern, and its description in error messages.
 _NUMBERS = {
-    **{name: ("0*[1-9][0-9]{0,8}", f"{name} a whole number from 1 to 999999999") for name in "NHFQSVWB"},
-    **{name: ("[0-9]{1,9}", f"{name} a whole number from 0 to 999999999") for name in "KD"},
-    "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "topk:R with a fraction R of the gradient, as 0.01"),
-    "sgd:RATE": (rf"sgd:{_NUMBER}", "RATE a number, as 0.7"),
-    "nesterov:RATE:MOMENTUM": (rf"nesterov:{_NUMBER}:0?\.[0-9]+", "MOMENTUM below 1, as 0.9"),
-    "powersgd:R": ("powersgd:[1-9][0-9]{0,3}", "powersgd:R with a rank R from 1 to 9999"),
+    **{name: ("0*[1-9][0-9]{0,8}", f"{name} is a whole number from 1 to 999999999") for name in "NHFQSVWB"},
+    **{name: ("[0-9]{1,9}", f"{name} is a whole number from 0 to 999999999") for name in "KD"},
+    "topk:R": (r"topk:0?\.[0-9]*[1-9][0-9]*", "R in topk:R is a fraction of the gradient, for example 0.01"),
+    "sgd:RATE": (rf"sgd:{_NUMBER}", "RATE is a number, for example 0.7"),
+    "nesterov:RATE:MOMENTUM": (rf"nesterov:{_NUMBER}:0?\.[0-9]+", "MOMENTUM is below 1, for example 0.9"),
+    "powersgd:R": ("powersgd:[1-9][0-9]{0,3}", "R in powersgd:R is a rank from 1 to 9999"),
 }
 
-# What other tools call a word, without dashes, and what is said here.
+# Names that other tools use, without dashes, and the plan word to use instead.
 _ELSEWHERE = {
-    **dict.fromkeys(("bf16", "bfloat16", "amp"), "say precision=bf16"),
-    **dict.fromkeys(("fp16", "float16", "half"), "say precision=fp16"),
-    **dict.fromkeys(("fp32", "float32"), "leave it out: it is what is done unless said"),
-    **dict.fromkeys(("ddp", "dp"), "say data=N, or leave it out: all workers are replicas unless said"),
-    **dict.fromkeys(("fsdp", "fsdp2"), "say shard=N"),
-    **{f"zero{level}": f"say shard=N zero={level}" for level in (1, 2, 3)},
-    **{short: f"say {word}=N" for short, word in {"tp": "tensor", "pp": "pipeline", "cp": "context"}.items()},
-    **dict.fromkeys(("checkpointing", "gradientcheckpointing"), "say recompute=blocks"),
+    **dict.fromkeys(("bf16", "bfloat16", "amp"), "use precision=bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "use precision=fp16"),
+    **dict.fromkeys(("fp32", "float32"), "leave it out: float32 is the default"),
+    **dict.fromkeys(("ddp", "dp"), "use data=N, or leave it out: by default every worker is a replica"),
+    **dict.fromkeys(("fsdp", "fsdp2"), "use shard=N"),
+    **{f"zero{level}": f"use shard=N zero={level}" for level in (1, 2, 3)},
+    **{short: f"use {word}=N" for short, word in {"tp": "tensor", "pp": "pipeline", "cp": "context"}.items()},
+    **dict.fromkeys(("checkpointing", "gradientcheckpointing"), "use recompute=blocks"),
+}
+
+
+# The words as the help shows them.
+GROUPS = {
+    "Spread": ("data", "shard", "zero", "tensor", "pipeline", "schedule", "virtual", "context", "auto"),
+    "Micro-batches": ("micro", "lr_scaling"),
+    "Communication": ("codec",),
+    "Memory and arithmetic": ("precision", "recompute", "offload", "compile", "exact"),
+    "Asynchronous": (
+        *("local", "every", "outer", "fragments", "delay", "outer_codec", "quorum"),
+        *("server", "staleness", "window", "backup", "damping", "delayed", "copies"),
+    ),
 }
 
 
@@ -53,92 +66,120 @@ def _word(value: str, caption: str, of: str = "", axis: bool = False, built: boo
 
 @dataclass(frozen=True)
 class Plan:
-    """How the training is laid out over the workers. None or False: the word was not said.
+    """How the training is laid out over the workers. A word that is not in the plan is None or False.
 
     `Plan.parse` reads the text that `str` prints, and `validate` fits the plan to a number of workers.
     """
 
-    data: int | None = _word("N", "N replicas, gradients all-reduced every step", axis=True, built=True)
-    local: int | None = _word("N", "N islands, merged every H steps (local SGD, DiLoCo)", built=True)
-    every: int | None = _word("H", "steps between two merges of the islands", of="local", built=True)
+    data: int | None = _word("N", "N replicas; gradients are all-reduced every step", axis=True, built=True)
+    local: int | None = _word("N", "N islands that are merged every H steps (local SGD, DiLoCo)", built=True)
+    every: int | None = _word("H", "merge the islands every H steps", of="local", built=True)
     outer: str | None = _word(
-        "sgd:RATE|nesterov:RATE:MOMENTUM", "how far a merge goes, nesterov:0.7:0.9 unless said", of="local", built=True
+        "sgd:RATE|nesterov:RATE:MOMENTUM",
+        "outer optimizer of a merge (default nesterov:0.7:0.9)",
+        of="local",
+        built=True,
     )
-    fragments: int | None = _word("F", "one of F parts of the model is merged at a time", of="local", built=True)
+    fragments: int | None = _word(
+        "F", "split the model into F fragments and merge one at a time", of="local", built=True
+    )
     delay: int | None = _word(
-        "D", "steps that are made while a part's sum travels; 0 unless said", of="fragments", built=True
+        "D", "steps that overlap with the all-reduce of a fragment (default 0)", of="fragments", built=True
     )
-    outer_codec: str | None = _word("int8|int4", "how far islands have come travels as codes", of="local", built=True)
+    outer_codec: str | None = _word(
+        "int8|int4", "quantize the differences that islands exchange", of="local", built=True
+    )
     quorum: int | None = _word(
-        "Q", "a merge waits for Q islands and a grace window; later ones are in a later merge", of="local", built=True
+        "Q", "a merge waits for Q islands and a grace period; late islands join a later merge", of="local", built=True
     )
-    server: int | None = _word("S", "S parameter servers beside the workers keep the optimizer", built=True)
+    server: int | None = _word("S", "S parameter servers, in addition to the workers, run the optimizer", built=True)
     staleness: float | None = _word(
-        "K|inf", "steps a worker may run ahead: 0 synchronous, inf asynchronous", of="server", built=True
+        "K|inf", "steps that a worker may run ahead: 0 synchronous, inf asynchronous", of="server", built=True
     )
     window: int | None = _word(
-        "W", "with staleness or backup: updates until all workers meet again, 256 unless said", of="server", built=True
+        "W",
+        "with staleness or backup: updates between two synchronisations of all workers (default 256)",
+        of="server",
+        built=True,
     )
     backup: int | None = _word(
-        "B", "in step: the first N-B workers make the step, and rows of later ones are dropped", of="server", built=True
+        "B", "the fastest N-B workers make each step; samples of the slower ones are dropped", of="server", built=True
     )
     damping: bool = _word(
         "",
-        "with staleness: the learning rate of an update is divided by 1 + those that it missed",
+        "with staleness: divide the learning rate of an update by 1 + its staleness",
         of="server",
         built=True,
     )
     delayed: int | None = _word(
-        "D", "with staleness: Nesterov's momentum is refreshed in each D-th update alone", of="server", built=True
+        "D", "with staleness: refresh Nesterov momentum only in every D-th update", of="server", built=True
     )
     copies: int | None = _word(
-        "0|1", "each server's part is held by another one as well: a lost server loses nothing", of="server", built=True
+        "0|1",
+        "copies of each server's shard on another server: with 1, losing a server loses nothing",
+        of="server",
+        built=True,
     )
-    shard: int | None = _word("N", "parameters, gradients and optimizer state in N shards", axis=True, built=True)
+    shard: int | None = _word(
+        "N", "parameters, gradients and optimizer state in N shards (ZeRO, FSDP)", axis=True, built=True
+    )
     zero: int | None = _word(
-        "1|2|3", "sharded: 1 optimizer state, 2 and gradients, 3 and parameters", of="shard", built=True
+        "1|2|3",
+        "1: shard optimizer state, 2: also gradients, 3: also parameters (default 3)",
+        of="shard",
+        built=True,
     )
     offload: str | None = _word(
-        "cpu", "the optimizer's state and rows wait in the host's memory, which updates them", of="shard", built=True
+        "cpu",
+        "keep optimizer state and parameter shards in host memory and update them on the CPU",
+        of="shard",
+        built=True,
     )
-    tensor: int | None = _word("N", "the model cut N times inside its layers", axis=True, built=True)
-    pipeline: int | None = _word("N", "the model cut in N stages", axis=True, built=True)
+    tensor: int | None = _word("N", "split each layer over N workers (tensor parallelism)", axis=True, built=True)
+    pipeline: int | None = _word("N", "split the model into N stages (pipeline parallelism)", axis=True, built=True)
     schedule: str | None = _word(
-        "gpipe|1f1b", "the order of micro-batches through the stages; 1f1b unless said", of="pipeline", built=True
+        "gpipe|1f1b|zb|zbv",
+        "order of micro-batches in the pipeline (default 1f1b); zb and zbv split each backward",
+        of="pipeline",
+        built=True,
     )
-    virtual: int | None = _word("V", "V stages on each worker, for less waiting", of="pipeline", built=True)
-    context: int | None = _word("N", "the sequence cut in N parts", axis=True, built=True)
-    micro: int | None = _word("N", "rows of a micro-batch; an eighth of the global batch unless said", built=True)
+    virtual: int | None = _word(
+        "V", "V stages on each worker, which reduces idle time (interleaved schedule)", of="pipeline", built=True
+    )
+    context: int | None = _word("N", "split each sequence over N workers (sequence parallelism)", axis=True, built=True)
+    micro: int | None = _word("N", "samples in a micro-batch (default: an eighth of the global batch)", built=True)
     codec: str | None = _word(
         "bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy",
-        "sums of gradients between hosts as codes; auto: as each costs least, measured",
+        "compress gradient sums between hosts; auto: the codec measured to be fastest for each",
         built=True,
     )
     lr_scaling: str | None = _word(
-        "linear|sqrt", "a run that goes on with another global batch scales its learning rates", built=True
+        "linear|sqrt", "scale learning rates when a run resumes with a different global batch", built=True
     )
-    precision: str | None = _word("bf16|fp16", "arithmetic of forward and backward", built=True)
+    precision: str | None = _word(
+        "bf16|fp16", "precision of forward and backward (default: the model's dtype)", built=True
+    )
     recompute: str | None = _word(
-        "blocks", "activations are computed again in backward, which saves memory", built=True
+        "blocks", "recompute activations in backward to save memory (activation checkpointing)", built=True
     )
-    compile: bool = _word("", "torch.compile", built=True)
-    exact: bool = _word("", "bit-identical for any number of workers", built=True)
-    auto: bool = _word("", "the planner decides")
+    compile: bool = _word("", "run the model with torch.compile", built=True)
+    exact: bool = _word("", "bit-identical results for any number of workers", built=True)
+    auto: bool = _word("", "let the planner decide")
 
     @classmethod
     def parse(cls, text: str) -> Plan:
-        """The plan that `text` says: words with white space between. Raises PlanError if it cannot."""
+        """Parses the words of `text`, separated by white space. Raises PlanError if the text is not a plan."""
         values: dict[str, Any] = {}
         for word in text.split():
             row, value = _read(word)
             if row.name in values:
                 first = _say(row.name, values[row.name])
-                raise PlanError(f"plan word {row.name!r} is said twice: {first} and {word}", "keep one of them")
+                raise PlanError(f"plan word {row.name!r} is given twice: {first} and {word}", "keep one of them")
             values[row.name] = value
         return cls(**values)
 
     def __str__(self) -> str:
-        """The canonical text: only what was said, in the order of the table."""
+        """Returns the canonical text: the given words, in the order of the table."""
         return " ".join(word for _, _, word in self.stated_words())
 
     def validate(self, workers: int) -> Plan:
@@ -147,18 +188,21 @@ class Plan:
         Raises PlanError if the axes do not fit the workers, words contradict each other, or one is not built.
         """
         if workers < 1:
-            raise PlanError(f"a plan cannot use {workers} workers", "start at least one")
+            raise PlanError(f"a plan cannot use {workers} workers", "start at least one worker")
         data = self._divide(workers)
         if self.backup and self.backup >= workers:
-            what = f"backup={self.backup} of {workers} worker{'' if workers == 1 else 's'} leaves nobody to make a step"
-            raise PlanError(what, f"say backup={workers - 1}" if workers > 1 else "leave backup out")
-        resolved = replace(self, zero=self.zero or (3 if self.shard else None))
+            what = (
+                f"backup={self.backup} of {workers} worker{'' if workers == 1 else 's'} leaves no worker to make a step"
+            )
+            raise PlanError(what, f"use backup={workers - 1}" if workers > 1 else "leave backup out")
+        virtual = self.virtual or (2 if self.schedule == "zbv" else None)  # a V has two arms
+        resolved = replace(self, zero=self.zero or (3 if self.shard else None), virtual=virtual)
         resolved._check_pairs()
         unbuilt = [word for row, _, word in resolved.stated_words() if not row.metadata["built"]]
         if unbuilt:
             verb = "is" if len(unbuilt) == 1 else "are"
             known = ", ".join(_usage(row) for row in fields(Plan) if row.metadata["built"])
-            raise PlanError(f"{' '.join(unbuilt)} {verb} not built yet", f"use only what is: {known}")
+            raise PlanError(f"{' '.join(unbuilt)} {verb} not supported yet", f"use only {known}")
         return replace(resolved, data=data)
 
     @cached_property
@@ -181,8 +225,8 @@ class Plan:
 
     @cached_property
     def together(self) -> int:
-        """How many workers gather a model's parameters from one another, and therefore run it equally often."""
-        return self.mesh(1).replica if self.zero in (2, 3) else 1
+        """How many units gather a model's parameters from one another, and therefore run it equally often."""
+        return self.mesh(1).shard if self.zero in (2, 3) else 1
 
     @property
     def apart(self) -> bool:
@@ -213,7 +257,7 @@ class Plan:
         least time first.
         """
         unit = self.mesh(1).unit
-        for zero in (1, 2, 3) if unit == 1 else (1,):
+        for zero in (1, 2, 3):
             for shard in (n for n in range(2, workers // unit + 1) if workers % (n * unit) == 0):
                 if (shard, zero) != (self.shard, self.zero):
                     yield replace(self, data=None, shard=shard, zero=zero)
@@ -231,7 +275,7 @@ class Plan:
         stated = axes.pop("data", None)
         text, product = _say_all(axes), int(math.prod(axes.values()))
         if workers % product:
-            what = f"need {product} workers and do not divide {workers}"
+            what = f"need {product} workers, which does not divide {workers}"
             if len(axes) == 1:
                 what = f"does not divide {workers} worker{'' if workers == 1 else 's'}"
             raise PlanError(f"{text} {what}", f"try {' or '.join(_nearest(axes, workers))}")
@@ -240,8 +284,10 @@ class Plan:
             used = stated * product
             what = f"use {used} of {workers} workers" if axes else f"does not use {workers} workers"
             if used > workers:
-                what = f"need{'' if axes else 's'} {used} workers and there are {workers}"
-            raise PlanError(f"{_say_all({'data': stated, **axes})} {what}", f"leave data out, or say data={data}")
+                what = (
+                    f"need{'' if axes else 's'} {used} workers, but there {'is' if workers == 1 else 'are'} {workers}"
+                )
+            raise PlanError(f"{_say_all({'data': stated, **axes})} {what}", f"leave data out, or use data={data}")
         return data
 
     def _check_pairs(self) -> None:
@@ -251,26 +297,36 @@ class Plan:
             if owner and getattr(self, owner) is None:
                 raise PlanError(f"{word} needs {owner}", f"add {owner}=N, or leave {word} out")
         if self.local and not self.every:
-            raise PlanError(f"local={self.local} does not say how often", "add every=H, as every=50")
+            raise PlanError(
+                f"local={self.local} needs the number of steps between merges", "add every=H, for example every=50"
+            )
         self._check_fragments()
         if self.local and self.server:
             what = f"local={self.local} and server={self.server} both synchronise the replicas"
             raise PlanError(what, "keep one of them")
         if self.local and (self.quorum or 0) >= self.local:
-            what = f"quorum={self.quorum} of local={self.local} leaves nobody to be late"
-            raise PlanError(what, "leave quorum out: a merge waits for all islands unless said")
+            what = f"quorum={self.quorum} of local={self.local} leaves no island that could be late"
+            raise PlanError(what, "leave quorum out: by default a merge waits for all islands")
         beside = next((word for row, _, word in self.stated_words() if row.name in ("fragments", "outer_codec")), "")
         if self.quorum and beside:
-            raise PlanError(f"quorum={self.quorum} and {beside} are not built together yet", "leave one of them out")
+            raise PlanError(f"quorum={self.quorum} and {beside} cannot be used together yet", "leave one of them out")
+        if self.schedule == "zbv" and (self.virtual or 2) % 2:
+            what = (
+                f"schedule=zbv and virtual={self.virtual} contradict each other: the stages of a worker come in pairs"
+            )
+            raise PlanError(what, "use virtual=2, or schedule=zb")
+        if self.schedule in ("zb", "zbv") and self.zero in (2, 3):
+            what = f"schedule={self.schedule} and zero={self.zero} cannot be used together yet"
+            raise PlanError(what, "use zero=1, or schedule=1f1b")
         for row, value, word in self.stated_words():
             if self.exact and row.name in ("codec", "staleness", "backup") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
             for axis in (axis for axis in AXES[2:] if (getattr(self, axis) or 1) > 1):
-                if word in ("compile", "zero=2", "zero=3", "precision=fp16") or (word == "exact" and axis != "tensor"):
-                    what = f"{word} and {axis}={getattr(self, axis)} are not built together yet"
-                    raise PlanError(what, "say zero=1" if row.name == "zero" else f"leave {word} or {axis} out")
+                if word in ("compile", "precision=fp16") or (word == "exact" and axis != "tensor"):
+                    what = f"{word} and {axis}={getattr(self, axis)} cannot be used together yet"
+                    raise PlanError(what, f"leave {word} or {axis} out")
             if self.local and (word in ("exact", "precision=fp16") or row.name in ("codec", "lr_scaling")):
-                what = f"{word} and local={self.local} are not built together yet"
+                what = f"{word} and local={self.local} cannot be used together yet"
                 raise PlanError(what, f"leave {word} or local out")
             if self.server:
                 self._check_beside_servers(row, value, word)
@@ -278,56 +334,67 @@ class Plan:
                 raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
 
     def _check_beside_servers(self, row: Field[Any], value: Any, word: str) -> None:
-        """An error where a word cannot stand, or not yet, beside `server`."""
+        """Raises PlanError for a word that cannot be used with `server`."""
         if row.metadata["axis"] and row.name != "data" and (value > 1 or row.name == "shard"):
-            what = f"{word} and server={self.server} both divide a model"
-            raise PlanError(what, f"keep one of them: under server={self.server} each worker has a whole one")
+            what = f"{word} and server={self.server} both shard the model"
+            raise PlanError(what, f"keep one of them: with server={self.server} each worker has the complete model")
         if word == "delayed=0":
-            raise PlanError("delayed=0 would never refresh the momentum", "say delayed=N, N the number of workers")
+            raise PlanError(
+                "delayed=0 would never refresh the momentum", "use delayed=N with the number of workers as N"
+            )
         if row.name == "backup" and self.staleness:
-            what = f"{word} is for workers that are in step, and with staleness={self.staleness:g} nobody is late"
+            what = f"{word} is only for synchronous workers; with staleness={self.staleness:g} no step waits"
             raise PlanError(what, f"leave {word} or staleness out")
         windows = self.in_windows if row.name == "window" else self.staleness
         if row.name in ("window", "damping", "delayed") and not windows:
-            what = f"{word} is for workers that are not in step"
-            raise PlanError(what, f"add staleness=K, or leave {row.name} out: in step all meet after each update")
+            what = f"{word} is only for asynchronous workers"
+            raise PlanError(
+                what, f"add staleness=K, or leave {row.name} out: synchronous workers meet after each update"
+            )
         if word == "copies=1" and self.server == 1:
-            raise PlanError("copies=1 needs another server that holds them", "say server=2, or leave copies out")
+            raise PlanError("copies=1 needs a second server to hold the copies", "use server=2, or leave copies out")
         if word == "precision=fp16" and self.in_windows:
-            what = f"{word} looks for one loss scale, and {self.several} has no step that all make"
-            raise PlanError(what, "say precision=bf16")
+            what = (
+                f"{word} needs one loss scale for all workers, but with {self.several} they do not make the same steps"
+            )
+            raise PlanError(what, "use precision=bf16")
         if row.name == "codec" and value not in ("bf16", "fp16", "int8"):
-            what = f"beside server={self.server} there are rounding codecs alone, and {word} is none"
-            raise PlanError(what, "say codec=bf16, codec=fp16 or codec=int8")
+            what = f"server={self.server} supports only codecs that round, not {word}"
+            raise PlanError(what, "use codec=bf16, codec=fp16 or codec=int8")
 
     def _check_fragments(self) -> None:
         """An error where a round has fewer steps than parts, or a part's sum would travel longer than to the next."""
         count, every, delay = self.fragments or 1, self.every or 1, self.delay or 0
         if count > every:
-            what = f"fragments={count} are more than the steps of a round, every={every}"
-            raise PlanError(what, f"say fragments={every}, or every={count}")
+            what = f"fragments={count} is more than the {every} step{'' if every == 1 else 's'} between merges"
+            raise PlanError(what, f"use fragments={every}, or every={count}")
         if delay >= every // count:
             each = every // count
-            what = f"delay={delay} is not less than the steps from one fragment to the next, of which there are {each}"
-            raise PlanError(what, f"say delay={each - 1}, or every={(delay + 1) * count}")
+            what = f"delay={delay} must be less than the {each} step{'' if each == 1 else 's'} between two fragments"
+            raise PlanError(what, f"use delay={each - 1}, or every={(delay + 1) * count}")
 
 
 def describe() -> str:
-    """The words of a plan, one a line, for the help of the command line."""
-    lines = []
-    for row in fields(Plan):
-        note = "" if row.metadata["built"] else " (not built yet)"
-        lines.append(f"{_usage(row):<20} {row.metadata['caption']}{note}")
-    return "\n".join(lines)
+    """Returns the words of a plan in their groups, one word a line, for the help of the command line."""
+    rows = {row.name: row for row in fields(Plan)}
+    blocks = []
+    for title, names in GROUPS.items():
+        lines = [f"{title}:"]
+        for row in (rows[name] for name in names if rows[name].metadata["built"]):
+            usage = _usage(row)
+            lines.append(f"  {usage}\n{'':<22}" if len(usage) > 20 else f"  {usage:<20}")
+            lines[-1] += f" {row.metadata['caption']}"
+        blocks.append("\n".join(lines))
+    return "\n\n".join(blocks)
 
 
 def _read(word: str) -> tuple[Field[Any], Any]:
     """The row of the table that `word` names, and its value."""
     if "," in word and word.strip(","):
         words = " ".join(word.replace(",", " ").split())
-        raise PlanError(f"plan word {word!r} holds a comma", f"separate words with spaces: {words}")
+        raise PlanError(f"plan word {word!r} contains a comma", f"separate words with spaces: {words}")
     if word.startswith("-") and word.strip("-"):
-        raise PlanError(f"plan word {word!r} begins with a dash", f"write it without: {word.lstrip('-')}")
+        raise PlanError(f"plan word {word!r} begins with a dash", f"write it without the dash: {word.lstrip('-')}")
     name, equals, text = word.partition("=")
     row = next((row for row in fields(Plan) if row.name == name), None)
     if row is None:
@@ -335,14 +402,14 @@ def _read(word: str) -> tuple[Field[Any], Any]:
     spec = row.metadata["value"]
     if not spec:
         if equals:
-            raise PlanError(f"plan word {word!r} takes no value", f"say {name}, or leave it out")
+            raise PlanError(f"plan word {word!r} takes no value", f"use {name} without a value, or leave it out")
         return row, True
     if not text:
-        raise PlanError(f"plan word {word!r} has no value", f"say {_usage(row)}, without spaces")
+        raise PlanError(f"plan word {word!r} has no value", f"use {_usage(row)}, without spaces")
     if not _fits(text, spec.split("|")):
         notes = [_NUMBERS[kind][1] for kind in spec.split("|") if kind in _NUMBERS]
-        cure = ", ".join([f"say {_usage(row)}", *notes])
-        raise PlanError(f"plan word {word!r} has a value that does not fit", cure)
+        cure = ", ".join([f"use {_usage(row)}", *notes])
+        raise PlanError(f"plan word {word!r} has an invalid value", cure)
     return row, math.inf if text == "inf" else int(text) if text.isdecimal() else text
 
 
@@ -359,7 +426,7 @@ def _unknown(word: str) -> PlanError:
     close = difflib.get_close_matches(name.lower(), [row.name for row in fields(Plan)], n=1)
     if not close:
         known = " ".join(_usage(row) for row in fields(Plan))
-        return PlanError(f"unknown plan word {word!r}", f"the known ones are {known}")
+        return PlanError(f"unknown plan word {word!r}", f"the plan words are {known}")
     row = next(row for row in fields(Plan) if row.name == close[0])
     meant = f"{row.name}={text}" if text and row.metadata["value"] else _usage(row)
     return PlanError(f"unknown plan word {word!r}", f"did you mean {meant}?")

@@ -28,7 +28,7 @@ from paceline.compute.job import default_forward
 from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
 from paceline.compute.rng import RngState
-from paceline.compute.state_dict import copies_in_pieces, hidden_in, model_state, own_copies
+from paceline.compute.state_dict import copies_in_pieces, frozen, hidden_in, model_state, own_copies
 from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Source
@@ -69,6 +69,7 @@ from paceline.session.validation import (
     device_of,
     enable_fused,
     left_out,
+    missing_method,
     optimizers_of,
     refuse_fused,
     refuse_other_groups,
@@ -85,7 +86,7 @@ from paceline.train.step import Step, StepReport
 from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
 from paceline.train.step_verbs import load_batch
 
-_FUSED = "fused= was left open, and torch has it for this device"
+_FUSED = "fused= was not set, and torch supports it on this device"
 
 
 class Trainer(TrainerLogging):
@@ -135,9 +136,13 @@ class Trainer(TrainerLogging):
     """
 
     model = Fixed[nn.Module](
-        "the optimizer has its parameters; make another Trainer, or trainer.model.load_state_dict(...)"
+        "the optimizer refers to its parameters; create another Trainer, or use trainer.model.load_state_dict(...)"
     )
-    state = Fixed[State]("a checkpoint keeps what lies in it; write trainer.state.update(...)")
+    state = Fixed[State]("checkpoints hold this object; use trainer.state.update(...)")
+    save_frozen = True
+    """Whether checkpoints hold parameters that are not trained, such as the base model of LoRA adapters. With False, a
+    resumed run takes them from the model that the script makes. Set it on all workers, before the loop.
+    """
     _line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
     _closed = False
     _spare: MicroBatch | None = None  # of what this worker brought to step()
@@ -255,7 +260,9 @@ class Trainer(TrainerLogging):
             release(run)
         start_script_view(run.trainers.members)
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # modules are gone by now, and nobody needs the memory
+            return
         if "best" in vars(self) and not self._stands_in:  # else it was closed, or not made
             self._end()
 
@@ -285,10 +292,12 @@ class Trainer(TrainerLogging):
 
     @property
     def parts(self) -> list[Redistributor | None]:
+        """What divides the layers of each model, in the order of the models; for the script's view of the weights."""
         return self._job.redistributors if self._line is None else []
 
     @property
     def unmoved(self) -> str:
+        """What to tell the user at the end if a plateau schedule never got a value; else empty."""
         return self.plateau.unmoved
 
     @property
@@ -298,7 +307,7 @@ class Trainer(TrainerLogging):
 
     def _need_optimizer(self) -> None:
         if self._line is not None:
-            what = f"trainer {self._number} had ended when the checkpoint was written: its optimizer's state is gone"
+            what = f"trainer {self._number} was closed when the checkpoint was written, so its optimizer state is gone"
             raise UsageError(what, "start a new run in another --run-dir to train it further")
 
     def dismantle(self) -> list[Any]:
@@ -330,11 +339,12 @@ class Trainer(TrainerLogging):
         def __getattr__(self, name: str) -> Any:
             if self._closed and not name.startswith("__"):
                 raise self._is_closed()
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            what = f"{type(self).__name__!r} object has no attribute {name!r}{missing_method(name)}"
+            raise AttributeError(what, name=name, obj=self)
 
     def _is_closed(self) -> UsageError:
-        what = f"trainer {self._number} is closed: its model, optimizer and gradients were given back"
-        return UsageError(what, "call trainer.close() after its last use, or make another Trainer")
+        what = f"trainer {self._number} is closed: its model, optimizer and gradients were released"
+        return UsageError(what, "call trainer.close() after its last use, or create another Trainer")
 
     def _need_open(self) -> None:
         if self._closed:
@@ -373,7 +383,7 @@ class Trainer(TrainerLogging):
         """
         self.described = {**self.described, **part}
         if not known:
-            compare(self._group, part, f"the making of Trainer {self._number}")
+            compare(self._group, part, f"creating Trainer {self._number}")
 
     def _optimizers(self, make: Any, mesh: Mesh) -> list[Optimizer]:
         """Calls the user's function with the parameters that this worker holds. The result must not depend on whether
@@ -387,7 +397,7 @@ class Trainer(TrainerLogging):
             refuse_spread(coupling, plan)
             if job.local_cuts and coupling.scope > Scope.ELEMENT:
                 self._replica.use_full_parameters()
-                what = f"{coupling.kind} gets whole parameters on each worker, and its state is not divided"
+                what = f"{coupling.kind} gets full parameters on each worker, and its state is not sharded"
                 self._reporter.decide(self._number, what, f"it {coupling.why}")
                 self._reporter.say(f"{what}: it {coupling.why}", once=True)
         optimizers = optimizers_of(make, list(job.local_params.items()))
@@ -407,7 +417,13 @@ class Trainer(TrainerLogging):
 
     @property
     def device(self) -> torch.device:
+        """The device on which this worker computes; samples of the dataset may be on any."""
         return self._device
+
+    @property
+    def run_dir(self) -> Path | None:
+        """The run folder, which holds journal, report and checkpoints; None if the run has none."""
+        return Path(self._run.folder.path) if self._run.folder.path else None
 
     @property
     def complete(self) -> bool:
@@ -453,7 +469,7 @@ class Trainer(TrainerLogging):
         refuse_words("steps()", words, Trainer.steps)
         check_types(collate=collate, order=order, loader=loader)
         if self._grid is None:
-            raise UsageError("steps() needs the global batch", "give global_batch= to the Trainer")
+            raise UsageError("steps() needs the global batch", "pass global_batch= to the Trainer")
         if epochs is not None and count is not None:
             raise UsageError("both epochs= and count= were given", "give one of them")
         count, epochs = whole_number("count", count), whole_number("epochs", epochs)
@@ -515,7 +531,7 @@ class Trainer(TrainerLogging):
         source = phase.source(source)
         if source.rows is None and phase.done:
             self._reporter.say(
-                f"reading past the first {phase.done} global batches: an iterable dataset has no middle to start in"
+                f"skipping the first {phase.done} global batches: an iterable dataset must be read from its start"
             )
         span = (phase.done, phase.total, 1 << 62 if phase.epochs is None else phase.epochs)
         feed = Feed(source, grid, span, run.team.world.tell, watched=True)
@@ -536,8 +552,10 @@ class Trainer(TrainerLogging):
                     self._tell_of_loading(feed)
                 yield report
                 if self._closed:
-                    what = "trainer.close() was called in the body of this trainer's own loop, which goes on"
-                    raise UsageError(what, "leave the loop with `break`, or call close() after it")
+                    what = "trainer.close() was called inside this trainer's own training loop"
+                    raise UsageError(
+                        what, "leave the loop with `break` right after close(), or call close() after the loop"
+                    )
                 if run.script.loops[0] is phase:
                     run.between(ends=self._stopped or phase.done == phase.total)
                 if self._stopped:
@@ -581,8 +599,8 @@ class Trainer(TrainerLogging):
         run = self._run
         if not self._strategy.lockstep:
             word = self.plan.several
-            what = f"step() brings the rows of one step, and under {word} a turn of the loop has several"
-            raise UsageError(what, f"use steps(), or leave {word} out")
+            what = f"step() makes one optimizer step, but under {word} each turn of the loop makes several"
+            raise UsageError(what, f"use steps(), or remove {word} from the plan")
         run.begin_training(self._number, loop=False)
         first, run.script.uses_step = not run.script.uses_step, True
         number = self.steps_done + 1
@@ -762,7 +780,9 @@ class Trainer(TrainerLogging):
         """
         self.best.follow(name, mode)
         if self._run.checkpoints.storage is None:
-            self._reporter.say(f"the best {name} is not kept: there is no run folder", once=True)
+            self._reporter.say(
+                f"no checkpoint of the best {name} is kept, because the run has no run folder", once=True
+            )
 
     @without_script_view
     def save(self) -> None:
@@ -799,7 +819,7 @@ class Trainer(TrainerLogging):
         self._need_open()
         self._run.need_team()
         if not self.steps_done and not self._run.resume.imported and self._script_settings.untrained(self.model):
-            why = "nothing went through what steps() returned" if self.untouched else "no step was made here"
+            why = "the loop that steps() returned was not run" if self.untouched else "this process made no step"
             what = f"these weights are not trained: {why}"
             self._reporter.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
         refuse_other_suffix(Path(path))
@@ -837,14 +857,17 @@ class Trainer(TrainerLogging):
             return self._line
         for optimizer in self._job.optimizers if not self._looked else ():
             if hidden := hidden_in(optimizer):
-                self._reporter.say(f"{hidden}; keep them in self.state", once=True)
+                self._reporter.say(f"{hidden}; store them in self.state", once=True)
         self._looked = True
         kept, full_copies = copies_in_pieces(self.state.saved(), self._job)
         if self._line is not None:  # its weights could not be written
             more = {"whole": full_copies} if full_copies else {}
             return {**self._line, "model": model_state(self._job), "state": kept, **more}
+        state = self._strategy.state(done)
+        if done is not None and not self.save_frozen:
+            state["model"] = {name: value for name, value in state["model"].items() if name not in frozen(self.model)}
         return {
-            **self._strategy.state(done),
+            **state,
             "own": {} if done is None else self._replica.error_feedback.state(done),
             "grid": [self._grid.global_batch, self._grid.micro] if self._grid else None,
             "phases": [phase.saved() for phase in self._phases],
@@ -878,7 +901,8 @@ class Trainer(TrainerLogging):
         if self._line is None:
             self._replica.complete()
 
-    def held(self) -> int:
+    @property
+    def held_bytes(self) -> int:
         """Returns the bytes that the trainer holds on this worker."""
         return sum(self._strategy.memory().values())
 
@@ -926,12 +950,17 @@ class Trainer(TrainerLogging):
             return
         missing = {"model", "phases", "stopped", "state"} - saved.keys()
         if missing and newcomer and "closed" not in saved:
-            what = f"the checkpoint holds no {min(missing)} of trainer {self._number}, which has done steps"
-            raise CheckpointError(what, "take another checkpoint, or start anew in another --run-dir")
+            what = f"the checkpoint holds no {min(missing)} of trainer {self._number}, which has made steps"
+            raise CheckpointError(what, "use another checkpoint, or start a new run in another --run-dir")
         checkpoint = f"checkpoint of step {self._run.resume.step} in {self._run.folder.path or 'memory'}"
         with saved.naming("what others sent" if self._run.resume.step is None else f"the {checkpoint}", self._number):
+            left_out = frozen(self.model).keys() - saved["model"].keys()  # by save_frozen=False
             if newcomer and self._run.resume.step is not None:
-                refuse_another_model(self.model, saved["model"], self._number, checkpoint, self._job.cuts)
+                full = {name: value for name, value in model_state(self._job).items() if name in left_out}
+                refuse_another_model(self.model, {**full, **saved["model"]}, self._number, checkpoint, self._job.cuts)
+            if left_out:
+                state = self.model.state_dict(keep_vars=True)
+                saved["model"] = {**{name: state[name] for name in left_out}, **saved["model"]}
             if "closed" not in saved:
                 load_strategy(self._strategy, saved, newcomer)
             elif newcomer:

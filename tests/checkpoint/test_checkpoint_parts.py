@@ -66,8 +66,8 @@ def test_sharded_rows_are_written_once_by_a_worker_that_has_them(data: st.DataOb
     missing = [RowShards(count).rows(length, p) for length in lengths for p in range(count) if p not in places]
     if any(missing):
         said = refusal(CheckpointError, files.layout, {}, {}, rows(0), writers, "aaaaaaaa")
-        assert said.startswith("nobody who has rows ")
-        assert said.endswith("; give a folder that all hosts share, or a URL, as --checkpoints")
+        assert said.startswith("no worker that has rows ")
+        assert said.endswith("; set --checkpoints to a folder that all hosts share, or to a URL")
         return
     plan = files.layout({}, {}, rows(0), writers, "aaaaaaaa")
     assert all(files.layout({}, {}, rows(place), writers, "aaaaaaaa") == plan for place in range(count))
@@ -147,6 +147,6 @@ def test_files_of_several_writers_are_one_checkpoint(tmp_path: Path) -> None:
     first = next(file for file in plan[2])
     flip(tmp_path / "checkpoints/step-000000000007" / first, -1)
     assert refusal(CheckpointError, find_checkpoint, tmp_path, pytest.fail) == (
-        f"no checkpoint in {tmp_path}/checkpoints is whole: step 7 ({first}: SHA-256 differs); "
+        f"no checkpoint in {tmp_path}/checkpoints is intact: step 7 ({first}: SHA-256 differs); "
         "restore one from a copy, or choose another --run-dir to train from the start"
     )

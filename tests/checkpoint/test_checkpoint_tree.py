@@ -229,8 +229,8 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
-GENERAL = "keep numbers, text, tensors, or an object with state_dict()"
-DENSE = "keep a dense tensor with values, as to_dense() gives"
+GENERAL = "store numbers, text, tensors, or an object with state_dict()"
+DENSE = "store a dense tensor with values, for example from to_dense()"
 
 
 @pytest.mark.parametrize(
@@ -241,19 +241,19 @@ DENSE = "keep a dense tensor with values, as to_dense() gives"
         ({"of": Colour.RED}, "trainer.state['of'] is a Colour", GENERAL),
         ({"x": iter("")}, "trainer.state['x'] is a str_ascii_iterator", GENERAL),
         (range(3), "trainer.state is a range", GENERAL),
-        ((np.array([None]),), "trainer.state[0] is a numpy ndarray of object", GENERAL),
+        ((np.array([None]),), "trainer.state[0] is a numpy ndarray with dtype object", GENERAL),
         ({"x": torch.ones(2).to_sparse()}, "trainer.state['x'] is a sparse or quantized tensor", DENSE),
         ({"x": torch.empty(2, device="meta")}, "trainer.state['x'] is a meta tensor", DENSE),
     ],
 )
 def test_values_that_a_checkpoint_cannot_hold_are_named(tree: Any, what: str, cure: str) -> None:
-    message = f"{what} and cannot be kept in a checkpoint; {cure}"
+    message = f"{what}, which cannot be stored in a checkpoint; {cure}"
     assert refusal(UsageError, flatten, tree, "trainer.state") == message
 
 
 def test_keys_that_a_checkpoint_cannot_hold_are_named() -> None:
     assert refusal(UsageError, flatten, {"x": {(1, 2): 3}}, "") == (
-        "x has a key of type tuple, (1, 2); use text, numbers, bool or None as the keys of what a checkpoint keeps"
+        "x has a key of type tuple: (1, 2); use text, numbers, bool or None as keys of dicts in a checkpoint"
     )
 
 
@@ -262,14 +262,16 @@ def test_a_tree_that_contains_itself_is_refused() -> None:
     ring.append(ring)
     assert refusal(UsageError, flatten, {"ring": ring}, "") == (
         "ring[0][0][0]... is nested deeper than 100 levels; "
-        "keep it flatter in a checkpoint; if it contains itself, remove that reference"
+        "store a flatter structure; if it contains itself, remove that reference"
     )
 
 
 def test_a_tree_that_does_not_fit_its_tensors_is_an_error() -> None:
-    with pytest.raises(CheckpointError, match=re.escape("the checkpoint holds the unknown form '$set'; read it with")):
+    with pytest.raises(
+        CheckpointError, match=re.escape("the checkpoint contains a value in the unknown format '$set'; read it with")
+    ):
         unflatten({"$set": [1]}, {})
-    with pytest.raises(CheckpointError, match=re.escape("the checkpoint lacks the tensor 'a'; take another")):
+    with pytest.raises(CheckpointError, match=re.escape("the tensor 'a' is missing from the checkpoint; use another")):
         unflatten({"$tensor": "a"}, {})
 
 

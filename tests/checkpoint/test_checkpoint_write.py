@@ -234,7 +234,7 @@ def test_an_unfinished_checkpoint_is_passed_over_and_removed(tmp_path: Path) -> 
     for step in (2, 9):
         (parent / f"step-{step:012d}").mkdir()
         (parent / f"step-{step:012d}" / "model-00000000-00001-of-00003.safetensors").write_bytes(b"torn")
-    told = "checkpoint of step {} was not finished; taking step 1"
+    told = "checkpoint of step {} was not finished; using step 1"
     assert found_step(tmp_path, [told.format(9), told.format(2)]) == 1
     (write(tmp_path, 3) / "model-00000000-00002-of-00003.safetensors").write_bytes(b"torn")
     write(tmp_path, 3)  # again: files of another attempt go
@@ -244,7 +244,7 @@ def test_an_unfinished_checkpoint_is_passed_over_and_removed(tmp_path: Path) -> 
     shutil.rmtree(parent / "step-000000000003")
     lines: list[str] = []
     assert find_checkpoint(tmp_path, lines.append) is None
-    assert lines == ["checkpoint of step 9 was not finished; there is none before it"]
+    assert lines == ["checkpoint of step 9 was not finished; no earlier checkpoint was found"]
 
 
 # -- damage ------------------------------------------------------------------------------------------------
@@ -260,9 +260,9 @@ MODEL = r"model-[0-9a-f]{8}\.safetensors"
 DAMAGE: list[tuple[str, str, Any]] = [
     ("model-*.safetensors", rf"{MODEL}: SHA-256 differs", lambda p: flip(p, -1)),
     ("model-*.safetensors", rf"{MODEL}: SHA-256 differs", lambda p: flip(p, 40)),
-    ("model-*.safetensors", rf"{MODEL}: \d+ bytes instead of \d+", lambda p: os.truncate(p, 999)),
-    ("model-*.safetensors", rf"{MODEL}: 0 bytes instead of \d+", lambda p: os.truncate(p, 0)),
-    ("model-*.safetensors", rf"{MODEL}: \d+ bytes instead of \d+", lambda p: os.truncate(p, 10**5)),
+    ("model-*.safetensors", rf"{MODEL}: size is \d+ bytes instead of \d+", lambda p: os.truncate(p, 999)),
+    ("model-*.safetensors", rf"{MODEL}: size is 0 bytes instead of \d+", lambda p: os.truncate(p, 0)),
+    ("model-*.safetensors", rf"{MODEL}: size is \d+ bytes instead of \d+", lambda p: os.truncate(p, 10**5)),
     ("model-*.safetensors", rf"{MODEL} is missing", lambda p: p.unlink()),
     ("manifest.json", "manifest.json cannot be read", lambda p: os.truncate(p, 200)),
     ("manifest.json", "manifest.json cannot be read", lambda p: os.truncate(p, 0)),
@@ -284,7 +284,7 @@ def test_a_damaged_checkpoint_is_found_and_passed_over(tmp_path: Path, file: str
     assert found is not None
     assert found.step == 100
     assert len(lines) == 1
-    assert re.fullmatch(rf"checkpoint of step 120 is damaged \({reason}\); taking step 100", lines[0])
+    assert re.fullmatch(rf"checkpoint of step 120 is damaged \({reason}\); using step 100", lines[0])
 
 
 def test_every_byte_of_a_checkpoint_is_guarded(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_each_of_several_damaged_checkpoints_is_named(tmp_path: Path) -> None:
     for step in (2, 3):
         flip(weights_of(tmp_path / f"checkpoints/step-{step:012d}"), -1)
     named = [weights_of(tmp_path / f"checkpoints/step-{step:012d}").name for step in (3, 2)]
-    told = "checkpoint of step {} is damaged ({}: SHA-256 differs); taking step 1"
+    told = "checkpoint of step {} is damaged ({}: SHA-256 differs); using step 1"
     assert found_step(tmp_path, [told.format(3, named[0]), told.format(2, named[1])]) == 1
 
 
@@ -322,7 +322,7 @@ def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
     flip(damaged, -1)
     (write(tmp_path, 120) / "manifest.json").unlink()
     assert refusal(CheckpointError, find_checkpoint, tmp_path, pytest.fail) == (
-        f"no checkpoint in {tmp_path}/checkpoints is whole: step 120 (manifest.json is missing), "
+        f"no checkpoint in {tmp_path}/checkpoints is intact: step 120 (manifest.json is missing), "
         f"step 100 ({damaged.name}: SHA-256 differs); "
         "restore one from a copy, or choose another --run-dir to train from the start"
     )
@@ -331,7 +331,9 @@ def test_no_whole_checkpoint_is_an_error(tmp_path: Path) -> None:
 def test_a_folder_under_another_name_is_damage(tmp_path: Path) -> None:
     path = write(tmp_path, 100)
     shutil.copytree(path, path.with_name("step-000000000200"))
-    assert found_step(tmp_path, ["checkpoint of step 200 is damaged (manifest.json: is of step 100); taking step 100"])
+    assert found_step(
+        tmp_path, ["checkpoint of step 200 is damaged (manifest.json belongs to step 100); using step 100"]
+    )
 
 
 def test_a_newer_format_is_refused_and_never_removed(tmp_path: Path) -> None:
@@ -340,8 +342,8 @@ def test_a_newer_format_is_refused_and_never_removed(tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
     assert refusal(CheckpointError, find_checkpoint, tmp_path, pytest.fail) == (
         f"checkpoint of step 120 in {tmp_path}/checkpoints has format version 3, "
-        "and this Paceline reads versions up to 2; "
-        "install the Paceline that wrote it, or choose another --run-dir"
+        "but this version of Paceline reads only versions up to 2; "
+        "install the version of Paceline that wrote it, or choose another --run-dir"
     )
     write(tmp_path, 130, keep=1)
     assert names(tmp_path) == step_names(120, 130)
@@ -352,7 +354,7 @@ def test_files_that_do_not_match_their_manifest_are_refused(tmp_path: Path) -> N
     found = find_checkpoint(tmp_path, pytest.fail)
     assert found is not None
     found.manifest["tensors"]["model.steps"]["shape"] = [1]
-    wanted = f"{path}: 'model.steps' is not what the manifest says; take another checkpoint"
+    wanted = f"{path}: tensor 'model.steps' does not match the manifest; use another checkpoint"
     assert refusal(CheckpointError, found.tensors) == wanted
     shutil.rmtree(path)
     assert refusal(CheckpointError, found.tensors).startswith(f"{path} could not be read: No such file")
@@ -448,7 +450,7 @@ def test_kill_of_a_writer_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path
     assert len(killed) == len(trials) - 1 >= 8 + sizes
     for trial in trials:
         assert trial["whole"], trial
-        open_ = ["checkpoint of step 3 was not finished; taking step 2"]
+        open_ = ["checkpoint of step 3 was not finished; using step 2"]
         assert trial["said"] in ([], open_ if scenario == "next" else []), trial
         assert trial["found"] in ([2, "old"], [3, "old"], [3, "new"]), trial
         assert trial["after"] in (step_names(2, 4), step_names(3, 4)), trial
@@ -478,7 +480,7 @@ def test_checkpoint_beyond_the_file_size_limit_names_ulimit(tmp_path: Path) -> N
         said = refusal(CheckpointError, write, tmp_path, 120)
     assert said == (
         f"checkpoint of step 120 could not be written to {tmp_path}/checkpoints: File too large; "
-        "raise the limit on the size of a file (ulimit -f) or choose another --run-dir; "
+        "raise the file size limit (ulimit -f) or choose another --run-dir; "
         "the checkpoint of step 100 is intact"
     )
     assert names(tmp_path) == step_names(100)
@@ -489,7 +491,7 @@ def test_checkpoint_beyond_the_file_size_limit_names_ulimit(tmp_path: Path) -> N
         said = refusal(CheckpointError, write_model, sample(1), out)
     assert said == (
         f"the model could not be written to {out}: File too large; "
-        "raise the limit on the size of a file (ulimit -f) or choose another file"
+        "raise the file size limit (ulimit -f) or choose another file"
     )
     assert out.read_bytes() == before
     assert sorted(each.name for each in tmp_path.iterdir()) == ["checkpoints", "model.safetensors"]
@@ -511,7 +513,7 @@ def test_checkpoint_on_a_full_or_read_only_disk(small_disk: Path) -> None:
     run = small_disk / "run"
     big = {"a": torch.zeros(500_000), "b": torch.zeros(1)}
     said = f"checkpoint of step {{}} could not be written to {run}/checkpoints: {{}}; {{}} another --run-dir"
-    full = said.format(90, "No space left on device", "free some space (it needs 2.0 MB) or choose")
+    full = said.format(90, "No space left on device", "free some space (2.0 MB needed) or choose")
     assert refusal(CheckpointError, write_checkpoint, run, 90, big, {}) == full
     assert find_checkpoint(run, pytest.fail) is None
     write(run, 100)
@@ -521,14 +523,14 @@ def test_checkpoint_on_a_full_or_read_only_disk(small_disk: Path) -> None:
     out = small_disk / "model.safetensors"
     assert refusal(CheckpointError, write_model, big, out) == (
         f"the model could not be written to {out}: No space left on device; "
-        "free some space (it needs 2.0 MB) or choose another file"
+        "free some space (2.0 MB needed) or choose another file"
     )
     assert sorted(each.name for each in small_disk.iterdir()) == ["run"]
     assert found_step(run) == 100
     write(run, 130)
     assert names(run) == step_names(100, 130)
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
-    cure = "see that the folder exists and can be written to, or choose"
+    cure = "check that the folder exists and that you can write to it, or choose"
     wanted = said.format(140, "Read-only file system", cure)
     assert refusal(CheckpointError, write, run, 140) == f"{wanted}; the checkpoint of step 130 is intact"
 
@@ -547,7 +549,7 @@ def test_full_disk_error_says_how_much_a_checkpoint_needs(left: int, small_disk:
     (small_disk / "filler").write_bytes(bytes(about.f_bavail * about.f_bsize - left))
     assert refusal(CheckpointError, write_checkpoint, small_disk / "run", 1, state, manifest) == (
         f"checkpoint of step 1 could not be written to {small_disk}/run/checkpoints: No space left on device; "
-        f"free some space (it needs {size_text(need)}) or choose another --run-dir"
+        f"free some space ({size_text(need)} needed) or choose another --run-dir"
     )
     assert [path for path in small_disk.rglob("*") if path.is_file()] == [small_disk / "filler"]
 
@@ -556,11 +558,11 @@ def test_a_run_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     assert refusal(CheckpointError, write, tmp_path / "run", 1) == (
         f"checkpoint of step 1 could not be written to {tmp_path}/run/checkpoints: File exists; "
-        "see that the folder exists and can be written to, or choose another --run-dir"
+        "check that the folder exists and that you can write to it, or choose another --run-dir"
     )
     assert refusal(CheckpointError, find_checkpoint, tmp_path / "run", pytest.fail) == (
         f"{tmp_path}/run/checkpoints could not be read: Not a directory; "
-        "see that it is a folder that you may read, or choose another --run-dir"
+        "check that it is a folder that you can read, or choose another --run-dir"
     )
 
 

@@ -223,7 +223,7 @@ EVENTS: list[dict[str, Any]] = [
         "worker": 1,
         "host": "b",
         "step": 4,
-        "cause": "workers do not meet",
+        "cause": "workers called different collectives",
         "code": 1,
         "text": "next: x",
     },
@@ -357,7 +357,10 @@ def test_journal_error_names_the_wrong_field(line: str, why: str, tmp_path: Path
     (tmp_path / NAME).write_text('{"event": "journal", "version": 1}\n' + line + "\n")
     with pytest.raises(FormatError) as caught:
         write_report(tmp_path)
-    assert str(caught.value) == f"{tmp_path / NAME} is damaged in line 2: {why}; remove that line; the others are read"
+    assert (
+        str(caught.value)
+        == f"{tmp_path / NAME} is damaged in line 2: {why}; remove that line; the other lines can be read"
+    )
 
 
 def test_journal_of_a_later_version_is_read(tmp_path: Path) -> None:
@@ -445,21 +448,21 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("name", "wrong", "word"),
     [
-        ("exact", {"weight": "much"}, "cannot go on with the field exact of"),
+        ("exact", {"weight": "much"}, "cannot continue from the field exact of"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("owed", [], "owed: expected object"),
-                ("owed", {"none": 1.0}, "cannot go on with the field owed of"),
+                ("owed", {"none": 1.0}, "cannot continue from the field owed of"),
                 ("exact", [], "exact: expected object"),
                 ("islands", 7, "islands: expected object"),
-                ("islands", {"each": {}}, "cannot go on with the field islands of"),
+                ("islands", {"each": {}}, "cannot continue from the field islands of"),
                 ("scaling", ["high", 4], "scaling[0]: expected float"),
                 ("phases", [{"number": "0"}], "phases[0]"),
                 ("grid", [12], "grid: expected array of length 2"),
-                ("expected", MISSING, "cannot go on with the field expected of"),
-                ("schedulers", MISSING, "cannot go on with the field schedulers of"),
-                ("said", {"seed": []}, "cannot go on with the field said of"),
+                ("expected", MISSING, "cannot continue from the field expected of"),
+                ("schedulers", MISSING, "cannot continue from the field schedulers of"),
+                ("said", {"seed": []}, "cannot continue from the field said of"),
             ]
         ),
     ],
@@ -647,8 +650,8 @@ def test_run_on_a_full_disk_says_so_when_it_begins(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
         )
-        what = f"paceline: the run folder {disk}/run could not be written to: No space left on device"
-        assert (done.returncode, done.stderr) == (2, f"{what}; free some space or choose another --run-dir\n")
+        what = f"paceline: the run folder {disk}/run cannot be written: No space left on device"
+        assert (done.returncode, done.stderr) == (2, f"{what}; free some space, or choose another --run-dir\n")
     finally:
         subprocess.run(["umount", disk], check=True)
 

@@ -88,30 +88,30 @@ def test_export_says_what_it_passed_over(tmp_path: Path) -> None:
     damaged = weights_of(run / "checkpoints/step-000000000120")
     flip(damaged, -1)
     first, second = export_model(run, out).splitlines()
-    assert first == f"checkpoint of step 120 is damaged ({damaged.name}: SHA-256 differs); taking step 100"
+    assert first == f"checkpoint of step 120 is damaged ({damaged.name}: SHA-256 differs); using step 100"
     assert second == f"wrote {out}: 2 tensors, {out.stat().st_size} bytes, from step 100 of {run}"
 
 
 def test_export_errors(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "m.safetensors"
-    wanted = f"there is no checkpoint in {run}; give the --run-dir of a run that saved one"
+    wanted = f"{run} does not contain a checkpoint; use the --run-dir of a run that has saved a checkpoint"
     assert refusal(CheckpointError, export_model, run, out) == wanted
     save_net(run, 100, torch.nn.Linear(2, 2))
     save_net(run, 120, torch.nn.Linear(2, 2))
-    wanted = f"there is no checkpoint of step 70 in {run}; choose one of the steps 100, 120"
+    wanted = f"{run} does not contain a checkpoint of step 70; choose one of these steps: 100, 120"
     assert refusal(CheckpointError, export_model, run, out, step=70) == wanted
     assert refusal(UsageError, export_model, run, out, trainer=1) == (
-        f"there is no trainer 1 in step 120 of {run}, which has 1; "
-        "count trainers from 0, in the order in which the script makes them"
+        f"step 120 of {run} has no weights of trainer 1; it has 1 trainer; "
+        "trainers are numbered from 0, in the order the script creates them"
     )
     assert refusal(UsageError, export_model, run, tmp_path / "m.pt") == (
-        f"the model cannot be exported to {tmp_path}/m.pt: only .safetensors files, which run no code, "
-        f"are written; name it {tmp_path}/m.safetensors"
+        f"the model cannot be exported to {tmp_path}/m.pt: only .safetensors files are written, because "
+        f"they run no code; use the name {tmp_path}/m.safetensors"
     )
     (tmp_path / "no").touch()
     assert refusal(CheckpointError, export_model, run, tmp_path / "no/m.safetensors") == (
         f"the model could not be written to {tmp_path}/no/m.safetensors: File exists; "
-        "see that the folder exists and can be written to, or choose another file"
+        "check that the folder exists and that you can write to it, or choose another file"
     )
     assert not out.exists()
 
@@ -126,8 +126,8 @@ def test_export_errors(tmp_path: Path) -> None:
 )
 def test_export_refuses_a_state_that_safetensors_cannot_hold(tmp_path: Path, value: Any, kind: str) -> None:
     assert refusal(UsageError, write_model, {"x._extra_state": value}, tmp_path / "m.safetensors") == (
-        f"'x._extra_state' of the model's state is of a kind that safetensors files do not hold ({kind}); "
-        "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it"
+        f"'x._extra_state' in the model's state_dict() cannot be stored in a safetensors file ({kind}); "
+        "leave it out of state_dict(), for example with register_buffer(..., persistent=False), or convert it"
     )
     assert list(tmp_path.iterdir()) == []
 
@@ -200,7 +200,7 @@ def test_export_in_dcp_format_is_read_by_torch(tmp_path: Path) -> None:
     state = {name: tensor.contiguous() for name, tensor in net.state_dict().items()}
     assert same(loaded_by_torch(out, state), {name: tensor.resolve_conj() for name, tensor in state.items()})
     line = export_model(run, out, trainer=1, layout="dcp", dtype="bf16")
-    assert line.endswith(f" in 10 files, floating point as bf16, from step 100 of {run}")
+    assert line.endswith(f" in 10 files, floating-point values as bf16, from step 100 of {run}")
     wanted = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
     assert same(loaded_by_torch(out, wanted), {name: tensor.resolve_conj() for name, tensor in wanted.items()})
 
@@ -213,7 +213,7 @@ def test_export_converts_floating_point_weights(tmp_path: Path, name: str, dtype
     save_net(run, 100, net := Net())
     line = export_model(run, out, dtype=name)
     size = size_text(out.stat().st_size)
-    assert line == f"wrote {out}: 10 tensors, {size}, floating point as {name}, from step 100 of {run}"
+    assert line == f"wrote {out}: 10 tensors, {size}, floating-point values as {name}, from step 100 of {run}"
     state = net.state_dict()
     wanted = {key: value.to(dtype) if value.is_floating_point() else value for key, value in state.items()}
     assert same(dict(sorted(load_file(out).items())), {key: wanted[key].resolve_conj() for key in sorted(wanted)})
@@ -224,7 +224,7 @@ def test_export_refuses_values_that_do_not_fit_the_dtype(tmp_path: Path) -> None
     state = {"small": torch.ones(2), "a.big": torch.tensor([1.0, -70000.0]), "inf": torch.tensor([float("inf")])}
     flat, skeleton = flatten({"trainers": [{"model": state}]}, "")
     write_checkpoint(run, 1, flat, {"tree": skeleton})
-    wanted = "'a.big' holds values that are too large for fp16; take --dtype bf16 or fp32"
+    wanted = "'a.big' contains values that are too large for fp16; use --dtype bf16 or fp32"
     for out, options in [("m.safetensors", {}), ("hf", {}), ("dcp", {"layout": "dcp"})]:
         assert refusal(CheckpointError, export_model, run, tmp_path / out, dtype="fp16", **options) == wanted
         export_model(run, tmp_path / out, dtype="bf16", **options)
@@ -242,17 +242,17 @@ def test_export_does_not_replace_files_of_others(tmp_path: Path) -> None:
     before = sorted(os.listdir(out))
     (out / "config.json").write_text("{}")
     assert refusal(UsageError, export_model, run, out) == (
-        f"{out} holds what no export wrote: config.json; choose another folder, or move that away first"
+        f"{out} contains files that no export wrote: config.json; choose another folder, or move these files away first"
     )
     assert sorted(os.listdir(out)) == sorted([*before, "config.json"])
     (out / "config.json").unlink()
     (out / "paceline-export.json").write_text("no JSON")
     assert refusal(UsageError, export_model, run, out) == (
-        f"{out} holds what no export wrote: .metadata, __0_0.distcp, __0_1.distcp and 1 more; "
-        "choose another folder, or move that away first"
+        f"{out} contains files that no export wrote: .metadata, __0_0.distcp, __0_1.distcp and 1 more; "
+        "choose another folder, or move these files away first"
     )
     (tmp_path / "file").touch()
-    wanted = f"{tmp_path}/file is a file, and the export is a folder; choose another name"
+    wanted = f"{tmp_path}/file is a file, but the export needs a folder; choose another name"
     assert refusal(UsageError, export_model, run, tmp_path / "file") == wanted
     assert same(loaded_by_torch(out, state), state)
 
@@ -267,7 +267,7 @@ def test_export_removes_what_killed_exports_left(tmp_path: Path) -> None:
     (tmp_path / f".h[f].tmp-{os.getppid()}").mkdir()  # alive: perhaps writing
     out.rename(tmp_path / f".h[f].old-{dead.pid}")  # killed between two names
     (run / "checkpoints/step-000000000007").rename(tmp_path / "away")
-    assert refusal(CheckpointError, export_model, run, out).startswith("there is no checkpoint in ")
+    assert refusal(CheckpointError, export_model, run, out).startswith(f"{run} does not contain a checkpoint")
     (tmp_path / "away").rename(run / "checkpoints/step-000000000007")
     export_model(run, out)
     assert sorted(path.name for path in tmp_path.iterdir()) == [f".h[f].tmp-{os.getppid()}", "h[f]", "run"]
@@ -278,18 +278,19 @@ def test_export_errors_of_folders(tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "hf"
     saved_state(run, (3, 4))
     assert refusal(UsageError, export_model, run, out, dtype="int8") == (
-        "there is no dtype 'int8' to convert weights to; take one of bf16, fp16, fp32"
+        "weights cannot be converted to the dtype 'int8'; use one of bf16, fp16, fp32"
     )
     for text in ("", "x", "0", "5XB", "-1GB", "GB"):
-        wanted = f"{text!r} is not the size of a file; give one as 500MB or 5GB"
+        wanted = f"{text!r} is not a file size; write a number and a unit, for example 500MB or 5GB"
         assert refusal(UsageError, export_model, run, out, max_file=text) == wanted
     assert refusal(UsageError, export_model, run, tmp_path / "m.safetensors", layout="dcp") == (
-        f"{tmp_path}/m.safetensors is a file's name, and --format dcp writes a folder; leave .safetensors away"
+        f"{tmp_path}/m.safetensors is the name of a file, but --format dcp writes a folder; "
+        "omit the suffix .safetensors"
     )
     for options in ({}, {"layout": "dcp"}):
         assert refusal(CheckpointError, export_model, run, tmp_path / "no/hf", **options) == (
             f"the model could not be written to {tmp_path}/no/hf: No such file or directory; "
-            "see that the folder exists and can be written to, or choose another folder"
+            "check that the folder exists and that you can write to it, or choose another folder"
         )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
     assert [parse_size(text) for text in ("7", "500MB", "2gb", "1.5 kB", "3T")] == [
@@ -312,7 +313,7 @@ def test_export_to_a_full_disk_leaves_the_former_export(
     saved_state(tmp_path / "large", (200_000,), (200_000,))
     assert refusal(CheckpointError, export_model, tmp_path / "large", out, **options) == (
         f"the model could not be written to {out}: No space left on device; "
-        "free some space (it needs 1.6 MB) or choose another folder"
+        "free some space (1.6 MB needed) or choose another folder"
     )
     assert os.listdir(full_disk) == ["out"]
     assert same(loaded_by_torch(out, small) if "layout" in options else read_folder(out), small)
@@ -333,7 +334,7 @@ def test_export_that_one_worker_cannot_write_fails_on_all(plan: str, full_disk: 
     said = train_basics(tmp_path, LARGE, 2, "--plan", plan, code=1).stderr
     assert (
         "CheckpointError: the model could not be written to small/model.safetensors: No space left on device; "
-        "free some space (it needs 1.5 MB) or choose another file\n" in said
+        "free some space (1.5 MB needed) or choose another file\n" in said
     )
     assert "worker 1 failed in the same way\n" in said
     assert os.listdir(full_disk) == []

@@ -105,7 +105,7 @@ def test_training_with_imported_weights_is_that_of_plain_pytorch(workers: int, t
     paceline("import", bare(tmp_path, weights()), "out", cwd=tmp_path)
     done = train_basics(tmp_path, SCRIPT, workers)
     before, wanted = by_hand(weights())
-    assert f"beginning with the weights imported from {tmp_path}/m.safetensors\n" in done.stderr
+    assert f"starting from the weights imported from {tmp_path}/m.safetensors\n" in done.stderr
     assert "resuming" not in done.stderr
     assert "has changed" not in done.stderr
     assert float(done.stdout.removeprefix("before ")) == pytest.approx(before, rel=1e-12)
@@ -125,7 +125,7 @@ def test_resume_of_a_run_that_began_with_an_import(kill: str, tmp_path: Path) ->
     paceline(*words, cwd=tmp_path, code=-signal.SIGKILL, PYTHONPATH=path, KILL_AT=kill)
     assert [step for step, _ in list_checkpoints(tmp_path / "out")] == ([0] if kill == "2" else [4, 0])
     done = train_basics(tmp_path, None, 3)
-    said = "beginning with the weights imported from" if kill == "2" else f"resuming from step 4 of {tmp_path}/out"
+    said = "starting from the weights imported from" if kill == "2" else f"resuming from step 4 of {tmp_path}/out"
     assert said in done.stderr
     before, wanted = by_hand(weights())
     assert float(done.stdout.removeprefix("before ")) == pytest.approx(before, rel=1e-12)
@@ -144,9 +144,9 @@ def test_imported_weights_that_do_not_fit_are_refused(workers: int, tmp_path: Pa
     assert (
         f"CheckpointError: the weights imported from {tmp_path}/m.safetensors do not fit the model of trainer 0: "
         "missing: 2.weight; unexpected: x.0, x.1, x.2, x.3, x.4 and 2 more; "
-        "misshapen: 0.weight ([16, 11] instead of [16, 10]); "
-        "of another dtype: 2.bias (float32 instead of float64); "
-        "import them again into a new run folder, with --map where names differ and --dtype where dtypes do\n"
+        "wrong shape: 0.weight ([16, 11] instead of [16, 10]); "
+        "wrong dtype: 2.bias (float32 instead of float64); "
+        "import them again into a new run folder: use --map where names differ, --dtype where dtypes differ\n"
     ) in done.stderr
     assert [step for step, _ in list_checkpoints(tmp_path / "out")] == [0]
     assert not (tmp_path / "out.safetensors").exists()
@@ -174,7 +174,7 @@ if a.main:
     done = paceline("run", "--run-dir", "other", "train.py", cwd=tmp_path, code=1, PYTHONPATH=str(SCRIPTS))
     assert (
         f"CheckpointError: the weights imported from {source} are for trainer 2, and the script has made 2 trainers; "
-        "make all trainers before the first step, or import them again with another --trainer\n"
+        "create all trainers before the first step, or import the weights again with another --trainer\n"
     ) in done.stderr
 
 
@@ -207,13 +207,13 @@ def test_import_refuses_tied_weights_that_differ() -> None:
     before = {name: value.clone() for name, value in state.items()}
     state["head.weight"] += 1
     said = "the weights imported from x do not fit the model of trainer 2: "
-    cure = "; import them again into a new run folder, with --map where names differ and --dtype where dtypes do"
-    tied = f"{said}tied in the model and different here: head.weight and embed.weight{cure}"
+    cure = "; import them again into a new run folder: use --map where names differ, --dtype where dtypes differ"
+    tied = f"{said}tied in the model but not equal: head.weight and embed.weight{cure}"
     assert refusal(CheckpointError, adopted, model, state, 2, "x") == tied
     state["head.weight"] = before["head.weight"].double()
     assert refusal(CheckpointError, adopted, model, state, 2, "x") == (
-        f"{said}of another dtype: head.weight (float64 instead of float32); "
-        f"tied in the model and different here: head.weight and embed.weight{cure}"
+        f"{said}wrong dtype: head.weight (float64 instead of float32); "
+        f"tied in the model but not equal: head.weight and embed.weight{cure}"
     )
     del state["head.weight"], state["embed.weight"]
     assert refusal(CheckpointError, adopted, model, state, 2, "x") == f"{said}missing: embed.weight, head.weight{cure}"
@@ -233,8 +233,8 @@ def test_import_from_every_kind_of_source(tmp_path: Path) -> None:
         run = tmp_path / str(number)
         size = sum(tensor.nbytes for tensor in state.values())
         assert import_model(source, run) == (
-            f"imported {source} to {run}: 5 tensors, {size} bytes; "
-            f"`paceline run --run-dir {run} SCRIPT` begins with them"
+            f"imported {source} into {run}: 5 tensors, {size} bytes; "
+            f"`paceline run --run-dir {run} SCRIPT` starts from these weights"
         )
         assert equal(imported(run), state)
     bare(tmp_path / "sharded", {**second, "stale": torch.ones(1)}, "model-00002-of-00002.safetensors")
@@ -253,8 +253,8 @@ def test_import_renames_prefixes_and_converts_weights(tmp_path: Path) -> None:
     line = import_model(source, tmp_path / "1", ["model.a.=first.", "model.=", "c=d.c"], dtype="bf16")
     run = tmp_path / "1"
     assert line == (
-        f"imported {source} to {run}: 4 tensors, 20 bytes, floating point as bf16; "
-        f"`paceline run --run-dir {run} SCRIPT` begins with them"
+        f"imported {source} into {run}: 4 tensors, 20 bytes, floating-point values as bf16; "
+        f"`paceline run --run-dir {run} SCRIPT` starts from these weights"
     )
     wanted = {"first.w": "model.a.w", "b.w": "model.b.w", "h": "h"}
     found = imported(run)
@@ -273,30 +273,36 @@ def test_import_errors_of_options(tmp_path: Path) -> None:
         bare(tmp_path, {"model.a": torch.ones(1), "b": torch.full((2,), 1e9), "a": torch.ones(1)}),
     )
     for options, text in [
-        ({"renames": ["model."]}, "--map model. names no new prefix; write --map OLD=NEW, or --map OLD= to remove one"),
+        (
+            {"renames": ["model."]},
+            "--map model. does not contain '='; write --map OLD=NEW, or --map OLD= to remove a prefix",
+        ),
         (
             {"renames": ["net.=x"]},
-            f"--map net.=x fits nothing: no name in {source} begins with net.; they are a, b, model.a",
+            f"--map net.=x matches no tensor: no name in {source} begins with net.; the names are a, b, model.a",
         ),
         ({"renames": ["b=a"]}, "--map gives {} and {} the same name a; choose other prefixes"),
         ({"renames": ["model.="]}, "--map gives {} and {} the same name a; choose other prefixes"),
-        ({"trainer": -1}, "there is no trainer -1; count trainers from 0, as the script makes them"),
-        ({"dtype": "f4"}, "there is no dtype 'f4' to convert weights to; take one of bf16, fp16, fp32"),
+        (
+            {"trainer": -1},
+            "--trainer must be at least 0, got -1; trainers are numbered from 0, in the order the script creates them",
+        ),
+        ({"dtype": "f4"}, "weights cannot be converted to the dtype 'f4'; use one of bf16, fp16, fp32"),
     ]:
         said = refusal(UsageError, import_model, source, run, **options)
         assert re.sub(r"gives \S+ and \S+ the", "gives {} and {} the", said) == text
         assert not run.exists()
     assert refusal(CheckpointError, import_model, source, run, dtype="fp16") == (
-        "'trainers.0.model.b' holds values that are too large for fp16; take --dtype bf16 or fp32"
+        "'trainers.0.model.b' contains values that are too large for fp16; use --dtype bf16 or fp32"
     )
     assert list_checkpoints(run) == []
     import_model(source, run)
-    wanted = f"{run} has a checkpoint already; import into a new run folder"
+    wanted = f"{run} already contains a checkpoint; import into a new run folder"
     assert refusal(CheckpointError, import_model, source, run) == wanted
     (tmp_path / "file").touch()
     assert refusal(CheckpointError, import_model, source, tmp_path / "file") == (
         f"{tmp_path}/file/checkpoints could not be read: Not a directory; "
-        "see that it is a folder that you may read, or choose another --run-dir"
+        "check that it is a folder that you can read, or choose another --run-dir"
     )
 
 
@@ -313,22 +319,22 @@ def test_import_into_a_running_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_import_errors_of_sources(tmp_path: Path) -> None:
-    run, give = tmp_path / "run", "give a .safetensors file, or a folder with model.safetensors or its index"
+    run, give = tmp_path / "run", "pass a .safetensors file, or a folder that contains model.safetensors or its index"
     convert = "load it with the library that wrote it, and save it again as safetensors"
-    again = "see that you may read it, or fetch it again from where it came from"
-    assert refusal(UsageError, import_model, tmp_path / "no", run) == f"there is no {tmp_path}/no; {give}"
+    again = "check that you can read it, or copy it again from its source"
+    assert refusal(UsageError, import_model, tmp_path / "no", run) == f"{tmp_path}/no does not exist; {give}"
     (tmp_path / "m.bin").touch()
     assert refusal(UsageError, import_model, tmp_path / "m.bin", run) == (
-        f"{tmp_path}/m.bin is not a .safetensors file, and no other is read: they may run code; {convert}"
+        f"{tmp_path}/m.bin is not a .safetensors file; other formats are not read: they may run code; {convert}"
     )
     folder = tmp_path / "folder"
     folder.mkdir()
     assert refusal(UsageError, import_model, folder, run) == (
-        f"{folder} holds neither model.safetensors nor model.safetensors.index.json; {give}"
+        f"{folder} contains neither model.safetensors nor model.safetensors.index.json; {give}"
     )
     (folder / "pytorch_model.bin").touch()
     assert refusal(UsageError, import_model, folder, run) == (
-        f"{folder} holds its weights in pytorch_model.bin, which may run code when it is read; {convert}"
+        f"{folder} stores its weights in pytorch_model.bin, which may run code when it is loaded; {convert}"
     )
     index = folder / "model.safetensors.index.json"
     outside = "expected str of another form"
@@ -338,7 +344,7 @@ def test_import_errors_of_sources(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "../m.safetensors"}}', f"weight_map.a: {outside}"),
         ('{"weight_map": {"a": "b.safetensors", "c d": 3}}', 'weight_map["c d"]: expected str, got int'),
         ('{"weight_map": 3}', "weight_map: expected object, got int"),
-        ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', 'the name "a" is there twice'),
+        ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', 'the name "a" occurs twice'),
         ("[" * 100_000 + "]" * 100_000, "it is nested too deeply"),
     ):
         index.write_text(text)
@@ -367,7 +373,7 @@ def test_import_on_a_full_disk(full_disk: Path, tmp_path: Path) -> None:
     source, run = bare(tmp_path, {"w": torch.ones(500_000)}), full_disk / "run"
     assert refusal(CheckpointError, import_model, source, run) == (
         f"checkpoint of step 0 could not be written to {run}/checkpoints: No space left on device; "
-        "free some space (it needs 2.0 MB) or choose another --run-dir"
+        "free some space (2.0 MB needed) or choose another --run-dir"
     )
     assert list_checkpoints(run) == []
     import_model(bare(tmp_path, weights()), run)

@@ -140,7 +140,7 @@ def test_inspect_tables(tmp_path: Path) -> None:
     assert lines[0].split() == ["step", "written", "size", "state"]
     assert lines[2:4] == [
         f"   9   {written[0]}   {whole[0]}   damaged: {damaged.name}: SHA-256 differs",
-        f"   7   {written[1]}   {whole[1]}   whole",
+        f"   7   {written[1]}   {whole[1]}   intact",
     ]
     said = "\n".join(lines[4:])
     seen = [line.split() for line in lines[4:]]
@@ -168,12 +168,12 @@ def test_inspect_tables(tmp_path: Path) -> None:
 
 
 def test_inspect_a_chosen_and_a_damaged_checkpoint(tmp_path: Path) -> None:
-    wanted = f"there is no checkpoint in {tmp_path}; give the --run-dir of a run that saved one"
+    wanted = f"{tmp_path} does not contain a checkpoint; use the --run-dir of a run that has saved a checkpoint"
     assert refusal(CheckpointError, inspect_run, tmp_path) == wanted
     for step in (3, 5, 7):
         save(tmp_path, step)
     assert told(tmp_path, step=3)["step"] == 3
-    wanted = f"there is no checkpoint of step 4 in {tmp_path}; choose one of the steps 3, 5, 7"
+    wanted = f"{tmp_path} does not contain a checkpoint of step 4; choose one of these steps: 3, 5, 7"
     assert refusal(CheckpointError, inspect_run, tmp_path, step=4) == wanted
     folder = tmp_path / "checkpoints"
     flipped, removed = (weights_of(folder / f"step-{step:012d}") for step in (7, 3))
@@ -186,11 +186,11 @@ def test_inspect_a_chosen_and_a_damaged_checkpoint(tmp_path: Path) -> None:
     assert [row["whole"] for row in found["checkpoints"]] == [False, False, True]
     reasons = [f"step 7 ({damage[0]})", f"step 5 ({damage[1]})", f"step 3 ({removed.name} is missing)"]
     assert refusal(CheckpointError, inspect_run, tmp_path, step=7) == (
-        f"no checkpoint in {folder} is whole: {reasons[0]}; restore one from a copy"
+        f"no checkpoint in {folder} is intact: {reasons[0]}; restore one from a copy"
     )
     removed.unlink()
     assert refusal(CheckpointError, inspect_run, tmp_path) == (
-        f"no checkpoint in {folder} is whole: {', '.join(reasons)}; restore one from a copy"
+        f"no checkpoint in {folder} is intact: {', '.join(reasons)}; restore one from a copy"
     )
 
 
@@ -200,7 +200,7 @@ def test_inspect_lists_a_checkpoint_of_a_newer_format(tmp_path: Path) -> None:
     manifest = tmp_path / "checkpoints/step-000000000007/manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 99'))
     newest, other = told(tmp_path)["checkpoints"]
-    assert newest["damage"].endswith("has format version 99, and this Paceline reads versions up to 2")
+    assert newest["damage"].endswith("has format version 99, but this version of Paceline reads only versions up to 2")
     assert other["whole"]
 
 

@@ -96,11 +96,11 @@ def test_export_best_without_keep_best_says_what_to_do(tmp_path: Path) -> None:
     train_basics(tmp_path, body, 1)
     done = paceline("export", "out", "m.safetensors", "--best", cwd=tmp_path, code=2)
     assert done.stderr == (
-        "paceline: no checkpoint in out is the best of trainer 0 yet; "
-        "call trainer.keep_best(NAME) before the loop, or leave --best out\n"
+        "paceline: no checkpoint in out is marked as the best of trainer 0; "
+        "call trainer.keep_best(NAME) before the training loop, or omit --best\n"
     )
     done = paceline("export", "out", "m.safetensors", "--best", "--step", "2", cwd=tmp_path, code=2)
-    assert done.stderr == "paceline: both --best and --step were given; give one of them\n"
+    assert done.stderr == "paceline: --best and --step cannot be used together; use only one of them\n"
 
 
 def test_keep_best_refuses_a_log_by_some_workers(tmp_path: Path) -> None:
@@ -113,12 +113,18 @@ def test_keep_best_refuses_a_log_by_some_workers(tmp_path: Path) -> None:
 def test_keep_best_refuses_what_it_cannot_follow() -> None:
     mine = trainer()
     for act, text in (
-        (lambda: mine.keep_best("a", mode="best"), "keep_best() has no mode 'best'; say mode='max' or mode='min'"),
+        (
+            lambda: mine.keep_best("a", mode="best"),
+            "keep_best() does not know mode 'best'; use mode='max' or mode='min'",
+        ),
         (lambda: mine.keep_best("a"), None),
-        (lambda: mine.keep_best("b"), "keep_best() follows 'a' already; follow one value of each trainer"),
+        (lambda: mine.keep_best("b"), "keep_best() already follows 'a'; follow one value per trainer"),
         (
             lambda: mine.log(a="text"),
-            "keep_best() follows 'a', which is 'text' and no number; evaluate or log a number by that name",
+            (
+                "keep_best() follows 'a', which is 'text', not a number; report a number of that name with evaluate()"
+                " or log()"
+            ),
         ),
     ):
         if text is None:

@@ -69,10 +69,11 @@ def test_memory_mirror_without_space_warns_once(tmp_path: Path) -> None:
     with Process(command, environment(), own_mounts, cwd=tmp_path, stdout=PIPE, stderr=PIPE) as process:
         _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
-    (said,) = [line for line in errors.splitlines() if "training goes on without it" in line]
+    (said,) = [line for line in errors.splitlines() if "training continues without this checkpoint" in line]
     assert re.fullmatch(
-        r"training goes on without it: checkpoint of step \d could not be written to /dev/shm/paceline-mirror-\S+: No "
-        r"space left on device; free some space \(it needs [\d.]+ kB\) or choose --save-every with a folder for "
+        r"training continues without this checkpoint: checkpoint of step \d could not be written to"
+        r" /dev/shm/paceline-mirror-\S+: No "
+        r"space left on device; free some space \([\d.]+ kB needed\) or choose --save-every with a folder as "
         r"--checkpoints instead of --mirror",
         said,
     ), said

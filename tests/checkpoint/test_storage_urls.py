@@ -99,14 +99,14 @@ def test_checkpoints_in_s3_survive_a_torn_write_and_a_failing_server(s3: Proxy, 
     found = files.find_checkpoint(storage_at("s3://bucket/runs/a"), lines.append)
     assert found is not None
     assert (found.step, found.manifest["seed"]) == (3, 3)
-    assert lines == ["checkpoint of step 9 was not finished; taking step 3"]
+    assert lines == ["checkpoint of step 9 was not finished; using step 3"]
     assert same(found.tensors(), state)
     assert sorted(storage.folders()) == ["step-000000000002", "step-000000000003", "step-000000000009"]
     s3.trouble.write_text("500")
     said = refusal(CheckpointError, files.write_checkpoint, storage, 4, state, {})
     assert re.fullmatch(
         r"checkpoint of step 4 could not be written to s3://bucket/runs/a: .*; "
-        r"see that it can be reached and written to, or give other --checkpoints; "
+        r"check that this host can reach it and write to it, or choose other --checkpoints; "
         r"the checkpoint of step 3 is intact",
         said,
     )
@@ -139,7 +139,7 @@ def test_tokens_are_read_from_s3(s3: Proxy, tmp_path: Path, monkeypatch: pytest.
     assert [rows[at].tolist() for at in range(len(rows))] == [tokens[at : at + 11].tolist() for at in range(0, 100, 10)]
     s3.trouble.write_text("all gone")
     with pytest.raises(
-        DatasetError, match=r"^s3://bucket/data/tokens cannot be read \(.+\); see to that, and start again$"
+        DatasetError, match=r"^s3://bucket/data/tokens cannot be read \(.+\); repair that, and start again$"
     ):
         rows[0]
     assert s3.met > 0
@@ -180,7 +180,8 @@ def test_a_failing_s3_server_does_not_stop_training(s3: Proxy, tmp_path: Path, t
     done = run_to_s3(tmp_path, trouble)
     assert s3.met > 0, "the trouble was met"
     assert re.search(
-        r"training goes on without it: checkpoint of step \d+ could not be written to s3://bucket/runs/a: ",
+        r"training continues without this checkpoint: checkpoint of step \d+ could not be written to"
+        r" s3://bucket/runs/a: ",
         done.stderr,
     )
     found = files.find_checkpoint(checkpoints_of("s3://bucket/runs/a"), pytest.fail)

@@ -50,9 +50,9 @@ def test_a_loss_that_is_not_a_sum_over_rows(loss, layer, tmp_path):
     said = check(f"list(make(lambda o, b: {loss}, model={model}).steps(data))", tmp_path, code=1)
     assert re.search(
         r"^verdict: the same training on 3 workers as on one, but the loss is not a sum over rows \(two micro-batches "
-        r"together give [\d.]+, one by one [\d.]+\), so it is the same on any number of workers, but not what plain "
-        r"PyTorch computes over the whole batch; return \(sum, count\), or where it is to be over the whole batch, as "
-        r"a contrastive one, say loss_over=\"batch\" to the Trainer\n\Z",
+        r"together give [\d.]+, one by one they give [\d.]+\)\. It is the same on any number of workers, but differs "
+        r"from the loss that plain PyTorch computes over the full batch; return \(sum, count\), or pass "
+        r"loss_over=\"batch\" to the Trainer for a loss over the full batch \(a contrastive loss\)\n\Z",
         said,
         re.M,
     )
@@ -66,7 +66,7 @@ def test_what_depends_on_the_worker_is_found(tmp_path):
         "list(make(loss, model=model).steps(data))\n"
     )
     said = check(body, tmp_path, code=1)
-    assert "verdict: NOT the same training; furthest apart: " in said
+    assert "verdict: NOT the same training; largest differences: " in said
     first, second, third = differences(said)
     assert first < 1e-13 < 1e-3 < second
     assert third > 1e-3
@@ -88,6 +88,6 @@ def test_a_script_that_ends_too_early(tmp_path):
     (tmp_path / "train.py").write_text("from basics import *\nlist(make().steps(data, count=2))\n")
     done = paceline("check", "train.py", cwd=tmp_path, code=2, PYTHONPATH=str(SCRIPTS))
     assert done.stderr.endswith(
-        "paceline: train.py could not be checked with 1 worker(s): it ended before step 5; "
-        "see above, or give --steps a smaller number\n"
+        "paceline: train.py could not be checked with 1 worker: it ended before step 5; "
+        "see the output above, or use fewer --steps\n"
     )

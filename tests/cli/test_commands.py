@@ -28,7 +28,7 @@ from paceline.launch.local import FILES
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
 
-RANGE = "from {} to 999,999,999,999; give one, in digits"
+RANGE = "from {} to 999,999,999,999; write it in digits"
 EMPTY = "is empty; give a value: perhaps a variable of the shell is not set"
 LONG = "a" * 5000
 UNUSABLE = f"{'a' * 80}... cannot be used (File name too long); see to that, or give another path"
@@ -46,52 +46,63 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "message"),
     [
         # Numbers: of any size, below what makes sense, in digits that only int() knows.
-        (["run", "--workers", "9" * 20, "train.py"], f"--workers {'9' * 20} is no whole number {RANGE.format(1)}"),
-        (["run", "--workers", "0", "train.py"], f"--workers 0 is no whole number {RANGE.format(1)}"),
-        (["run", "--workers", "٤", "train.py"], f"--workers '٤' is no whole number {RANGE.format(1)}"),
-        (["run", "--workers", "1_0", "train.py"], f"--workers 1_0 is no whole number {RANGE.format(1)}"),
-        (["run", "--workers", "", "train.py"], f"--workers '' is no whole number {RANGE.format(1)}"),
-        (["run", "--workers", "9" * 5000], f"--workers {'9' * 80}... is no whole number {RANGE.format(1)}"),
-        (["run", "--steps", "0", "train.py"], f"--steps 0 is no whole number {RANGE.format(1)}"),
-        (["run", "--steps", "-3", "train.py"], f"--steps -3 is no whole number {RANGE.format(1)}"),
-        (["run", "--steps", "1e3", "train.py"], f"--steps 1e3 is no whole number {RANGE.format(1)}"),
-        (["run", "--max-restarts", "-1", "train.py"], f"--max-restarts -1 is no whole number {RANGE.format(0)}"),
-        (["run", "--min-workers", "0", "train.py"], f"--min-workers 0 is no whole number {RANGE.format(1)}"),
-        (["run", "--keep", "0", "train.py"], f"--keep 0 is no whole number {RANGE.format(1)}"),
-        (["run", "--mirror", "0", "train.py"], f"--mirror 0 is no whole number {RANGE.format(1)}"),
-        (["run", "--debug", "-1", "train.py"], f"--debug -1 is no whole number {RANGE.format(0)}"),
-        (["check", "--workers", "0", "train.py"], f"--workers 0 is no whole number {RANGE.format(1)}"),
-        (["check", "--steps", "0", "train.py"], f"--steps 0 is no whole number {RANGE.format(1)}"),
-        (["chaos", "--losses", "-1", "train.py"], f"--losses -1 is no whole number {RANGE.format(1)}"),
-        (["chaos", "--steps", "0", "train.py"], f"--steps 0 is no whole number {RANGE.format(1)}"),
-        (["chaos", "--seed", "-1", "train.py"], f"--seed -1 is no whole number {RANGE.format(0)}"),
-        (["tokenize", "--workers", "0", "x"], f"--workers 0 is no whole number {RANGE.format(1)}"),
-        (["tokenize", "--shard-tokens", "-1", "x"], f"--shard-tokens -1 is no whole number {RANGE.format(1)}"),
-        (["export", "--step", "-1", "a", "b"], f"--step -1 is no whole number {RANGE.format(0)}"),
-        (["import", "--trainer", "-1", "a", "b"], f"--trainer -1 is no whole number {RANGE.format(0)}"),
-        (["inspect", "--step", "x", "a"], f"--step x is no whole number {RANGE.format(0)}"),
-        (["run", "--shares", "٣,1", "train.py"], "shares '٣,1' are not numbers; give one weight per worker, as 3,1"),
+        (["run", "--workers", "9" * 20, "train.py"], f"--workers {'9' * 20} is not a whole number {RANGE.format(1)}"),
+        (["run", "--workers", "0", "train.py"], f"--workers 0 is not a whole number {RANGE.format(1)}"),
+        (["run", "--workers", "٤", "train.py"], f"--workers '٤' is not a whole number {RANGE.format(1)}"),
+        (["run", "--workers", "1_0", "train.py"], f"--workers 1_0 is not a whole number {RANGE.format(1)}"),
+        (["run", "--workers", "", "train.py"], f"--workers '' is not a whole number {RANGE.format(1)}"),
+        (["run", "--workers", "9" * 5000], f"--workers {'9' * 80}... is not a whole number {RANGE.format(1)}"),
+        (["run", "--steps", "0", "train.py"], f"--steps 0 is not a whole number {RANGE.format(1)}"),
+        (["run", "--steps", "-3", "train.py"], f"--steps -3 is not a whole number {RANGE.format(1)}"),
+        (["run", "--steps", "1e3", "train.py"], f"--steps 1e3 is not a whole number {RANGE.format(1)}"),
+        (["run", "--max-restarts", "-1", "train.py"], f"--max-restarts -1 is not a whole number {RANGE.format(0)}"),
+        (["run", "--min-workers", "0", "train.py"], f"--min-workers 0 is not a whole number {RANGE.format(1)}"),
+        (["run", "--keep", "0", "train.py"], f"--keep 0 is not a whole number {RANGE.format(1)}"),
+        (["run", "--mirror", "0", "train.py"], f"--mirror 0 is not a whole number {RANGE.format(1)}"),
+        (["run", "--debug", "-1", "train.py"], f"--debug -1 is not a whole number {RANGE.format(0)}"),
+        (["check", "--workers", "0", "train.py"], f"--workers 0 is not a whole number {RANGE.format(1)}"),
+        (["check", "--steps", "0", "train.py"], f"--steps 0 is not a whole number {RANGE.format(1)}"),
+        (["chaos", "--losses", "-1", "train.py"], f"--losses -1 is not a whole number {RANGE.format(1)}"),
+        (["chaos", "--steps", "0", "train.py"], f"--steps 0 is not a whole number {RANGE.format(1)}"),
+        (["chaos", "--seed", "-1", "train.py"], f"--seed -1 is not a whole number {RANGE.format(0)}"),
+        (["tokenize", "--workers", "0", "x"], f"--workers 0 is not a whole number {RANGE.format(1)}"),
+        (["tokenize", "--shard-tokens", "-1", "x"], f"--shard-tokens -1 is not a whole number {RANGE.format(1)}"),
+        (["export", "--step", "-1", "a", "b"], f"--step -1 is not a whole number {RANGE.format(0)}"),
+        (["import", "--trainer", "-1", "a", "b"], f"--trainer -1 is not a whole number {RANGE.format(0)}"),
+        (["inspect", "--step", "x", "a"], f"--step x is not a whole number {RANGE.format(0)}"),
+        (
+            ["run", "--shares", "٣,1", "train.py"],
+            "shares '٣,1' are not numbers; give one number per worker, for example 3,1",
+        ),
         (
             ["run", "--save-every", "٦s", "train.py"],
-            "--save-every '٦s' is no interval; give seconds as 60s, steps as 100, or auto",
+            "--save-every '٦s' is not an interval; give seconds as 60s, steps as 100, or auto",
         ),
         (
             ["run", "--listen", "10.0.0.7:٢٩", "train.py"],
-            "'10.0.0.7:٢٩' is no address; give HOST:PORT, as 10.0.0.7:29400",
+            "'10.0.0.7:٢٩' is not an address; use HOST:PORT, for example 10.0.0.7:29400",
         ),
-        (["run", "--listen", "é..:1", "train.py"], "'é..:1' is no address; give HOST:PORT, as 10.0.0.7:29400"),
+        (
+            ["run", "--listen", "é..:1", "train.py"],
+            "'é..:1' is not an address; use HOST:PORT, for example 10.0.0.7:29400",
+        ),
         (
             ["run", "--store", "etcd://a:٢/x", "train.py"],
-            "--store 'etcd://a:٢/x' is no etcd; give etcd://HOST:PORT/NAME, with a name for this run",
+            (
+                "--store needs the form etcd://HOST:PORT/NAME, got 'etcd://a:٢/x'; pass the address of "
+                "etcd, and a name for this run"
+            ),
         ),
         (
             ["export", "--max-file", "9" * 400, "a", "b"],
-            f"'{'9' * 400}' is not the size of a file; give one as 500MB or 5GB",
+            f"'{'9' * 400}' is not a file size; write a number and a unit, for example 500MB or 5GB",
         ),
         (
             ["run", "--workers", "9" * 12, "train.py"],
-            "999,999,999,999 workers need more open files than this process may have; "
-            "take at most {most} workers on this host, or see `ulimit -n`",
+            (
+                "999,999,999,999 workers need more open files than the limit of this process; "
+                "use at most {most} workers on this host, or raise `ulimit -n`"
+            ),
         ),
         # A variable of the shell that is not set.
         (["run", "--run-dir", "", "train.py"], f"--run-dir {EMPTY}"),
@@ -115,26 +126,30 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["report", LONG], UNUSABLE),
         (
             ["run", "--checkpoints", "ftp://127.0.0.1:1/y", "train.py"],
-            "checkpoints cannot be kept at ftp://127.0.0.1:1/y (Connection refused); "
-            "see that this host reaches it with what the URL says alone, or give a folder",
+            (
+                "checkpoints cannot be stored at ftp://127.0.0.1:1/y (Connection refused); "
+                "check that this host can reach the URL and that it needs no further settings, or use a folder"
+            ),
         ),
         # What other launchers call it.
-        (["run", "-n", "4", "train.py"], "-n is another launcher's option; say --workers 4"),
-        (["run", "-np", "4", "train.py"], "-np is another launcher's option; say --workers 4"),
+        (["run", "-n", "4", "train.py"], "unknown option -n; use --workers 4"),
+        (["run", "-np", "4", "train.py"], "unknown option -np; use --workers 4"),
         (
             ["run", "--nproc-per-node", "4", "train.py"],
-            "--nproc-per-node is another launcher's option; say --workers 4",
+            "unknown option --nproc-per-node; use --workers 4",
         ),
-        (["run", "--nproc_per_node=4", "train.py"], "--nproc_per_node is another launcher's option; say --workers 4"),
-        (["run", "--nproc-per-node=gpu", "train.py"], "--nproc-per-node is another launcher's option; say --workers N"),
-        (["check", "-n"], "-n is another launcher's option; say --workers N"),
-        (["run", "--plan", "bf16", "train.py"], "unknown plan word 'bf16'; say precision=bf16"),
+        (["run", "--nproc_per_node=4", "train.py"], "unknown option --nproc_per_node; use --workers 4"),
+        (["run", "--nproc-per-node=gpu", "train.py"], "unknown option --nproc-per-node; use --workers N"),
+        (["check", "-n"], "unknown option -n; use --workers N"),
+        (["run", "--plan", "bf16", "train.py"], "unknown plan word 'bf16'; use precision=bf16"),
         (
             ["run", "-m", "train.py"],
-            "there is no module train.py to run; "
-            "give its name as `python -m` takes it, as package.train; for a file leave -m out",
+            (
+                "the module train.py does not exist or cannot be run; "
+                "use a name that `python -m` accepts, for example package.train; to run a file, leave -m out"
+            ),
         ),
-        (["run", "--workers", "2"], "no script was given; give the path of the Python file that trains"),
+        (["run", "--workers", "2"], "no script was given; pass the path of a Python training script"),
     ],
 )
 def test_one_line_says_what_is_wrong(
@@ -150,8 +165,8 @@ def test_a_place_that_a_url_alone_does_not_reach() -> None:
     with pytest.raises(UsageError) as caught:
         storage_at("reference://x/y")
     assert re.fullmatch(
-        r"checkpoints cannot be kept at reference://x/y \(.* missing 1 required positional argument: 'fo'\); "
-        "see that this host reaches it with what the URL says alone, or give a folder",
+        r"checkpoints cannot be stored at reference://x/y \(.* missing 1 required positional argument: 'fo'\); "
+        "check that this host can reach the URL and that it needs no further settings, or use a folder",
         str(caught.value),
     )
 
@@ -170,7 +185,7 @@ def test_variables_have_the_bounds_of_the_options(name: str, text: str, least: i
     place = {"PACELINE_WORLD_SIZE": "2", "PACELINE_STORE": "127.0.0.1:1"}
     with pytest.raises(UsageError) as caught:
         read_world({**place, name: text})
-    assert str(caught.value) == f"{name}={text} is no whole number {RANGE.format(least)}"
+    assert str(caught.value) == f"{name}={text} is not a whole number {RANGE.format(least)}"
 
 
 # ---- options after the script
@@ -184,29 +199,59 @@ def test_variables_have_the_bounds_of_the_options(name: str, text: str, least: i
         (["train.py", "--own", "4"], ""),  # the script knows it, if it is one of ours
         (["--", "train.py", "--lr", "3"], ""),
         (["train.py", "--", "--workers", "4"], ""),  # said on purpose
-        (["--quiet", "train.py", "--workers", "4"], ""),
+        (["--quiet", "train.py", "--workers", "4"], "--workers"),
     ],
 )
 def test_options_of_ours_after_the_script_are_pointed_out(
     arguments: list[str], names: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", "--keep", "1", "--shares", "x", *arguments]) == 2  # so that nothing starts
-    note = f"note: what stands after train.py is the script's own: {names}; "
-    note += "what is meant for paceline stands before train.py"
-    refused = "paceline: shares 'x' are not numbers; give one weight per worker, as 3,1"
-    assert capsys.readouterr().err.splitlines() == [*([note] if names else []), refused]
+    refused = "paceline: shares 'x' are not numbers; give one number per worker, for example 3,1"
+    if names:
+        them = "them" if ", " in names else "it"
+        refused = f"paceline: {names} after train.py would go to the script; put {them} before train.py, "
+        refused += f"or write -- after train.py to pass {them} on"
+    assert capsys.readouterr().err.splitlines() == [refused]
 
 
 def test_options_that_the_script_has_as_well_are_its_own(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("train.py").write_text("parser.add_argument('--workers')\n")
     assert main(["run", "--shares", "x", "train.py", "--workers", "4", "--steps", "3"]) == 2
-    assert capsys.readouterr().err.startswith("note: what stands after train.py is the script's own: --steps;")
+    assert capsys.readouterr().err.startswith("paceline: --steps after train.py would go to the script;")
 
 
 def test_the_script_gets_what_stands_after_it(here: Path) -> None:
-    done = paceline("run", "--run-dir", "run", "train.py", "--workers", "4", cwd=here)
+    done = paceline("run", "--run-dir", "run", "train.py", "--", "--workers", "4", cwd=here)
     assert done.stdout == "train.py --workers 4\n"
-    assert done.stderr.startswith("note: what stands after train.py is the script's own: --workers;")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["rnu", "train.py"], "unknown command rnu; did you mean paceline run?"),
+        (["torchrun", "train.py"], "unknown command torchrun; did you mean paceline run?"),
+        (["zebra"], "unknown command zebra; see `paceline --help`"),
+        (["run", "--gpus", "4", "train.py"], "unknown option --gpus of paceline run; use --workers N"),
+        (["run", "--run_dir", "a", "train.py"], "unknown option --run_dir of paceline run; use --run-dir"),
+        (
+            ["run", "--nnodes=2", "train.py"],
+            "unknown option --nnodes=2 of paceline run; "
+            "start the first host with --listen ADDR and each other host with --join, or use paceline launch",
+        ),
+        (
+            ["run", "--master_port", "1", "train.py"],
+            "unknown option --master_port of paceline run; "
+            "use --listen ADDR:PORT on the first host and --join ADDR:PORT on the others",
+        ),
+        (["check", "train.py", "--gpus", "4"], "unknown option --gpus of paceline check; use --workers N"),
+        (["run", "--save-every", "5m", "train.py"], "--save-every '5m' is not an interval; use 300s"),
+    ],
+)
+def test_names_of_other_launchers(
+    words: list[str], message: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == f"paceline: {message}\n"
 
 
 # ---- modules
@@ -246,8 +291,8 @@ def test_what_is_no_module(name: str, modules: Path) -> None:
     with pytest.raises(UsageError) as caught:
         find_module(name)
     assert str(caught.value) == (
-        f"there is no module {name} to run; "
-        "give its name as `python -m` takes it, as package.train; for a file leave -m out"
+        f"the module {name} does not exist or cannot be run; "
+        "use a name that `python -m` accepts, for example package.train; to run a file, leave -m out"
     )
 
 
@@ -265,7 +310,7 @@ def test_the_next_command_names_the_module(tmp_path: Path) -> None:
     done = paceline("run", "--run-dir", "run", "-m", "pkg.train", "--lr", "3", cwd=tmp_path, code=1)
     assert done.stderr.splitlines()[-1] == (
         "next: fix the cause; then run `paceline run --workers 1 --run-dir run -m pkg.train --lr 3`: "
-        "it starts anew: no checkpoint was written"
+        "it starts over: no checkpoint was written"
     )
 
 
@@ -418,5 +463,5 @@ def test_a_run_that_may_have_few_open_files_ends_in_a_sentence(tmp_path: Path) -
     for most in (16, 28):
         limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (most, most))
         said = paceline("run", "--quiet", "--workers", "2", "train.py", cwd=tmp_path, code=2, preexec=limit).stderr
-        what = f"this process may have {most} open files, and the run needs more"
-        assert said == f"paceline: {what}; raise the limit before, as by `ulimit -n 1024`\n"
+        what = f"the run needs more open files than the limit of this process, {most}"
+        assert said == f"paceline: {what}; raise the limit first, for example with `ulimit -n 1024`\n"

@@ -44,12 +44,12 @@ for report in t.steps(Rows(), count=40, loader={"num_workers": 0}):
         with torch.no_grad(): t.model[0].weight[0, 0] += 2**-20
 """
 CASES: dict[str, tuple[int | None, int, str]] = {  # worker, exit code, the first line
-    "": (None, 0, "nothing is wrong: finished at step 40"),
+    "": (None, 0, "no problem found: finished at step 40"),
     "worker": (2, 0, "worker 2 is slow (on {host})"),
-    "loader": (1, 0, "loading holds training up: worker 1 on {host}"),
+    "loader": (1, 0, "data loading slows training down: worker 1 on {host}"),
     "not finite": (2, 1, "a loss or gradient is NaN or infinite (worker 2)"),
-    "diverged": (3, 1, "workers do not have the same weights any more (worker 3)"),
-    "hang": (1, 1, "code of the script's hung (worker 1)"),
+    "diverged": (3, 1, "the workers' weights differ (worker 3)"),
+    "hang": (1, 1, "the script hung (worker 1)"),
 }
 QUICK = ("", "worker", "loader")
 
@@ -76,9 +76,9 @@ def test_what_is_wrong_with_a_run(kind: str, tmp_path: Path) -> None:
             dict.fromkeys(range(4), 0.0) | ({1: 24 * 0.008} if kind == "loader" else {})
         )
     if kind == "loader":  # in the end it has few rows, of which each costs it a whole micro-batch
-        assert "loader fixed" in said[-2]
+        assert "with instant data loading" in said[-2]
         assert steps.parts[1] < 0.1
-        assert steps.what_if()["loader fixed"] == pytest.approx(24 * 0.004 / 4)
+        assert steps.what_if()["with instant data loading"] == pytest.approx(24 * 0.004 / 4)
 
 
 WIDE = """
@@ -104,11 +104,11 @@ def test_a_slow_link(cluster: Callable[[int], Cluster]) -> None:
     made.end(0, 0)
     folder = made.agents[0].folder
     said = paceline("doctor", folder, cwd=made.folder).stdout.splitlines()
-    assert said[0] == "the link between hosts holds training up"
+    assert said[0] == "the link between hosts slows training down"
     steps = usual_step(Summary(folder))
     assert steps is not None
-    assert "twice the link" in said[-2]
-    assert steps.what_if()["twice the link"] < 0.7 * steps.step_seconds
+    assert "with a link twice as fast" in said[-2]
+    assert steps.what_if()["with a link twice as fast"] < 0.7 * steps.step_seconds
     assert steps.link > 0.25, "4 MB at 100 Mbit/s, each way"
     (one, there), (other, back) = Summary(folder).sent.items()
     assert {one, other} == {"nowhere-1 to nowhere-2", "nowhere-2 to nowhere-1"}
@@ -140,13 +140,17 @@ def test_the_model_of_a_step(tmp_path: Path) -> None:
     steps = usual_step(summary)
     assert steps is not None
     assert steps.overhead == pytest.approx(0.1)
-    dealt = {"without worker 3": 0.1 + 0.8 / 3, "rows dealt by speed": 0.1 + 0.24, "loader fixed": 0.1 + 0.24}
-    dealt["two more workers"] = 0.1 + 1 / (5 / 0.8 + 1 / 2.4)
+    dealt = {
+        "without worker 3": 0.1 + 0.8 / 3,
+        "with rows assigned by speed": 0.1 + 0.24,
+        "with instant data loading": 0.1 + 0.24,
+    }
+    dealt["with two more workers"] = 0.1 + 1 / (5 / 0.8 + 1 / 2.4)
     assert steps.what_if() == pytest.approx(dealt)
     found = verdict(summary, steps)
     assert (found.kind, found.worker) == ("worker", 3)
-    often = "and was the slowest in 100% of the records"
-    assert found.evidence[0] == f"for the same rows it takes 3.00 times as long as the others, {often}"
+    often = "and it was the slowest in 100% of the records"
+    assert found.evidence[0] == f"for the same rows it takes 3.00 times as long as the other workers, {often}"
     shares = {
         "event": "shares",
         "trainer": 0,
@@ -166,7 +170,12 @@ def test_the_model_of_a_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("merged", [True, False])
 def test_what_is_dealt_evenly_is_so_to_the_row_where_micro_batches_are_divided(merged: bool, tmp_path: Path) -> None:
     grid = {"event": "grid", "trainer": 0, "phase": 0, "unit": 1, "shares": [3, 3, 2]}
-    decided = {"event": "decision", "trainer": 0, "what": "micro-batches may be merged in execution", "why": "seen"}
+    decided = {
+        "event": "decision",
+        "trainer": 0,
+        "what": "micro-batches may be merged and computed together",
+        "why": "seen",
+    }
     own = dict.fromkeys(range(3), 0.2) if merged else {0: 0.225, 1: 0.225, 2: 0.15}
     steps = (step(number, own, 0.3) for number in range(1, 21))
     summary = told(tmp_path, grid, *([decided] if merged else []), *steps)
@@ -187,17 +196,21 @@ def test_loading_and_links_in_what_ifs(tmp_path: Path) -> None:
     assert steps is not None
     assert (steps.pace, steps.loading) == (pytest.approx({0: 0.3, 1: 1.0}), pytest.approx({0: 0.0, 1: 0.7}))
     assert steps.parts == pytest.approx({0: 0.9, 1: 0.1})
-    expected = {"loader fixed": 0.1 + 0.15, "without worker 1": 0.4, "rows dealt by speed": 0.1 + 0.3 / 1.3}
-    expected["two more workers"] = 0.1 + 1 / (3 / 0.3 + 1 / 1.0)  # as fast as worker 0
+    expected = {
+        "with instant data loading": 0.1 + 0.15,
+        "without worker 1": 0.4,
+        "with rows assigned by speed": 0.1 + 0.3 / 1.3,
+    }
+    expected["with two more workers"] = 0.1 + 1 / (3 / 0.3 + 1 / 1.0)  # as fast as worker 0
     assert steps.what_if() == pytest.approx(expected)
     found = verdict(summary, steps)
-    assert (found.kind, found.worker, found.what) == ("loader", 1, "loading holds training up: worker 1 on b")
+    assert (found.kind, found.worker, found.what) == ("loader", 1, "data loading slows training down: worker 1 on b")
     links = {"event": "links", "pairs": [[[0], [1], 1e7, 1e-3]], "over": "eth0"}
     summary = told(tmp_path / "b", links, *(step(number, {0: 0.2, 1: 0.3}, 0.9) for number in range(1, 21)))
     steps = usual_step(summary)
     assert steps is not None
     assert steps.link == pytest.approx(0.6), "worker 0 waits 0.1 s of 0.7 for worker 1"
-    assert steps.what_if()["twice the link"] == pytest.approx(0.6)
+    assert steps.what_if()["with a link twice as fast"] == pytest.approx(0.6)
     assert verdict(summary, steps).kind == "link"
 
 
@@ -217,7 +230,7 @@ def test_a_loader_is_replayed_from_the_records_that_tell_its_pace(tmp_path: Path
     assert steps is not None
     assert steps.pace == pytest.approx({0: 0.6, 1: 1.4})
     assert steps.loading == pytest.approx({0: 0.0, 1: 0.8})
-    assert steps.what_if()["loader fixed"] == pytest.approx(0.1 + 0.3)
+    assert steps.what_if()["with instant data loading"] == pytest.approx(0.1 + 0.3)
 
 
 def test_who_hangs_now_and_what_a_run_costs(tmp_path: Path) -> None:
@@ -236,7 +249,7 @@ def test_who_hangs_now_and_what_a_run_costs(tmp_path: Path) -> None:
     found = verdict(summary := told(tmp_path / "e", *costs, *saved), usual_step(summary))
     assert (found.kind, found.what) == ("saving", "checkpoints took 67% of 2 min")
     assert usual_step(told(tmp_path / "d")) is None
-    assert paceline("doctor", tmp_path / "d", cwd=tmp_path).stdout.startswith("nothing is wrong: not ended, ")
+    assert paceline("doctor", tmp_path / "d", cwd=tmp_path).stdout.startswith("no problem found: last seen ")
 
 
 def test_a_loader_of_one_worker_that_is_half_as_slow_again(tmp_path: Path) -> None:
@@ -247,7 +260,9 @@ def test_a_loader_of_one_worker_that_is_half_as_slow_again(tmp_path: Path) -> No
         lanes = {f"{worker} data": waits for worker, waits in enumerate(data)}
         summary = told(tmp_path / name, *(step(number, seconds, 0.4, lanes=lanes) for number in range(1, 21)))
         found = verdict(summary, usual_step(summary))
-        assert (found.kind, found.worker, found.what) == ("loader", 2, "loading holds training up: worker 2"), found
+        assert (found.kind, found.worker, found.what) == ("loader", 2, "data loading slows training down: worker 2"), (
+            found
+        )
 
 
 def test_what_if_is_replayed(tmp_path: Path) -> None:
@@ -289,7 +304,7 @@ def test_who_called_another_collective_and_who_left_one_out(odd: list[str], kind
     before = ["step 6", "all_reduce 'a'", "any 'b'", "step 7", "all_reduce 'a'", "any 'b'"]
     most = ["step 8", "all_reduce 'a'", *(["any 'b'", "save()"] if len(odd) > 2 else [])]
     where = [f"worker 2 is in {odd[-1]} at train.py:7", f"workers 0, 1, 3 are in {most[-1]} at train.py:6"]
-    cause = f"CollectiveMismatchError: workers do not meet: {', '.join(where)}; every worker must call the same ones"
+    cause = f"CollectiveMismatchError: workers called different collectives: {', '.join(where)}; all workers must call"
     summary = told(tmp_path, {"event": "failed", "worker": 0, "cause": cause, "text": ""})
     assert verdict(summary, None).kind == "mismatch", "without what the flight recorder has"
     (tmp_path / "stacks").mkdir()
@@ -303,11 +318,13 @@ def test_who_called_another_collective_and_who_left_one_out(odd: list[str], kind
 
 
 def test_who_of_two_left_a_collective_out_and_who_ended(tmp_path: Path) -> None:
-    start = "CollectiveMismatchError: workers do not meet: worker 0 is in step 4 at train.py:3, worker 1 "
+    start = (
+        "CollectiveMismatchError: workers called different collectives: worker 0 is in step 4 at train.py:3, worker 1 "
+    )
     cause = start + "ended after step 3 at train.py:3; every worker"
     summary = told(tmp_path / "a", {"event": "failed", "worker": 0, "cause": cause, "text": ""})
     found = verdict(summary, None)
-    assert (found.kind, found.worker, found.what) == ("skipped", 1, "a collective was left out (worker 1)")
+    assert (found.kind, found.worker, found.what) == ("skipped", 1, "a worker skipped a collective (worker 1)")
     summary = told(
         tmp_path / "b", {"event": "failed", "worker": 0, "cause": start + "is in save() at b:2;", "text": ""}
     )

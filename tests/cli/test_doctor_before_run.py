@@ -32,9 +32,9 @@ exec "$@"
 def test_this_host(tmp_path: Path) -> None:
     said = paceline("doctor", cwd=tmp_path).stdout.splitlines()
     assert re.fullmatch(r"ok    python 3\.\S+, torch 2\.\S+, paceline \S+", said[0])
-    assert any(re.fullmatch(r"ok    a copy through shared memory is right, [\d.]+ GB/s", line) for line in said)
+    assert any(re.fullmatch(r"ok    a copy through shared memory is correct, [\d.]+ GB/s", line) for line in said)
     assert any(re.fullmatch(rf"ok    .* free in {tmp_path}, a flush takes \d+ ms", line) for line in said)
-    assert said[-2:] == ["ok    nobody has started workers: `python train.py` trains alone", "a run can begin"]
+    assert said[-2:] == ["ok    no launcher found: `python train.py` trains with one worker", "ready to start a run"]
 
 
 def test_what_is_wrong_here(tmp_path: Path) -> None:
@@ -52,26 +52,32 @@ def test_what_is_wrong_here(tmp_path: Path) -> None:
         DSTACK_NODES_NUM="2",
     ).stdout.splitlines()
     bad = [line for line in said if line.startswith("BAD")]
-    assert re.fullmatch(r"BAD   GLOO_SOCKET_IFNAME=eth77: there is no such interface, but lo\b.*; unset it", bad[0])
+    assert re.fullmatch(
+        r"BAD   GLOO_SOCKET_IFNAME=eth77 is not an interface: unset it, or use one of lo\b.*",
+        bad[0],
+    )
     assert bad[1:] == [
-        "BAD   RANK=3 is not below WORLD_SIZE=2: number the workers from 0",
-        "BAD   the variables of SkyPilot and dstack disagree about the nodes: unset those of another start",
+        "BAD   RANK=3 must be less than WORLD_SIZE=2: number the workers from 0",
+        (
+            "BAD   the variables of SkyPilot and dstack contradict each other: unset the variables that another"
+            " launcher left"
+        ),
     ]
-    assert said[-1] == "3 things to mend"
+    assert said[-1] == "3 problems to fix"
 
 
 def test_who_has_started_us(tmp_path: Path) -> None:
     sky = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "4", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"}
     torchs = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
     said = paceline("doctor", cwd=tmp_path, **torchs, **sky).stdout
-    assert "ok    torchrun's variables: `python train.py` is worker 1 of 2\n" in said
-    assert "ok    node 1 of 4 at 10.0.0.1: `paceline run --nodes auto train.py` on each makes a team\n" in said
+    assert "ok    started by torchrun: `python train.py` is worker 1 of 2\n" in said
+    assert "ok    node 1 of 4 at 10.0.0.1: start `paceline run --nodes auto train.py` on each node\n" in said
 
 
 def test_a_small_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1 << 26, 0, 1 << 26 - 1))
     (found,) = checkup._room()
-    cure = "docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
+    cure = "use docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
     assert str(found) == f"BAD   33.6 MB free in /dev/shm: {cure}"
 
 
@@ -86,7 +92,7 @@ def test_it_is_named_before_the_first_step(tmp_path: Path) -> None:
     )
     assert ran.returncode == 0, ran.stderr
     before, _, after = ran.stderr.partition(
-        "\n50.3 MB free in /dev/shm: docker run --shm-size=8g, or a memory emptyDir in Kubernetes\n"
+        "\n50.3 MB free in /dev/shm: use docker run --shm-size=8g, or a memory emptyDir in Kubernetes\n"
     )
     assert "run folder out" in before
     assert "step 2/2" in after
@@ -115,9 +121,9 @@ def test_hosts_one_of_which_does_not_come(tmp_path: Path) -> None:
     said = paceline(*words, cwd=tmp_path, code=1, PATH=f"{tmp_path}:/usr/bin:/bin").stdout.splitlines()
     for name, line in zip("ab", said[:2], strict=True):
         assert re.fullmatch(rf"{name}  [\d.]+, python 3\S+, torch 2\S+, paceline \S+, clock [+-]0\.\d{{3}} s", line)
-    assert re.fullmatch(r"a to b: [\d,]+ Mbit/s, [\d.]+ ms there and back", said[2])
-    assert "BAD   c does not answer: it says nothing" in said
-    assert said[-1] == "1 thing to mend"
+    assert re.fullmatch(r"a to b: [\d,]+ Mbit/s, [\d.]+ ms round trip", said[2])
+    assert "BAD   c does not answer: no output" in said
+    assert said[-1] == "1 problem to fix"
 
 
 LAN = "ip link set lo up; ip link add lan type veth peer name far; "
@@ -141,11 +147,11 @@ def in_own_network(network: str, command: str, folder: Path) -> list[str]:
 def test_a_host_without_a_default_route_is_reached_in_its_own_network(tmp_path: Path) -> None:
     doctor, name = f"{sys.executable} -m paceline doctor", socket.gethostname()
     said = in_own_network(LAN, doctor, tmp_path)
-    reached = f"{name} is reached at 10.9.9.1, in its own network: there is no default route"
+    reached = f"other hosts reach {name} at 10.9.9.1, only in its own network: this host has no default route"
     assert next(line for line in said if "10.9.9.1" in line)[6:].startswith(reached)
-    assert said[-1] == "a run can begin"
+    assert said[-1] == "ready to start a run"
     said = in_own_network("", doctor, tmp_path)
-    assert f"note  {name} has no address in a network: workers of this host alone can meet" in said
+    assert f"note  {name} has no network address: only workers on this host can connect to each other" in said
 
 
 @pytest.mark.root
@@ -157,9 +163,9 @@ def test_hosts_without_a_default_route_can_meet(known: bool, tmp_path: Path) -> 
     way = "export SSH_CONNECTION='10.9.9.1 5 10.9.9.1 22'; " if known else ""
     command = f"{way}{sys.executable} -m paceline doctor --hosts a,b --python {sys.executable}"
     said = in_own_network(LAN, command, tmp_path)
-    assert re.fullmatch(r"a to b: [\d,]+ Mbit/s, [\d.]+ ms there and back", said[2])
+    assert re.fullmatch(r"a to b: [\d,]+ Mbit/s, [\d.]+ ms round trip", said[2])
     assert [line for line in said if "meet" in line or "BAD" in line] == []
-    assert said[-1] == "a run can begin"
+    assert said[-1] == "ready to start a run"
 
 
 @pytest.mark.root
@@ -168,8 +174,8 @@ def test_hosts_without_any_network_have_no_link(tmp_path: Path) -> None:
     (tmp_path / "ssh").chmod(0o755)
     command = f"{sys.executable} -m paceline doctor --hosts a,b --python {sys.executable}"
     said = in_own_network("ip link set lo up;", command, tmp_path)
-    cure = "open the ports between the hosts: any, or those of --listen and of the coordinator"
-    assert f"BAD   a does not reach b (it has no address in a network): {cure}" in said
+    cure = "open all ports between the hosts, or those of --listen and of the coordinator"
+    assert f"BAD   a cannot reach b (it has no network address): {cure}" in said
     assert not any("Mbit/s" in line for line in said)
 
 
@@ -200,6 +206,6 @@ def test_hosts_behind_ssh(hosts: Callable[[int], Network], tmp_path: Path) -> No
     assert 15 < rate["b to c"] < 25
     assert rate["a to b"] > 100
     assert (
-        "BAD   a does not reach c (No route to host): open the ports between the hosts: any, or those of --listen and "
+        "BAD   a cannot reach c (No route to host): open all ports between the hosts, or those of --listen and "
         "of the coordinator" in said.stdout.splitlines()
     )

@@ -236,7 +236,7 @@ def test_exception_on_one_worker_is_the_one_that_is_shown(tmp_path: Path) -> Non
     assert re.fullmatch(r"worker 1 failed \(.*, after step 1\)", first)
     assert what == "  ValueError: bad row"
     assert where == "  at train.py:4 in loss: raise ValueError('bad row')"
-    assert "workers 0, 2 ended because of it" in rest or "stopped by us: workers 0, 2" in rest
+    assert "workers 0, 2 ended because of this failure" in rest or "Paceline stopped the others: workers 0, 2" in rest
 
 
 LOOP = "t = make()\nfor report in t.steps(data, epochs=3):\n    if report.step == 3 and t.main:\n        t.{}\n"
@@ -325,7 +325,7 @@ def test_resume_passes_over_a_damaged_checkpoint(interrupted_run: list[Path], tm
     damaged[-5] ^= 4
     weights.write_bytes(damaged)
     stderr = python_train(tmp_path).stderr
-    assert f"checkpoint of step 8 is damaged ({weights.name}: SHA-256 differs); taking step 4\n" in stderr
+    assert f"checkpoint of step 8 is damaged ({weights.name}: SHA-256 differs); using step 4\n" in stderr
     assert "resuming from step 4 of " in stderr
 
 
@@ -368,7 +368,7 @@ def test_full_disk_keeps_training_and_fails_at_the_last_checkpoint(small_disk: P
     )
     stderr = train_basics(tmp_path, body, 1, "--save-every", "2", code=1).stderr
     reason = f"could not be written to {small_disk}/checkpoints: No space left on device; free some space"
-    assert f"training goes on without it: checkpoint of step 2 {reason}" in stderr
+    assert f"training continues without this checkpoint: checkpoint of step 2 {reason}" in stderr
     assert f"  CheckpointError: checkpoint of step 4 {reason}" in stderr
     assert "step 4/4" in stderr
 
@@ -402,8 +402,8 @@ def test_model_converted_in_the_loop_is_refused_under_every_plan(
 ) -> None:
     options = ["--max-restarts", "0", *(["--plan", plan] if plan else [])]
     stderr = train_basics(tmp_path, CONVERTED.format(call), workers, *options, code=2).stderr
-    assert "UsageError: the script has converted the model after the Trainer was made: 0.weight was " in stderr
-    assert " was {} and is {}; convert the model before the Trainer is made".format(*kinds) in stderr
+    assert "UsageError: the script converted the model after creating the Trainer: 0.weight was " in stderr
+    assert " was {} and is {}; convert the model before creating the Trainer".format(*kinds) in stderr
 
 
 def shared_memory_names() -> set[str]:

@@ -20,7 +20,6 @@ from paceline.errors import NonFiniteLossError, hint_of
 ADAMW = "write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 LOSS = "write loss=lambda output, batch: torch.nn.functional.cross_entropy(output, batch[1])"
 MICRO_BATCH = "[3x10 float64, 3 int64]"
-MODEL = "and an nn.Module or a function of nothing that makes one is wanted"
 
 
 class Two(nn.Module):
@@ -77,7 +76,7 @@ HINTS: dict[str, tuple[dict[str, Any], Any, type[Exception], str]] = {
     ),
     "a forward of nothing": (
         {"forward": lambda model, batch: None}, data, TypeError,
-        "output is None: the forward returns nothing; end it with return",
+        "output is None: the forward returns nothing; end it with a return statement",
     ),
     "a model of two inputs": (
         {"model": Two}, data, TypeError,
@@ -167,5 +166,5 @@ def test_a_loss_that_is_not_a_number_everywhere_names_two_places_and_a_count() -
         list(make(loss=lambda o, b: F.cross_entropy(o, b[1]) * float("nan")).steps(data))
     assert caught.value.what == (
         "the loss of step 1 is not finite (worker 0: micro-batch 0 (rows 0-2 of epoch 0); "
-        "worker 0: micro-batch 1 (rows 3-5 of epoch 0) and 6 more): the loss function makes the first nan"
+        "worker 0: micro-batch 1 (rows 3-5 of epoch 0) and 6 more): the loss function produces the first nan"
     )

@@ -136,15 +136,15 @@ def test_slurm_is_given_no_name_that_ends_a_line(
     options = [f"{name}={value}" for name, value in words.items()]
     assert main(["launch", "slurm", "-N", "1", *options, "--dry-run", script]) == 2
     shown = f"$'{in_one_line(script if place == 'the script' else evil)}'"
-    said = f"paceline: {place} {shown} has a control character in it, which a batch script of Slurm's cannot hold"
-    assert capsys.readouterr() == ("", f"{said}; give another name\n")
+    said = f"paceline: {place} {shown} contains a control character, which a Slurm batch script does not allow"
+    assert capsys.readouterr() == ("", f"{said}; use another name\n")
 
 
 def test_the_quotes_of_engine_options_have_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").touch()
     for engine in (["slurm", "-N", "1"], ["ssh", "--hosts", "a"], ["spark", "-N", "1"]):
         assert main(["launch", *engine, "--engine='", "--dry-run", str(tmp_path / "train.py")]) == 2
-        said = "paceline: --engine cannot be read (No closing quotation); close its quotes\n"
+        said = "paceline: --engine cannot be parsed (No closing quotation); close the quotes\n"
         assert capsys.readouterr() == ("", said)
 
 
@@ -229,12 +229,12 @@ def test_no_command_obeys_a_name(name: str, pipe: bool, runs: Path) -> None:
 
 
 REFUSED = {
-    "report": f"no{SEEN} is no run folder: it has no journal.jsonl; name one that --run-dir made",
-    "run": f"the script no{SEEN} does not exist; give the path of the Python file that trains",
-    "logs": f"there are no logs in no{SEEN}; give the folder of a run that was begun, on its host",
-    "export": f"there is no checkpoint in no{SEEN}; give the --run-dir of a run that saved one",
-    "runs": f"there is no run in no{SEEN}; name a folder of runs: paceline runs FOLDER",
-    "tokenize": f"there is no text in no{SEEN}; give .txt or .jsonl files, folders of them, or globs",
+    "report": f"no{SEEN} is not a run folder: it does not contain journal.jsonl; pass a folder made by --run-dir",
+    "run": f"the script no{SEEN} does not exist; pass the path of a Python training script",
+    "logs": f"no{SEEN} contains no logs; pass the folder of a run that was started on this host",
+    "export": f"no{SEEN} does not contain a checkpoint; use the --run-dir of a run that has saved a checkpoint",
+    "runs": f"no{SEEN} contains no run; pass a folder that contains runs: paceline runs FOLDER",
+    "tokenize": f"found no text in no{SEEN}; pass .txt or .jsonl files, folders of them, or globs",
 }
 MORE = {"export": ["x.safetensors"], "tokenize": ["--tokenizer", "gpt2", "--out", "o"]}
 
@@ -275,12 +275,12 @@ def test_stacks_of_a_run_that_goes_on_obey_no_name(tmp_path: Path) -> None:
         while not (journal.exists() and '"evaluate"' in journal.read_text()):
             assert process.poll() is None
         said = ""
-        while "in user code" not in said:  # a worker may be on its way there
+        place = r"in user code at a\x0ab\x1b]0;own\x07\x1b[2J\x0d\x9b31m\u202e<script>"  # as faulthandler writes it
+        while place not in said:  # a worker may be on its way there
             assert process.poll() is None
             said = paceline("stacks", NAME, cwd=tmp_path).stdout
         (tmp_path / "wait").unlink()
     check_obeyed(said)
-    assert r"in user code at a\x0ab\x1b]0;own\x07\x1b[2J\x0d\x9b31m\u202e<script>" in said  # as faulthandler has it
 
 
 SSH = r"""#!/bin/sh
@@ -298,7 +298,7 @@ def test_what_another_host_says_is_not_obeyed(tmp_path: Path) -> None:
     assert said == (
         "paceline: the hosts differ:\nhost  python  torch  paceline  script\n"
         r"a     banner \x1b]0;own\x07\x1b[2J \x1b[1mbold"
-        "; install the same versions, or give --python PATH and --setup\n"
+        "; install the same versions, or use --python PATH and --setup\n"
     )
 
 

@@ -163,17 +163,17 @@ HOLDS += "state"
 @pytest.mark.parametrize(
     ("room", "what", "cure"),
     [
-        (2.2e9, "the optimizer's state did not fit", "say --plan 'shard=4 zero=1': that is 1.6 GB"),
-        (1.3e9, "the gradients did not fit", "say --plan 'shard=4': that is 700 MB"),
+        (2.2e9, "the optimizer's state did not fit into memory", "use --plan 'shard=4 zero=1': it needs 1.6 GB"),
+        (1.3e9, "the gradients did not fit into memory", "use --plan 'shard=4': it needs 700 MB"),
         (
             0.6e9,
-            "the parameters did not fit",
-            "take more workers, on other hosts: 'shard=4', which takes least, is 700 MB",
+            "the parameters did not fit into memory",
+            "use more workers, on other hosts: 'shard=4', which needs least memory, needs 700 MB",
         ),
         (
             2.8e9,
-            "what forward and backward keep did not fit",
-            "say recompute=blocks, or --plan 'shard=4 zero=1', which leaves room for 960 MB more, or a smaller micro= "
+            "the activations of forward and backward did not fit into memory",
+            "use recompute=blocks, or --plan 'shard=4 zero=1', which frees 960 MB, or a smaller micro= "
             "in the plan, which changes the mathematics",
         ),
     ],
@@ -181,7 +181,7 @@ HOLDS += "state"
 def test_advice(room: float, what: str, cure: str) -> None:
     told = advice([(text, [int(size) for size in held]) for text, held in TRIED], 100_000_000, int(room))
     shown = {2.2e9: "2.2 GB", 1.3e9: "1.3 GB", 0.6e9: "600 MB", 2.8e9: "2.8 GB"}[room]
-    assert told == (f"{what}: {HOLDS}, and 100 MB besides, in {shown}", cure)
+    assert told == (f"{what}: {HOLDS}, and 100 MB of other memory, of {shown} available", cure)
 
 
 LARGE = """
@@ -204,13 +204,13 @@ def test_the_plan_that_is_proposed_fits(memory_group, tmp_path: Path) -> None:
     command = ("run", "--workers", "4", "--max-restarts", "0")
     done = paceline(*command, "--run-dir", "one", "train.py", cwd=tmp_path, code=137, preexec=enter, **env)
     said = re.search(
-        r"  killed by the kernel's out-of-memory killer \(SIGKILL\): the optimizer's state did not fit: "
+        r"  killed by the kernel's out-of-memory killer \(SIGKILL\): the optimizer's state did not fit into memory: "
         r"the plan 'data=4' makes a worker hold 384 MB of parameters, 384 MB of gradients and 769 MB of the "
-        r"optimizer's state, and \S+ MB besides, in 1\.07 GB\n",
+        r"optimizer's state, and \S+ MB of other memory, of 1\.07 GB available\n",
         done.stderr,
     )
     assert said, done.stderr
-    found = re.search(r"next: say --plan '(.+?)': that is \d+(\.\d)? MB; then run", done.stderr)
+    found = re.search(r"next: use --plan '(.+?)': it needs \d+(\.\d)? MB; then run", done.stderr)
     assert found, done.stderr
     paceline(*command, "--run-dir", "two", "--plan", found[1], "train.py", cwd=tmp_path, preexec=enter, **env)
 
@@ -223,9 +223,13 @@ def test_torch_that_has_too_little_memory_is_explained(tmp_path: Path) -> None:
     )
     done = train_basics(tmp_path, body, 1, code=1)
     assert re.search(
-        r"OutOfMemoryError: what forward and backward keep did not fit: the plan 'data=1' makes a worker hold 1\.68 kB "
-        r"of parameters, 1\.68 kB of gradients and 0 B of the optimizer's state, and \S+ MB besides, in \S+ GB \(tried "
-        r"to allocate 3 GiB\); say recompute=blocks, or a smaller micro= in the plan, which changes the mathematics\n",
+        r"OutOfMemoryError: the activations of forward and backward did not fit into memory: the plan 'data=1' makes"
+        r" a worker hold 1\.68 kB "
+        r"of parameters, 1\.68 kB of gradients and 0 B of the optimizer's state, and \S+ MB of other memory, of \S+"
+        r" GB available"
+        r" \(tried "
+        r"to allocate 3 GiB\); use recompute=blocks, or a smaller micro= in the plan, which changes the"
+        r" mathematics\n",
         done.stderr,
     ), done.stderr
 

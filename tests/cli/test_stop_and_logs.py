@@ -32,13 +32,13 @@ def test_a_run_is_stopped_by_its_folder_and_its_logs_are_followed(tmp_path: Path
     other.write_text("0" * 64)
     other.chmod(0o600)
     said = paceline("stop", "run", "--token-file", other, cwd=tmp_path, code=2).stderr
-    assert " refuses to be stopped: a wrong token; copy the file token of its folder here again\n" in said
+    assert " cannot be stopped: the token is wrong; copy the file token of its run folder here again\n" in said
     assert run.poll() is None
     said = paceline("stop", "run", cwd=tmp_path).stderr
     (stopped,) = journal(tmp_path / "run", "stopped")
     first, last = said.splitlines()
     assert first.startswith("run has done ")
-    assert first.endswith(": it stops after the one under way, and saves")
+    assert first.endswith("; it saves and stops after the current step")
     assert last == f"run has ended: stopped at step {stopped['step']}"
     assert (run.communicate(timeout=60)[1].splitlines()[-1], run.returncode) == (
         "continue with: paceline run --workers 2 --run-dir run train.py",
@@ -51,7 +51,7 @@ def test_a_run_is_stopped_by_its_folder_and_its_logs_are_followed(tmp_path: Path
     )
     assert paceline("logs", "-n", "1", "run", cwd=tmp_path).stdout.splitlines()[-2:] == ["0 | begun", "1 | begun"]
     said = paceline("stop", "run", cwd=tmp_path, code=2).stderr
-    assert said.endswith(" (Connection refused); it has ended, or see `paceline report`\n")
+    assert said.endswith(" (Connection refused); if the run has ended, `paceline report RUN` shows how\n")
 
 
 def test_what_cannot_be_come_back_to(tmp_path: Path) -> None:
@@ -60,15 +60,17 @@ def test_what_cannot_be_come_back_to(tmp_path: Path) -> None:
 
     where = f"127.0.0.1:{free_port()}"
     assert refusal("logs", "run") == (
-        "paceline: there are no logs in run; give the folder of a run that was begun, on its host\n"
+        "paceline: run contains no logs; pass the folder of a run that was started on this host\n"
     )
     assert refusal("stop", "run") == (
-        "paceline: there is no folder run; give the run's folder, or HOST:PORT of its coordinator and --token-file\n"
+        "paceline: the folder run does not exist; pass the run folder, or HOST:PORT "
+        "of its coordinator with --token-file\n"
     )
     assert refusal("stop", where) == (
-        "paceline: a run at HOST:PORT needs its token; copy the file token of its folder: --token-file FILE\n"
+        "paceline: a run at HOST:PORT needs its token; copy its file token here, and pass --token-file FILE\n"
     )
     (tmp_path / "run").mkdir()
     assert refusal("stop", "run") == (
-        "paceline: no run was started in run, or it keeps no coordinator; give the folder of one that goes on\n"
+        "paceline: no run was started in run, or its coordinator is on another host; pass the "
+        "run folder on the host of its coordinator\n"
     )

@@ -51,13 +51,13 @@ def test_ctrl_c_in_a_notebook_ends_the_cell_alone(tmp_path: Path) -> None:
 
 def test_a_loop_that_nobody_goes_through_is_told_of(tmp_path: Path) -> None:
     told = (
-        "these weights are not trained: nothing went through what steps() returned; "
+        "these weights are not trained: the loop that steps() returned was not run; "
         "write `for report in trainer.steps(...):`\n"
     )
     said = train_basics(tmp_path, "t = make()\nt.steps(data)\nt.export('out.safetensors')\n", 2, code=2).stderr
     assert said.count(told) == 1
     assert (
-        "  UsageError: steps() at train.py:3 returned a loop that the script never went through, so nothing was trained"
+        "  UsageError: steps() at train.py:3 returned a loop that the script never ran, so nothing was trained"
         "; write `for report in trainer.steps(...):`\n" in said
     )
     said = train_basics(tmp_path, "t = make()\nlist(t.steps(data))\nt.export('out.safetensors')\n", 2).stderr
@@ -70,7 +70,7 @@ def test_a_loop_that_nobody_goes_through_ends_without_a_launcher_too(tmp_path: P
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert stderr.endswith(
-        "UsageError: steps() at train.py:2 returned a loop that the script never went through, so nothing was trained; "
+        "UsageError: steps() at train.py:2 returned a loop that the script never ran, so nothing was trained; "
         "write `for report in trainer.steps(...):`\n"
     )
     assert "Traceback" not in stderr
@@ -92,8 +92,8 @@ def test_a_finished_run_says_so_before_code_misses_what_its_loop_would_yield(tmp
     train_basics(tmp_path, body, 2)
     said = train_basics(tmp_path, body, 2, code=1).stderr
     told = (
-        "this run was finished at step 2: nothing was left to do; give a larger count= or epochs= to continue it, or "
-        "another --run-dir\n"
+        "this run had already finished at step 2, so nothing was trained; use a larger count= or epochs= to train"
+        " longer, or another --run-dir\n"
     )
     assert said.count(told) == 1
     assert said.index(told) < said.index("NameError: name 'report' is not defined")
@@ -110,8 +110,8 @@ def test_a_run_goes_on_with_its_own_script_alone(tmp_path: Path) -> None:
     paceline(*command, "same.py", cwd=tmp_path)
     said = paceline(*command, "other.py", cwd=tmp_path, code=2).stderr
     assert (
-        f"  UsageError: {tmp_path}/out holds the run of train.py, and this is other.py, another script; give another "
-        "--run-dir to start a new run, or the script its old name train.py to go on with this one\n" in said
+        f"  UsageError: {tmp_path}/out is the run of the script train.py, but this script is other.py; use another"
+        " --run-dir to start a new run, or rename the script to train.py to resume this one\n" in said
     )
     (tmp_path / "moved").mkdir()
     (tmp_path / "other.py").rename(tmp_path / "moved" / "train.py")
@@ -159,7 +159,7 @@ data, trainer = data, make(plan="exact micro=3")
 
 
 def test_the_logger_of_the_documentation_survives_the_loss_of_worker_0(tmp_path: Path) -> None:
-    text = (DOCS / "running.md").read_text()
+    text = (DOCS / "howto" / "loggers.md").read_text()
     (block,) = (b for b in python_blocks(text) if "SummaryWriter" in b)
     logged = []
     for folder, chaos in ((tmp_path / "whole", ""), (tmp_path / "lost", "kill:0@5.backward")):
@@ -174,6 +174,7 @@ def test_a_run_folder_that_is_no_utf8_is_refused_before_anything_starts(tmp_path
     (tmp_path / "train.py").write_text("raise SystemExit('started')")
     done = paceline("run", "--run-dir", os.fsdecode(b"r\xe4"), "train.py", cwd=tmp_path, code=2)
     assert done.stderr == (
-        "paceline: --run-dir 'r\\udce4' is no UTF-8, and checkpoints cannot be read from such a path; give another "
+        "paceline: --run-dir 'r\\udce4' is not valid UTF-8, and checkpoints cannot be read "
+        "from a path like this; choose another "
         "name\n"
     )

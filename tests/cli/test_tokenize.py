@@ -27,7 +27,7 @@ from paceline.data import tokenize as maker
 from paceline.data.tokenize import tokenize
 from paceline.errors import DatasetError, LaunchError, UsageError
 
-PAGES = [DOCS / f"{name}.md" for name in ("architecture", "running", "team", "transport")]
+PAGES = [DOCS / f"{name}.md" for name in ("architecture", "servers", "team", "transport")]
 END = "<|endoftext|>"
 
 
@@ -256,11 +256,11 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(trained, tmp_path):
         last = errors.splitlines()[-1:]
         if victim == "child":
             assert last == [
-                "paceline: a process that tokenizes was killed, most likely because memory ran out; "
-                "give fewer --workers; the same command goes on where it was"
+                "paceline: a tokenizing process was killed, probably because memory ran out; "
+                "use fewer --workers; the same command continues"
             ]
         elif victim != "all":
-            assert last == [f"paceline: stopped by {victim}; the same command goes on where it was"]
+            assert last == [f"paceline: stopped by {victim}; the same command continues"]
     kept = {path.name: path.stat().st_mtime_ns for path in out.glob("[0-9]*.bin")}
     process = start(tmp_path, trained, "out")
     assert process.communicate(timeout=200)[0] == said.replace("whole", "out")
@@ -268,7 +268,9 @@ def test_killed_at_any_moment_it_goes_on_to_the_same_bytes(trained, tmp_path):
     again = [name for name, when in kept.items() if (out / name).stat().st_mtime_ns != when]
     assert len(again) <= 1  # the one that was renamed and not yet in progress.json, perhaps
     process = start(tmp_path, trained, "out")
-    assert process.communicate(timeout=200)[0] == said.replace("whole", "out").replace("\n", " (it was whole before)\n")
+    assert process.communicate(timeout=200)[0] == said.replace("whole", "out").replace(
+        "\n", " (it was already complete)\n"
+    )
 
 
 # Kills itself once before and once after each renaming, which is when the folder changes; run after run.
@@ -352,10 +354,10 @@ def refused(kind: type[Exception], **options) -> str:
 def test_a_folder_that_was_begun_otherwise_is_refused_with_the_difference(here):
     make("a.txt b.txt")
     text = Path("t.json").read_text()
-    cure = "; give what was given then, or another --out"
-    begun = "out was begun otherwise: "
+    cure = "; repeat the earlier options, or choose another --out"
+    begun = "out was started with other options: "
     assert refused(UsageError) == f"{begun}b.txt is missing{cure}"
-    assert refused(UsageError, inputs="b.txt a.txt") == f"{begun}the inputs have another order{cure}"
+    assert refused(UsageError, inputs="b.txt a.txt") == f"{begun}the order of the inputs differs{cure}"
     Path("c.txt").write_text("new")
     assert refused(UsageError, inputs="a.txt b.txt c.txt") == f"{begun}c.txt was not there{cure}"
     options = {"end": "<s>", "field": "body", "shard_tokens": 9}
@@ -375,7 +377,7 @@ def test_a_folder_that_was_begun_otherwise_is_refused_with_the_difference(here):
 def test_a_folder_with_something_else_is_refused(here):
     Path("out").mkdir()
     Path("out/thesis.tex").write_text("")
-    assert refused(UsageError) == "out holds something else; give a new folder as --out"
+    assert refused(UsageError) == "out contains other files; use a new folder as --out"
 
 
 def test_two_at_once_are_refused(here):
@@ -383,19 +385,19 @@ def test_two_at_once_are_refused(here):
     command = [sys.executable, "-c", script + "print('locked', flush=True)\ntime.sleep(60)"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "locked\n"
-        assert refused(LaunchError) == "another process writes to out; wait for its end, or give another --out"
+        assert refused(LaunchError) == "another process writes to out; wait until it ends, or use another --out"
         other.kill()
     assert make().startswith("out: ")
 
 
-FIELDS = "--field says where it is: "
+FIELDS = "set --field to one of: "
 BAD = [
-    (b'{"text": "a"}\n[1]\n', "the line at byte 14 of bad.jsonl is no JSON object; repair or remove it"),
-    (b'\n{"text": "a"\n', "the line at byte 1 of bad.jsonl is no JSON object; repair or remove it"),
-    (b"[" * 10**5, "the line at byte 0 of bad.jsonl is no JSON object; repair or remove it"),
+    (b'{"text": "a"}\n[1]\n', "the line at byte 14 of bad.jsonl is not a JSON object; repair or remove this line"),
+    (b'\n{"text": "a"\n', "the line at byte 1 of bad.jsonl is not a JSON object; repair or remove this line"),
+    (b"[" * 10**5, "the line at byte 0 of bad.jsonl is not a JSON object; repair or remove this line"),
     (b'{"a": 1, "b": ""}', f"the line at byte 0 of bad.jsonl has no text in 'text'; {FIELDS}a, b"),
     (b'{"text": null}', f"the line at byte 0 of bad.jsonl has no text in 'text'; {FIELDS}text"),
-    (b'{"text": "a"}\n"\xff"\n', "bad.jsonl is not UTF-8 at byte 15; convert it, as with iconv"),
+    (b'{"text": "a"}\n"\xff"\n', "bad.jsonl is not UTF-8 at byte 15; convert it, for example with iconv"),
 ]
 
 
@@ -407,37 +409,34 @@ def test_what_is_wrong_in_a_file_is_told_with_its_place(here, content, text):
 
 def test_what_cannot_work_is_refused(here, monkeypatch):
     assert refused(UsageError, inputs="x*.txt") == (
-        "there is no text in x*.txt; give .txt or .jsonl files, folders of them, or globs"
+        "found no text in x*.txt; pass .txt or .jsonl files, folders of them, or globs"
     )
     Path("a.pdf").touch()
     assert refused(UsageError, inputs="a.pdf") == (
         "a.pdf is neither .txt nor .jsonl; convert it, or rename it if it is plain text"
     )
     assert refused(UsageError, tokenizer="no.json") == (
-        "there is no tokenizer in no.json; give a tokenizer.json, or a name on the hub as gpt2"
+        "found no tokenizer in no.json; pass a tokenizer.json, or a name on the hub, for example gpt2"
     )
     Path("wrong.json").write_text('{"vocab": {}}')
     assert refused(UsageError, tokenizer="wrong.json") == (
-        "wrong.json is no tokenizer; give a tokenizer.json of Hugging Face's tokenizers"
+        "wrong.json is not a tokenizer; pass a tokenizer.json of Hugging Face's tokenizers"
     )
     assert refused(UsageError, end="<end>") == (
-        "--end '<end>' is not in the vocabulary of t.json; give a token that is"
+        "--end '<end>' is not in the vocabulary of t.json; use a token of its vocabulary"
     )
     made = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     made.save("words.json")
     assert refused(UsageError, tokenizer="words.json") == (
-        "words.json has none of the usual tokens for the end of a document; "
-        'give it as --end TOKEN; --end "" writes none'
+        'words.json has no known end-of-document token; give it as --end TOKEN; --end "" writes none'
     )
     assert refused(UsageError, workers=0) == (
-        "--workers and --shard-tokens must be at least 1; give larger numbers, or none"
+        "--workers and --shard-tokens must be at least 1; use larger numbers, or leave these options out"
     )
     Path("empty.txt").touch()
-    assert refused(DatasetError, inputs="empty.txt") == (
-        "there is no text in the inputs; give files that are not empty"
-    )
+    assert refused(DatasetError, inputs="empty.txt") == ("the inputs contain no text; pass files that are not empty")
     monkeypatch.setitem(sys.modules, "tokenizers", None)  # the import fails as if it were not installed
-    assert refused(UsageError) == "the library tokenizers is not installed; pip install 'paceline[text]'"
+    assert refused(UsageError) == "the library `tokenizers` is not installed; pip install 'paceline[text]'"
 
 
 def test_a_name_that_cannot_be_fetched(here):
@@ -448,7 +447,7 @@ def test_a_name_that_cannot_be_fetched(here):
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 2
     assert done.stderr.startswith("paceline: the tokenizer no-such-name could not be fetched (")
-    assert done.stderr.endswith("); give a tokenizer.json, or a name on Hugging Face's hub as gpt2\n")
+    assert done.stderr.endswith("); pass a tokenizer.json, or a name on Hugging Face's hub, for example gpt2\n")
 
 
 def test_files_that_change_meanwhile(here, monkeypatch):
@@ -464,4 +463,4 @@ def test_files_that_change_meanwhile(here, monkeypatch):
     os.truncate("a.txt", 8)
     with pytest.raises(DatasetError) as caught:
         list(pieces)
-    assert str(caught.value) == "a.txt has become shorter; bring it back; the same command goes on where it was"
+    assert str(caught.value) == "a.txt is shorter than before; restore it; the same command continues"

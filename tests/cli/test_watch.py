@@ -33,10 +33,12 @@ def test_a_finished_run_as_it_was(tmp_path: Path) -> None:
     write_run(tmp_path)
     lines = [line.rstrip() for line in seen(tmp_path).splitlines()]
     assert lines[0] == "train.py  finished at step 100"
-    assert any(line.startswith("loss") and "3.000, from 9.000" in line for line in lines)
-    assert "speed      5,120 samples/s, 50 ms a step (compute 82% reduce 10% data 5% update 3%)" in lines
-    assert "evaluated  accuracy 0.5000" in lines
-    assert "bytes      1 MB a step, 160 Mbit/s, handed to collectives by worker 0" in lines
+    assert any(line.startswith("loss") and "3.000 (step 100; 9.000 at step 10)" in line for line in lines)
+    assert "samples/s     5,120 (last 2 s)" in lines
+    assert "samples/s     5,120 (mean of the run without its first 10% of steps)" in lines
+    assert "step time     50 ms (last 2 s): compute 82% reduce 10% data 5% update 3%" in lines
+    assert "evaluated     accuracy 0.5000" in lines
+    assert "bytes         1 MB per step, 160 Mbit/s sent by worker 0 (last 2 s)" in lines
     assert any(line.startswith("plan") and "data=2 (from --plan)" in line for line in lines)
     assert any(line.endswith("checkpoint of step 100") for line in lines)
     number = Summary(tmp_path).number
@@ -65,10 +67,10 @@ def test_a_run_is_followed_to_its_end(tmp_path: Path) -> None:
     try:
         until(lambda: shows("node7"))
         journal.write("step", **step(10, computed={"0": 0.25, "1": 0.375}))
-        until(lambda: shows("37.5 ms a step"))
-        assert "2.500, from 2.500" in text
+        until(lambda: shows("37.5 ms"))
+        assert "2.500 (step 10)" in text
         journal.write("lost", workers=[1], why="was killed by SIGKILL", step=10)
-        until(lambda: shows("lost: 1, was killed by SIGKILL"))
+        until(lambda: shows("lost worker 1: was killed by SIGKILL"))
         assert process.poll() is None
         journal.write("finished", step=10)
         journal.close()
@@ -97,24 +99,24 @@ def test_of_very_many_workers_the_slowest(tmp_path: Path) -> None:
     journal.write("start", workers=1000, script="train.py", resumed_from=None)
     journal.write("step", **step(10, waited_for={"7": 1.0, "999": 0.5}))
     text = seen(tmp_path)
-    assert f"and {1000 - SHOWN} faster ones" in text
+    assert f"and {1000 - SHOWN} faster workers" in text
     assert len(text.splitlines()) < SHOWN + 16
     lines = [line.split() for line in text.splitlines()]
-    assert ["7", "up", "100", "ms", "a", "step"] in lines
-    assert ["999", "up", "50", "ms", "a", "step"] in lines
+    assert ["7", "up", "100", "ms"] in lines
+    assert ["999", "up", "50", "ms"] in lines
 
 
 def test_the_newest_run_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
         watch()
-    assert str(caught.value) == "there is no run under runs/; name its folder: paceline watch RUN"
+    assert str(caught.value) == "runs/ contains no run; pass a run folder: paceline watch RUN"
     for place, name in enumerate(("older", "newer")):
         write_run(tmp_path / "runs" / name, script=f"{name}.py")
         os.utime(tmp_path / "runs" / name / "journal.jsonl", (place, place))
     assert paceline("watch", "--once", cwd=tmp_path).stdout.startswith("newer.py  finished at step 100\n")
     refused = paceline("watch", "127.0.0.1:29400", cwd=tmp_path, code=2)
     assert refused.stderr == (
-        "paceline: the run at 127.0.0.1:29400 wants its reading key; give --key-file FILE, a copy of reading_key in "
-        "its run folder\n"
+        "paceline: the run at 127.0.0.1:29400 requires its reading key; pass --key-file FILE, a copy of the file "
+        "reading_key in its run folder\n"
     )

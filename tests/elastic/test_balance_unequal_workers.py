@@ -161,11 +161,12 @@ def test_balance_gives_a_too_slow_worker_nothing_and_tries_it_again() -> None:
     assert waits[1::2] == [1, 1], "one step is enough to see that it is still slow"
     assert waits[0] < waits[2]
     what, why = team.balance.news[0]
-    assert what == (
-        "workers 0, 1, 2 and 3 compute 38, 38, 25 and 0 % of each global batch; "
-        "without worker 3 the others are done earlier"
+    assert (
+        what
+        == "workers 0, 1, 2 and 3 compute 38, 38, 25 and 0 % of each global batch; the others finish earlier without"
+        " worker 3"
     )
-    assert why.endswith(" s instead of 12")
+    assert why.endswith(" s, with the shares before 12 s")
     team.run(400, [1.0] * 4)
     assert team.balance.parts == (0.25,) * 4
 
@@ -198,26 +199,26 @@ def test_balance_separates_fixed_costs() -> None:
         (
             12,
             [1.0],
-            "67 % of their speed is used, with the plan micro=2, which changes the mathematics, it would be 97 %",
+            "67 % of their speed is used; with the plan micro=2, which changes the mathematics, it would be 97 %",
         ),
         (
             3,
             [1.0, 0.4, 0.15],
-            "86 % of their speed is used, with the plan micro=8, which changes the mathematics, it would be 98 %",
+            "86 % of their speed is used; with the plan micro=8, which changes the mathematics, it would be 98 %",
         ),
         (4, [1.0], None),
     ],
 )
 def test_too_coarse_grid_is_reported_once(members: int, speeds: list[float], said: str | None) -> None:
     team = Simulated(members).run(200, (speeds * members)[:members])
-    hints = [why for what, why in team.balance.news if "too coarse" in what]
+    hints = [why for what, why in team.balance.news if "too large" in what]
     assert hints == ([said] if said else [])
 
 
 def test_divided_micro_batches_make_no_grid_too_coarse() -> None:
     team = Simulated(12, fine=True).run(50, [1.0] * 12)
     assert team.used[-1] > 0.8
-    assert [what for what, _ in team.balance.news if "too coarse" in what] == []
+    assert [what for what, _ in team.balance.news if "too large" in what] == []
 
 
 def test_new_team_keeps_the_measured_speeds() -> None:
@@ -292,7 +293,9 @@ def test_unequal_workers_get_unequal_parts_until_a_late_draw_and_the_same_weight
     assert [event for event in events if str(event["what"]).startswith("workers 0, 1 and 2 compute ")]
     assert "micro-batches are executed one by one" in [e["what"] for e in events if e.get("trainer", 0) == 1]
     shares = next(text for name, text in facts(Summary(tmp_path / "three"))["Plan"] if name == "shares")
-    assert re.fullmatch(r"worker 0: \d\d%, worker 1: \d\d%, worker 2: \d+%; measured, changed \d times?", shares)
+    assert re.fullmatch(
+        r"worker 0: \d\d%, worker 1: \d\d%, worker 2: \d+%; by measured speed, changed \d times?", shares
+    )
 
 
 @pytest.mark.slow
@@ -310,7 +313,7 @@ def test_balance_of_pipelines_by_their_slowest_worker(tmp_path: Path) -> None:
     said = [str(event["what"]) for event in read_journal(tmp_path / "four") if event["event"] == "decision"]
     assert [what for what in said if what.startswith("the units of workers 0-1 and 2-3 compute ")]
     shares = next(text for name, text in facts(Summary(tmp_path / "four"))["Plan"] if name == "shares")
-    assert re.fullmatch(r"workers 0-1: \d\d%, workers 2-3: \d+%; measured, changed \d times?", shares)
+    assert re.fullmatch(r"workers 0-1: \d\d%, workers 2-3: \d+%; by measured speed, changed \d times?", shares)
 
 
 @pytest.mark.slow
@@ -362,7 +365,8 @@ def test_divided_micro_batch_that_fails_is_undone_by_all_workers(tmp_path: Path)
     happened = read_journal(tmp_path / "three")
     assert [event for event in happened if event["event"] == "lost"] == []
     said = {event["what"]: event["why"] for event in happened if event["event"] == "decision"}
-    why = r"a part of one fails at train.py:\d+ \(ValueError: Expected input batch_size \(8\) to match target .*\)"
+    error = r"ValueError: Expected input batch_size \(8\) to match target .*"
+    why = rf"a part of a micro-batch failed at train.py:\d+ \({error}\)"
     assert re.fullmatch(why, said["micro-batches are not divided among workers"])
 
 

@@ -16,10 +16,10 @@ def test_chaos_shows_each_loss_and_that_nothing_else_was_lost(tmp_path):
     (tmp_path / "train.py").write_text("from basics import *\nlist(make(plan='exact').steps(data, epochs=1000))\n")
     done = paceline("chaos", "train.py", "--workers", "3", "--steps", "14", "--faults", faults, cwd=tmp_path)
     head, first, second, _, steps, weights, lost = done.stdout.splitlines()[1:]
-    assert head.split() == ["loss", "noticed", "after", "team", "formed", "after", "back", "after"]
+    assert head.split() == ["fault", "detected", "after", "team", "formed", "after", "back", "after"]
     assert first.startswith("kill:0@4.backward ")
     assert second.startswith("exit:1@9.reduced ")
-    assert steps == "steps    14 steps counted, each once"
+    assert steps == "steps    14 steps counted, each exactly once"
     assert weights.startswith("weights  0.0e+00 apart")
     assert lost == "lost     nothing"
 
@@ -36,7 +36,7 @@ def test_chaos_draws_losses_that_wait_until_a_killed_worker_has_joined_again(tmp
     done = paceline("chaos", "train.py", *options, "--", tmp_path / "begun", cwd=tmp_path)
     rows = done.stdout.splitlines()
     assert len([row for row in rows if "@" in row and "did not happen" not in row]) == 2, done.stdout
-    assert "steps    120 steps counted, each once" in rows
+    assert "steps    120 steps counted, each exactly once" in rows
     assert rows[-1] == "lost     nothing"
 
 
@@ -57,7 +57,7 @@ def test_chaos_that_is_stopped_names_no_folder_that_it_removes(tmp_path):
     (tmp_path / "train.py").write_text(body + "    report.step == 3 and os.kill(os.getppid(), signal.SIGTERM)\n")
     done = paceline("chaos", "train.py", "--workers", "2", "--", "it's", cwd=tmp_path, code=75)
     assert done.stderr.splitlines() == [
-        "100 steps undisturbed ...",
+        "100 steps without faults ...",
         "stopping after this step and saving; press Ctrl-C again to stop at once",
         "stopped",
         """start again with: paceline chaos train.py --workers 2 -- 'it'"'"'s'""",

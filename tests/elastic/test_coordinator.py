@@ -277,7 +277,9 @@ def test_kill_without_a_coordinator_is_noticed_after_its_restart() -> None:
     play.again()
     play.settle(RETURN + 1)
     assert play.members == {1, 4}
-    assert [entry for entry in play.journal if entry["event"] == "lost"][-1]["why"] == "did not come back"
+    assert [entry for entry in play.journal if entry["event"] == "lost"][-1][
+        "why"
+    ] == "did not report to the restarted coordinator"
 
 
 def late(play: Play, *agents: str) -> None:
@@ -317,7 +319,7 @@ def test_late_agents_are_lost_once_others_are_back() -> None:
     play.settle(RETURN + 1)
     assert play.members == {2, 3}
     (lost,) = [entry for entry in play.journal if entry["event"] == "lost"]
-    assert (lost["workers"], lost["why"]) == ([0, 1, 4], "did not come back")
+    assert (lost["workers"], lost["why"]) == ([0, 1, 4], "did not report to the restarted coordinator")
     back(play, "a", "c")
     play.settle()
     for number in (0, 1, 4):
@@ -332,8 +334,8 @@ def test_agents_without_the_state_wait_for_the_late_agent() -> None:
     for number in (2, 3, 4):
         happen(play, "kill", number)
     late(play, "a")
-    said = "workers 0-1 did not come back yet, and nobody else has the state of the training: waiting"
-    assert [text for _, text, _ in play.coordinator.lines] == [said]
+    said = "workers 0-1 have not reported to the restarted coordinator yet, and no other worker has the training state"
+    assert [text for _, text, _ in play.coordinator.lines] == [f"{said}: waiting"]
     back(play, "a")
     play.settle()
     assert play.members == {0, 1}
@@ -392,7 +394,7 @@ def test_lost_connections_end_the_run_after_max_restarts() -> None:
     for _ in range(2):
         play.change(0, alone=play.coordinator.roster.number)
         play.settle(ALONE + 1)
-    assert play.coordinator.orders("a")["failing"] == [[0, "a", "lost its connections to the others"]]
+    assert play.coordinator.orders("a")["failing"] == [[0, "a", "lost its connections to the other workers"]]
 
 
 def test_lost_connections_do_not_wait_for_the_end_of_a_step() -> None:

@@ -31,22 +31,23 @@ CLIENTS, PEERS = 2379, 2380
 def test_wrong_etcd_address_is_refused(text):
     with pytest.raises(UsageError) as error:
         parse_store(text)
-    assert str(error.value) == f"--store {text!r} is no etcd; give etcd://HOST:PORT/NAME, with a name for this run"
+    cure = "pass the address of etcd, and a name for this run"
+    assert str(error.value) == f"--store needs the form etcd://HOST:PORT/NAME, got {text!r}; {cure}"
 
 
 def test_run_refuses_a_wrong_etcd_address(tmp_path):
     assert parse_store("etcd://a:1,b:2/my/run") == (["a:1", "b:2"], "my/run")
     (tmp_path / "train.py").write_text("")
     done = paceline("run", "--store", "etcd://host/run", "train.py", cwd=tmp_path, code=2)
-    assert done.stderr.startswith("paceline: --store 'etcd://host/run' is no etcd; ")
+    assert done.stderr.startswith("paceline: --store needs the form etcd://HOST:PORT/NAME, got 'etcd://host/run'; ")
 
 
 def test_etcd_that_does_not_answer_is_refused(tmp_path):
     where = f"127.0.0.1:{free_port()}"
     done = paceline("run", "--store", f"etcd://{where}/run", SCRIPTS / "survivor.py", "out", "5", cwd=tmp_path, code=2)
     assert done.stderr.splitlines()[-1] == (
-        f"paceline: no etcd answers at {where} ([Errno 111] Connection refused); "
-        "see that etcd runs, and that this host can reach it"
+        f"paceline: etcd does not answer at {where} ([Errno 111] Connection refused); "
+        "check that etcd is running and that this host can reach it"
     )
 
 
@@ -88,8 +89,8 @@ def test_etcd_lease_has_one_holder_at_a_time(server):
     with pytest.raises(LaunchError) as error:
         second.begin()
     assert str(error.value) == (
-        "a run of the name run has its coordinator at 10.0.0.1:1; join that one, stop it, or wait 5 s if its host is "
-        "lost; or give another name"
+        "a run named run has its coordinator at 10.0.0.1:1; join or stop that run, use another name, or wait 5 s if "
+        "its host is lost"
     )
     first.start()
     second.start()
@@ -141,17 +142,19 @@ def test_take_over_by_etcd_lease_after_a_kill(stored, undisturbed, how):
         here.agents[0].kill()
     else:
         here.network.hosts[0].cut()
-    taken = lambda: [n for n in (1, 2) if "this host takes over the coordinator, says etcd" in here.agents[n].text]
+    taken = lambda: [
+        n for n in (1, 2) if "this host takes over the coordinator, as etcd decided" in here.agents[n].text
+    ]
     here.until(taken)
     (who,) = taken()
     here.members(4, agent=who)
     assert here.status(who)["epoch"] == 2
     if how == "cut":
-        waits = "etcd does not answer, or has given the run to another host: this host's workers wait"
+        waits = "etcd does not answer, or assigned the run to another host; the workers of this host wait"
         assert waits in here.agents[0].text
         here.network.hosts[0].mend()
         here.members(6, agent=who)
-        assert "has taken over: this host's workers come to it as new ones" in here.agents[0].text
+        assert "has taken over; the workers of this host join it as new workers" in here.agents[0].text
     here.end(-9 if how == "kill" else 0, 0, 0)
     same(here, undisturbed, first=who)
 
@@ -164,7 +167,7 @@ def test_training_waits_while_etcd_is_away(stored, undisturbed):
     for pid in etcds(here.folder):
         subprocess.run(["kill", "-9", str(pid)], check=True)
     servers[0].wait()
-    here.until(lambda: "this host's workers wait" in here.agents[0].text)
+    here.until(lambda: "the workers of this host wait" in here.agents[0].text)
     time.sleep(2.0)  # the step under way is over
     before = here.agents[0].events("step")[-1]["step"]
     time.sleep(2.0)

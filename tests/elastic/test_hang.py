@@ -181,16 +181,16 @@ def test_hang_at_the_same_line_twice_ends_the_run(tmp_path: Path) -> None:
     assert re.fullmatch(rf"worker {low} failed \(host H, pid P, after step \d+\)", block[0])
     assert block[1] == f"  hung at {line} for {after[low][0]}, waiting: time.sleep(600)"
     assert block[2].startswith(f"worker {high} failed ")  # in the same way, unless it took some seconds more
-    assert re.search(rf"\b{other}\b", block[3].removeprefix("the others were stopped by us: "))
+    assert re.search(rf"\b{other}\b", block[3].removeprefix("Paceline stopped the others: "))
     assert block[4] == "logs: out/logs/"
-    next_of = f"next: see what it waits for; all its stacks are in its log; then run `{then}`: it continues from step "
+    next_of = f"next: find out why it waits; all its stacks are in its log; then run `{then}`: it continues from step "
     assert re.fullmatch(re.escape(next_of) + r"\d+", block[5])
 
 
 def test_hang_ends_a_run_of_one_worker_or_one_that_survives_no_loss(tmp_path: Path) -> None:
     for workers, options, source, doing, why in (
-        (1, (), "while True: pass", "busy", "see why it does not end"),
-        (2, ("--max-restarts", "0"), "time.sleep(600)", "waiting", "see what it waits for"),
+        (1, (), "while True: pass", "busy", "find out why it does not finish"),
+        (2, ("--max-restarts", "0"), "time.sleep(600)", "waiting", "find out why it waits"),
     ):
         folder = tmp_path / str(workers)
         folder.mkdir()
@@ -303,7 +303,9 @@ def test_ctrl_c_ends_a_hung_worker_that_is_the_only_one(tmp_path: Path) -> None:
     again = re.escape(
         "continue with: paceline run --workers 1 --run-dir out --plan 'exact micro=3' --save-every 2 train.py"
     )
-    told = rf"^stopped; worker 0 hung at {line} for \d s, and was ended; the last checkpoint is of step \d+\n{again}$"
+    told = (
+        rf"^stopped; worker 0 hung at {line} for \d s, and was killed; the last checkpoint is from step \d+\n{again}$"
+    )
     assert re.search(told, said, re.M), said
 
 

@@ -73,8 +73,8 @@ def test_one_flipped_bit_of_weights_or_optimizer_state_is_healed_before_it_is_us
     names = {7: "0.weight", 15: "exp_avg of 0.weight"}
     said, found = trained(tmp_path, workers, flips, (1,), "--heal")
     for line, (step, name) in zip(healed(said), names.items(), strict=True):
-        seen = f"worker 1 had another {name}, seen after step {step} and not yet after step "
-        assert re.fullmatch(re.escape(seen) + r"\d+, and took what the majority has", line), line
+        seen = f"worker 1 had different values of {name}, seen after step {step} and not yet after step "
+        assert re.fullmatch(re.escape(seen) + r"\d+, and received those of the majority", line), line
     one = once(tmp_path_factory, "undisturbed by flips", lambda folder: trained(folder, 1, {}, ()))
     assert all(same(weights, load_file(one / "0.safetensors")) for weights in found)
     events = [event for event in read_journal(tmp_path / "out") if event["event"] == "healed"]
@@ -104,7 +104,7 @@ def test_healed_workers_have_equal_weights(plan: str, workers: int, who: tuple[i
 @pytest.mark.parametrize(
     ("workers", "who", "options", "why"),
     [
-        (2, (1,), ("--heal",), "; --heal needs three replicas that have it, and there are 2"),
+        (2, (1,), ("--heal",), "; --heal needs at least three replicas, got 2"),
         (4, (1, 3), ("--heal",), "; --heal needs a strict majority, which 2 of 4 are not"),
         (3, (1,), (), ""),
     ],
@@ -113,11 +113,11 @@ def test_heal_without_a_majority_is_refused(
     workers: int, who: tuple[int, ...], options: tuple[str, ...], why: str, tmp_path: Path
 ) -> None:
     said, _ = trained(tmp_path, workers, {"state": 7}, who, "--max-restarts", "0", *options, code=1)
-    odd = " than on ".join(["worker 1", "worker 0"] if workers == 2 else ["workers 1, 3", "workers 0, 2"])
-    odd = "worker 1 than on workers 0, 2" if workers == 3 else odd
+    odd = " differs from that on ".join(["worker 1", "worker 0"] if workers == 2 else ["workers 1, 3", "workers 0, 2"])
+    odd = "worker 1 differs from that on workers 0, 2" if workers == 3 else odd
     assert re.search(
-        rf"WorkersDifferError: exp_avg of 0.weight is another one on {odd}, seen after step 7 and not yet after step "
-        rf"\d{why}; let every worker do what changes weights or buffers, with the same numbers: ",
+        rf"WorkersDifferError: exp_avg of 0.weight on {odd}, seen after step 7 and not yet after step "
+        rf"\d{why}; code that changes weights or buffers must run on every worker with the same numbers: ",
         said,
     ), said
     assert not healed(said)
@@ -125,4 +125,4 @@ def test_heal_without_a_majority_is_refused(
 
 def test_heal_does_nothing_under_local_sgd(tmp_path: Path) -> None:
     said, _ = trained(tmp_path, 2, {}, (), "--heal", plan="local=2 every=3")
-    assert "--heal does nothing under local=: workers do not have the same there" in said
+    assert "--heal does nothing under local=, where workers do not hold equal weights" in said

@@ -1,4 +1,4 @@
-"""What can go wrong between hosts: the table of docs/running.md, each text as it is said.
+"""What can go wrong between hosts: the table of docs/howto/launch-ssh.md, each text as it is said.
 
 What needs servers of others is held by tests beside those: here it is seen that they still say the same.
 """
@@ -34,7 +34,7 @@ OPTIONS = LaunchOptions(script="train.py")
 
 def table() -> dict[str, str]:
     """What is said, by situation."""
-    _, _, rest = (DOCS / "running.md").read_text().partition("\n## What can go wrong\n")
+    _, _, rest = (DOCS / "howto" / "launch-ssh.md").read_text().partition("\n## What can go wrong\n")
     rows = re.findall(r"^\| (.+?) \| (.+?) \| .+ \|$", rest.partition("\n## ")[0], re.MULTILINE)
     return {what: said for what, said in rows if what not in ("what", "---")}
 
@@ -122,17 +122,19 @@ ELSEWHERE = {
     "a host's name means nothing": "ssh: Could not resolve hostname",
     "its key is not known yet": "Host key verification failed.",
     "it refuses yours": "Permission denied (publickey",
-    "its port is closed": "it is tried again until it comes",
-    "the first host does not answer": "and it is to keep the coordinator",
+    "its port is closed": "Paceline retries until it answers",
+    "the first host does not answer": "but it must run the coordinator",
     "another script there": "the hosts differ:",
-    "no folder that they share, and no script there": "missing; bring the same script there, or say --sync",
+    "no folder that they share, and no script there": "missing; copy the same script to all hosts, or use --sync",
     "no Python there": "not found; install the same versions",
-    "the first host does not know the name of the next": "give --listen ADDR, at which the other hosts reach the first",
-    "hosts do not reach each other": "let the hosts reach each other on all ports, or launch with --tunnel",
-    "`--tunnel` where sshd forbids it": "let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out",
-    "/dev/shm is small": "docker run --shm-size=8g, or a memory emptyDir in Kubernetes",
-    "Slurm refuses": "see --engine='...' and --dry-run",
-    "the queue is full": "waiting for Ray: 2 nodes with 1 CPU and 4 TPU each are wanted, and of 3 alive 0 ",
+    "the first host does not know the name of the next": (
+        "pass --listen ADDR, at which the other hosts reach the first host"
+    ),
+    "hosts do not reach each other": "open all ports between the hosts, or use --tunnel",
+    "`--tunnel` where sshd forbids it": "set AllowStreamLocalForwarding yes for sshd there, or leave --tunnel out",
+    "/dev/shm is small": "use docker run --shm-size=8g, or a memory emptyDir in Kubernetes",
+    "Slurm refuses": "check --engine='...' and --dry-run",
+    "the queue is full": "waiting for Ray: 2 nodes with 1 CPU and 4 TPU each are needed; 0 of 3 live nodes ",
     "a quota, or no room": "Insufficient cpu.)",
     "the launcher is killed": '"stopped"',
     "a host is lost": '"lost"',

@@ -35,18 +35,20 @@ def test_host_joins_and_leaves(cluster: Callable[[int], Cluster], undisturbed: P
     assert sorted(here.status()["members"]) == sorted(here.status(host=1)["members"]) == [0, 1, 2]
     without = here.network.hosts[1].command("curl", "--silent", "http://10.77.0.1:29400/status")
     said = json.loads(subprocess.run(without, capture_output=True, text=True, check=True).stdout)
-    assert said == {"refused": "from another host /status wants the key in the file reading_key of the run folder"}
+    assert said == {
+        "refused": "a request for /status from another host needs the key in the file reading_key of the run folder"
+    }
     here.stop(1)
     here.members(1)
     here.end(0, 75)
     same(here, undisturbed)
     assert "\nworker 1 has joined: " in here.agents[0].text
-    assert re.search(r"^worker 2 left, as it was told: 1 worker goes on$", here.agents[0].text, re.M)
+    assert re.search(r"^worker 2 left as requested: 1 worker goes on$", here.agents[0].text, re.M)
     (gives,) = here.agents[0].events("gives")  # the other one takes it from this one
     assert gives["worker"] in (1, 2)
     assert gives["bytes"] < gives["whole"] / 4, "most of it had gone ahead, and came out the same"
     left = f"paceline run --join 10.77.0.1:29400 --token-file {here.folder / 'run-0' / 'token'} --workers 2 "
-    assert f"left the run, which goes on\ncome back with: {left}" in here.agents[1].text
+    assert f"left the run, which continues without this host\nrejoin with: {left}" in here.agents[1].text
 
 
 @pytest.mark.slow
@@ -57,7 +59,7 @@ def test_network_cut_of_a_host_that_comes_back(cluster: Callable[[int], Cluster]
     here.network.hosts[1].cut()
     here.members(2)
     time.sleep(2.0)
-    assert "no word from the coordinator at 10.77.0.1:29400" in here.agents[1].text
+    assert "the coordinator at 10.77.0.1:29400 does not answer" in here.agents[1].text
     here.network.hosts[1].mend()
     here.members(6)
     here.end(0, 0)
@@ -135,7 +137,7 @@ def test_join_with_a_state_that_takes_seconds_to_send(
     assert [event["workers"] for event in here.agents[0].events("formed")] == [[0, 1]]
     (gives,) = here.agents[0].events("gives")
     told = re.search(
-        r"^everybody waits for about (\S+) s, while worker 1 takes 6\.\d+ MB of state over$",
+        r"^training pauses for about (\S+) s: sending 6\.\d+ MB of state to worker 1$",
         here.agents[0].text,
         re.M,
     )
@@ -194,7 +196,7 @@ def test_killed_host_joins_again(cluster: Callable[[int], Cluster], undisturbed:
     here.end(0, -9, 0, 0)
     same(here, undisturbed)
     (lost,) = here.agents[0].events("lost")
-    assert lost["why"] == "are lost (the agent on nowhere-2 has gone)"
+    assert lost["why"] == "are lost (the agent on nowhere-2 disconnected)"
 
 
 @pytest.mark.slow
@@ -208,7 +210,7 @@ def test_kill_of_the_coordinator(cluster: Callable[[int], Cluster], undisturbed:
     if meanwhile:
         path = here.agents[0].folder if meanwhile == "a worker" else here.agents[1].folder
         os.kill(worker_of(path), signal.SIGKILL)
-    here.until(lambda: "the coordinator ended (SIGKILL) and is started again" in here.agents[0].text)
+    here.until(lambda: "the coordinator ended (SIGKILL) and is restarted" in here.agents[0].text)
     here.members(6)
     here.end(0, 0)
     same(here, undisturbed)
@@ -225,17 +227,17 @@ def test_take_over_by_another_host(cluster: Callable[[int], Cluster], undisturbe
         here.agents[0].kill()
     else:
         here.network.hosts[0].cut()
-    here.until(lambda: "no word from the coordinator" in here.agents[1].text)
-    here.until(lambda: "no word from the coordinator" in here.agents[2].text)
+    here.until(lambda: "does not answer; the workers of this host wait" in here.agents[1].text)
+    here.until(lambda: "does not answer; the workers of this host wait" in here.agents[2].text)
     done = paceline("run", "--take-over", here.agents[1].folder, cwd=here.folder)
-    assert done.stdout == "this host keeps the coordinator now; the others come to it by themselves\n"
+    assert done.stdout == "this host runs the coordinator now; the other hosts connect to it by themselves\n"
     here.members(4, agent=1)
     assert here.status(1)["epoch"] == 2
     if how == "cut":
         here.network.hosts[0].mend()
         here.members(6, agent=1)
         assert [event["epoch"] for event in here.agents[0].events("fenced")] == [2]
-        assert "has taken over: this host's workers come to it as new ones" in here.agents[0].text
+        assert "has taken over; the workers of this host join it as new workers" in here.agents[0].text
     here.end(-9 if how == "kill" else 0, 0, 0)
     same(here, undisturbed, first=1)
 
@@ -256,7 +258,7 @@ def test_joined_host_has_a_share_cannot_take_over_and_is_told_where_a_stop_saved
     assert (here.agents[0].folder / path / "manifest.json").exists()
     assert f"stopped after step {stopped['step']}; saved run-0/{path}\n" in here.agents[0].text
     assert all(member.share for member in members(Summary(here.agents[0].folder))), "also who came later has one"
-    where = "in the folder of the run's first worker"
+    where = "on the host that started the run"
     assert f"stopped after step {stopped['step']}; saved {path} {where}\ncontinue with: paceline run --join " in (
         here.agents[1].text
     )
@@ -296,7 +298,7 @@ def test_kill_of_agent_or_coordinator_or_network_cut_at_any_moment_gives_the_und
     if kind != "agent" or moment == "writing":
         (waits.folder / "chaos-go").touch()
     if kind == "coordinator":
-        here.until(lambda: "the coordinator ended (SIGKILL) and is started again" in here.agents[0].text)
+        here.until(lambda: "the coordinator ended (SIGKILL) and is restarted" in here.agents[0].text)
     else:
         here.until(
             lambda: any(3 in event["workers"] or 4 in event["workers"] for event in here.agents[0].events("lost"))
@@ -315,7 +317,7 @@ def test_kill_below_min_workers_pauses_the_run(cluster: Callable[[int], Cluster]
     here.stop(1)
     here.until(lambda: here.agents[1].process.poll() is not None)
     os.kill(worker_of(here.agents[0].folder), signal.SIGKILL)
-    here.until(lambda: "1 worker left, paused until there are 2" in here.agents[0].text)
+    here.until(lambda: "only 1 worker left, training is paused until there are 2" in here.agents[0].text)
     here.members(2)
     assert not here.status()["paused"]
     here.end(0, 75)
@@ -345,7 +347,7 @@ def test_loss_of_a_replica_of_several_workers_on_several_hosts(
         (pid,) = here.coordinators()
         os.kill(pid, signal.SIGKILL)
         os.kill(worker_of(here.agents[1].folder), signal.SIGKILL)
-        here.until(lambda: "the coordinator ended (SIGKILL) and is started again" in here.agents[0].text)
+        here.until(lambda: "the coordinator ended (SIGKILL) and is restarted" in here.agents[0].text)
         here.until(lambda: here.agents[0].events("lost"))
     here.members(4)
     here.end(*codes)
@@ -377,7 +379,7 @@ def test_join_with_another_script_plan_or_token_is_refused(
     golden("another token", join_refused(here, **{"token-file": str(other)}))
     other.chmod(0o644)
     golden("a token that others can read", join_refused(here, **{"token-file": str(other)}).replace(str(other), "FILE"))
-    what = "GET /challenge: a wrong token, from 10.77.0.2"
+    what = "GET /challenge: the token is wrong, from 10.77.0.2"
     here.until(lambda: what in [event["what"] for event in here.agents[0].events("refused")])
     assert json.loads((here.agents[0].folder / "coordinator.json").read_text())["port"] == 29400
 

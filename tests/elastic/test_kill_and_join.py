@@ -30,7 +30,7 @@ def test_kill_of_a_worker_out_of_memory_gives_the_undisturbed_weights(
     ended = train(tmp_path, WORKERS, STEPS, ",".join(faults), preexec=enter, ballast=ballast)
     assert fired(ended) == faults, "a fault did not fire"
     same(ended, undisturbed["writing" if moment == "writing" else STEPS])
-    assert f"worker {worker} was killed for want of memory: " in ended.text
+    assert f"worker {worker} was killed by the out-of-memory killer: " in ended.text
 
 
 @pytest.mark.slow
@@ -65,7 +65,7 @@ def test_sigterm_to_one_worker_lets_the_others_go_on_without_it(undisturbed, tmp
     same(ended, undisturbed[STEPS])
     assert ended.events("lost") == []
     assert [event["workers"] for event in ended.events("formed")] == [[0, 2]]
-    assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text
+    assert "\nworker 1 left as requested: 2 workers go on\n" in ended.text
 
 
 @pytest.mark.slow
@@ -115,13 +115,13 @@ def test_killed_worker_is_not_restarted_with_a_changed_script(tmp_path):
         "        os.kill(os.getpid(), 9)\n"
     )
     done = train_basics(tmp_path, body, 3)
-    changed = "has changed since the run began: start the same command again to use it"
-    removed = "is gone since the run began: start the same command again once it is there"
+    changed = "has changed since the run began; to use the new script, start the same command again"
+    removed = "was deleted; restore it, then start the same command again"
     for worker, text in ((1, changed), (2, removed)):
-        assert f"\nworker {worker} is not started again: train.py {text}\n" in done.stderr
+        assert f"\nworker {worker} is not restarted: train.py {text}\n" in done.stderr
     report = paceline("explain", "out", cwd=tmp_path).stdout
     assert re.search(r"^  lost         worker 1 was killed by SIGKILL, after step \d$", report, re.M)
-    assert re.search(r"^  teams        2 times formed anew, in \d+.*; 1 worker at last$", report, re.M)
+    assert re.search(r"^  teams        re-formed 2 times in \d+.*; 1 worker at the end$", report, re.M)
 
 
 def test_worker_that_fails_before_it_joins_is_restarted_after_longer_pauses(tmp_path):
@@ -141,7 +141,7 @@ def test_worker_that_fails_before_it_joins_is_restarted_after_longer_pauses(tmp_
     done = train_basics(tmp_path, body, 2)
     lines = [line for line in done.stderr.splitlines() if line.startswith("worker 1 ")]
     assert lines[0] == "worker 1 was killed by SIGKILL: 1 worker goes on"
-    again = "worker 1 ended with exit code 1 before it was back; it is started again in {} s"
+    again = "worker 1 ended with exit code 1 before it had rejoined; it is restarted in {} s"
     assert lines[1:3] == [again.format(1), again.format(2)]  # and 4, 8, if it had come to that
     below = "\n  OSError: no such device\n  at train.py:6 in <module>: raise OSError('no such device')\n"
     assert f"{again.format(1)}{below}  log: out/logs/worker-1.log\n" in done.stderr
@@ -161,10 +161,10 @@ def test_collective_before_training_keeps_a_killed_worker_from_joining_again(tmp
     )
     done = train_basics(tmp_path, body, 2)
     assert "\nworker 1 was killed by SIGKILL: 1 worker goes on\n" in done.stderr
-    told = "\nworker 1 raised UsageError before it was back; it is not started again\n  UsageError: worker 1 has come"
+    told = "\nworker 1 raised UsageError before it had rejoined; it is not restarted\n  UsageError: worker 1 has"
     assert told in done.stderr
     log = (tmp_path / "out/logs/worker-1.log").read_text()
-    assert "UsageError: worker 1 has come back, and cannot take part in what the team did before it trained; " in log
+    assert "UsageError: worker 1 has rejoined, and cannot join collectives that ran before training began; " in log
 
 
 def test_collective_in_the_loss_is_part_of_the_step(tmp_path):

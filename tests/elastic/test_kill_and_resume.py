@@ -83,7 +83,7 @@ def test_resume_of_a_finished_run_needs_a_larger_count_and_without_run_dir_never
     assert len(list((tmp_path / "runs").iterdir())) == 2
     first = short("--run-dir", "out")
     again = short("--run-dir", "out")
-    (line,) = re.findall(r"^this run was finished .*$", again.stderr, re.M)
+    (line,) = re.findall(r"^this run had already finished .*$", again.stderr, re.M)
     golden("resume of a finished run", line)
     assert again.stdout == first.stdout != whole.stdout
     more = short("--run-dir", "out", count=12)
@@ -98,7 +98,7 @@ def test_resume_names_a_changed_script_and_number_of_workers(short, tmp_path):
     changed = short("--run-dir", "out", "--workers", "2")
     assert "resuming from step 4 of " in changed.stderr
     assert ": written by 1 worker (data=1), now 2 workers (data=2)\n" in changed.stderr
-    assert "the script has changed since the checkpoint; continuing with the new one:" in changed.stderr
+    assert "the script has changed since the checkpoint; continuing with the new version:" in changed.stderr
     assert "+# a new line\n" in changed.stderr
 
 
@@ -109,8 +109,8 @@ def test_resume_with_other_micro_batches_names_changed_mathematics(short, tmp_pa
     assert "changed mathematics" not in plain.stderr
     other = short("--run-dir", "out", "--plan", "micro=4")
     assert (
-        "changed mathematics: global batch 24 in micro-batches of 3 rows until step 5, "
-        "from here 24 in micro-batches of 4\n" in other.stderr
+        "the mathematics changes: global batch 24 in micro-batches of 3 rows until step 5, from now on 24 in"
+        " micro-batches of 4\n" in other.stderr
     )
 
 
@@ -122,7 +122,7 @@ def test_resume_with_a_grown_dataset_uses_the_rows_of_before(short, tmp_path):
     script.write_text(script.read_text().replace("t.steps(data", "t.steps(TensorDataset(*map(twice, data.tensors))"))
     script.write_text("twice = lambda t: __import__('torch').cat([t, t])\n" + script.read_text())
     grown = short("--run-dir", "out")
-    assert "the dataset has grown from 96 to 192 rows; this run goes on with the first 96\n" in grown.stderr
+    assert "the dataset has grown from 96 to 192 rows; this run continues with the first 96\n" in grown.stderr
     assert trained(grown) == pytest.approx(trained(whole), rel=1e-12)
 
 
@@ -198,7 +198,7 @@ def test_resume_goes_on_with_state_epochs_and_an_iterable_dataset(tmp_path):
         if not steps:
             weights.append([load_file(tmp_path / f"{name}.safetensors") for name in ("loops", "stream")])
     assert done.stdout == "12 17\n"
-    assert "reading past the first 5 global batches: an iterable dataset has no middle to start in\n" in done.stderr
+    assert "skipping the first 5 global batches: an iterable dataset must be read from its start\n" in done.stderr
     assert [apart(one, other) <= 1e-12 for one, other in zip(*weights, strict=True)] == [True, True]
 
 

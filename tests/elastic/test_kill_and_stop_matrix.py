@@ -170,7 +170,7 @@ class Row:
         if self.victim == "agent":
             self.agent_is_gone(agent, moment, said)
         elif self.victim == "coordinator":
-            here.until(lambda: "and is started again; training goes on" in first.text[said:])
+            here.until(lambda: "and is restarted; training continues" in first.text[said:])
         else:
             self.worker_is_lost(moment, pid, said)
         (here.folder / f"go-{moment}").touch()
@@ -185,7 +185,7 @@ class Row:
             left = lambda: [one for one in processes() if one.info["cwd"] == str(self.here.folder)]
             self.here.until(lambda: not (left() if alone else any(map(alive, pids_of(agent)))))
             if not alone:
-                self.here.until(lambda: "(the agent on nowhere-2 has gone)" in self.here.agents[0].text[said:])
+                self.here.until(lambda: "(the agent on nowhere-2 disconnected)" in self.here.agents[0].text[said:])
             if moment != "end" or alone:  # else there may be nothing left to join
                 agent.process = agent.again()
         else:
@@ -272,7 +272,7 @@ def test_kill_or_stop_of_the_agent_of_the_coordinators_host(
         assert first.process.wait(20) == -signal.SIGKILL
         first.process = first.again()
     else:
-        here.until(lambda: "no word from the coordinator at 10.77.0.1:29400" in second.text)
+        here.until(lambda: "the coordinator at 10.77.0.1:29400 does not answer" in second.text)
         paceline("run", "--take-over", second.folder, cwd=here.folder)
     (here.folder / f"go-{moment}").touch()
     if not row.dies and moment not in ("before", "end"):  # its workers come back as new ones

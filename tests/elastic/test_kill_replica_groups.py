@@ -108,7 +108,7 @@ def test_kill_in_an_evaluation_repeats_it(zero, tmp_path):
     (tmp_path / "calm").mkdir()
     train_basics(tmp_path / "calm", body.format(kill=False, plan="exact"), 1)
     done = train_basics(tmp_path, body.format(kill=True, plan=f"exact shard=2 zero={zero}"), 4)
-    assert "worker 3 was killed by SIGKILL, and worker 2 of the same replica starts anew" in done.stderr
+    assert "worker 3 was killed by SIGKILL, and worker 2 of the same replica is restarted" in done.stderr
     assert (tmp_path / "found").read_text() == (tmp_path / "calm/found").read_text()
 
 
@@ -118,13 +118,13 @@ def test_sigterm_to_one_worker_takes_its_replica_out(undisturbed, tmp_path):
     same(ended, undisturbed[LONG])
     assert ended.events("lost") == []
     assert formed(ended) == [[2, 3]]
-    assert "\nworker 1 left, as it was told: 2 workers go on\n" in ended.text
+    assert "\nworker 1 left as requested: 2 workers go on\n" in ended.text
 
 
 def test_trainers_with_replicas_of_different_sizes_are_refused(golden, tmp_path):
     body = "make(plan='shard=2')\nmake(plan='shard=4')\n"
     done = train_basics(tmp_path, body, 4, code=2)
-    text, *_ = re.findall(r"PlanError: .*?a loss then ends the run", re.sub(r"\s+", " ", done.stderr))
+    text, *_ = re.findall(r"PlanError: .*?a lost worker ends the run", re.sub(r"\s+", " ", done.stderr))
     golden("replicas of different sizes", text)
 
 
@@ -148,8 +148,8 @@ LAST = (
     ("zero", "option", "source"),
     [
         (3, ("--save-every", "5"), "the last checkpoint"),
-        (1, ("--mirror", "3"), "what is in memory"),
-        (3, ("--mirror", "3"), "what is in memory"),
+        (1, ("--mirror", "3"), "the state in memory"),
+        (3, ("--mirror", "3"), "the state in memory"),
     ],
 )
 def test_kill_of_the_last_replica_resumes_from_memory_or_checkpoint(zero, option, source, tmp_path):
@@ -157,7 +157,7 @@ def test_kill_of_the_last_replica_resumes_from_memory_or_checkpoint(zero, option
     (tmp_path / "calm").mkdir()
     train_basics(tmp_path / "calm", LAST.format(plan="exact", kill=False), 1)
     done = train_basics(tmp_path, LAST.format(plan=f"exact shard=2 zero={zero}", kill=True), 2, *option)
-    assert f"\nstarting again with {source} (1 of 10)\n" in done.stderr
+    assert f"\nrestarting from {source} (1 of 10)\n" in done.stderr
     (step,) = re.findall(r"^resuming from step (\d+) of ", done.stderr, re.M)
     assert 5 <= int(step) <= 12
     assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "calm/out.safetensors").read_bytes()

@@ -18,7 +18,7 @@ from clusters import Cluster
 from clusters import cluster as cluster
 from island_runs import TOLERANCE
 from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS, loss
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, train_basics
 from networks import hosts as hosts
 from oracle import LateIslands, apart, grid, in_order
 from safetensors.torch import load_file
@@ -89,9 +89,9 @@ def test_late_island_counts_in_a_later_merge(tmp_path: Path) -> None:
     late = journal(tmp_path / "run", "late")
     assert [event["late"] for event in late[:2]] == [[2], [2]]
     check_merges(tmp_path, 3, 2)
-    assert "the merge after step 2 is without island 2, which came too late for 4 rows of step 2" in output, output
+    assert "the merge after step 2 excludes island 2, which missed 4 rows of step 2" in output, output
     happened = dict(facts(Summary(tmp_path / "run"))["What happened"])
-    assert re.fullmatch(r"island 2 for 2 merges, \d+ rows not trained on", happened["too late"])
+    assert re.fullmatch(r"island 2: 2 merges missed, \d+ rows not trained on", happened["too late"])
 
 
 def report(
@@ -182,7 +182,7 @@ def test_quorum_changes_nothing_where_nobody_is_late(tmp_path: Path) -> None:
         check_merges(folder, 4, 3)
         merges = [merge["islands"] for merge in journal(folder / "run", "merge")]
         assert merges == ([] if options else [[0, 1, 2, 3]] * 3)
-    assert "quorum=3 has no coordinator here, which decides who is late: merges wait for all islands\n" in output
+    assert "quorum=3 has no effect without a coordinator: merges wait for all islands\n" in output
 
 
 def test_plan_cost_counts_the_weights_a_late_island_began_at() -> None:
@@ -203,10 +203,32 @@ def test_kill_of_a_late_island_loses_what_it_had_begun(tmp_path: Path) -> None:
     assert decided[:3] == [(0, 0, [0, 1]), (2, 0, [0, 1]), (2, 1, [0, 1])]
     assert len(journal(tmp_path / "run", "generation")) == 2
     check_merges(tmp_path, 3, 2, lost=True)
-    assert (
-        "what island 2 had made since it was late is lost, 4 rows of 1 step: it goes on from the merged weights"
-        in output
-    ), output
+    assert "the unmerged work of island 2 was lost, 4 rows of 1 step: it continues from the merged weights" in output, (
+        output
+    )
+
+
+SLOW = """
+import time
+def slow(output, batch):
+    if paceline.join().rank == 1 and trainer.model.training:
+        time.sleep(0.25)  # four times in a round: longer than the least grace window
+    return cross_entropy(output, batch)
+trainer = make(slow, plan="{} micro=6")
+list(trainer.steps(data, count=6))
+trainer.export("out.safetensors")
+"""
+
+
+@pytest.mark.parametrize("plan", ["local=2 every=2", "local=4 every=2 fragments=2 delay=0"])
+def test_merge_without_a_quorum_waits_for_the_slowest_island(plan: str, tmp_path: Path) -> None:
+    """The weights are those of one worker, which makes all islands by itself."""
+    for workers in (1, 2):
+        (tmp_path / str(workers)).mkdir()
+        train_basics(tmp_path / str(workers), SLOW.format(plan), workers, "--shares", ",".join("1" * workers))
+        assert journal(tmp_path / str(workers) / "out", "late") == []
+    alone, both = (load_file(tmp_path / workers / "out.safetensors") for workers in "12")
+    assert apart(both, alone) < TOLERANCE
 
 
 @pytest.mark.parametrize("plan", ["local=3 every=2", pytest.param("local=3 every=2 quorum=2", marks=pytest.mark.slow)])
@@ -217,9 +239,9 @@ def test_loss_that_is_not_finite_ends_all_with_one_error(plan: str, tmp_path: Pa
     told = [re.findall(r"^paceline\.errors\.NonFiniteLossError: (.*)$", log, re.M) for log in logs]
     assert told[0] == told[1] == told[2]
     assert re.fullmatch(
-        r"the loss of step 3 of island 1 is not finite \(worker 1: micro-batch 2 \(rows 28-29 of epoch 0\).*\): "
-        r"the loss function makes the first nan; the round was not applied; look there for a logarithm or a division "
-        r"at 0, and compute losses from logits, as cross_entropy does",
+        r"the loss of step 3 of island 1 is not finite \(worker 1: micro-batch 2 \(rows 28-29 of epoch 0\).*\): the"
+        r" loss function produces the first nan; the round was not applied; check it for a logarithm or division at"
+        r" 0, and compute losses from logits, as cross_entropy does",
         told[0][0],
     ), told
 
@@ -256,12 +278,10 @@ def test_island_of_several_workers_is_late_together(cut: str, tmp_path: Path) ->
 @pytest.mark.slow
 def test_trainer_stop_names_what_late_islands_had_begun(tmp_path: Path) -> None:
     output = train_late(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:0:4", STOP="4")
-    assert (
-        "island 2 was late when training was stopped: the 8 rows of the 2 steps that it had begun are not trained on"
-    ) in output
-    assert "nothing was left to do" in train_late(tmp_path, 1, "local=3 every=2 quorum=2")
+    assert ("island 2 was late when training was stopped: its unmerged work is dropped, 8 rows of 2 steps") in output
+    assert "so nothing was trained" in train_late(tmp_path, 1, "local=3 every=2 quorum=2")
     happened = dict(facts(Summary(tmp_path / "run"))["What happened"])
-    assert happened["too late"] == "island 2 for 2 merges, 12 rows not trained on"
+    assert happened["too late"] == "island 2: 2 merges missed, 12 rows not trained on"
 
 
 @pytest.mark.slow
@@ -285,8 +305,8 @@ def test_stop_drops_what_a_late_island_had_begun(tmp_path: Path) -> None:
     assert "stopped after step 4; saved" in stdout + stderr, stdout + stderr
     output = train_late(tmp_path, 1, "local=3 every=2 quorum=2")
     assert (
-        "island 2 was late when the checkpoint was taken: the 8 rows of the 2 steps that it had begun are not trained "
-        "on, and it goes on from the merged weights"
+        "island 2 was late when the checkpoint was taken: its unmerged work is dropped, 8 rows of 2 steps, "
+        "and it continues from the merged weights"
     ) in output
     check_merges(tmp_path, 3, 2, lost=True)
 

@@ -154,7 +154,9 @@ def test_exit_code_of_one_worker_ends_a_run_that_survives_no_loss(leave: str, tm
         "  ended with exit code 3",
         f"  at train.py:{line_of(tmp_path, leave)} in <module>: {leave}",
     ]
-    assert block[-1].startswith("next: see its log; then run `paceline run --workers 2 --run-dir out train.py`: ")
+    assert block[-1].startswith(
+        "next: see the log of the worker; then run `paceline run --workers 2 --run-dir out train.py`: "
+    )
 
 
 def test_exit_code_of_one_worker_is_retried_once_on_another(tmp_path: Path) -> None:

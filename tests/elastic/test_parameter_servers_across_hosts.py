@@ -70,8 +70,8 @@ def test_kill_of_a_host_with_a_parameter_server(cluster: Clusters, tmp_path: Pat
     here.agents[1].kill()
     here.end(0, -9)
     text = here.agents[0].text
-    assert "server 1 is lost (the agent on nowhere-2 has gone): server 0 has a copy of what it kept" in text
-    assert "worker 1 is lost (the agent on nowhere-2 has gone): 1 worker goes on" in text
+    assert "server 1 is lost (the agent on nowhere-2 disconnected): server 0 has a copy of its state" in text
+    assert "worker 1 is lost (the agent on nowhere-2 disconnected): 1 worker goes on" in text
     check_served(tmp_path)
     assert sum(event["steps"] for event in effective_steps(here.agents[0].events("step"))) == STEPS
 
@@ -86,7 +86,10 @@ def test_kill_of_a_host_without_a_copy_returns_to_the_checkpoint(cluster: Cluste
     here.agents[1].kill()
     here.end(0, -9)
     text = here.agents[0].text
-    assert "server 1 is lost (the agent on nowhere-2 has gone): all go back to the last checkpoint" in text
+    assert (
+        "server 1 is lost (the agent on nowhere-2 disconnected): all workers and servers return to the last checkpoint"
+        in text
+    )
     check_served_from_checkpoint(tmp_path)
 
 
@@ -98,7 +101,7 @@ def test_kill_of_a_host_in_async_training_counts_each_row_once(cluster: Clusters
     start_run(here, "micro=3 server=2 copies=1 staleness=2 window=20")
     until((tmp_path / "reached").exists)
     here.agents[1].kill()
-    here.until(lambda: "server 0 has a copy of what it kept" in here.agents[0].text)
+    here.until(lambda: "server 0 has a copy of its state" in here.agents[0].text)
     here.until(lambda: hosts_of_servers(here) == {0: "nowhere-1", 1: "nowhere-1"})
     here.start(1, 1)
     here.until(lambda: here.agents[0].text.count("has joined") == 2)
@@ -127,12 +130,12 @@ def test_sigstop_of_the_agent_of_a_host_with_a_parameter_server(cluster: Cluster
     until((tmp_path / "reached").exists)
     agent = here.agents[1].process
     agent.send_signal(signal.SIGSTOP)
-    waits = "and nobody else has what it keeps: the run waits for 60 s"
-    here.until(lambda: ("server 0 has a copy of what it kept" if copies else waits) in here.agents[0].text)
+    waits = "and no other server has a copy of its state: the run waits for 60 s"
+    here.until(lambda: ("server 0 has a copy of its state" if copies else waits) in here.agents[0].text)
     time.sleep(3.0)
     agent.send_signal(signal.SIGCONT)
     here.end(0, 0)
     text = here.agents[0].text
-    assert ("the host of server 1 answers again" in text) == (not copies)
+    assert ("the host of server 1 responds again" in text) == (not copies)
     assert len(here.agents[0].events("lost")) == 2 * copies
     check_served(tmp_path)

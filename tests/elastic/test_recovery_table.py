@@ -75,7 +75,7 @@ PLANS = {
     "streaming": Plan(STREAMING, undisturbed=STREAMING, **OF_ISLANDS),
     "servers": Plan("micro=2 server=2 copies=1", of_server=("summed", "reduced", "applied"), **BY_SERVERS),
     "async": Plan("micro=2 server=2 copies=1 staleness=2 window=3", workers=3, **OUT_OF_STEP),
-    "backup": Plan("micro=2 server=2 copies=1 backup=1 window=3", **OUT_OF_STEP),
+    "backup": Plan("micro=2 server=2 copies=1 backup=1 window=3", workers=3, **OUT_OF_STEP),
 }
 FAST = ("exact", "zero=3", "servers")  # the tests of the other plans have a fast fault each
 
@@ -137,7 +137,7 @@ def check_row(cells: Sequence[Cell], factory: pytest.TempPathFactory, folder: Pa
     assert {fault.worker for fault in struck if fault.moment not in ("writing", "hand-over")} <= {*chain(*losses)}
     if plan.several == (2, 3):
         assert all({worker ^ 1 for worker in lost} == lost for lost in losses), "a replica starts anew as a whole"
-    again = "the coordinator ended (SIGKILL) and is started again" in text
+    again = "the coordinator ended (SIGKILL) and is restarted" in text
     assert again == (len(struck) < len(faults))
     journaled = [event["step"] for event in effective_steps(events)]
     assert journaled == sorted({*journaled})
@@ -230,6 +230,6 @@ def test_fault_while_several_workers_write_a_checkpoint_gives_the_undisturbed_by
     assert newest.step == LAST
     assert len(newest.manifest["files"]) > 1, "more than one worker wrote the checkpoint"
     if fault == "raise":
-        assert "training goes on without it: worker " in ended.text
+        assert "training continues without this checkpoint: worker " in ended.text
     else:
         assert {*targets} <= {worker for event in ended.events("lost") for worker in event["workers"]}

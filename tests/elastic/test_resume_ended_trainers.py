@@ -87,7 +87,7 @@ def test_resumed_run_cannot_train_a_trainer_that_has_ended(golden, tmp_path):
     (line,) = re.findall(r"^ *(UsageError: .*)$", paceline(*command, cwd=tmp_path, code=2, MORE="1").stderr, re.M)
     golden("more steps of a trainer that has ended", line)
     shutil.rmtree(last)
-    missing = "the weights that trainer 0 ended with are not in "
+    missing = "the final weights of trainer 0 are missing: "
     cure = "/run/checkpoints/trainer-0/step-000000000004; restore them from a copy, or choose another --run-dir\n"
     said = paceline(*command, cwd=tmp_path, code=None)
     assert (missing in said.stderr, cure in said.stderr, said.returncode != 0) == (True, True, True), said.stderr

@@ -33,7 +33,8 @@ for report in trainer.steps(data, count={STEPS}):
 trainer.export("out.safetensors")
 """
 AGAIN = (
-    "training goes on, and journal, token and logs are written there again; earlier logs and checkpoints are missing"
+    "training continues, and the journal, token and logs are written there again; "
+    "earlier logs and checkpoints are missing"
 )
 DELETED = f"the run folder run was deleted or moved: {AGAIN}"
 REPORT = "report  run/report.html"
@@ -75,7 +76,7 @@ class Running:
         children = psutil.Process(self.process.pid).children()
         (coordinator,) = [child for child in children if "paceline.team.coordinator_server" in child.cmdline()]
         coordinator.kill()
-        self.says("the coordinator ended (SIGKILL) and is started again; training goes on")
+        self.says("the coordinator ended (SIGKILL) and is restarted; training continues")
 
     def kill_worker(self) -> None:
         """Training needs the coordinator then."""
@@ -166,11 +167,13 @@ def test_changed_token_is_written_again_before_the_coordinator_restarts(
 
 
 GONE = {
-    "journal.jsonl": "files of the run folder run were deleted or changed; written again: journal.jsonl (whole)",
+    "journal.jsonl": "files of the run folder run were deleted or changed; written again: journal.jsonl (complete)",
     "logs": "files of the run folder run were deleted or changed; written again: logs (without earlier lines)",
     "coordinator.json": "files of the run folder run were deleted or changed; written again: coordinator.json",
     "reading_key": "files of the run folder run were deleted or changed; written again: reading_key",
-    "checkpoints": "the folder run/checkpoints was deleted or moved: training goes on; earlier checkpoints are missing",
+    "checkpoints": (
+        "the folder run/checkpoints was deleted or moved: training continues, but earlier checkpoints are missing"
+    ),
 }
 
 
@@ -195,7 +198,7 @@ def test_deleted_checkpoint_folder_elsewhere(begin: Begin, undisturbed: bytes, n
     run = begin("--save-every", "2", "--checkpoints", "kept")
     time.sleep(1.1)
     remove(run.folder / name)
-    lost = "the folder kept was deleted or moved: training goes on; earlier checkpoints are missing"
+    lost = "the folder kept was deleted or moved: training continues, but earlier checkpoints are missing"
     run.says(DELETED if name == "run" else lost)
     run.end(undisturbed)
     assert [*(run.folder / "kept").iterdir()]
@@ -208,9 +211,9 @@ def test_run_folder_that_cannot_be_created_again(begin: Begin, undisturbed: byte
     remove(run.run)
     run.run.touch()
     run.says(
-        "the run folder run cannot be written (File exists): training goes on without its journal, logs and report"
+        "the run folder run cannot be written (File exists); training continues without its journal, logs and report"
     )
     text = run.end(undisturbed)
     assert text.count("cannot be written (") == 1
-    last = "train.py finished; its report cannot be written: run is no run folder: it has no journal.jsonl"
-    assert f"{last}; name one that --run-dir made" in text.splitlines()
+    last = "train.py finished; its report cannot be written: run is not a run folder: it does not contain journal.jsonl"
+    assert f"{last}; pass a folder made by --run-dir" in text.splitlines()

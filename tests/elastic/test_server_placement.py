@@ -64,7 +64,7 @@ def test_killed_parameter_server_with_a_copy_joins_between_two_steps() -> None:
     play.ends(1)
     assert play.lives == [0, 0, 0, 1, 0]
     assert play.coordinator.lines[-1][1].startswith(
-        "server 1 was killed by SIGKILL: server 2 has a copy of what it kept\n"
+        "server 1 was killed by SIGKILL: server 2 has a copy of its state\n"
     )
     assert sorted(play.coordinator.orders("a")["servers"]) == [0, 2]
     assert [entry["event"] for entry in play.journal] == ["lost"]
@@ -83,7 +83,7 @@ def test_loss_of_a_parameter_server_and_then_its_copy_resumes_from_the_checkpoin
         play.ends(servers[0])
         play.serves(servers[0])  # it has not got the state back
         play.ends(servers[1])
-        assert "all go back to the last checkpoint" in play.coordinator.lines[-1][1]
+        assert "all workers and servers return to the last checkpoint" in play.coordinator.lines[-1][1]
         assert play.lives == [1, 1, *(2 if server == servers[0] else 1 for server in range(3))]
 
 
@@ -101,7 +101,7 @@ def test_loss_of_a_parameter_server_with_its_copy_resumes_from_the_checkpoint_on
     assert (entry["event"], entry["workers"]) == ("lost", [SERVER + 1, SERVER + 2])
     how = "raised OSError" if raised else "was killed by SIGKILL"
     assert play.coordinator.lines[-1][1].splitlines() == [
-        f"server 1 {how}, server 2 {how}: all go back to the last checkpoint",
+        f"server 1 {how}, server 2 {how}: all workers and servers return to the last checkpoint",
         "  log: logs/server-1.log",
         "  log: logs/server-2.log",
     ]
@@ -155,12 +155,13 @@ def test_silent_host_with_the_only_copy_of_parameters_is_waited_for(comes: bool)
     play = on_two_hosts(copies=0)
     play.coordinator.lost_agent("b", "the agent on b is silent")
     assert (play.lives, play.journal, play.coordinator.failing) == ([0] * 4, [], {})
-    said = "server 1 may be lost (the agent on b is silent), and nobody else has what it keeps: the run waits for 60 s"
+    waits = "no other server has a copy of its state: the run waits for 60 s"
+    said = f"server 1 may be lost (the agent on b is silent), and {waits}"
     assert play.coordinator.lines[-1][1] == said
     assert play.coordinator.due == play.now + AWAITED
     if comes:
         play.coordinator.report("b", play.other, 9, play.now + 50.0)
-        assert play.coordinator.lines[-1][1] == "the host of server 1 answers again"
+        assert play.coordinator.lines[-1][1] == "the host of server 1 responds again"
     play.coordinator.tick(play.now + AWAITED)
     assert play.coordinator.due == math.inf
     assert play.coordinator.failing == ({} if comes else {SERVER + 1: "is lost (the agent on b is silent)"})
@@ -169,10 +170,10 @@ def test_silent_host_with_the_only_copy_of_parameters_is_waited_for(comes: bool)
 @pytest.mark.parametrize("how", ["ended", "copied"])
 def test_ended_host_or_host_with_copied_parameters_is_not_waited_for(how: str) -> None:
     play = on_two_hosts(copies=int(how == "copied"))
-    play.coordinator.lost_agent("b", "the agent on b has gone", ended=how == "ended")
+    play.coordinator.lost_agent("b", "the agent on b disconnected", ended=how == "ended")
     assert play.coordinator.awaited == {}
     if how == "ended":
-        assert play.coordinator.failing == {SERVER + 1: "is lost (the agent on b has gone)"}
+        assert play.coordinator.failing == {SERVER + 1: "is lost (the agent on b disconnected)"}
     else:
         assert [entry["workers"] for entry in play.journal if entry["event"] == "lost"] == [[SERVER + 1], [1]]
 

@@ -191,8 +191,8 @@ def test_sigstop_of_a_worker_loses_it_as_soon_as_others_can_go_on() -> None:
     play.said[0][1] = WorkerReport(1, STORE, newcomer=True)
     play.tell(0)
     assert [text.partition("\n")[0] for _, text, _ in play.coordinator.lines] == [
-        "workers 0-1 have been stopped (SIGSTOP) for 2 s, and nobody else has the state of the training: waiting",
-        "worker 0 goes on",
+        "workers 0-1 have been stopped (SIGSTOP) for 2 s, and no other worker has the training state: waiting",
+        "worker 0 is running again",
         "worker 1 was stopped: 1 worker goes on",
     ]
 
@@ -205,8 +205,8 @@ def test_sigstop_of_the_last_worker_with_the_state_is_waited_for() -> None:
         play.coordinator.tick(play.now)
     said(play, 0, stopped=False)
     assert [text for _, text, _ in play.coordinator.lines] == [
-        "worker 0 has been stopped (SIGSTOP) for 2 s, and nobody else has the state of the training: waiting",
-        "worker 0 goes on",
+        "worker 0 has been stopped (SIGSTOP) for 2 s, and no other worker has the training state: waiting",
+        "worker 0 is running again",
     ]
     assert play.journal == []
 
@@ -259,8 +259,8 @@ def test_sigstop_before_the_first_step_restarts_all_workers(
     stopped = stopped_at(place, worker, run)
     (run.folder / f"hold-{place}-{worker}").unlink()
     where = f"worker {worker} has been stopped (SIGSTOP) for"
-    run.says(f"{where} 2 s, before the first step: all workers start anew, unless it goes on within 3 s")
-    run.says(f"{where} 5 s, before the first step: all workers start anew")
+    run.says(f"{where} 2 s, before the first step: all workers are restarted unless it runs again within 3 s")
+    run.says(f"{where} 5 s, before the first step: all workers are restarted")
     text = run.end(undisturbed)
     assert not alive(stopped)
     assert [len(run.started(number)) for number in (0, 1)] == [2, 2]
@@ -277,11 +277,11 @@ def test_sigstop_before_the_first_step_with_sigcont_in_time_loses_no_worker(star
     stopped = stopped_at("building", 1, run)
     (run.folder / "hold-building-1").unlink()
     run.says(
-        "worker 1 has been stopped (SIGSTOP) for 2 s, before the first step: all workers start anew, unless it goes "
-        "on within 3 s"
+        "worker 1 has been stopped (SIGSTOP) for 2 s, before the first step: all workers are restarted unless it runs "
+        "again within 3 s"
     )
     os.kill(stopped, signal.SIGCONT)
-    run.says("worker 1 goes on")
+    run.says("worker 1 is running again")
     run.end(undisturbed)
     assert [len(run.started(number)) for number in (0, 1)] == [1, 1]
     assert run.events("lost") == []
@@ -306,12 +306,12 @@ def replaced(run: Running, number: int, why: str, undisturbed: bytes) -> None:
     assert before is not None
     os.kill(before, number)
     os.kill(run.started(1)[0], signal.SIGKILL)
-    run.says(f"the coordinator {why} and is started again; training goes on")
+    run.says(f"the coordinator {why} and is restarted; training continues")
     run.says("worker 1 was killed by SIGKILL: 1 worker goes on")
     assert not alive(before)
     until(lambda: len(run.events("formed")) == 2 or run.ended)
     text = run.end(undisturbed)
-    assert "no word from the coordinator" not in text
+    assert "does not answer; the workers of this host wait" not in text
 
 
 def test_sigstop_of_the_coordinator_replaces_it(start: Start, undisturbed: bytes) -> None:
@@ -363,7 +363,7 @@ def test_coordinator_that_does_not_start_gets_more_time_each_time(
         finally:
             kept.close()
     assert seen == {0.25, 0.5, 1.0, 2.0}
-    assert said == ["the coordinator does not answer and is started again"]
+    assert said == ["the coordinator does not answer and is restarted"]
 
 
 def test_sigstop_of_the_agent_replaces_nobody(start: Start, undisturbed: bytes) -> None:

@@ -64,7 +64,7 @@ def test_missing_worker_is_found_by_bisection() -> None:
     keys = [f"host/{rank}" for rank in range(64)]
     for key in keys[:-1]:
         asked.set(key, "")
-    with pytest.raises(PeerLostError, match=r"^a worker did not come \(host/63\)"):
+    with pytest.raises(PeerLostError, match=r"^a worker did not join \(host/63\)"):
         asker(asked, lambda: True)(*keys)  # type: ignore[arg-type]
     assert asked.requests["check"] == 1 + 13
 

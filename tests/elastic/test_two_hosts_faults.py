@@ -25,7 +25,7 @@ from warm import environment
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.parametrize("way", WAYS)]
 CHANGED = "files of the run folder {} were deleted or changed; written again: {}"
-RESTARTED = "the coordinator ended (SIGKILL) and is started again; training goes on"
+RESTARTED = "the coordinator ended (SIGKILL) and is restarted; training continues"
 
 
 # ---- programs without the token
@@ -60,14 +60,14 @@ def test_port_taken_by_another_program_before_the_run(pair: Begin, way: str, kno
         other.kill()
         other.communicate()
     assert codes == [2] * len(codes), run.text
-    cure = "give an address of this host, and a port that is free"
+    cure = "use an address of this host and a free port"
     assert f"paceline: --listen {where}: Address already in use; {cure}" in run.text.splitlines()
     if way != "ssh":
-        what = f"the run at {where} cannot be joined: it gives 'arguments', which nobody who joins takes"
-        cure = "see that the run and this command use the same Paceline"
+        what = f"the run at {where} cannot be joined: its answer has the unknown field 'arguments'"
+        cure = "use the same version of Paceline as the run"
         if not knows:
-            what = f"what answers at {where} does not know this run's token"
-            cure = "see whether the run still goes on there, or copy the file token of its folder here again"
+            what = f"the program at {where} does not know this run's token"
+            cure = "check whether the run is still running there, or copy the file token of its run folder here again"
         assert f"paceline: {what}; {cure}" in run.text.splitlines()
     assert "owned" not in run.text
     assert not (run.folder / "trained").exists()
@@ -91,7 +91,7 @@ def test_port_taken_by_another_program_after_a_kill_of_the_agent(pair: Begin, wa
             assert run.started[0].wait(90) not in (0, 2), run.text
             until(lambda: not run.left())
         else:
-            until(lambda: "no word from the coordinator" in run.text)
+            until(lambda: "does not answer; the workers of this host wait" in run.text)
             time.sleep(1.0)  # in which it answers what it is asked
             assert alive(other_worker)
             run.started[1].send_signal(signal.SIGINT)
@@ -118,8 +118,8 @@ def test_port_taken_by_another_program_after_the_run(pair: Begin, alone: bytes, 
             done = subprocess.run(
                 run.network.hosts[1].command(*words), cwd=run.folder, env=environment(), capture_output=True, text=True
             )
-            what = f"what answers at {where} does not know this run's token"
-            cure = "see whether the run still goes on there, or copy the file token of its folder here again"
+            what = f"the program at {where} does not know this run's token"
+            cure = "check whether the run is still running there, or copy the file token of its run folder here again"
             assert (done.returncode, done.stdout, done.stderr) == (2, "", f"paceline: {what}; {cure}\n")
     finally:
         other.kill()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from doc_pages import blocks_of, commands_of, missing_line, run_page
-from paths import DOCS
+from paths import DOCS, EXAMPLES
 from warm import environment
 
-PAGES = ["start/install", "start/first-script", "start/two-workers", "start/resume", "howto/spot-instances"]
+TUTORIALS = ["image-classifier", "fine-tune-transformers", "lora", "sampling", "cross-validation", "sweep"]
+PAGES = [
+    *["start/install", "start/first-script", "start/two-workers", "start/resume", "howto/spot-instances"],
+    *[f"tutorials/{name}" for name in TUTORIALS],
+]
 FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page
 
 
@@ -25,6 +30,7 @@ def file_of(page: str, name: str) -> str:
 def test_commands_of_a_page_print_what_it_says(page: str, tmp_path: Path) -> None:
     for name, other in FILES.items():
         (tmp_path / name).write_text(file_of(other, name))
+    (tmp_path / "examples").symlink_to(EXAMPLES)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     count, _ = run_page(DOCS / f"{page}.md", tmp_path, environment(PATH=path))
     assert count > 0
@@ -41,13 +47,23 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_each_block_of_a_page_is_run_or_says_why_not() -> None:
-    for page in sorted([*(DOCS / "start").glob("*.md"), *(DOCS / "howto").glob("*.md")]):
+    for page in sorted(page for folder in ("start", "tutorials", "howto") for page in (DOCS / folder).glob("*.md")):
         blocks = [*blocks_of(page.read_text())]
         assert blocks
         for block in blocks:
             assert block.reason or block.file or block.language == "console", page.name
         is_run = f"{page.parent.name}/{page.stem}" in PAGES
         assert is_run or all(block.reason for block in blocks), f"{page.name} is not in the list PAGES"
+
+
+def test_each_example_is_the_script_of_one_tutorial() -> None:
+    shown = [
+        name
+        for page in (DOCS / "tutorials").glob("*.md")
+        for name in re.findall(r"examples/(\w+\.py)\n:lang", page.read_text())
+    ]
+    others = {"digits.py", "llama.py"}  # the test of launchers, and the larger sister of gpt.py
+    assert sorted(shown) == sorted(path.name for path in EXAMPLES.glob("*.py") if path.name not in others)
 
 
 def test_blocks_and_commands_are_read() -> None:

@@ -75,20 +75,23 @@ def test_example_contrastive_finds_the_right_pairs(kind, tmp_path):
     assert "scale" in load_file(tmp_path / f"{kind}.safetensors")
 
 
-def test_examples_are_shorter_than_80_lines():
+def test_examples_are_shorter_than_110_lines():
     for path in EXAMPLES.glob("*.py"):
-        most = 180 if path.name == "detection.py" else 80  # which has a detector, its loss and its measure
+        most = 180 if path.name == "detection.py" else 110  # which has a detector, its loss and its measure
         assert len(path.read_text().splitlines()) < most, path.name
 
 
 @pytest.mark.slow
 def test_shapes_are_detected(tmp_path: Path) -> None:
-    """In a third of the epochs; the average precision is that of one worker."""
+    """In a third of the epochs; with `exact` the average precision is that of one worker, in each digit."""
     text = (EXAMPLES / "detection.py").read_text()
     assert "EPOCHS, BATCH = 12, 64" in text
     (tmp_path / "detection.py").write_text(text.replace("EPOCHS, BATCH = 12", "EPOCHS, BATCH = 4"))
     options = {"cwd": tmp_path, "timeout": 290}
-    lines = [paceline("run", "--workers", workers, "detection.py", **options).stdout for workers in ("1", "2")]
+    lines = [
+        paceline("run", "--workers", workers, "--plan", "exact", "detection.py", **options).stdout
+        for workers in ("1", "2")
+    ]
     (precision,) = re.findall(r"held-out images: ([\d.]+) ", lines[0])
     assert float(precision) > 0.6
     assert lines[0] == lines[1]

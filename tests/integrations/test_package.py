@@ -35,7 +35,9 @@ from paceline.base.environment import (
     began,
     gpus,
     inherited_warm,
+    is_raw,
     pulse_descriptor,
+    raw_worker,
     reached_at,
     read_call,
     read_nodes,
@@ -54,7 +56,8 @@ from paceline.plan import Plan
 from paceline.session.training_loop import RegisteredTrainer
 
 SOURCE = ROOT / "src" / "paceline"
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+COMMANDS = "docs/reference/commands.md"
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BORROWED = (
     "torch",
@@ -150,6 +153,27 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 def test_version_is_the_same_everywhere() -> None:
     assert package.__version__ == VERSION
     assert f"\n## [{VERSION}]" in text("CHANGELOG.md")
+
+
+EXTRAS = {"configs": "configs", "huggingface": "hf", "keras": "keras", "lightning": "lightning", "horovod": None}
+PACKAGE_OF = {"yaml": "pyyaml", "lightning_utilities": "lightning"}  # lightning requires lightning-utilities
+
+
+@pytest.mark.parametrize(("folder", "extra"), EXTRAS.items())
+def test_extra_has_what_its_integration_imports(folder: str, extra: str | None) -> None:
+    """So ``pip install "paceline[hf]"`` alone is enough."""
+    assert {path.parent.name for path in (SOURCE / "integrations").glob("*/*.py")} == {*EXTRAS}
+    given = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {re.split(r"[<>=\[]", line)[0] for line in given[extra]} if extra else set()
+    roots: set[str] = set()
+    for path in (SOURCE / "integrations" / folder).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                roots |= {item.name.partition(".")[0] for item in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                roots.add(node.module.partition(".")[0])
+    foreign = roots - sys.stdlib_module_names - {*BORROWED, "paceline"}
+    assert {PACKAGE_OF.get(root, root) for root in foreign} - named == set()
 
 
 def train_readme(folder: Path, start: Callable[..., subprocess.Popen[str]]) -> tuple[str, str]:
@@ -282,7 +306,7 @@ texts = [{"input_ids": torch.arange(1, length)} for length in range(3, 40)]
 def test_scripts_of_coming_from_page_run(tmp_path: Path) -> None:
     """Each "after" of coming-from.md, one behind the other in one script, on two workers."""
     after = [block for block in blocks("docs/coming-from.md") if "paceline.Trainer(" in block]
-    assert len(after) == 4
+    assert len(after) == 5
     asks = "assert trainer.complete and trainer.steps_done > 0\n"
     script = YOURS + "".join(block.replace("from transformers import GPT2LMHeadModel\n", "") + asks for block in after)
     (tmp_path / "train.py").write_text(script)
@@ -325,25 +349,27 @@ def test_launch_mpi_has_the_options_of_launch_ssh(capsys: pytest.CaptureFixture[
     [
         *("run", "launch ssh", "launch slurm", "stop", "stacks", "profile", "trace", "doctor", "logs", "check"),
         *("tokenize", "export", "import", "inspect", "explain", "report", "metrics", "watch", "runs", "compare"),
+        "from",
     ],
 )
 def test_every_option_is_documented(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = options_of(command, capsys)
-    told = set(re.findall(r"`(--[a-z-]+)", section("docs/running.md", f"## `paceline {command}`")))
+    told = set(re.findall(r"`(--[a-z-]+)", section(COMMANDS, f"## `paceline {command}`")))
     assert told >= options
     assert told - options == set()
-    assert f"`paceline {command}`" in text("docs/running.md")
+    assert f"`paceline {command}`" in text(COMMANDS)
 
 
 def test_every_word_of_a_plan_is_documented() -> None:
-    told = {}
-    for words, _, built in rows(section("docs/running.md", "## The plan")):
-        for word in words.strip("`").split():
-            told[word.partition("=")[0]] = built
-    for word in fields(Plan):
-        built = word.metadata["built"]
-        assert told.pop(word.name) == ("yes" if built is True else f"`{'|'.join(built)}`" if built else "no"), word.name
-    assert told == {}
+    page = "docs/reference/plan-words.md"
+    groups = re.findall(r"^## (.+)$", text(page), re.MULTILINE)
+    is_built = {
+        word.partition("=")[0]: group != "Not built yet"
+        for group in groups
+        for words, _ in rows(section(page, f"## {group}"))
+        for word in words.strip("`").split()
+    }
+    assert is_built == {word.name: word.metadata["built"] for word in fields(Plan)}
 
 
 class Asked(dict[str, str]):
@@ -375,6 +401,7 @@ def asked() -> Iterator[str]:
         assert read_world(environment).size == (2 if values else 1)
         assert (began(environment), starts_cold(environment), inherited_warm(environment)) == (None, False, None)
         assert (pulse_descriptor(environment), standstill(environment)) == (None, 30.0)
+        assert (is_raw(environment), raw_worker(environment).launcher) == (False, "paceline")
         environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
         assert (slurm_job(environment), reached_at(environment)) == (SlurmJob("7", "n1", 0, False), "")
         assert gpus(environment) >= 0
@@ -401,10 +428,9 @@ def asked() -> Iterator[str]:
 def test_every_environment_variable_is_documented() -> None:
     names = set(asked())
     assert "PACELINE_RANK" in names
-    told = set(re.findall(r"`([A-Z][A-Z_]+)\b", section("docs/names.md", "## Environment variables")))
-    told_to_users = set(re.findall(r"`(PACELINE_[A-Z_]+)`", section("docs/running.md", "## Environment variables")))
+    page = "docs/reference/configuration.md"
+    told = set(re.findall(r"`([A-Z][A-Z_]+)\b", section(page, "## Environment variables")))
     assert names - told == set()
-    assert told_to_users <= names
     given_by_agent = {*surround(2, {}, [0, 1])[0], HUGE, "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER"}
     assert told - names == given_by_agent
 
@@ -422,9 +448,12 @@ def test_every_event_and_public_name_is_documented() -> None:
     written = set(re.findall(r"(?:\.(?:write|show)|record)\(\s*\"([a-z]+)\"", source)) - {"journal"}
     told = set(re.findall(r"\.tell(?:\(\s*|, )\"([a-z]+)\"", source)) | {"step", "evaluate"}
     assert {"start", "grid", "failed"} <= written
-    assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Journal"))} == written
-    assert {row[0].strip("`") for row in rows(section("docs/names.md", "## Events of a worker"))} == told
-    public = section("docs/names.md", "## Public names")
+    events = [row[0].strip("`") for row in rows(section("docs/reference/journal.md", "## Events"))]
+    assert {*events} - {"event"} == written
+    assert {
+        row[0].strip("`") for row in rows(section("docs/reference/worker-protocol.md", "## Events of a worker"))
+    } == told
+    public = text("docs/reference/public-names.md")
     own = [
         f"Trainer.{name}"
         for name in {**vars(package.Trainer), **vars(package.Trainer.__base__)}
@@ -437,7 +466,7 @@ def test_every_event_and_public_name_is_documented() -> None:
             assert re.search(rf"`{name}\b|`\.{name.removeprefix('Trainer.')}`", public), name
     kinds = set(errors(package.PacelineError))
     assert UsageError.__name__ in kinds
-    assert set(re.findall(r"`(\w+Error)`", public)) == kinds | {"PacelineError"}
+    assert set(re.findall(r"`(\w+Error)`", text("docs/reference/errors.md"))) == kinds | {"PacelineError"}
 
 
 # ---- exit codes
@@ -479,4 +508,4 @@ def test_exit_codes(row: str, code: int, script: str, options: list[str], number
 
 
 def test_every_exit_code_of_the_table_is_tested() -> None:
-    assert {row[0] for row in rows(section("docs/running.md", "## Exit codes"))} == {row for row, *_ in CODES}
+    assert {row[0] for row in rows(text("docs/reference/exit-codes.md"))} == {row for row, *_ in CODES}

@@ -82,7 +82,10 @@ def test_parquet_order_takes_each_row_once_by_row_groups(folder: Path, seed: int
     assert sorted(taken[:17]) != taken[:17]
     with pytest.raises(UsageError) as refused:
         rows.order(0, 50)
-    assert str(refused.value) == "an order of 103 rows is asked for 50; give the rows themselves to steps()"
+    assert (
+        str(refused.value)
+        == "this order is for 103 rows, but the dataset has 50; pass the ParquetRows object itself to steps()"
+    )
 
 
 def test_parquet_cache_is_bounded(folder: Path) -> None:
@@ -112,10 +115,10 @@ def test_parquet_errors(folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(DatasetError) as raised:
         ParquetRows(tmp_path / "empty")
     assert str(raised.value) == (
-        f"{tmp_path / 'empty'} holds no rows of Parquet; give the folder that the table was written to"
+        f"{tmp_path / 'empty'} contains no Parquet rows; pass the folder that the table was written to"
     )
     (folder / "other").write_text("no table")
-    with pytest.raises(DatasetError, match=r"/rows cannot be read \(.*[Pp]arquet.*; see its path and rights$"):
+    with pytest.raises(DatasetError, match=r"/rows cannot be read \(.*[Pp]arquet.*; check its path and permissions$"):
         ParquetRows(folder)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(UsageError) as refused:

@@ -182,7 +182,7 @@ def test_finished_run_has_a_report_and_a_comparison(launcher: Launcher) -> None:
     assert ended.code == 0, ended.stderr
     assert journal(ended.folder, "compare")[0]["samples_per_second"] == 20.0
     assert journal(ended.folder, "compare")[0]["workers"] == 1
-    assert "2.00 times as fast as 1 worker" in ended.stderr
+    assert "2.00x the speed of 1 worker" in ended.stderr
     assert "run/report.html" in ended.stderr
     assert (ended.folder / "report.html").exists()
 
@@ -201,17 +201,20 @@ def test_run_that_was_finished_before_writes_no_report(launcher: Launcher) -> No
     [
         (
             {"script": "gone.py"},
-            "the script gone.py does not exist; give the path of the Python file that trains\n",
+            "the script gone.py does not exist; pass the path of a Python training script\n",
         ),
-        ({"script": "."}, "the script . is not a file; give the path of the Python file that trains\n"),
-        ({"debug": 2}, "there is no worker 2 to debug; give 0 to 1\n"),
+        ({"script": "."}, "the script . is not a file; pass the path of a Python training script\n"),
+        ({"debug": 2}, "--debug 2 does not name a worker; use 0 to 1\n"),
         (
             {"shares": "1,2,3"},
-            "shares '1,2,3' do not fit 2 workers; give one weight per worker, none negative, not all zero\n",
+            (
+                "shares '1,2,3' do not fit 2 workers; give one number per worker; none may be negative, and not"
+                " all may be zero\n"
+            ),
         ),
         (
             {"against": "gone"},
-            "gone is no run folder: it has no journal.jsonl; name one that --run-dir made\n",
+            "gone is not a run folder: it does not contain journal.jsonl; pass a folder made by --run-dir\n",
         ),
     ],
 )
@@ -232,7 +235,7 @@ def test_second_run_in_a_used_folder_is_refused(launcher: Launcher) -> None:
     assert second.code == 2
     assert second.stderr == (
         f"the run folder run is in use by process {first.pid} on {host}; "
-        "wait for that run to end, stop it, or give another --run-dir\n"
+        "wait for that run to end, stop it, or use another --run-dir\n"
     )
     (launcher.folder / "run" / "go-9").touch()
     assert launcher.end(first).code == 0
@@ -244,7 +247,7 @@ def test_run_folder_that_cannot_be_made(launcher: Launcher) -> None:
     ended = launcher.run("", run_dir="file/run")
     assert ended.code == 2
     assert ended.stderr == (
-        "the run folder cannot be made ([Errno 20] Not a directory: 'file/run'); give another --run-dir\n"
+        "the run folder cannot be created ([Errno 20] Not a directory: 'file/run'); choose another --run-dir\n"
     )
 
 
@@ -277,15 +280,16 @@ def test_several_workers_without_paceline_exit_code_1(launcher: Launcher) -> Non
     assert ended.code == 1
     assert ended.stderr == (
         "4 workers, run folder run\n"
-        "train.py ended without using paceline: no Trainer was made and paceline.join() was not called, so 4 "
-        "workers did the same work 4 times; make a paceline.Trainer, or run it with plain python\n"
+        "train.py ended without using paceline: no Trainer was created and paceline.join() was not called, so 4 "
+        "workers did the same work 4 times; create a paceline.Trainer, add --raw if the script uses "
+        "torch.distributed, or run it with plain python\n"
     )
 
 
 def test_workers_that_do_not_use_paceline_for_long_are_noted(launcher: Launcher) -> None:
     note = (
-        "note: no worker has used paceline yet: no Trainer was made and paceline.join() was not called; "
-        "if train.py never does, each worker does the same work by itself\n"
+        "note: no worker has used paceline yet: no Trainer was created and paceline.join() was not called; "
+        "unless train.py does this, each worker does the same work on its own\n"
     )
     soon = {"UNUSED": 0.3}
     assert launcher.run("time.sleep(1.5)", seconds=soon).stderr.count(note) == 1
@@ -299,33 +303,35 @@ def test_hosts_without_paceline_exit_code_1(launcher: Launcher) -> None:
     until(lambda: (launcher.folder / "run/coordinator.json").exists())
     joined = launcher.end(launcher.start(script, workers=1, join="run"))
     ended = launcher.end(first)
-    what = "train.py ended without using paceline: no Trainer was made and paceline.join() was not called"
-    cure = "make a paceline.Trainer, or run it with plain python\n"
+    what = "train.py ended without using paceline: no Trainer was created and paceline.join() was not called"
+    cure = "create a paceline.Trainer, add --raw if the script uses torch.distributed, or run it with plain python\n"
     assert (ended.code, joined.code) == (1, 1)
     assert f"{what}, so 2 workers did the same work 2 times; {cure}" in ended.stderr
-    assert f"{what}, so each worker did the same work by itself; {cure}" in joined.stderr
+    assert f"{what}, so each worker did the same work on its own; {cure}" in joined.stderr
 
 
 def test_init_process_group_in_a_worker_has_a_hint(launcher: Launcher) -> None:
-    ended = launcher.run("import torch.distributed\ntorch.distributed.init_process_group('gloo')", cold_start=False)
+    """A script that hides the call is not refused before it starts."""
+    script = "import torch.distributed as dist\ngetattr(dist, 'init_process_' + 'group')('gloo')"
+    ended = launcher.run(script, cold_start=False)
     assert ended.code == 1
     assert (
-        "\nnext: workers of `paceline run` have no RANK and no MASTER_ADDR: make a paceline.Trainer, which needs no "
-        f"group of torch.distributed, or start the script with torchrun; then run `{AGAIN}`: it starts anew"
+        "\nnext: `paceline run` sets RANK and MASTER_ADDR only with --raw: add --raw before the script, or create a "
+        f"paceline.Trainer, which needs no process group of torch.distributed; then run `{AGAIN}`: it starts over"
     ) in ended.stderr
 
 
 def test_one_worker_without_paceline_is_a_note(launcher: Launcher) -> None:
     ended = launcher.run("print(1); time.sleep(1.5)", workers=1, seconds={"UNUSED": 0.3})  # one may do without for long
     assert (ended.code, ended.stdout) == (0, "1\n")
-    note = "note: train.py ended without using paceline, which trained and saved nothing\n"
+    note = "note: train.py ended without using paceline, so Paceline trained and saved nothing\n"
     assert ended.stderr == "1 worker, run folder run\n" + note
 
 
 def test_trainer_without_steps_is_a_note(launcher: Launcher) -> None:
     ended = launcher.run('event("join", trainer=True); event("ended")')
     assert ended.code == 0
-    assert ended.stderr.endswith("note: train.py made a Trainer and never asked it for steps\n")
+    assert ended.stderr.endswith("note: train.py created a Trainer but ran no training step\n")
     again = 'event("join", trainer=True); event("finished", step=8, already=True); event("ended")'
     assert "never asked" not in launcher.run(again).stderr
 
@@ -535,4 +541,7 @@ def test_full_disk_does_not_end_the_training(launcher: Launcher, full_disk: Path
     )
     assert ended.code == 0
     assert len(ended.stdout) == 2_000_001
-    assert "the workers' logs are incomplete (No space left on device); free space on that disk\n" in ended.stderr
+    assert (
+        "the logs of the workers are incomplete (No space left on device); free some space on that disk\n"
+        in ended.stderr
+    )

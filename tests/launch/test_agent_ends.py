@@ -39,9 +39,9 @@ def test_exception_in_one_worker_ends_the_run_with_its_traceback(launcher: Launc
         f'  |   File "{path}", line {number}, in loss\n'
         '  |     raise ValueError(f"no labels in {batch}")\n'
         "  | ValueError: no labels in batch 7\n"
-        "the others were stopped by us: worker 0\n"
+        "Paceline stopped the others: worker 0\n"
         "logs: run/logs/\n"
-        f"next: fix the cause; then run `{AGAIN}`: it starts anew: no checkpoint was written"
+        f"next: fix the cause; then run `{AGAIN}`: it starts over: no checkpoint was written"
     )
     (event,) = journal(ended.folder, "failed")
     assert (event["worker"], event["cause"], event["code"]) == (1, "ValueError: no labels in batch 7", 1)
@@ -80,18 +80,18 @@ def test_failure_names_the_users_line_and_shows_the_traceback_once(launcher: Lau
 @pytest.mark.parametrize(
     ("status", "code", "what", "cure"),
     [
-        ("sys.exit(3)", 3, "ended with exit code 3", "see its log"),
-        ("sys.exit('no data')", 1, "ended with exit code 1", "see its log"),
+        ("sys.exit(3)", 3, "ended with exit code 3", "see the log of the worker"),
+        ("sys.exit('no data')", 1, "ended with exit code 1", "see the log of the worker"),
         (
             "os.kill(os.getpid(), signal.SIGKILL)",
             137,
-            "killed by SIGKILL: somebody, or a job manager, ended it",
+            "killed by SIGKILL: a user or a job manager killed it",
             "find out who sent the signal",
         ),
         (
             "os.kill(os.getpid(), signal.SIGTERM)",
             143,
-            "ended by SIGTERM: somebody, or a job manager, asked it to end",
+            "ended by SIGTERM: a user or a job manager asked it to end",
             "find out who sent the signal",
         ),
         ("os.kill(os.getpid(), signal.SIGUSR1)", 138, "ended by SIGUSR1", "find out who sent the signal"),
@@ -99,7 +99,7 @@ def test_failure_names_the_users_line_and_shows_the_traceback_once(launcher: Lau
             "raise OSError(24, os.strerror(24))",
             1,
             "OSError: [Errno 24] Too many open files",
-            "close files that are not used any more, or raise the limit on open files before, as by `ulimit -n 4096`",
+            "close unused files, or raise the limit on open files first, for example with `ulimit -n 4096`",
         ),
         ("os.kill(os.getpid(), 40)", 168, "ended by signal 40", "find out who sent the signal"),
     ],
@@ -117,7 +117,7 @@ def test_exit_code_and_cause_of_a_failed_worker(
     assert ended.code == code
     block = ended.block.splitlines()
     assert block[:2] == ["worker 0 failed (host H, pid P)", f"  {what}"]
-    assert block[-3] == "the others were stopped by us: worker 1"
+    assert block[-3] == "Paceline stopped the others: worker 1"
     assert block[-1].startswith(f"next: {cure}; then run `{AGAIN}`")
 
 
@@ -129,7 +129,7 @@ def test_input_and_breakpoint_in_a_worker_have_a_hint(launcher: Launcher, asks: 
     block = launcher.run(f'event("join")\nif RANK == 1: {asks}\nwait_for("never", 9)').block.splitlines()
     assert block[:2] == ["worker 1 failed (host H, pid P)", f"  {what}"]
     assert block[-1].startswith(
-        "next: workers have no terminal to ask at: give an argument instead, or this worker the terminal: --debug 1; "
+        "next: workers have no terminal for input: pass an argument instead, or give this worker one with --debug 1; "
         "then run `paceline run "
     )
 
@@ -140,13 +140,13 @@ def test_input_and_breakpoint_in_a_worker_have_a_hint(launcher: Launcher, asks: 
         (
             "ctypes.string_at(8)",
             139,
-            "crashed with SIGSEGV: compiled code touched memory that is not its own",
+            "crashed with SIGSEGV: compiled code accessed invalid memory",
         ),
-        ("os.abort()", 134, "aborted with SIGABRT: compiled code gave up"),
+        ("os.abort()", 134, "aborted with SIGABRT: compiled code called abort()"),
         (
             "os.kill(os.getpid(), signal.SIGBUS)",
             135,
-            "crashed with SIGBUS: shared memory or a mapped file ended early; is /dev/shm full?",
+            "crashed with SIGBUS: shared memory or a memory-mapped file is too short; is /dev/shm full?",
         ),
     ],
 )
@@ -205,12 +205,12 @@ def test_kill_of_a_worker_is_the_cause_of_lost_peers(launcher: Launcher) -> None
     block = ended.block.splitlines()
     assert block == [
         "worker 1 failed (host H, pid P)",
-        "  killed by SIGKILL: somebody, or a job manager, ended it",
-        "workers 0, 2 ended because of it",
-        "the others were stopped by us: worker 3",
+        "  killed by SIGKILL: a user or a job manager killed it",
+        "workers 0, 2 ended because of this failure",
+        "Paceline stopped the others: worker 3",
         "logs: run/logs/",
         "next: find out who sent the signal; then run `paceline run --workers 4 --run-dir run train.py`: it "
-        "starts anew: no checkpoint was written",
+        "starts over: no checkpoint was written",
     ]
     assert "PeerLostError" not in ended.stderr
     assert "PeerLostError: the connection to worker 1 broke" in ended.log(0)
@@ -244,13 +244,13 @@ def test_mismatch_names_both_workers_and_own_exceptions_come_first(launcher: Lau
         """
     ended = launcher.run("OWN = 9\n" + script.replace("\n        ", "\n"))
     assert ended.block.splitlines()[1] == "  CollectiveMismatchError: worker 0 is in save()"
-    assert "worker 1 failed too: CollectiveMismatchError: worker 1 is in save() at train.py" in ended.block.replace(
+    assert "worker 1 also failed: CollectiveMismatchError: worker 1 is in save() at train.py" in ended.block.replace(
         "__main__.", ""
     )
     ended = launcher.run("OWN = 1\n" + script.replace("\n        ", "\n"), run_dir="other")
     assert ended.block.splitlines()[0].startswith("worker 1 failed")
     assert ended.block.splitlines()[1] == "  KeyError: 'label'"
-    assert "worker 0 ended because of it" in ended.block
+    assert "worker 0 ended because of this failure" in ended.block
 
 
 def test_two_failures_are_shown_in_their_order(launcher: Launcher) -> None:
@@ -281,8 +281,8 @@ def test_two_failures_are_shown_in_their_order(launcher: Launcher) -> None:
     block = ended.block.splitlines()
     assert block[:2] == ["worker 2 failed (host H, pid P, after step 1)", "  KeyError: 'label'"]
     assert block[-4:-2] == [
-        f'worker 0 failed too: OSError: disk at train.py:{number} in <module>: raise OSError("disk")',
-        "the others were stopped by us: worker 1",
+        f'worker 0 also failed: OSError: disk at train.py:{number} in <module>: raise OSError("disk")',
+        "Paceline stopped the others: worker 1",
     ]
 
 
@@ -366,8 +366,8 @@ def test_out_of_memory_kill_is_named(launcher: Launcher, memory_group: MemoryGro
     assert ended.block.splitlines() == [
         "worker 1 failed (host H, pid P)",
         "  killed by the kernel's out-of-memory killer (SIGKILL)",
-        "the others were stopped by us: worker 0",
+        "Paceline stopped the others: worker 0",
         "logs: run/logs/",
-        "next: give it less to hold: fewer workers on this host, fewer loader workers, or a smaller micro= in the "
-        f"plan, which changes the mathematics; then run `{AGAIN}`: it starts anew: no checkpoint was written",
+        "next: reduce the memory that is used: fewer workers on this host, fewer loader workers, or a smaller micro= "
+        f"in the plan, which changes the mathematics; then run `{AGAIN}`: it starts over: no checkpoint was written",
     ]

@@ -140,7 +140,11 @@ def test_agent_ends_all_processes_that_workers_started(launcher: Launcher, end: 
     assert len(pids) == 8
     assert not [pid for pid in pids if alive(pid)]
     if not end:
-        left = [line for line in ended.stderr.splitlines() if line.startswith("ended what the workers left running: ")]
+        left = [
+            line
+            for line in ended.stderr.splitlines()
+            if line.startswith("ended processes that the workers left running: ")
+        ]
         assert len(left) == 1
         assert left[0].count("sleep (") == 4
 
@@ -266,4 +270,24 @@ def test_exception_whose_str_raises_is_described() -> None:
             return str(self.args[0]["message"])
 
     description = describe_exception(OddError({}))
-    assert (description["kind"], description["text"]) == ("OddError", "its text cannot be had (KeyError)")
+    assert (description["kind"], description["text"]) == (
+        "OddError",
+        "its message cannot be read: str() raised KeyError",
+    )
+
+
+OPEN_FILE = """
+import paceline
+log = open(f"log-{paceline.join().rank}", "a")  # never closed
+log.write("written\\n")
+list(make().steps(data, epochs=1))
+log.write("last line\\n")
+"""
+
+
+def test_kill_of_a_worker_leaves_the_open_files_of_all_complete(tmp_path: Path) -> None:
+    """The others have left a generation, and end without the interpreter's clean-up; the exit code is 0."""
+    done = train_basics(tmp_path, OPEN_FILE, 3, chaos="kill:1@2.backward")
+    assert "worker 1 was killed by SIGKILL" in done.stderr
+    for rank in (0, 2):
+        assert (tmp_path / f"log-{rank}").read_text().splitlines()[-1] == "last line"

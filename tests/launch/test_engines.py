@@ -30,7 +30,7 @@ def test_launch_has_the_output_and_exit_code_of_a_local_run(launched: Launched) 
     assert process.returncode == 3, error
     assert out == "out 0\n"
     assert "\nworker 0 failed (host " in error
-    assert error.endswith("then run `AGAIN`: it starts anew: no checkpoint was written\n")
+    assert error.endswith("then run `AGAIN`: it starts over: no checkpoint was written\n")
 
 
 def test_token_is_in_the_run_folder_only(launched: Launched) -> None:
@@ -60,7 +60,7 @@ def test_hosts_with_other_versions_or_scripts_are_refused_in_a_table(launched: L
     assert lines[:2] == ["paceline: the hosts differ:", f"host  python  {torch}  paceline  script"]
     versions = lines[2].split()[1:4]
     assert [line.split()[:4] for line in lines[2:]] == [[name, *versions] for name in "abc"]
-    assert lines[4].endswith("  missing; bring the same script there, or say --sync")
+    assert lines[4].endswith("  missing; copy the same script to all hosts, or use --sync")
     assert not list(launched.folder.rglob("run"))
 
 
@@ -69,7 +69,7 @@ def test_host_without_python_is_refused(launched: Launched) -> None:
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2
     assert error.startswith("paceline: the hosts differ:\nhost  python  torch  paceline  script\na     sh: ")
-    assert error.endswith("/nowhere/python: not found; install the same versions, or give --python PATH and --setup\n")
+    assert error.endswith("/nowhere/python: not found; install the same versions, or use --python PATH and --setup\n")
 
 
 def test_host_that_does_not_answer_joins_later(launched: Launched) -> None:
@@ -82,7 +82,7 @@ def test_host_that_does_not_answer_joins_later(launched: Launched) -> None:
     (launched.folder / "a" / "go").touch()
     _, error = process.communicate(timeout=60)
     assert process.returncode == 0, error
-    assert error.startswith("b does not answer (no answer): it is tried again until it comes\n")
+    assert error.startswith("b does not answer (no answer); Paceline retries until it answers\n")
     assert error.count("does not answer") == 1
 
 
@@ -93,8 +93,8 @@ def test_first_host_that_does_not_answer_ends_the_launch(launched: Launched) -> 
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2
     assert error.endswith(
-        "paceline: the first host a does not answer (no answer), and it is to keep the coordinator; "
-        "name another one first, or bring it back\n"
+        "paceline: the first host a does not answer (no answer), but it must run the coordinator; "
+        "put another host first, or repair this one\n"
     )
 
 
@@ -111,7 +111,7 @@ def test_begin_with_all_hosts_waits_for_them(launched: Launched) -> None:
     process = launched.start({"a": steps, "b": steps}, wait=100, begin=2)
     assert process.stderr is not None
     told = process.stderr.readline()
-    assert told == "b does not answer (no answer): it is tried again until it comes\n"
+    assert told == "b does not answer (no answer); Paceline retries until it answers\n"
     (launched.folder / "b" / "down").unlink()
     _, error = process.communicate(timeout=100)
     assert process.returncode == 0, error
@@ -126,8 +126,8 @@ def test_begin_with_all_hosts_ends_without_one_of_them(launched: Launched) -> No
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2
     assert error.endswith(
-        "paceline: b has not answered within 2 s (no answer), and all hosts are to begin; "
-        "see why, or ask for fewer hosts\n"
+        "paceline: b has not answered within 2 s (no answer), but the run needs all hosts; "
+        "fix the cause, or use fewer hosts\n"
     )
     assert not (launched.folder / "a" / "run").exists()
 
@@ -152,8 +152,8 @@ def test_host_without_an_address_asks_for_listen(launched: Launched) -> None:
     process = launched.start({"a": WAITS, "no.such.host": WAITS}, listen=None)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 2
-    what = r"paceline: \S+ finds no way to no\.such\.host \(.+\); "
-    assert re.fullmatch(what + "give --listen ADDR, at which the other hosts reach the first\n", error)
+    what = r"paceline: \S+ cannot reach no\.such\.host \(.+\); "
+    assert re.fullmatch(what + "pass --listen ADDR, at which the other hosts reach the first host\n", error)
 
 
 def test_kill_of_the_launcher_stops_the_run(launched: Launched) -> None:
@@ -175,10 +175,10 @@ def test_detached_run_goes_on(launched: Launched) -> None:
     assert process.returncode == 0, error
     console = [line for line in error.splitlines() if not line.startswith("b | ")]
     address = r"127\.0\.0\.1:[0-9]+"
-    assert console[0] == "c does not answer (no answer): it is tried again until it comes"
-    assert "c has not come: the run goes on without it" in console
+    assert console[0] == "c does not answer (no answer); Paceline retries until it answers"
+    assert "c has not joined; the run continues without it" in console
     assert any(
-        re.fullmatch(f"the run goes on by itself, at {address}, with its folder a:run", line) for line in console
+        re.fullmatch(f"the run continues by itself, at {address}, in the folder a:run", line) for line in console
     )
     ours = [" ".join(one.info["cmdline"] or ()) for one in launched.ours()]
     assert len([command for command in ours if command.endswith("-m paceline agent")]) == 2
@@ -210,7 +210,9 @@ def test_sync_copies_files_that_git_tracks(tmp_path: Path, monkeypatch: pytest.M
         found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_file()}
         assert found == {"a.py", "b/c.py", ".gitignore", ".paceline-files"} - {gone}
     monkeypatch.setattr("paceline.launch.engines.start.MOST", 1)
-    with pytest.raises(LaunchError, match=r"--sync would copy 0 MB, the largest is .gitignore; keep data elsewhere"):
+    with pytest.raises(
+        LaunchError, match=r"--sync would copy 0 MB; the largest file is .gitignore; move data to another folder"
+    ):
         archive()
 
 
@@ -219,7 +221,7 @@ def test_hosts_option_and_hostfile(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("# ours\na\n\nb:2\nc slots=4  # large\n")
     assert read_hosts(tmp_path / "hosts") == [Host("a"), Host("b", 2), Host("c", 4)]
     for text in ("-oProxyCommand=x", "a b", "", "a,,b", "a:0"):
-        with pytest.raises(UsageError, match="is no host; give names as ssh takes them, as --hosts a,b:2,user@c"):
+        with pytest.raises(UsageError, match="is not a host; use names that ssh accepts, like --hosts a,b:2,user@c"):
             parse_hosts(text)
 
 

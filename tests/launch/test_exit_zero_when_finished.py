@@ -144,7 +144,7 @@ def test_kill_of_the_coordinator_seven_times_starts_it_again(running: Running) -
         os.kill(coordinator, signal.SIGKILL)
         until(lambda coordinator=coordinator: not alive(coordinator))
     text = running.end(losses=0)
-    assert text.count("the coordinator ended (SIGKILL) and is started again; training goes on\n") == 7
+    assert text.count("the coordinator ended (SIGKILL) and is restarted; training continues\n") == 7
 
 
 def test_coordinator_that_cannot_start_ends_the_run(tmp_path: Path) -> None:
@@ -201,7 +201,9 @@ def test_finish_by_workers_of_another_host_is_exit_code_0(launcher: Launcher) ->
     ended = launcher.end(first)
     assert (ended.code, joined.code) == (0, 0)
     for said in (ended, joined):
-        assert said.stderr.endswith("\nthe run has ended; its report is in the folder of its first worker\n")
+        assert said.stderr.endswith(
+            "\nthe run has ended; its report is in the run folder on the host that started the run\n"
+        )
 
 
 def test_lost_coordinator_host_is_exit_code_1(launcher: Launcher) -> None:
@@ -218,9 +220,10 @@ def test_lost_coordinator_host_is_exit_code_1(launcher: Launcher) -> None:
     os.kill(int(str(pid)), signal.SIGKILL)
     ended = launcher.end(second)
     assert ended.code == 1
-    what = "no worker is left here, and there is no word that the run is finished"
+    what = "all workers of this host have ended, but the coordinator has not reported that the run is finished"
     assert ended.stderr.endswith(
-        f"\n{what}\nlogs: run/logs/\nnext: see the console where it began; if it ended there, start it again, then run "
+        f"\n{what}\nlogs: run/logs/\nnext: see the console of the host that started the run; if "
+        "the run ended there, start it again, then run "
         "`paceline run --join run --workers 1 train.py`\n"
     )
     (event,) = journal(launcher.folder / "run", "failed")
@@ -236,10 +239,11 @@ def test_worker_that_calls_os_exit_has_not_finished(options: tuple[str, ...], tm
     block = re.sub(r"\(host \S+, pid \d+", "(host H, pid P", done.stderr[done.stderr.index("worker 0 failed") :])
     assert block == (
         "worker 0 failed (host H, pid P, after step 1)\n"
-        "  ended with exit code 0 in the midst of its script, without a word\n"
+        "  exited with code 0 in the middle of its script, without an error message\n"
         "the end of out/logs/worker-0.log:\n"
         "  | enough\n"
         "logs: out/logs/\n"
-        "next: see its log; then run `paceline run --workers 1 --run-dir out train.py`: it starts anew: no checkpoint "
+        "next: see the log of the worker; then run `paceline run --workers 1 --run-dir out train.py`: "
+        "it starts over: no checkpoint "
         "was written\n"
     )

@@ -127,7 +127,7 @@ def test_module_beside_the_script_hides_an_imported_one(tmp_path):
     (tmp_path / "train.py").write_text("import sympy\n")
     done = paceline("run", "--run-dir", "out", "train.py", cwd=tmp_path)
     assert done.stdout == "one of my own\n"
-    why = f"{tmp_path}/sympy.py has the name of a module that is imported already"
+    why = f"{tmp_path}/sympy.py has the name of a module that the warm process has imported"
     assert f"\nworkers start cold: {why}\n" in done.stderr
     assert [event["why"] for event in journal(tmp_path / "out", "decision") if event["what"] == "workers start cold"]
 
@@ -159,10 +159,10 @@ def test_warm_process_refuses_to_fork_with_threads_files_or_cuda(tmp_path):
     stdout, stderr = warmed(tmp_path / "look.py").communicate(timeout=60)
     assert stdout.splitlines() == [
         "None",
-        f"it has opened {tmp_path}/look.py",
-        "it has threads (python)",
-        "it has initialised cuda",
-        "it has multiprocessing's resource tracker",
+        f"the warm process has opened {tmp_path}/look.py",
+        "the warm process has other threads (python)",
+        "the warm process has initialised cuda",
+        "the warm process has started the resource tracker of multiprocessing",
     ], stderr
 
 
@@ -178,7 +178,7 @@ def test_warm_process_with_threads_starts_workers_cold(tmp_path):
     (tmp_path / "train.py").write_text("print('hello')\n")
     done = paceline("run", "--run-dir", "out", "train.py", cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
     assert done.stdout == "hello\n"
-    assert "\nworkers start cold: it has threads (python)\n" in done.stderr
+    assert "\nworkers start cold: the warm process has other threads (python)\n" in done.stderr
     assert [event["why"] for event in journal(tmp_path / "out", "decision") if event["what"] == "workers start cold"]
 
 
@@ -236,7 +236,7 @@ def test_kill_or_stop_of_the_warm_process_starts_another_one(launcher: Launcher,
     (launcher.folder / "run" / "go-0").touch()
     ended = launcher.end(agent)
     assert ended.code == 0
-    assert "\nthe warm process ended (SIGKILL), and another one is started\n" in ended.stderr
+    assert "\nthe warm process ended (SIGKILL); a new one is started\n" in ended.stderr
 
 
 def test_cold_start_option_debug_and_variable(tmp_path):

@@ -200,7 +200,7 @@ def test_trainjob_server_that_refuses_is_one_warning(tmp_path: Path, how: str) -
     if how != "nobody":
         trainer.close()
     assert process.returncode == 0, said
-    assert said.count(f"Kubeflow Trainer does not take how far the run is ({why}") == 1
+    assert said.count(f"Kubeflow Trainer does not accept progress reports ({why}") == 1
     assert said.count("Kubeflow") == 1
     assert bool(trainer.came) == (how == "forbidden")
     assert Summary(tmp_path / "out").finished

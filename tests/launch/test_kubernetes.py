@@ -77,7 +77,7 @@ def test_kubernetes_objects_belong_to_one_job_that_starts_last(
     assert {one["kind"] for one in others} == {"Secret", "ConfigMap", "Service", "NetworkPolicy"} | (
         {"TrainingRuntime"} if shape == "trainjob" else set()
     )
-    assert f"to end it, with a checkpoint: kubectl delete {shape} {name}\n" in capsys.readouterr().err
+    assert f"to stop it with a checkpoint: kubectl delete {shape} {name}\n" in capsys.readouterr().err
 
 
 # ---- what it says of pods
@@ -126,7 +126,7 @@ def test_kubernetes_missing_hosts_and_reasons() -> None:
     assert (
         missing("t", 2, {}, [quota]) == "waiting for hosts 0-1 (FailedCreate: pods is forbidden: exceeded quota: lab)"
     )
-    assert missing("t", 2, {}, []) == "waiting for hosts 0-1 (no pod was made yet)"
+    assert missing("t", 2, {}, []) == "waiting for hosts 0-1 (no pod was created yet)"
     assert missing("t", 1, newest(pods), []) == ""
 
 
@@ -151,7 +151,8 @@ def test_kubernetes_without_kubectl(
     (tmp_path / "train.py").touch()
     assert main(["launch", "kubernetes", *ALL, "train.py"]) == 2
     told = (
-        "paceline: kubectl cannot be started (No such file or directory); install it, or apply what --dry-run prints\n"
+        "paceline: kubectl cannot be started (No such file or directory); install "
+        "it, or apply the output of --dry-run\n"
     )
     assert capsys.readouterr().err == told
 
@@ -217,7 +218,11 @@ def test_token_file_of_root_may_be_readable_by_its_group() -> None:
                 try:
                     read_token(path)
                 except UsageError as error:
-                    os._exit(3 if str(error) == f"the token {path} can be read by others; chmod 600 {path}" else 4)
+                    os._exit(
+                        3
+                        if str(error) == f"the token file {path} can be read by other users; run chmod 600 {path}"
+                        else 4
+                    )
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == told, (oct(mode), user)
 
@@ -383,7 +388,7 @@ class TestRealKubernetes:
         (launched.folder / "go").touch()
         said = launched.ended(process, 0)
         assert "host 0 was" in said
-        assert "Kubernetes starts it again, and the run goes on from its last checkpoint\n" in said
+        assert "Kubernetes restarts it, and the run continues from its last checkpoint\n" in said
         as_one_worker(launched.folder)
         assert lost.code == (137 if how == "killed" else 75)
 
@@ -426,7 +431,7 @@ class TestRealKubernetes:
         (launched.folder / "train.py").touch()
         process = launched.start("-N", "1", "--namespace", "none", "train.py")
         what = 'Error from server (NotFound): error when creating "STDIN": namespaces "none" not found'
-        told = f"paceline: Kubernetes refuses ({what}); see --engine='...' and --dry-run\n"
+        told = f"paceline: Kubernetes rejects the job ({what}); check --engine='...' and --dry-run\n"
         assert launched.ended(process, 2) == told
 
     def test_detached_run_goes_on(self, launched: Launched) -> None:
@@ -435,7 +440,7 @@ class TestRealKubernetes:
         process = launched.start("-N", "2", "--run-dir", "run", "--detach", "train.py")
         out, error = process.communicate(timeout=100)
         assert process.returncode == 0, error
-        assert "it goes on by itself; its output: kubectl --kubeconfig=" in out + error
+        assert "the run continues without this command; its output: kubectl --kubeconfig=" in out + error
         until(lambda: (launched.folder / "out.safetensors").exists(), 200)
         (job,) = [thing for thing in launched.pods.things() if thing.startswith("jobs/")]
         launched.pods.ask("DELETE", f"/apis/batch/v1/namespaces/default/{job}", {"propagationPolicy": "Background"})

@@ -183,7 +183,7 @@ def test_launch_function_exception_is_shown_and_raised(capsys: pytest.CaptureFix
     def fails() -> None:
         raise ValueError("no")
 
-    with pytest.raises(LaunchError, match=r"^fails ended with exit code 1; see above, or run/logs$"):
+    with pytest.raises(LaunchError, match=r"^fails ended with exit code 1; see the output above, or run/logs$"):
         paceline.launch(fails, run_dir="run")
     shown = capsys.readouterr().err
     assert "ValueError: no" in shown
@@ -200,7 +200,7 @@ def test_launch_function_that_calls_sys_exit_is_an_error(
     with pytest.raises(LaunchError) as raised:
         paceline.launch(exits, run_dir="run")
     golden("exit code 0 without a value", str(raised.value))
-    assert "\nnote: the function ended without using paceline, which trained" in capsys.readouterr().err
+    assert "\nnote: the function ended without using paceline, so Paceline trained" in capsys.readouterr().err
 
 
 def test_worker_names_a_value_that_cannot_be_pickled(tmp_path: Path, golden: Callable[[str, str], None]) -> None:
@@ -250,7 +250,7 @@ def test_launch_function_names_large_values_that_it_carries(
     monkeypatch.setattr(function, "LARGE", 1_000_000)
     rows, small = bytes(3_000_000), bytes(10)
     function._packed(lambda: (rows, small), (), "train")
-    note = "note: train carries 3 MB to each worker, of which rows has 3; load it inside of the function\n"
+    note = "note: train carries 3 MB to each worker, 3 MB of it in rows; load large data inside the function instead\n"
     assert capsys.readouterr().err == note
     lock = threading.Lock()
     module = types.ModuleType("of_a_module")

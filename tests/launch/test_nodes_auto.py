@@ -39,7 +39,7 @@ def test_nodes_auto_reads_variables_of_sky_dstack_kubeflow_and_kubernetes() -> N
     with pytest.raises(UsageError) as raised:
         read_nodes(SKY | KUBEFLOW)
     assert str(raised.value) == (
-        "the variables of SkyPilot and Kubeflow disagree about the nodes; unset those of another start"
+        "the variables of SkyPilot and Kubeflow contradict each other; unset the variables that another launcher left"
     )
     with pytest.raises(UsageError) as raised:
         read_nodes({})
@@ -53,8 +53,8 @@ def test_nodes_auto_without_a_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = paceline("run", "--nodes", "auto", "train.py", cwd=tmp_path, code=2, **SKY)
     assert done.stderr == (
-        "paceline: --nodes auto needs a secret that the nodes share; "
-        "give all nodes the same --token-file or PACELINE_TOKEN, of 32 characters or more\n"
+        "paceline: --nodes auto needs a secret that all nodes share; "
+        "pass the same --token-file, or set the same PACELINE_TOKEN, of at least 32 characters on all nodes\n"
     )
 
 
@@ -81,7 +81,7 @@ def test_nodes_auto_two_nodes_meet(tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     said = [node.communicate(timeout=60)[1] for node in nodes]
     assert nodes[1].returncode == 0, said
-    assert "for the run at 127.0.0.1:29400, worker 1" in said[0]
+    assert "for the run at 127.0.0.1:29400, as worker 1" in said[0]
 
 
 def test_nodes_auto_waits_for_the_name_of_the_first_node_until_sigterm(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_nodes_auto_waits_for_the_name_of_the_first_node_until_sigterm(tmp_path:
     assert node.returncode == 75
     with pytest.raises(LaunchError) as raised:
         stand_by(("first.invalid", PORT))
-    assert re.fullmatch(r"there is no way to first\.invalid:29400 \(.+\); see `ip route`", str(raised.value))
+    assert re.fullmatch(r"first\.invalid:29400 cannot be reached \(.+\); check `ip route`", str(raised.value))
 
 
 def test_lock_of_a_folder_is_awaited(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def test_notify_command_gets_failure_and_end(tmp_path: Path) -> None:
 def test_notify_command_that_fails_is_one_line(tmp_path: Path) -> None:
     done = train_basics(tmp_path, "list(make().steps(data, count=1))", 1, "--notify", "echo loud; exit 3")
     assert [line for line in done.stderr.splitlines() if "notify" in line] == [
-        "the --notify command failed for the end (exit code 3)"
+        "the --notify command for the end failed (exit code 3)"
     ]
     assert "loud" not in done.stdout + done.stderr
 
@@ -78,7 +78,7 @@ def test_notify_command_gets_a_hang_and_is_ended_when_it_hangs(tmp_path: Path, m
         "what": "no progress for 31 s, busy at train.py:9",
         "code": None,
     }
-    assert said == ["the --notify command took longer than 0.5 s for the hang, and was ended"]
+    assert said == ["the --notify command for the hang took longer than 0.5 s and was killed"]
 
 
 def test_without_notify_no_thread_is_started(tmp_path: Path) -> None:

@@ -88,14 +88,14 @@ def test_kill_of_the_warm_process_while_it_forks_leaves_one_process_per_worker(l
     )
     ended = launcher.end(agent)
     assert ended.code == 0, ended.stderr
-    assert "\nthe warm process ended (SIGKILL), and another one is started\n" in ended.stderr
+    assert "\nthe warm process ended (SIGKILL); a new one is started\n" in ended.stderr
     for rank in (0, 1):
         assert len((ended.folder / f"processes-{rank}").read_text().split()) == 1
 
 
 CURE = (
-    "create and use Trainers only in the process that `paceline run` starts (in scripts that spawn processes, below "
-    "`if __name__ == '__main__':`); a process that trains on its own needs an environment without PACELINE_ variables"
+    "create and use Trainers only in the process that `paceline run` starts (in scripts that spawn processes, under "
+    "`if __name__ == '__main__':`); to train in a separate process, remove the PACELINE_ variables from its environment"
 )
 TWIN = """
 import multiprocessing, os, subprocess, sys, traceback
@@ -136,10 +136,10 @@ def test_child_process_of_a_worker_cannot_train_as_the_worker(tmp_path, how):
         (twin,) = [line for line in lines if line.startswith("twin ")]
         pid, text = twin.removeprefix("twin ").split(": ", 1)
         if how == "forked":
-            assert text == f"process {pid} was forked from worker {rank}, and is not it; {CURE}"
+            assert text == f"process {pid} was forked from worker {rank}, and cannot train in its place; {CURE}"
         else:
             which = "another process"
-            what = f"process {pid} has the environment of worker {rank}, which is {which}: it cannot train in its place"
+            what = f"process {pid} has the environment of worker {rank}, but worker {rank} is {which}"
             assert text == f"{what}; {CURE}"
 
 

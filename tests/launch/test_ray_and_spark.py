@@ -104,7 +104,7 @@ class Launched:
         (self.folder / "go").touch()
         error = self.ended(process)
         assert process.returncode == 0, error
-        told = rf"^{self.place}-1 is lost \(.*{how}.*\): it is tried again until it comes$"
+        told = rf"^{self.place}-1 was lost \(.*{how}.*\); Paceline retries until it answers$"
         assert re.search(told, error, re.MULTILINE), error
         as_one_worker(self.folder)
 
@@ -238,7 +238,7 @@ def test_ray_and_spark_kill_of_the_first_host_and_resume(on: Launched, tmp_path:
     on.host(first=True).kill()
     error = on.ended(process)
     assert process.returncode == 75, error
-    assert re.search(rf"^{on.place}-0: lost \(.*\); the same command goes on$", error, re.MULTILINE)
+    assert re.search(rf"^{on.place}-0: lost \(.*\); run the same command again to continue$", error, re.MULTILINE)
     on.saved()
     (tmp_path / "go").touch()
     error = on.ended(on.start("--nodes=2", "--run-dir", "run", "train.py"))
@@ -286,15 +286,15 @@ def test_ray_without_resources_names_them(launched: OnRay, tmp_path: Path) -> No
     process = launched.start("--nodes=3", "--wait=0", "train.py")
     head = r"\S+ \([0-9a-f]{6}\) has 0 of 0 CPU free"
     what = (
-        "paceline: Ray has not placed the hosts within 0 s: 3 nodes with 1 CPU each are wanted, and of 3 alive 2 can "
+        "paceline: Ray has not placed the hosts within 0 s: 3 nodes with 1 CPU each are needed; 2 of 3 live nodes can "
     )
-    cure = "; wait for longer with --wait, ask for less, or see `ray status`\n"
-    assert re.fullmatch(f"{what}give that: {head}{cure}", launched.ended(process))
+    cure = "; increase --wait, request less, or check `ray status`\n"
+    assert re.fullmatch(f"{what}provide that: {head}{cure}", launched.ended(process))
     assert process.returncode == 2
     process = launched.start("--nodes=2", "--wait=300", "--engine=CPU=1 TPU=4", "train.py")
     assert process.stderr is not None
     told = process.stderr.readline()
-    what = "waiting for Ray: 2 nodes with 1 CPU and 4 TPU each are wanted, and of 3 alive 0 can give that: "
+    what = "waiting for Ray: 2 nodes with 1 CPU and 4 TPU each are needed; 0 of 3 live nodes can provide that: "
     assert told.startswith(what), told
     assert told.count(" 0 of 0 TPU free") == 3
     process.send_signal(signal.SIGINT)
@@ -320,13 +320,13 @@ def test_ray_pending_reasons() -> None:
     a, b = {"CPU": 4.0, "GPU": 4.0, "node:a": 1.0}, {"CPU": 8.0, "node:b": 1.0}
     wanted = [{"CPU": 2.0, "GPU": 4.0}] * 2
     assert pending(wanted, {"a": (a, a), "b": (b, b)}) == (
-        "2 nodes with 2 CPU and 4 GPU each are wanted, and of 2 alive 1 can give that: b has 0 of 0 GPU free"
+        "2 nodes with 2 CPU and 4 GPU each are needed; 1 of 2 live nodes can provide that: b has 0 of 0 GPU free"
     )
     assert pending(wanted[:1], {"a": ({"CPU": 1.0}, a)}) == (
-        "1 node with 2 CPU and 4 GPU each is wanted, and of 1 alive 0 can give that: "
+        "1 node with 2 CPU and 4 GPU each is needed; 0 of 1 live node can provide that: "
         "a has 1 of 4 CPU free and 0 of 4 GPU free"
     )
-    assert pending([{"CPU": 1.0, "node:c": 0.001}], {"a": (a, a)}) == "c is no node that is alive"
+    assert pending([{"CPU": 1.0, "node:c": 0.001}], {"a": (a, a)}) == "the node c is not alive"
 
 
 @pytest.mark.usefixtures("with_a_script")
@@ -387,16 +387,16 @@ def test_spark_without_a_master_or_java(tmp_path: Path) -> None:
     if not find_spec("pyspark"):
         lacking(NO_SPARK)
     (tmp_path / "train.py").touch()
-    cure = "give --master as spark://HOST:7077, yarn or local-cluster[2,1,1024]; Spark needs a Java, too"
+    cure = "use --master spark://HOST:7077, yarn or local-cluster[2,1,1024]; Spark also needs Java"
     master = f"spark://127.0.0.1:{free_port()}"
     done = paceline("launch", "spark", "-N", "2", "--master", master, "train.py", cwd=tmp_path, code=2)
-    assert done.stderr == f"paceline: there is no Spark at {master} ([Errno 111] Connection refused); {cure}\n"
+    assert done.stderr == f"paceline: Spark at {master} cannot be reached ([Errno 111] Connection refused); {cure}\n"
     (tmp_path / "bin").mkdir()
     for tool in ("sh", "bash", "dirname", "env", "cat", "ps", "uname"):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool) or "")
     command = ("launch", "spark", "-N", "2", "--master", "local[2]", "train.py")
     done = paceline(*command, cwd=tmp_path, code=2, PATH=str(tmp_path / "bin"), JAVA_HOME="")
-    assert done.stderr.startswith("paceline: there is no Spark at local[2] ([JAVA_GATEWAY_EXITED] ")
+    assert done.stderr.startswith("paceline: Spark at local[2] cannot be reached ([JAVA_GATEWAY_EXITED] ")
     assert done.stderr.endswith(f"; JAVA_HOME is not set); {cure}\n")
 
 
@@ -408,8 +408,8 @@ def test_spark_without_executors_names_them(tmp_path: Path) -> None:
     with in_short_folder(Application, "spark-") as application, closing(OnSpark(application, tmp_path)) as on:
         error = on.ended(on.start("--nodes=3", "--wait=0", "train.py"))
     assert on.started[0].returncode == 2, error
-    what = r"paceline: Spark has not placed the hosts within 0 s: [0-2] of 3 tasks run, and Spark has 2 executors"
-    assert re.fullmatch(rf"{what}; wait for longer with --wait, ask for less, or see Spark's own page\n", error)
+    what = r"paceline: Spark has not placed the hosts within 0 s: [0-2] of 3 tasks running, 2 executors available"
+    assert re.fullmatch(rf"{what}; increase --wait, request less, or check the web page of Spark\n", error)
 
 
 def test_ray_without_the_package_or_a_cluster(tmp_path: Path) -> None:
@@ -428,8 +428,9 @@ def test_ray_without_the_package_or_a_cluster(tmp_path: Path) -> None:
     assert ray.__version__
     done = paceline(*command, cwd=tmp_path, code=2)
     assert done.stderr == (
-        f"paceline: there is no Ray at {command[3]} ([Errno 111] Connection refused); start one by `ray start --head`, "
-        "or give --address HOST:PORT of one that has a node here\n"
+        f"paceline: Ray at {command[3]} cannot be reached ([Errno 111] Connection "
+        "refused); start it with `ray start --head`, "
+        "or pass --address HOST:PORT of a cluster that has a node here\n"
     )
 
 

@@ -60,7 +60,7 @@ def test_slurm_notice_saves_and_requeues(job: Job, notice: list[str]) -> None:
     """What comes out is what one worker gives; no token is in the script, the output or what Slurm tells of the job."""
     token = (job.folder / "run" / "token").read_text().strip()
     job.slurm.run("scancel", *notice, job.number)
-    until(lambda: f"job {job.number} was preempted, or is near its time limit, and is requeued\n" in job.text, 120)
+    until(lambda: f"job {job.number} was preempted or is near its time limit, and was requeued\n" in job.text, 120)
     (stopped, *_) = journal(job.folder / "run", "stopped")
     assert (job.folder / "run/checkpoints" / f"step-{stopped['step']:012d}" / "manifest.json").exists()
     (job.folder / "go").touch()
@@ -68,7 +68,7 @@ def test_slurm_notice_saves_and_requeues(job: Job, notice: list[str]) -> None:
     def hurried() -> bool:  # Slurm itself would wait for two minutes
         time.sleep(1.0)
         job.slurm.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
-        return f"job {job.number} goes on: restart 1\n" in job.text
+        return f"job {job.number} continues: restart 1\n" in job.text
 
     until(hurried, 240)
     assert job.process.wait(240) == 0, job.text
@@ -92,5 +92,5 @@ def test_slurm_refusal_is_shown(slurm: Slurm, tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = slurm.run(*LAUNCH, "-N", "2", "--engine=-p none", "train.py", cwd=tmp_path)
     what = "sbatch: error: invalid partition specified: none\nsbatch: error: Batch job submission failed: Invalid "
-    cure = "partition name specified); see --engine='...' and --dry-run\n"
-    assert (done.returncode, done.stderr) == (2, f"paceline: Slurm refuses the job ({what}{cure}")
+    cure = "partition name specified); check --engine='...' and --dry-run\n"
+    assert (done.returncode, done.stderr) == (2, f"paceline: Slurm rejects the job ({what}{cure}")

@@ -46,9 +46,11 @@ NO_NUMBERS = ["banana", "-1", "0", "1e3", "1.5", "", "2 3", "\u0663"]
 @pytest.mark.parametrize("value", NO_NUMBERS)
 def test_invalid_thread_variable_is_replaced_and_noted(name: str, value: str) -> None:
     assert surround(2, {name: value}, [0, 1, 4, 5])[0][name] == "2"
-    said = f"{name}={shown(value)} is no number of threads"
-    assert doubts(2, {name: value}, [0, 1, 4, 5]) == [f"{said}: each worker has 2 instead"]
-    assert doubt_threads(7, {name: value}) == [f"{said}, and torch uses 7: give one in digits, or unset it"]
+    given = f"{name}={shown(value)}"
+    said = f"{given} is not a number of threads; each worker uses 2 instead"
+    assert doubts(2, {name: value}, [0, 1, 4, 5]) == [said]
+    said = f"{given} is not a number of threads"
+    assert doubt_threads(7, {name: value}) == [f"{said}, so torch uses 7; write it in digits, or unset it"]
 
 
 def test_more_threads_than_cores_are_noted() -> None:
@@ -56,10 +58,10 @@ def test_more_threads_than_cores_are_noted() -> None:
         assert doubts(2, given, [0, 1, 4, 5]) == []
         assert doubt_threads(1, given) == []
     assert "OMP_NUM_THREADS" not in surround(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5])[0]
-    said = "is more threads than cores, for 2 workers on 4 cores: 2 would be faster; unset it for that"
+    said = "is more threads than cores, for 2 workers on 4 cores; unset it to use 2, which is faster"
     assert doubts(2, {"OMP_NUM_THREADS": "3"}, [0, 1, 4, 5]) == [f"OMP_NUM_THREADS=3 {said}"]
     cores = len(os.sched_getaffinity(0))
-    said = f"OMP_NUM_THREADS=999 is more threads than this process has cores, which are {cores}: unset it"
+    said = f"OMP_NUM_THREADS=999 is more threads than the {cores} cores of this process; unset it"
     assert doubt_threads(999, {"OMP_NUM_THREADS": "999"}) == [said]
 
 
@@ -71,7 +73,8 @@ def test_run_notes_an_invalid_thread_variable(tmp_path: Path) -> None:
     done = paceline("run", "--workers", "2", "train.py", cwd=tmp_path, OMP_NUM_THREADS="banana")
     each = max(1, len(os.sched_getaffinity(0)) // 2)
     assert (
-        done.stderr.splitlines()[1] == f"OMP_NUM_THREADS=banana is no number of threads: each worker has {each} instead"
+        done.stderr.splitlines()[1]
+        == f"OMP_NUM_THREADS=banana is not a number of threads; each worker uses {each} instead"
     )
     assert done.stdout == f"{each}\n"
 
@@ -83,8 +86,8 @@ def test_script_without_run_notes_an_invalid_thread_variable(tmp_path: Path) -> 
     done = subprocess.run(
         [sys.executable, "train.py"], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
     )
-    said = f"OMP_NUM_THREADS=-1 is no number of threads, and torch uses {done.stdout.strip()}"
-    assert f"\n{said}: give one in digits, or unset it\n" in done.stderr
+    said = f"OMP_NUM_THREADS=-1 is not a number of threads, so torch uses {done.stdout.strip()}"
+    assert f"\n{said}; write it in digits, or unset it\n" in done.stderr
 
 
 def test_workers_have_threads_and_cores_and_explain_shows_them(tmp_path):
@@ -104,7 +107,7 @@ def test_workers_have_threads_and_cores_and_explain_shows_them(tmp_path):
     assert mine == (cores[: len(cores) // 2] if len(cores) > 1 else cores)
     assert bool(trim) == (platform.libc_ver()[0] == "glibc")
     said = paceline("explain", "r", cwd=tmp_path).stdout
-    assert "AdamW runs fused\n    because fused= was left open, and torch has it for this device\n" in said
+    assert "AdamW runs fused\n    because fused= was not set, and torch supports it on this device\n" in said
     if len(cores) > 1:
         assert "workers: pinned to" in said
     assert "collectives," in said
@@ -130,9 +133,9 @@ for mine, expected in zip(t.model.parameters(), plain.parameters(), strict=True)
 @pytest.mark.parametrize(
     ("width", "limit", "what"),
     [
-        (1 << 11, 24, "32 MB of memory (File too large): gradients are copied to be summed"),
+        (1 << 11, 24, "32 MB of memory (File too large): gradients are copied before they are summed"),
         pytest.param(
-            1 << 6, 4, "4 MB of memory (File too large): what they exchange goes over gloo", marks=pytest.mark.slow
+            1 << 6, 4, "4 MB of memory (File too large): messages between them go over gloo", marks=pytest.mark.slow
         ),
     ],
     ids=["arena", "all"],

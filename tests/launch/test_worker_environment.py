@@ -133,7 +133,7 @@ PACELINE = {"PACELINE_RANK": "0", "PACELINE_WORLD_SIZE": "2", "PACELINE_STORE": 
 @pytest.mark.parametrize("name", [*NUMBERS, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE"])
 def test_variable_that_is_no_number_is_named(name: str, value: str) -> None:
     least = int(name in ("JOIN_TIMEOUT", "KEEP", "MAX_STEPS"))
-    said = f"PACELINE_{name}={shown(value)} is no whole number from {least} to 999,999,999,999; give one, in digits"
+    said = f"PACELINE_{name}={shown(value)} is not a whole number from {least} to 999,999,999,999; write it in digits"
     with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
         read_world({**PACELINE, f"PACELINE_{name}": value})
 
@@ -142,16 +142,14 @@ def test_variable_that_is_no_number_is_named(name: str, value: str) -> None:
 def test_boolean_variable_is_0_or_1(name: str) -> None:
     for value, meant in {"0": False, "": False, "1": True}.items():
         assert getattr(read_world({**PACELINE, f"PACELINE_{name}": value}), name.lower()) is meant
-    with pytest.raises(
-        UsageError, match=f"^PACELINE_{name}=no is neither 0 nor 1; give one of these, or leave it out$"
-    ):
+    with pytest.raises(UsageError, match=f"^PACELINE_{name}=no must be 0 or 1; set it to 0 or 1, or unset it$"):
         read_world({**PACELINE, f"PACELINE_{name}": "no"})
 
 
 @pytest.mark.parametrize("value", ["", ":", "a:b", "a:-1"])
 def test_invalid_agent_variables_are_usage_errors(value: str) -> None:
     env = {**PACELINE, "PACELINE_MIRROR": value or ":a", "PACELINE_BEGAN": value, "PACELINE_STORE": value or ":"}
-    with pytest.raises(UsageError, match="is no whole number from"):
+    with pytest.raises(UsageError, match="is not a whole number from"):
         read_world(env)
     assert began(env) is None
     assert inherited_warm({"PACELINE_WARM": value}) is None

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.base.text import clock, duration, number, shares_of, size_of
-from paceline.observe.charts import label, smooth, thin, ticks
+from paceline.observe.charts import MOST, label, smooth, thin, ticks
 
 
 def test_figures() -> None:
@@ -69,10 +69,25 @@ def test_tick_labels() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=600))
-def test_thinning_keeps_the_extremes_and_smoothing_the_ends(points: list[tuple[float, float]]) -> None:
+def test_thinning_keeps_the_extremes(points: list[tuple[float, float]]) -> None:
     kept = thin(points, 50)
     assert len(kept) <= max(50, 2)
     assert {min(y for _, y in points), max(y for _, y in points)} <= {y for _, y in kept}
-    smoothed = smooth(points)
-    assert [x for x, _ in smoothed] == [x for x, _ in points]
-    assert (smoothed[0][1], smoothed[-1][1]) == pytest.approx((points[0][1], points[-1][1]), abs=1e-3)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1e6), st.floats(-1e6, 1e6)), min_size=1, max_size=600))
+def test_a_smoothed_curve_has_as_many_points_as_a_chart_shows(points: list[tuple[float, float]]) -> None:
+    smoothed = smooth(sorted(points))
+    assert len(smoothed) == -(-len(points) // -(-len(points) // MOST))
+    assert all(map(math.isfinite, (value for point in smoothed for value in point)))
+
+
+@pytest.mark.parametrize("count", [20, 60, 239, 1000, 5000])
+def test_a_smoothed_curve_does_not_collapse_onto_its_last_point(count: int) -> None:
+    """A line stays as it is up to both ends, and a last point far from the others moves the end by half at most."""
+    line = [(float(index), 3.0 - 2.0 * index) for index in range(count)]
+    assert all(value == pytest.approx(3.0 - 2.0 * x) for x, value in smooth(line))
+    noise = [(float(index), 1.0 if index % 2 else -1.0) for index in range(count)]
+    ends = smooth(noise)
+    assert max(abs(ends[0][1]), abs(ends[-1][1])) < 0.5
+    assert max(abs(value) for _, value in ends[5:-5]) < 0.25

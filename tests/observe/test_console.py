@@ -30,7 +30,7 @@ def test_two_trainers_have_one_count_and_names_and_a_good_run_six_lines(tmp_path
     assert [line.split()[0] for line in block] == ["train.py", "loss", "evaluation", "speed", "report"]
     assert re.fullmatch(r"loss +Generator 0\.\d+ to 0\.\d+, Critic 0\.\d+ to 0\.\d+", block[1])
     again = train_basics(tmp_path, None, 2).stderr
-    assert "this run was finished at step 8: nothing was left to do; " in again
+    assert "this run had already finished at step 8, so nothing was trained; " in again
     assert "never asked" not in again
 
 
@@ -60,7 +60,7 @@ def test_without_a_run_folder_nothing_is_said_of_saving_and_the_last_step_is_sho
         said = process.communicate(timeout=120)[1]
     assert process.returncode == 130
     assert "stopping after this step; press Ctrl-C again to stop at once\n" in said
-    (stopped,) = re.findall(r"^stopped at step (\d): there is no run folder, nothing was saved$", said, re.M)
+    (stopped,) = re.findall(r"^stopped at step (\d); nothing was saved, because no run folder was given$", said, re.M)
     assert re.match(rf"step {stopped}/43  loss 0\.", said.splitlines()[-1])
 
 

@@ -13,8 +13,10 @@ from agents import journal
 from journals import GRID, write_run
 from launching import SCRIPTS, paceline, train_basics
 
+from paceline.base.console import RUN_OPTIONS
+from paceline.base.environment import FUNCTION
 from paceline.base.journal import Journal
-from paceline.cli.main import main
+from paceline.cli.main import _parser, main
 from paceline.observe.drawing import draw, save
 from paceline.observe.plan_explanation import PlanExplanation
 from paceline.observe.summary import explain
@@ -25,19 +27,37 @@ def test_explain_a_finished_run(tmp_path: Path) -> None:
     write_run(tmp_path)
     text = explain(tmp_path)
     for line in (
-        "  script        train.py --size 'big one'",
-        "  threads each  1",
+        "  script              train.py --size 'big one'",
+        "  threads per worker  1",
         "  plan    data=2 (from --plan)",
         f"  grid    {GRID}",
         "  micro-batches are merged\n    because the forward drew no random numbers",
         "  waited for  worker 1 0.2 s",
-        "  bytes       1 MB a step, 100 MB in all, sent by worker 0",
-        "  attempts     2, the last went on from step 50",
-        "  checkpoints  1 in 0.2 s, the last checkpoints/step-000000000100",
+        "  bytes       1 MB per step, 100 MB in total, sent by worker 0",
+        "  attempts     2, the last resumed from step 50",
+        "  checkpoints  1 written in 0.2 s, the last to checkpoints/step-000000000100",
         "  ended        finished at step 100",
     ):
         assert line in text
     assert text.endswith(f"\n\nNext: paceline export {tmp_path} model.safetensors")
+
+
+def test_explain_separates_arguments_that_look_like_options_of_a_run(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    script = {"script": "train.py", "argv": ["train.py", "--steps=3"]}
+    journal.write("start", workers=2, plan="data=2", plan_origin="default", **script)
+    assert explain(tmp_path).endswith(f"\nNext: paceline run --workers 2 --run-dir {tmp_path} train.py -- --steps=3")
+
+
+def test_explain_knows_the_options_of_a_run() -> None:
+    usage = vars(_parser("run").parse_args(["run", "train.py"]))["usage"]()
+    assert set(re.findall(r"--[a-z-]+", usage)) | {"--help"} == RUN_OPTIONS
+
+
+def test_explain_the_run_of_a_function(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.write("start", workers=2, plan="data=2", plan_origin="default", script="a/function.py", module=FUNCTION)
+    assert explain(tmp_path).endswith(f"\nNext: call paceline.launch(...) again with run_dir='{tmp_path}'")
 
 
 def test_explain_a_failed_run(tmp_path: Path) -> None:
@@ -67,11 +87,11 @@ def test_what_kinds_of_collectives_cost_and_the_small_ones_together(tmp_path: Pa
     write_run(tmp_path)
     kinds = {"gradients": [200, 5_000_000, 2.0], "a checkpoint": [5, 100, 1e4], "export()": [1, 0, 0.0], "x": [2, 9, 0]}
     Journal(tmp_path).write("collectives", kinds=kinds)
-    lines = [line for line in explain(tmp_path).splitlines() if "stood still" in line]
+    lines = [line for line in explain(tmp_path).splitlines() if "worker 0 waited" in line]
     assert [" ".join(line.split()) for line in lines] == [
-        "gradients 200 collectives, 5 MB, worker 0 stood still 2.0 s",
-        "a checkpoint 5 collectives, 100 B, worker 0 stood still 2 h 46 min",
-        "all others 3 collectives, 9 B, worker 0 stood still 0.0 s",
+        "gradients 200 collectives, 5 MB, worker 0 waited 2.0 s",
+        "a checkpoint 5 collectives, 100 B, worker 0 waited 2 h 46 min",
+        "other kinds 3 collectives, 9 B, worker 0 waited 0.0 s",
     ]
 
 
@@ -84,14 +104,14 @@ replica 0    [0 1] > [2 3]
 replica 1    [4 5] > [6 7]
 
 data=2       holds a copy of its part of the model, for 1/2 of the micro-batches
-             sends gradients, once a step
+             sends its gradients once per step
              waits at the end of a step, for the gradients of other replicas
-tensor=2     holds 1/2 of each large layer, and the rest whole
-             sends its part of what layers give, in each of these
-             waits in each of these layers, for the parts of the others
-pipeline=2   holds the blocks of 1 of 2 stages, and activations of 2 micro-batches at most
-             sends what its blocks give, to the next stage, and the gradients of what came, to the one before
-             waits in a forward for the stage before, in a backward for the one after: 20.0% of a step
+tensor=2     holds 1/2 of each large layer, and all of the other layers
+             sends its part of the outputs of each large layer
+             waits in each large layer, for the parts of the other workers
+pipeline=2   holds the blocks of 1 of 2 stages, and the activations of at most 2 micro-batches
+             sends its outputs to the next stage, and the gradients of its inputs to the previous stage
+             waits in a forward pass for the previous stage, in a backward pass for the next one: 20.0% of a step
 
 workers 0-1  stage 0
 workers 2-3  stage 1
@@ -100,7 +120,7 @@ waiting      1f1b: 20.0% of a step if all stages take equally long, (p-1)/(m+p-1
 stage 0      -0----1--         [  0   ]--2--[   1   ]-3--[   2   ]    [   3   ]
 stage 1          --0--[   0   ]-1--[   1   ]-2--[   2   ]-3--[   3   ]
 
-a number is the forward of a micro-batch, in brackets its backward; the rest is waiting
+a number is the forward pass of a micro-batch, in brackets its backward pass; gaps are waiting time
 """
 SHARDS = """\
 data=1 shard=6 zero=3 recompute=blocks: 6 workers; a step of 8 micro-batches, at most 2 for each of 6 units of 1 worker
@@ -109,12 +129,12 @@ shard 0           0
 shard 1           1
 shard 2           2
 shard 3           3
-                  and 2 more like these
+                  and 2 more units
 
-shard=6           holds 1/6 of parameters, gradients and optimizer's state, and one block whole at a time
-                  sends its part of each block, twice in a micro-batch, and gradients, once
-                  waits before each block, for the parts of the others
-recompute=blocks  activations are computed again in backward, which saves memory
+shard=6           holds 1/6 of the parameters, gradients and optimizer state, and one full block at a time
+                  sends its shard of each block twice per micro-batch, and gradients once
+                  waits before each block, for the shards of the other workers
+recompute=blocks  recompute activations in backward to save memory (activation checkpointing)
 """
 SCRIPT = """\
 data=2 shard=2 zero=1 micro=3: 4 workers, Net; a step of 8 micro-batches of 3 rows, at most 2 for each of 4 units of \
@@ -126,18 +146,18 @@ replica 1, shard 0  2
 replica 1, shard 1  3
 
 data=2              holds a copy of its part of the model, for 1/2 of the micro-batches
-                    sends gradients, once a step
+                    sends its gradients once per step
                     waits at the end of a step, for the gradients of other replicas
-shard=2             holds all parameters and gradients, and 1/2 of the optimizer's state
-                    sends gradients, once a step, and then the weights that it has updated
-                    waits at the end of a step, for gradients, and then for weights
-micro=3             rows of a micro-batch; an eighth of the global batch unless said
+shard=2             holds all parameters and gradients, and 1/2 of the optimizer state
+                    sends its gradients once per step, then the weights that it has updated
+                    waits at the end of a step, first for gradients, then for weights
+micro=3             samples in a micro-batch (default: an eighth of the global batch)
 
 each worker         layers.0 to 3 (Sequential)
 predicted           holds parameters 10.4 kB, gradients 10.4 kB, activations 2.24 kB; sends gradients 10.4 kB, weights \
 5.19 kB; computes T
 
-seconds and activations are those of a micro-batch on one worker here
+seconds and activations were measured on this machine with one micro-batch
 """
 BLOCKS = """\
 class Net(nn.Module):
@@ -170,14 +190,14 @@ replica 0         0
 replica 1         1
 replica 2         2
 
-data=3            replicas, to which the islands are dealt: each computes at most 2 islands
-local=4           holds what the optimizer of each of its islands keeps, and the weights of the round's start
-                  sends how far its islands have come, once in 64 steps
-                  waits at the end of a round, for the last island
-fragments=8       holds also what each of its islands has come to in parts that are not merged yet
-                  sends how far its islands have come in one of 8 parts at a time
-                  waits after each part, where its sum takes longer than the 2 steps that are made meanwhile
-outer_codec=int8  how far islands have come travels as codes
+data=3            replicas that compute the islands: each computes at most 2 islands
+local=4           holds the inner optimizer state of each of its islands, and the weights from the start of the round
+                  sends the weight changes of its islands every 64 steps
+                  waits at the end of a round, for the slowest island
+fragments=8       holds also the weights of each of its islands in fragments that are not merged yet
+                  sends the weight changes of its islands in one of 8 fragments at a time
+                  waits after each fragment, if its reduction takes longer than 2 steps of training
+outer_codec=int8  quantize the differences that islands exchange
 """
 
 
@@ -188,9 +208,9 @@ replica 0  0
 replica 1  1
 replica 2  2
 
-data=3     replicas, to which the islands are dealt: each computes at most 2 islands
-local=4    holds what the optimizer of each of its islands keeps, and the weights of the round's start
-           sends how far its islands have come, once in 64 steps
+data=3     replicas that compute the islands: each computes at most 2 islands
+local=4    holds the inner optimizer state of each of its islands, and the weights from the start of the round
+           sends the weight changes of its islands every 64 steps
            waits at the end of a round, for 3 islands and a grace window
 """
 
@@ -226,7 +246,7 @@ def test_stages_of_a_script(script: Path) -> None:
     said = paceline("explain", "pipeline=2", "--svg", "plan.svg", "train.py", cwd=script).stdout
     held = "holds parameters {0}, gradients {0}, activations "
     for line in (
-        "worker 0    stage 0: layers.0 to 1; passes 384 B on in each micro-batch",
+        "worker 0    stage 0: layers.0 to 1; sends 384 B to the next stage in each micro-batch",
         "predicted   " + held.format("5.76 kB"),
         "worker 1    stage 1: layers.2 to 3",
         "predicted   " + held.format("4.62 kB"),
@@ -243,12 +263,15 @@ def test_stages_of_a_script(script: Path) -> None:
         (["shard=3", "--workers", "8"], "shard=3 does not divide 8 workers; try shard=2 or shard=4"),
         (["pipelin=2"], "unknown plan word 'pipelin=2'; did you mean pipeline=2?"),
         (
-            ["pipeline=2 zero=3 shard=2"],
-            "zero=3 and pipeline=2 are not built together yet; say zero=1",
+            ["pipeline=2 compile"],
+            "compile and pipeline=2 cannot be used together yet; leave compile or pipeline out",
         ),
-        (["gone"], "gone is no run folder: it has no journal.jsonl; name one that --run-dir made"),
-        (["data=2", "gone.py"], "the script gone.py does not exist; give the path of the Python file that trains"),
-        (["data=2", "train.py", "--svgg", "a"], "paceline explain does not know --svgg; did you mean --svg?"),
+        (
+            ["gone"],
+            "gone is not a run folder: it does not contain journal.jsonl; pass a folder made by --run-dir",
+        ),
+        (["data=2", "gone.py"], "the script gone.py does not exist; pass the path of a Python training script"),
+        (["data=2", "train.py", "--svgg", "a"], "unknown option --svgg of paceline explain; did you mean --svg?"),
         (
             ["data=2", "--svg", "gone/a.svg"],
             "gone/a.svg cannot be used (No such file or directory); see to that, or give another path",
@@ -263,7 +286,7 @@ def test_what_cannot_be_explained(
 
 
 def test_what_a_model_does_not_allow_is_said_as_a_run_says_it(script: Path) -> None:
-    wanted = "4 blocks of layers do not make 5 stages; say pipeline=4 at most"
+    wanted = "layers has 4 blocks, too few for 5 stages; use at most pipeline=4"
     said = paceline("explain", "pipeline=5", "train.py", cwd=script, code=2)
     assert (said.stdout, said.stderr) == ("", f"paceline: {wanted}\n")
     run = paceline("run", "--workers", "5", "--plan", "pipeline=5", "train.py", cwd=script, code=2)
@@ -274,7 +297,7 @@ def test_a_script_that_does_not_come_to_a_step(script: Path) -> None:
     (script / "train.py").write_text("from basics import *\nmake()\n")
     said = paceline("explain", "data=2", "train.py", cwd=script, code=2)
     assert said.stderr.endswith(
-        "paceline: train.py could not be run up to its first step: it ended before its first step; see above\n"
+        "paceline: train.py did not reach its first step: it ended before its first step; see the output above\n"
     )
 
 
@@ -314,12 +337,13 @@ def labels(root: ElementTree.Element) -> set[str]:
     ("plan", "some"),
     [
         ("data=3", {"worker 0", "worker 2", "replica 2", "gradients"}),
-        ("data=6", {"worker 3", "and 2 more like these"}),
+        ("data=6", {"worker 3", "and 2 more of the same kind"}),
         ("shard=2", {"shard 1", "parameters"}),
         ("shard=2 zero=1 data=2", {"replica 1", "worker 3", "weights"}),
         ("tensor=2", {"part 1", "activations"}),
-        ("context=2 tensor=2", {"stretch 1", "heads", "part 0", "worker 3"}),
+        ("context=2 tensor=2", {"sequence shard 1", "heads", "part 0", "worker 3"}),
         ("pipeline=2 virtual=2", {"stages 0, 2", "stages 1, 3", "waiting", "7"}),
+        ("pipeline=2 schedule=zbv", {"stages 1, 2", "stages 0, 3", "waiting"}),
         ("data=2 shard=2 zero=1 pipeline=3 context=2 tensor=2", {"replica 1", "shard 1", "stage 2", "worker 47"}),
     ],
 )
@@ -332,7 +356,8 @@ def test_every_plan_is_drawn(plan: str, some: set[str], tmp_path: Path) -> None:
     if told.mesh.pipeline > 1:
         kinds = [node.get("class") for node in root.iter() if node.tag.endswith("rect")]
         actions = told.each * told.mesh.pipeline * (told.plan.virtual or 1)
-        assert [kinds.count("k4"), kinds.count("k5")] == [actions + 1, actions + 1], "one is in the legend"
+        looks = ["k3", "k4", "k5"] if told.plan.schedule == "zbv" else ["k4", "k5"]
+        assert [kinds.count(look) for look in looks] == [actions + 1] * len(looks), "one is in the legend"
 
 
 def test_a_team_that_has_become_smaller_is_drawn_as_it_is() -> None:
@@ -409,7 +434,7 @@ def test_one_worker_foretells_what_all_will_hold(plan: str, tmp_path: Path) -> N
     paceline("run", "--workers", str(workers), "--plan", plan, "--run-dir", "out", *script, cwd=tmp_path)
     told = paceline("explain", "out", cwd=tmp_path).stdout
     before, found, measured = (
-        [re.sub(", (activations|[^,]* in all).*", "", line) for line in re.findall(rf"{name} +holds ([^;\n]*)", text)]
+        [re.sub(", (activations|[^,]* in total).*", "", line) for line in re.findall(rf"{name} +holds ([^;\n]*)", text)]
         for name, text in (("predicted", foretold), ("predicted", told), ("measured", told))
     )
     assert len(before) == of(plan).mesh.pipeline
@@ -422,5 +447,14 @@ def test_a_run_of_one_worker_has_no_plan_to_draw(tmp_path: Path, capsys: pytest.
     write_run(tmp_path)
     Journal(tmp_path).write("start", workers=1, plan="data=1", script="a.py", argv=["a.py"])
     assert main(["explain", str(tmp_path), "--svg", str(tmp_path / "a.svg")]) == 2
-    what = f"there is no plan of several workers in {tmp_path} to draw; leave --svg out"
+    what = f"{tmp_path} has no plan for several workers to draw; omit --svg"
     assert capsys.readouterr() == ("", f"paceline: {what}\n")
+
+
+def test_a_run_that_lost_all_but_one_worker_is_explained(tmp_path: Path) -> None:
+    """The plan of its last team cannot spare a worker."""
+    journal = Journal(tmp_path)
+    journal.write("start", workers=3, plan="server=2 backup=1 window=3", script="train.py", resumed_from=None)
+    figures = {"plan": "server=2 backup=1 window=3", "workers": 1, "micro_batches": 8, "stages": [{"blocks": 1}]}
+    journal.write("figures", trainer=0, **figures, predicted=[], measured=[{"seconds": 0.1, "waited": 0.0}])
+    assert "server=2 backup=1 window=3" in explain(tmp_path)

@@ -95,7 +95,7 @@ def test_the_coordinator_takes_answers_of_workers_alone(tmp_path: Path) -> None:
     stands.ask(["a", "b"])
     worker = {"asked": stands.asked, "worker": 3, "name": "worker-3", "files": packed("stack", "{}\n"), "newest": {}}
     for name in ("../../etc/passwd", "worker-3/../x", "worker-", "worker-3\n"):
-        with pytest.raises(FormatError, match="a name of no worker"):
+        with pytest.raises(FormatError, match="not the name of a worker"):
             stands.take("a", {**worker, "name": name})
     with pytest.raises(FormatError, match="while decompressing data"):
         stands.take("a", {**worker, "files": ["AAAA", "AAAA"]})
@@ -128,7 +128,7 @@ def test_workers_at_the_same_place_share_a_line() -> None:
     told["2"]["newest"] = {"team": 6}
     assert table(told) == [
         "worker 2        in user code at x.py:9",
-        "workers 0-1, 3  waiting in step 3 for 4.0 s at x.py:1; worker 2 has not begun it",
+        "workers 0-1, 3  waiting in step 3 for 4.0 s at x.py:1; worker 2 has not reached it",
     ]
 
 
@@ -173,8 +173,8 @@ def test_stacks_and_profiles_of_a_run_that_goes_on_from_all_its_agents(tmp_path:
         assert steps == [steps[0], steps[0] + 1]
         assert names.count("aten::linear") >= 4
     said = paceline("profile", "out", "--workers", "1,9", cwd=tmp_path, code=2).stderr
-    what = r"it has no worker 9, but workers 0-4; see its console"
-    assert re.fullmatch(rf"paceline: the run at \S+ refuses to be profiled: {what}\n", said)
+    what = r"the run has workers 0-4, but not worker 9; see the console of the run"
+    assert re.fullmatch(rf"paceline: the run at \S+ cannot be profiled: {what}\n", said)
     (tmp_path / "stand").touch()
     until((tmp_path / "stands").exists)
 
@@ -186,7 +186,7 @@ def test_stacks_and_profiles_of_a_run_that_goes_on_from_all_its_agents(tmp_path:
         return said[1:-1]
 
     one = re.escape('worker 4     in user code at train.py:8 in loss: while not os.path.exists("go"): pass')
-    others = r"workers 0-3  waiting in step (\d+) for [\d.]+ s at .*; worker 4 has not begun it"
+    others = r"workers 0-3  waiting in step (\d+) for [\d.]+ s at .*; worker 4 has not reached it"
     found = until(lambda: re.fullmatch(rf"{one}\n{others}", "\n".join(stand())))  # the others have come there
     left = {worker: flight_of(tmp_path / "out", f"worker-{worker}") for worker in range(5)}
     last = left[0][-1]["number"]
@@ -212,7 +212,8 @@ def test_stacks_and_profiles_of_a_run_that_goes_on_from_all_its_agents(tmp_path:
     assert [record for record in after if record["ended"] is None] == []
     said = paceline("stacks", "out", cwd=tmp_path, code=2).stderr
     assert re.search(
-        r"^paceline: no run answers at \S+ \(Connection refused\); it has ended, or see `paceline report`$", said
+        r"^paceline: no run answers at \S+ \(Connection refused\); if the run has ended, `paceline report RUN` shows",
+        said,
     )
 
 

@@ -102,7 +102,10 @@ def test_a_later_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         read_journal(tmp_path)
     path = tmp_path / "journal.jsonl"
-    assert str(caught.value) == f"{path} is of version 2, this Paceline reads up to 1; install a newer Paceline"
+    assert (
+        str(caught.value)
+        == f"{path} has format version 2, but this version of Paceline reads only up to 1; install a newer Paceline"
+    )
 
 
 def test_lines_of_several_processes_never_interleave(tmp_path: Path) -> None:
@@ -143,8 +146,8 @@ def test_a_full_disk_warns_once_and_later_lines_are_whole(tmp_path: Path) -> Non
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [str(one.message) for one in caught] == [
-        f"{tmp_path / 'journal.jsonl'} cannot be written (File too large): the training goes on, "
-        "its report will have gaps; free space on that disk"
+        f"{tmp_path / 'journal.jsonl'} cannot be written (File too large): training continues, but its report will"
+        " have gaps; free space on that disk"
     ]
     journal.write("whole")
     journal.close()
@@ -422,26 +425,26 @@ def test_the_page_is_whole_and_needs_nothing_from_outside(tmp_path: Path) -> Non
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in page.tags}
     assert not [attrs for _, attrs in page.tags if attrs.keys() & {"src", "href"}]
     for figure in (
-        "3.000",
-        "loss, from 9.000",
-        "5,120",
-        "2.00\u00d7",
-        "as fast as 1 worker",
-        "100",
+        "3.000 step 100; 9.000 at step 10",
+        "samples/s 5,120 last 2 s",
+        "samples/s 5,120 mean of the run without its first 10% of steps",
+        "speedup 2.00\u00d7 compared with 1 worker",
+        "train.py Finished 2 workers, plan data=2, device cpu, started ",
+        "step 100 of 100 100.0%",
         "25,600 samples",
     ):
         assert figure in page.text
     for text in (
         GRID,
         "compute 82.2%",
-        "1 MB a step, 100 MB in all",
+        "1 MB per step, 100 MB in total",
         "data=2 (from --plan)",
         "text of step 100",
     ):
         assert text in page.text
     for text in (
-        "because the forward drew no random numbers",
-        "2, the last went on from step 50",
+        "the forward drew no random numbers",
+        "2, the last resumed from step 50",
         "torch 2.13.0",
     ):
         assert text in page.text
@@ -460,13 +463,14 @@ def test_the_terminal_text(tmp_path: Path) -> None:
     text = re.sub(r" in \d.* m?s$", " in T", write_report(tmp_path, width=200), flags=re.M)
     assert text.splitlines() == [
         "train.py finished at step 100",
-        "loss        9.000 at first, 3.000 at last",
+        "loss        from 9.000 to 3.000",
         "evaluation  accuracy 0.5000, n 500 (step 100)",
-        "done        100 steps, 25,600 samples in T",
-        "speed       5,120 samples/s, 2.00 times as fast as 1 worker",
+        "done        100 of 100 steps, 25,600 samples in T",
+        "speed       5,120 samples/s, 2.00 times as fast as 1 worker (mean of the run without its first 10% of steps); "
+        "5,120 samples/s (last 2 s)",
         "time        compute 82% (4.1 s), reduce 10% (0.5 s), data 5% (0.2 s), update 3% (0.1 s)",
         "waited for  worker 1 0.2 s",
-        "bytes       1 MB a step, 100 MB in all, sent by worker 0",
+        "bytes       1 MB per step, 100 MB in total, sent by worker 0",
         f"report      {tmp_path}/report.html",
     ]
     assert max(map(len, write_report(tmp_path, width=40).splitlines())) <= 40
@@ -486,10 +490,10 @@ def test_a_good_run_ends_with_six_lines(tmp_path: Path, monkeypatch: pytest.Monk
         text = write_report(run, width=80, short=True)
         assert re.sub(r"; \d.* m?s in all", "; T in all", text).splitlines() == [
             "train.py finished at step 100",
-            "loss        9.000 at first, 3.000 at last",
-            "evaluation  accuracy 0.5000, a metric that has a long name 0 1.500, a metric th…",
+            "loss        from 9.000 to 3.000",
+            "evaluation  accuracy 0.5000, a metric that has a long name 0 1.500, …",
             *goodput,
-            "speed       5,120 samples/s, 2.00 times as fast as 1 worker; T in all",
+            "speed       mean 5,120 samples/s, 2.00x the speed of 1 worker; T in all",
             "report      run/report.html",
         ]
     assert "goodput     96% of 1 min 1 s (steps 96%); starting 2.0 s, waiting 0.2 s" in write_report(run, width=99)
@@ -536,8 +540,8 @@ def test_everything_of_the_users_is_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_run_that_hardly_began_has_a_report(tmp_path: Path, steps: int) -> None:
     journal = Journal(tmp_path)
-    assert "not ended, last seen at step 0: killed, or still running" in write_report(tmp_path)
-    assert explain(tmp_path).endswith(f"\n\nNext: the same command again, with --run-dir {tmp_path}")
+    assert "last seen at step 0: killed, or still running" in write_report(tmp_path)
+    assert explain(tmp_path).endswith(f"\n\nNext: run the same command again with --run-dir {tmp_path}")
     for done in range(steps):
         journal.write("step", step=done + 1, loss=math.nan)
     write_report(tmp_path)
@@ -559,7 +563,10 @@ def test_a_long_run_has_a_small_page(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         Summary(tmp_path)
-    assert str(caught.value) == f"{tmp_path} is no run folder: it has no journal.jsonl; name one that --run-dir made"
+    assert (
+        str(caught.value)
+        == f"{tmp_path} is not a run folder: it does not contain journal.jsonl; pass a folder made by --run-dir"
+    )
 
 
 def test_what_each_of_very_many_workers_computed_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:

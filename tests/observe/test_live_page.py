@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import hashlib
 import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from agents import until
+from browsers import Browser, needs_chromium
 from journals import step, write_run
 from launching import environment
 from test_prometheus import FIXED, running, serving_process
-from tornado.websocket import websocket_connect
 
 from paceline.base.journal import NAME, Journal, read_journal
 from paceline.cli.main import main
@@ -33,6 +30,7 @@ from paceline.observe.page import render
 from paceline.observe.summary import Summary
 from paceline.team.reading_key import KEY, reading_key
 
+EVENT = "document.querySelector('#live')?.dataset.event"
 BAD = "</script><img src=x onerror=\"document.title='owned'\">"
 
 
@@ -147,15 +145,17 @@ def test_a_run_elsewhere_is_watched_in_the_terminal(tmp_path: Path, capsys: pyte
         assert "step" in here
         (tmp_path / "other").write_text("0" * 64)
         assert main([*watched[:3], str(tmp_path / "other"), f"127.0.0.1:{run.port}"]) == 2
-        other = f"the run at 127.0.0.1:{run.port} has another reading key; take the file reading_key of its folder"
+        other = (
+            f"the run at 127.0.0.1:{run.port} has a different reading key; use the file reading_key from its run folder"
+        )
         assert main([*watched[:2], f"127.0.0.1:{run.port}"]) == 2
-        wants = f"the run at 127.0.0.1:{run.port} wants its reading key"
-        cure = "give --key-file FILE, a copy of reading_key in its run folder"
+        wants = f"the run at 127.0.0.1:{run.port} requires its reading key"
+        cure = "pass --key-file FILE, a copy of the file reading_key in its run folder"
         assert capsys.readouterr().err == f"paceline: {other}\npaceline: {wants}; {cure}\n"
     assert main([*watched, f"127.0.0.1:{run.port}"]) != 0
     assert capsys.readouterr().err == (
-        f"paceline: no live page answers at 127.0.0.1:{run.port} (Connection refused); say where --page of `paceline "
-        "run` is; through ssh: `ssh -L 8765:127.0.0.1:8765 HOST`\n"
+        f"paceline: no live page answers at 127.0.0.1:{run.port} (Connection refused); pass the address of `paceline "
+        "run --page`; through ssh: `ssh -L 8765:127.0.0.1:8765 HOST`\n"
     )
 
 
@@ -211,51 +211,11 @@ def test_a_run_with_its_page_and_without_what_serves_it(tmp_path: Path) -> None:
         os.kill(serving_process(tmp_path), signal.SIGKILL)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 0, said
-    assert f"live page: {url}, whose address with its key is in out/page\n" in said
-    assert said.count("the process that serves figures was killed by SIGKILL: the run goes on without it\n") == 1
-
-
-class Browser:
-    """A tab of a Chromium without a window, over its debugging port."""
-
-    def __init__(self, folder: Path) -> None:
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-dev-shm-usage",
-            "--disable-gpu",
-            "--remote-debugging-port=0",
-        ]
-        command = ["chromium", *options, f"--user-data-dir={folder}", "--window-size=1100,1600", "about:blank"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        told = folder / "DevToolsActivePort"
-        until(lambda: told.exists() and len(told.read_text().split()) == 2, 60)
-        connection = http.client.HTTPConnection("127.0.0.1", int(told.read_text().split()[0]))
-        connection.request("PUT", "/json/new?about:blank")
-        tab = json.loads(connection.getresponse().read())
-        self._loop, self._sent = asyncio.new_event_loop(), 0
-        self._socket = self._do(websocket_connect, tab["webSocketDebuggerUrl"])
-
-    def _do(self, make: Callable[..., Any], *given: Any) -> Any:
-        async def done() -> Any:
-            return await make(*given)
-
-        return self._loop.run_until_complete(done())
-
-    def call(self, method: str, **params: object) -> dict[str, Any]:
-        self._sent += 1
-        self._do(self._socket.write_message, json.dumps({"id": self._sent, "method": method, "params": params}))
-        while (said := json.loads(self._do(self._socket.read_message))).get("id") != self._sent:
-            pass
-        return said["result"]
-
-    def says(self, script: str) -> Any:
-        return self.call("Runtime.evaluate", expression=script)["result"].get("value")
-
-    def close(self) -> None:
-        self._socket.close()
-        self.process.kill()
-        self.process.wait()
+    assert f"live page: {url}#{key}\n" in said
+    assert (
+        said.count("the process for metrics and the live page was killed by SIGKILL; the run continues without it\n")
+        == 1
+    )
 
 
 def write_many(folder: Path, workers: int = 1000, each: int = 8) -> Journal:
@@ -284,33 +244,39 @@ def test_a_thousand_workers_are_their_hosts_until_one_is_opened(tmp_path: Path) 
         whole = view()
         assert whole.count("<details") == 33
         assert len(whole) < 40_000
-        of_all = "1,000 workers, 999 up, computing 20.5 ms a step, its slowest 60 ms (worker 517), others waited 40 ms"
-        assert f'<p class="soft">on 125 hosts {of_all}</p>' in whole
-        slow = "8 workers, computing 20.5 ms a step, its slowest 60 ms (worker 517), others waited 40 ms"
+        slowest = "median compute time 20.5 ms per step, slowest 60 ms (worker 517); others waited 40 ms per step"
+        assert f"<p>125 hosts: 1,000 workers, 999 up; {slowest}</p>" in whole
+        slow = f"8 workers; {slowest}"
         assert re.findall(r'<details data-of="(.*?)"><summary><b>.*?</b> (.*?)</summary>', whole)[0] == (
             "host node64",
             slow,
         )
-        assert "<summary>and 93 faster hosts</summary>" in whole
+        assert "<summary>93 faster hosts</summary>" in whole
         opened = view("open=host+node64")
         assert '<details data-of="host node64" open>' in opened
-        assert [f"<td>{worker}</td>" in opened for worker in (511, 512, 517, 519, 520)] == [False, *[True] * 3, False]
+        assert [f'<th scope="row">{worker}</th>' in opened for worker in (511, 512, 517, 519, 520)] == [
+            False,
+            *[True] * 3,
+            False,
+        ]
         assert 'aria-label="load and compute 41%, reduce, wait and others 59%"' in opened
         found = view("find=3&seeks=true")  # it is among the rest
         assert re.findall(r'<details data-of="([^"]*)" open>', found) == ["more", "host node0"]
-        assert re.findall(r'<tr id="found" aria-current="true" tabindex="-1"><td>(\d+)</td>', found) == ["3"]
+        assert re.findall(r'<tr id="found" aria-current="true" tabindex="-1"><th scope="row">(\d+)</th>', found) == [
+            "3"
+        ]
         assert " open>" not in view("find=3")
-        assert 'open><summary id="found" aria-current="true"><b>node100</b> 8 workers, 7 up, ' in view(
+        assert 'open><summary id="found" aria-current="true"><b>node100</b> 8 workers, 7 up; ' in view(
             "find=node100&seeks=true"
         )
-        assert "there is no worker or host &lt;b&gt;" in view("find=%3Cb%3E&seeks=true")
+        assert "This run has no worker or host &lt;b&gt;." in view("find=%3Cb%3E&seeks=true")
     report = render(Summary(tmp_path))
     assert report.count("<details") == 33 + 93
-    assert "<td>517</td>" in report
+    assert '<th scope="row">517</th>' in report
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here: apt-get install chromium")
+@needs_chromium
 def test_a_browser_follows_a_run_to_its_end_and_runs_nothing_of_its(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     journal = Journal(folder)
@@ -325,34 +291,36 @@ def test_a_browser_follows_a_run_to_its_end_and_runs_nothing_of_its(tmp_path: Pa
         try:
             browser.call("Page.navigate", url=f"http://127.0.0.1:{run.port}/#{reading_key(folder)}")
             said = "document.querySelector('#live')?.textContent"
-            until(lambda: browser.says(said) == f"live, up to event {len(read_journal(folder))}")
+            until(lambda: browser.says(EVENT) == str(len(read_journal(folder))))
+            assert str(browser.says(said)).startswith("Live, updated at ")
             assert browser.says("location.href") == f"http://127.0.0.1:{run.port}/"  # the key is not in the history
             assert browser.says("document.cookie") == ""
             assert "node2" in browser.says("document.querySelector('main').textContent")
-            assert "Running, at step 50" in browser.says("document.querySelector('main').textContent")
-            paper = "getComputedStyle(document.querySelector('.plan .paper')).fill"
-            assert browser.says(paper) == "rgb(250, 248, 244)"  # the drawing's own style is let through
+            assert "step 50" in browser.says("document.querySelector('main').textContent")
+            assert browser.says("document.querySelector('.badge').textContent") == "Running"
+            box = "getComputedStyle(document.querySelector('.plan .box')).stroke"
+            assert browser.says(box) == "rgb(201, 201, 196)"  # the drawing's own style is let through
             journal.write("lost", workers=[2], why="was killed by SIGKILL", step=50)
             journal.write("step", **step(60, loss=0.125))
-            until(lambda: browser.says(said) == f"live, up to event {len(read_journal(folder))}")
+            until(lambda: browser.says(EVENT) == str(len(read_journal(folder))))
             assert "was killed by SIGKILL" in browser.says("document.querySelector('main').textContent")
             journal.write("finished", step=60)
-            until(lambda: "Finished at step 60" in browser.says("document.querySelector('main').textContent"))
-            assert browser.says("document.title") == "Paceline"
+            until(lambda: browser.says("document.querySelector('.badge').textContent") == "Finished")
+            assert browser.says("document.title").endswith(" - Paceline")
             assert browser.says("document.querySelectorAll('img, main script').length") == 0
             assert browser.says("document.querySelectorAll('main svg').length") > 0
-            shot = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
-            (tmp_path / "page.png").write_bytes(shot)
+            browser.picture(tmp_path / "page.png")
             assert run.process.stdin is not None
             run.process.stdin.close()
             run.process.stdin = None
-            until(lambda: str(browser.says(said)).startswith("no connection: the run has ended"))
+            until(lambda: browser.says(said) == "The run has ended. This page is no longer updated.")
+            assert browser.says("document.querySelector('.badge').textContent") == "Finished"
         finally:
             browser.close()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium here: apt-get install chromium")
+@needs_chromium
 def test_a_browser_goes_from_hosts_to_a_worker_by_keyboard(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     journal = write_many(folder)
@@ -365,15 +333,13 @@ def test_a_browser_goes_from_hosts_to_a_worker_by_keyboard(tmp_path: Path) -> No
 
         def newer() -> None:
             journal.write("step", **step(20, loss=1.0))
-            until(lambda: browser.says(said) == f"live, up to event {len(read_journal(folder))}")
+            until(lambda: browser.says(EVENT) == str(len(read_journal(folder))))
 
-        said = "document.querySelector('#live')?.textContent"
         focus = "document.activeElement.textContent"
         try:
             browser.call("Page.navigate", url=f"http://127.0.0.1:{run.port}/#{reading_key(folder)}")
             until(lambda: browser.says("document.querySelectorAll('main details').length") == 33)
-            shot = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
-            (tmp_path / "hosts.png").write_bytes(shot)
+            browser.picture(tmp_path / "hosts.png")
             key("Tab", 9)
             assert browser.says("document.activeElement.labels[0].textContent") == "Worker or host: "
             key("Tab", 9)
@@ -389,8 +355,7 @@ def test_a_browser_goes_from_hosts_to_a_worker_by_keyboard(tmp_path: Path) -> No
             browser.call("Input.insertText", text="3")
             key("Enter", 13, "\r")
             until(lambda: str(browser.says(focus)).startswith("3upnode0"))
-            shot = base64.b64decode(browser.call("Page.captureScreenshot")["data"])
-            (tmp_path / "found.png").write_bytes(shot)
+            browser.picture(tmp_path / "found.png")
             newer()
             assert str(browser.says(focus)).startswith("3upnode0")
             assert browser.says("document.querySelectorAll('img, main script').length") == 0

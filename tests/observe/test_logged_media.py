@@ -82,21 +82,27 @@ def test_what_a_value_is_taken_for() -> None:
     [
         (
             lambda: medium("x", torch.ones(2, 5, 5, 5)),
-            "log() is given x of shape (2, 5, 5, 5), which is neither a row of numbers nor a picture; "
-            "write trainer.log(x=paceline.Histogram(...)), or paceline.Image(...)",
+            "log() got x of shape (2, 5, 5, 5), which is neither a vector of numbers nor an image; "
+            "use trainer.log(x=paceline.Histogram(...)) or paceline.Image(...)",
         ),
         (
             lambda: Image(torch.ones(5, 5, 3)),
-            "a picture is a Tensor of shape (5, 5, 3); give [height, width], or [channels, height, width] with 1, 3 or "
-            "4 channels",
+            "an Image cannot be made from a Tensor of shape (5, 5, 3); "
+            "use the shape [height, width], or [channels, height, width] with 1, 3 or 4 channels",
         ),
         (
             lambda: Image(np.ones((5, 5), dtype=np.int64)),
-            "a picture is of int64; give bytes (uint8), or numbers from 0 to 1",
+            "an Image cannot have the dtype int64; use uint8, or floating-point numbers from 0 to 1",
         ),
-        (lambda: Image(b"GIF89a"), "a picture of bytes is no PNG; give an array, or the bytes of a PNG"),
-        (lambda: Histogram(["a"]), "a histogram is given <U1; give numbers"),
-        (lambda: Histogram([1.0], bins=0), "a histogram of 0 bins; ask for 1 to 1000"),
+        (
+            lambda: Image(b"GIF89a"),
+            "the bytes of an Image are not a PNG file; pass an array, or the bytes of a PNG file",
+        ),
+        (
+            lambda: Histogram(["a"]),
+            "a Histogram needs numbers, got an array of dtype <U1; convert the values to numbers",
+        ),
+        (lambda: Histogram([1.0], bins=0), "a Histogram cannot have 0 bins; set bins= to a number from 1 to 1000"),
     ],
 )
 def test_what_is_none(make: Any, text: str) -> None:

@@ -53,7 +53,7 @@ def figures(summary: Summary) -> dict[str, dict[tuple[str, str], float]]:
 
 
 def test_the_docs_have_the_table() -> None:
-    assert table() in (ROOT / "docs" / "watching.md").read_text()
+    assert table() in (ROOT / "docs" / "reference" / "journal.md").read_text()
 
 
 def test_names_are_told_apart() -> None:
@@ -216,8 +216,8 @@ def test_without_the_package_one_error_says_so(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UsageError) as caught:
         TensorBoard()
     assert str(caught.value) == (
-        "TensorBoard's files cannot be written: the package tensorboard is not installed; "
-        "pip install 'paceline[tensorboard]'"
+        "TensorBoard files cannot be written because the package tensorboard is not installed; "
+        "run pip install 'paceline[tensorboard]'"
     )
 
 
@@ -253,8 +253,8 @@ def test_what_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         Loggers(tmp_path).add("wandb", print)
     assert str(caught.value) == (
-        "log_to() is given 'wandb', which has no write(step, values); "
-        "give paceline.TensorBoard(), or an object with that method"
+        "log_to() needs an object with a method write(step, values), got 'wandb'; "
+        "pass paceline.TensorBoard(), or add this method"
     )
 
 
@@ -264,7 +264,7 @@ def test_without_a_run_folder_nothing_is_logged(tmp_path: Path) -> None:
     loggers.add(TensorBoard(tmp_path), lambda text, once: said.append(text))
     loggers.hear()
     loggers.close()
-    assert said == ["nothing is logged to TensorBoard: there is no run folder"]
+    assert said == ["nothing is logged to TensorBoard, because this run has no run folder"]
     assert list(tmp_path.iterdir()) == []
 
 

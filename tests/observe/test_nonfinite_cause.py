@@ -22,15 +22,15 @@ ROWS = "(worker 0: micro-batch 2 (rows 6-8 of epoch 0))"
 APPLIED = "; the step was not applied; "
 LOOK = "look at these rows, lower the learning rate or set clip_norm="
 ZEROS = (
-    "look there for a logarithm, a root or a division at 0 or an overflow; "
-    "else lower the learning rate or set clip_norm="
+    "check it for a logarithm, root or division at 0 and for overflows; otherwise lower the learning rate or set"
+    " clip_norm="
 )
-LOSS = "look there for a logarithm or a division at 0, and compute losses from logits, as cross_entropy does"
+LOSS = "check it for a logarithm or division at 0, and compute losses from logits, as cross_entropy does"
 SPOILED = (
-    "see what the script writes into weights; if an update did it, lower the learning rate or give the optimizer a "
-    "larger eps=, and go on from a checkpoint before it"
+    "check what the script writes into weights; if an update did it, lower the learning rate or use a larger eps= of"
+    " the optimizer, and resume from an earlier checkpoint"
 )
-GRADIENT = "look for a square root, a division or a logarithm at 0"
+GRADIENT = "check for a square root, division or logarithm at 0"
 
 third = data.tensors[0][7]  # a row of micro-batch 2, in the order of the dataset
 
@@ -109,24 +109,24 @@ def holes() -> TensorDataset:
 
 
 LOSSES: dict[str, tuple[Callable[[], str], str]] = {
-    "module": (lambda: refused(model=steep("value")), f"'0' (Wrong) makes the first inf{APPLIED}{ZEROS}"),
-    "between modules": (lambda: refused(model=steep("between")), f"'0' (Wrong) makes the first inf{APPLIED}{ZEROS}"),
+    "module": (lambda: refused(model=steep("value")), f"'0' (Wrong) produces the first inf{APPLIED}{ZEROS}"),
+    "between modules": (lambda: refused(model=steep("between")), f"'0' (Wrong) produces the first inf{APPLIED}{ZEROS}"),
     "loss": (
         lambda: refused(loss=loss_that(lambda x: (1 - odd(x)).log().sum())),
-        f"the loss function makes the first -inf{APPLIED}{LOSS}",
+        f"the loss function produces the first -inf{APPLIED}{LOSS}",
     ),
     "loss, of what had a mask": (
         lambda: refused(model=Masked, loss=loss_that(lambda x: (0 / (1 - odd(x))).sum())),
-        f"the loss function makes the first nan{APPLIED}{LOSS}",
+        f"the loss function produces the first nan{APPLIED}{LOSS}",
     ),
-    "rows": (lambda: refused(rows=holes()), f"there is nan in these rows{APPLIED}mend these rows or leave them out"),
+    "rows": (lambda: refused(rows=holes()), f"these rows contain nan{APPLIED}repair or remove these rows"),
     "forward": (
         lambda: refused(forward=lambda model, batch: model(batch[0] / (1 - odd(batch[0])))),
-        f"the forward makes the first inf{APPLIED}{ZEROS}",
+        f"the forward produces the first inf{APPLIED}{ZEROS}",
     ),
     "forward, of the output": (
         lambda: refused(forward=lambda model, batch: model(batch[0]) / (1 - odd(batch[0]))),
-        f"the forward makes the first inf{APPLIED}{ZEROS}",
+        f"the forward produces the first inf{APPLIED}{ZEROS}",
     ),
 }
 
@@ -142,7 +142,7 @@ def test_what_made_a_loss_that_is_not_finite(case: str) -> None:
 @pytest.mark.usefixtures("run")
 def test_a_parameter_that_was_not_finite_before() -> None:
     found = refused(model=spoiled(math.nan))
-    assert found.endswith(f": the parameter '2.bias' was not finite before it{APPLIED}{SPOILED}")
+    assert found.endswith(f": the parameter '2.bias' was not finite before the step{APPLIED}{SPOILED}")
 
 
 @pytest.mark.usefixtures("run")
@@ -160,14 +160,14 @@ def test_what_does_not_happen_again_is_not_explained() -> None:
 
 
 GRADIENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "module": ({"model": steep("gradient")}, "'0.inner.weight' is nan{}, where the backward of '0' (Wrong) makes it"),
+    "module": ({"model": steep("gradient")}, "'0.inner.weight' is nan{}, produced in the backward of '0' (Wrong)"),
     "computed again": (
         {"model": steep("gradient", Block)},
-        "'0.wrong.inner.weight' is nan{}, where the backward of '0.wrong' (Wrong) makes it",
+        "'0.wrong.inner.weight' is nan{}, produced in the backward of '0.wrong' (Wrong)",
     ),
     "loss": (
         {"loss": lambda output, batch: (output * (1 - odd(batch[0]))).square().sum(1).sqrt().sum()},
-        "'0.weight' is nan{}, where the backward of the loss function makes it",
+        "'0.weight' is nan{}, produced in the backward of the loss function",
     ),
 }
 
@@ -235,12 +235,10 @@ for number, Wrong.how in enumerate(["value", "gradient"]):
 """
 VALUE = (
     "the loss of step 1{} is not finite (worker 1: micro-batch 4 (rows 12-14 of epoch 0)): "
-    "'0' (Wrong) makes the first nan"
+    "'0' (Wrong) produces the first nan"
 )
 SLOPE = "the gradient of step 1{} is not finite, though its loss is (LOSS): that of '0.weight' is nan"
-MORE = (
-    ", in micro-batch 4 (rows 12-14 of epoch 0) on worker 1, where the backward of '0' (Wrong) makes it (SqrtBackward0)"
-)
+MORE = ", in micro-batch 4 (rows 12-14 of epoch 0) on worker 1, produced in the backward of '0' (Wrong) (SqrtBackward0)"
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_what_a_run_is_made_with_is_kept_and_shown(tmp_path: Path) -> None:
     assert told["packages"]["torch"] == version("torch")
     shown = dict(facts(Summary(run))["Environment"])
     assert shown["config"] == "lr 0.1, name small, deep False"
-    assert shown["commit"] == f"{commit[:12]} of https://example.org/it.git, changed ({diff})"
+    assert shown["commit"] == f"{commit[:12]} of https://example.org/it.git, with local changes ({diff})"
     assert hparams(run / "tensorboard") == {"lr": 0.1, "name": "small", "deep": False}
     lines = (tmp_path / "lines.jsonl").read_text().splitlines()
     assert lines[0] == '{"lr": 0.1, "name": "small", "deep": false}'
@@ -101,11 +101,11 @@ def test_what_cannot_be_kept_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         trainer.config(layers=[1, 2])
     assert str(caught.value) == (
-        "config() is given a list as layers; give numbers, texts and bools: str() of it, or its parts by names"
+        "config() cannot store layers, which is a list; pass numbers, texts and bools, for example str() of it"
     )
     with pytest.raises(UsageError) as caught:
         trainer.config({"lr": 1})
-    assert str(caught.value) == "config() takes values by name; write trainer.config(**{'lr': 1})"
+    assert str(caught.value) == "config() needs values by name; write trainer.config(**{'lr': 1})"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,8 @@ def test_of_many_changes_a_part_is_kept(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_mlflow_has_what_a_run_is_made_with_and_its_figures_as_documented(tmp_path: Path) -> None:
     pytest.importorskip("mlflow", reason="no mlflow here: pip install mlflow")
-    (logger,) = [block for block in python_blocks((DOCS / "watching.md").read_text()) if "class MLflow" in block]
+    page = (DOCS / "howto" / "loggers.md").read_text()
+    (logger,) = [block for block in python_blocks(page) if "class MLflow" in block]
     body = f"trainer = make()\ntrainer.config(lr=0.1, width=16)\n{logger}list(trainer.steps(data, count=5))\n"
     store = f"file://{tmp_path}/store"
     train_basics(tmp_path, body, 2, MLFLOW_TRACKING_URI=store, MLFLOW_ALLOW_FILE_STORE="true", PYTHONPATH=PATHS)

@@ -57,7 +57,7 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_runs_are_listed_by_time(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "run     begun             plan     workers  steps  loss   metrics          seconds  ended",
+        "run     started           plan     workers  steps  loss   metrics          seconds  ended",
         "runs/b  2023-11-14 22:13  data=2   2        30     15.00  accuracy 0.5000  7.0      finished at step 30",
         "runs/a  2023-11-14 22:14  shard=2  2        40     10.00  accuracy 0.2500  7.0      finished at step 40",
     ]
@@ -85,10 +85,12 @@ def test_what_cannot_be_read_has_a_line_too(two: Path) -> None:
     lines = runs().splitlines()
     assert len(lines) == 5
     later = next(line for line in lines if line.startswith("runs/later"))
-    assert later.endswith("runs/later/journal.jsonl is of version 9, this Paceline reads up to 1")
+    assert later.endswith(
+        "runs/later/journal.jsonl has format version 9, but this version of Paceline reads only up to 1"
+    )
     with pytest.raises(UsageError) as caught:
         runs([two])
-    assert str(caught.value) == f"there is no run in {two}; name a folder of runs: paceline runs FOLDER"
+    assert str(caught.value) == f"{two} contains no run; pass a folder that contains runs: paceline runs FOLDER"
 
 
 def test_what_differs_and_what_they_came_to(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,18 +106,20 @@ def test_what_differs_and_what_they_came_to(two: Path, capsys: pytest.CaptureFix
         "loss at step 10  2.500   5.000",
         "loss at step 20  5.000   10.00",
         "",
-        "                  runs/a               runs/b",
-        "steps             40                   30",
-        "samples           7,680                7,680",
-        "samples a second  5,120                5,120",
-        "goodput           -                    -",
-        "in all            7.0 s                7.0 s",
-        "ended             finished at step 40  finished at step 30",
+        "                    runs/a               runs/b",
+        "steps               40                   30",
+        "samples             7,680                7,680",
+        "samples per second  5,120                5,120",
+        "goodput             -                    -",
+        "total time          7.0 s                7.0 s",
+        "ended               finished at step 40  finished at step 30",
     ]
-    assert compare([Path("runs/a"), Path("runs/a")]).startswith("nothing differs in what they were made with\n\n")
+    assert compare([Path("runs/a"), Path("runs/a")]).startswith("the settings of the runs do not differ\n\n")
     with pytest.raises(UsageError) as caught:
         compare([Path("runs/a")])
-    assert str(caught.value) == ("one run is compared with nothing; name two or more: paceline compare runs/a runs/b")
+    assert str(caught.value) == (
+        "compare needs at least two run folders; pass two or more: paceline compare runs/a runs/b"
+    )
 
 
 class Tags(HTMLParser):

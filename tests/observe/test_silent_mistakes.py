@@ -29,9 +29,9 @@ def test_a_layer_whose_size_changed_before_a_resume(tmp_path: Path) -> None:
     train_basics(tmp_path, body.format(16, 16) + loop, 2, "--steps", "5")
     done = train_basics(tmp_path, body.format(8, 8) + loop, 2, code=1)
     assert (
-        "  CheckpointError: the checkpoint of step 5 in out does not fit the model of trainer 0: misshapen: 0.bias "
+        "  CheckpointError: the checkpoint of step 5 in out does not fit the model of trainer 0: wrong shape: 0.bias "
         "([16] instead of [8]), 0.weight ([16, 10] instead of [8, 10]), 2.weight ([2, 16] instead of [2, 8]); "
-        "make the model as it was, or train the new one from the start in another --run-dir\n"
+        "restore the original model, or train the new one from the start in another --run-dir\n"
     ) in done.stderr.replace(f"{tmp_path}/", "")
     assert "size mismatch" not in done.stderr
 
@@ -49,8 +49,8 @@ def test_an_export_is_not_lost_for_want_of_a_folder_and_its_name_is_looked_at_be
     assert done.stderr.index(note) < done.stderr.index("global batch 24 = ")
     assert done.stderr.count(note) == 1
     assert (
-        "UsageError: the model cannot be exported to m.pt: only .safetensors files, which run no code, are written; "
-        "name it m.safetensors\n"
+        "UsageError: the model cannot be exported to m.pt: only .safetensors files are written, because they run "
+        "no code; use the name m.safetensors\n"
     ) in done.stderr
 
 
@@ -101,7 +101,7 @@ def counted() -> Any:
 
 
 KEEPS: dict[str, tuple[dict[str, Any], str]] = {
-    "a buffer of the loss": ({"loss": Centred()}, ", as its buffer 'centre'"),
+    "a buffer of the loss": ({"loss": Centred()}, " (in its buffer 'centre')"),
     "a counter of the model": ({"model": Counting}, ""),
     "a counter behind dropout": ({"model": lambda: Counting(0.5)}, ""),
     "the last output": ({"model": Remembering}, ""),
@@ -116,10 +116,10 @@ def test_what_a_loss_or_a_model_keeps_by_itself_is_told_of(case: str, run: Any) 
     (note,) = [entry["text"] for entry in happened(run, "note")]
     number = r"(a count of )?[\d.]+"
     assert re.fullmatch(
-        rf"the loss of one micro-batch is another one when it is computed again \({number}, then {number}\): "
-        rf"something that the loss or the model keeps moves{named}, and the result depends on the number of workers; "
-        "keep it in a buffer of the model and say how it is merged with paceline.buffer, put it in trainer.state and "
-        "change it in the body of the loop, or train with one worker and micro= as large as global_batch=",
+        rf"the loss of one micro-batch changes when it is computed again \({number}, then {number}\): "
+        rf"the loss or the model keeps state between calls{re.escape(named)}, so the result depends on the number of "
+        "workers; keep the state in a buffer declared with paceline.buffer, or in trainer.state and change it in the "
+        "training loop, or train with one worker and micro= equal to global_batch=",
         note,
     )
     assert sum(entry["what"] == ONE_BY_ONE for entry in happened(run, "decision")) == 1
@@ -224,8 +224,8 @@ def test_parameters_that_a_forward_writes_without_a_version(run: Any) -> None:
     with pytest.raises(ChangingBufferError) as caught:
         list(make(model=lambda: Clamped(net()), plan="exact").steps(data))
     assert str(caught.value) == (
-        f"{why}, which would come out differently on each worker; "
-        "change it in the body of the loop, or train with one worker"
+        f"{why}, which would then differ between workers; "
+        "change it in the training loop instead, or train with one worker"
     )
 
 
@@ -233,14 +233,15 @@ def test_what_a_trainer_has_is_not_replaced(run: Any) -> None:
     mine = make()
     with pytest.raises(AttributeError) as caught:
         mine.model = net()
-    assert str(caught.value) == (
-        "trainer.model cannot be replaced: the optimizer has its parameters; "
-        "make another Trainer, or trainer.model.load_state_dict(...)"
+    assert (
+        str(caught.value)
+        == "trainer.model cannot be replaced: the optimizer refers to its parameters; create another Trainer, or use"
+        " trainer.model.load_state_dict(...)"
     )
     with pytest.raises(AttributeError) as caught:
         mine.state = {"best": 0.0}
     assert str(caught.value) == (
-        "trainer.state cannot be replaced: a checkpoint keeps what lies in it; write trainer.state.update(...)"
+        "trainer.state cannot be replaced: checkpoints hold this object; use trainer.state.update(...)"
     )
 
 
@@ -251,12 +252,18 @@ def test_a_best_value_that_nobody_gives(run: Any, capsys: pytest.CaptureFixture[
     assert "keep_best() follows" not in capsys.readouterr().err
     for _ in range(2):
         mine.evaluate(data, best(accuracy=0.5, f1=0.25))
-    told = "keep_best() follows 'acuracy', and evaluate() gave 'accuracy': until there is one, no best is kept\n"
+    told = (
+        "keep_best() follows 'acuracy', but evaluate() reported 'accuracy': until it is reported, no value is"
+        " followed yet\n"
+    )
     assert capsys.readouterr().err.count(told) == 1
     logged = make()
     logged.keep_best("loss/val")
     logged.log(lr=0.1, val_loss=1.0)
-    told = "keep_best() follows 'loss/val', and log() gave 'val_loss': until there is one, no best is kept\n"
+    told = (
+        "keep_best() follows 'loss/val', but log() reported 'val_loss': until it is reported, no value is followed"
+        " yet\n"
+    )
     assert capsys.readouterr().err.count(told) == 1
     right = make()
     right.keep_best("f1")
@@ -265,13 +272,11 @@ def test_a_best_value_that_nobody_gives(run: Any, capsys: pytest.CaptureFixture[
     assert "keep_best() follows" not in capsys.readouterr().err
     with pytest.raises(UsageError) as caught:
         make().keep_best(best)  # type: ignore[arg-type]
-    assert str(caught.value).endswith(
-        ', and the name of a value is wanted; write keep_best("accuracy"), as evaluate() or log() names it'
-    )
+    assert str(caught.value).endswith('; write keep_best("accuracy"), as evaluate() or log() names it')
 
 
 def test_weights_that_no_step_was_made_for(run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    told = "these weights are not trained: no step was made here; write `for report in trainer.steps(...):`\n"
+    told = "these weights are not trained: this process made no step; write `for report in trainer.steps(...):`\n"
     mine = make()
     mine.export(tmp_path / "a.safetensors")
     assert capsys.readouterr().err.count(told) == 1
@@ -287,7 +292,7 @@ def test_no_epochs_are_no_training(run: Any, capsys: pytest.CaptureFixture[str],
     mine = make()
     list(mine.steps(data, epochs=0))
     mine.export(tmp_path / "a.safetensors")
-    assert "these weights are not trained: no step was made here; " in capsys.readouterr().err
+    assert "these weights are not trained: this process made no step; " in capsys.readouterr().err
 
 
 def test_parameters_that_no_optimizer_has_or_two(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,13 +301,13 @@ def test_parameters_that_no_optimizer_has_or_two(run: Any, capsys: pytest.Captur
 
     trained(optimizer=weights)
     assert (
-        "2 of 4 trainable parameters are in no optimizer and stay as they are: 0.bias, 2.bias; "
-        "give them to one, or freeze them with requires_grad_(False)\n"
-    ) in capsys.readouterr().err
+        "2 of 4 trainable parameters are in no optimizer and will not be updated: 0.bias, 2.bias; pass them to an"
+        " optimizer, or freeze them with requires_grad_(False)\n" in capsys.readouterr().err
+    )
     with pytest.raises(UsageError) as caught:
         trained(optimizer=lambda params: [SGD(params, lr=0.1), weights(params)])
     assert str(caught.value) == (
-        "0.weight is in two optimizers, which would both update it; give each parameter to one of them"
+        "0.weight is in two optimizers, and both would update it; pass each parameter to only one of them"
     )
 
 
@@ -317,9 +322,9 @@ def test_another_learning_rate_and_another_seed_before_a_resume(tmp_path: Path) 
     done = train_basics(tmp_path, body.format(0.01, 4, "b"), 2)
     assert done.stdout == "0.1 0.1\n"
     for told in (
-        "the script says lr=0.01 now, and lr=0.1 of the checkpoint goes on; "
-        "to change it, set it in the optimizer's param_groups after the Trainer is made\n",
-        "the script says seed=4 now, and seed=3 of the checkpoint goes on; "
+        "the script now has lr=0.01, but the run continues with lr=0.1 from the checkpoint; "
+        "to change it, set it in the optimizer's param_groups after creating the Trainer\n",
+        "the script now has seed=4, but the run continues with seed=3 from the checkpoint; "
         "to change it, start a new run in another --run-dir\n",
     ):
         assert done.stderr.count(told) == 1

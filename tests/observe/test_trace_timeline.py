@@ -113,8 +113,8 @@ def test_a_run_with_a_loss_on_one_clock(tmp_path: Path) -> None:
     assert kept
     assert 0 < len(some) < len(events)
     for words, why in {
-        ("--steps", "x"): "--steps x is no span of steps; give A:B, as 100:120, or 100: or :120",
-        ("--steps", "90:"): "there is no step of 90: in the journal; see `paceline report` for how far it is",
+        ("--steps", "x"): "--steps x is not a range of steps; use A:B, for example 100:120, 100: or :120",
+        ("--steps", "90:"): "the journal has no step in the range 90:; `paceline report` shows the number of steps",
     }.items():
         assert paceline("trace", "out", *words, cwd=tmp_path, code=2).stderr == f"paceline: {why}\n"
 

@@ -27,7 +27,7 @@ def test_kill_of_a_server_takes_back_rows_of_an_update_that_only_it_had(tmp_path
     """A worker has read them, and no other server had made it: what it has is another server's from then on."""
     plan = "server=2 copies=1 staleness=inf window=40"
     output = train_counted(tmp_path, 3, plan, 80, VANISH="15", TABLE="1")
-    assert f"server 0 {KILLED}: server 1 has a copy of what it kept" in output
+    assert f"server 0 {KILLED}: server 1 has a copy of its state" in output
     versions = read_versions(tmp_path)
     read = [asked == rest == 15 < table for servers, asked, table, rest in versions if servers == 2]
     assert any(read), "nobody read them"

@@ -95,10 +95,11 @@ def test_each_row_counts_once(tmp_path: Path, workers: int, servers: int, bound:
         made.update(dict(one["workers"]))
     assert {*made} == {*range(workers)}
     text = "updates: " + ", ".join(f"{made[worker]} by worker {worker}" for worker in range(workers))
-    text += r"; \d+\.\d others between reading and update, at most \d+"
+    text += r"; staleness \d+\.\d updates on average, at most \d+"
     assert re.fullmatch(text, dict(facts(Summary(tmp_path / "run"))["What happened"])["out of step"])
-    how = "as far ahead as they are" if bound == "inf" else f"at most {bound} ahead"
-    assert f"updates are not in step: workers read weights {how}, and meet every 24 updates" in output
+    limit = "no limit" if bound == "inf" else f"at most {bound}"
+    assert "updates are asynchronous: workers synchronize every 24 updates; " in output
+    assert f"batches that a worker may be ahead of the slowest: {limit}\n" in output
     assert "global batch 6 = 2 micro-batches of 3 rows; one epoch = 5 steps" in output
     if table:
         versions = read_versions(tmp_path)
@@ -208,7 +209,7 @@ def test_delayed_momentum_and_single_steps_that_do_not_fit_are_refused(
 ) -> None:
     done = train_basics(tmp_path, REFUSED, 1, code=2)
     golden("refused: trainers", "\n".join(re.findall("refused: .*", done.stdout)))
-    (step,) = {*re.findall(r"step\(\) brings .*", done.stderr)}
+    (step,) = {*re.findall(r"step\(\) makes .*", done.stderr)}
     golden("refused: a single step", step)
 
 
@@ -256,7 +257,7 @@ def test_kill_of_a_server_without_copies_returns_to_the_checkpoint(tmp_path: Pat
         tmp_path, 1, "server=2 staleness=2 window=10", 30, "--save-every", "10", PACELINE_CHAOS=chaos
     )
     assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
-    assert f"server {server} {KILLED}: all go back to the last checkpoint" in output
+    assert f"server {server} {KILLED}: all workers and servers return to the last checkpoint" in output
     assert f"lost    server {server} {KILLED}, after step " in output
     turns = json.loads((tmp_path / "told.json").read_text())
     check_each_row_counted_once(tmp_path, 30, first=turns[0][0] - turns[0][1])
@@ -278,7 +279,7 @@ def test_kill_of_a_server_with_a_copy_loses_no_row(
     plan, chaos = f"server={servers} copies=1 staleness=2 window=24", f"kill:{1000000 + server}@30.{moment}"
     output = train_counted(tmp_path, workers, plan, 70, PACELINE_CHAOS=chaos, **TABLE if table else {})
     assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
-    assert f"server {server} {KILLED}: server {(server + 1) % servers} has a copy of what it kept" in output
+    assert f"server {server} {KILLED}: server {(server + 1) % servers} has a copy of its state" in output
     check_nobody_went_back(tmp_path, output, server)
     assert sum(one["updates"] for one in check_each_row_counted_once(tmp_path, 70)) == 70
     if table:

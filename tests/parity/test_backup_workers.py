@@ -70,9 +70,9 @@ def test_backup_workers_drop_the_rows_of_the_last_worker(tmp_path: Path, table: 
     assert Counter(worker for _, worker, *_ in late).most_common(1)[0][0] == 1
     for one in windows_of(tmp_path):
         assert sum(count for _, count in one["workers"]) == 2 * one["updates"]
-    assert "steps wait for all workers but 1: rows of who is later are dropped, and all meet every 10 updates" in output
+    assert "each step drops the slowest worker, whose rows are not used; workers synchronize every 10 updates" in output
     text = dict(facts(Summary(tmp_path / "run"))["What happened"])["out of step"]
-    assert text.startswith("late, and its rows dropped: ")
+    assert text.startswith("late, so the rows were dropped: ")
     assert "worker 1 in " in text
 
 
@@ -131,13 +131,13 @@ for _ in make(loss=some).steps(data, count=2): pass
 
 def test_step_in_which_nothing_counts_is_made_and_named(tmp_path: Path) -> None:
     done = train_basics(tmp_path, NOTHING, 2, "--plan", "server=1 backup=1")
-    text = "the loss of steps 1-2 counts 0 rows or tokens in the whole global batch: no weight was changed\n"
+    text = "the loss of steps 1-2 has a count of 0 over the whole global batch, so no weight was changed\n"
     assert (done.stdout + done.stderr).count(text) == 1
 
 
 def test_as_many_backup_workers_as_workers_are_refused(tmp_path: Path) -> None:
     text = train_basics(tmp_path, "make()", 2, "--plan", "server=1 backup=2", code=2).stderr
-    assert "backup=2 of 2 workers leaves nobody to make a step; say backup=1" in text
+    assert "backup=2 of 2 workers leaves no worker to make a step; use backup=1" in text
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))

@@ -203,23 +203,23 @@ class Sized(nn.Module):
 REFUSED = {
     "another size": (
         Sized,
-        "the forward changes the buffer 'low', of shape (0,), into (4,); run one forward in training mode before the "
-        "Trainer is made, so that it has its size then",
+        "the forward changes the buffer 'low': the shape (0,) becomes (4,); run one forward in training mode before "
+        "creating the Trainer, so that it has its final size",
     ),
     "another shape": (
         Growing,
-        "the forward changes the buffer 'seen', of shape (2,), into (3,); let it keep its shape, and count in another "
-        "buffer how much of it is used",
+        "the forward changes the buffer 'seen': the shape (2,) becomes (3,); keep its shape, and count in another "
+        "buffer how many entries are used",
     ),
     "a pointer that stays": (
         lambda: Ring(7, by=0),
-        "the forward changes the buffer 'ring', and moves its pointer by 0 of 7 in a micro-batch of 2 rows; let it add "
-        "at most an entry for each row, and move the pointer by as many",
+        "the forward changes the buffer 'ring' and moves its pointer by 0 (of 7) in a micro-batch of 2 rows; add at "
+        "most one entry per row, and move the pointer by the number of entries",
     ),
     "more than the rows": (
         lambda: Ring(7, by=2),
-        "the forward changes the buffer 'ring', and moves its pointer by 4 of 7 in a micro-batch of 2 rows; let it add "
-        "at most an entry for each row, and move the pointer by as many",
+        "the forward changes the buffer 'ring' and moves its pointer by 4 (of 7) in a micro-batch of 2 rows; add at "
+        "most one entry per row, and move the pointer by the number of entries",
     ),
 }
 
@@ -261,8 +261,8 @@ for report in make(model=lambda: Sized().double()).steps(data): pass
 def test_buffer_resized_in_place_is_refused_on_two_workers(tmp_path: Path) -> None:
     done = train_basics(tmp_path, SIZED, 2, "--max-restarts", "0", code=1)
     assert (
-        "ChangingBufferError: the forward changes the buffer 'low', which would come out differently on each worker; "
-        "say how it is merged with paceline.buffer, or train with one worker\n"
+        "ChangingBufferError: the forward changes the buffer 'low', which would then differ between workers; "
+        "declare with paceline.buffer how to merge it, or train with one worker\n"
     ) in done.stderr
 
 
@@ -272,7 +272,7 @@ def test_declared_buffer_changed_in_eval_mode_is_refused(run) -> None:
     with pytest.raises(ChangingBufferError) as caught:
         mine.evaluate(rows(1, 64, 10), lambda output, batch: {"n": (len(output), 1)})
     assert str(caught.value) == (
-        "the forward changes the buffer 'ring' in eval mode; change it only where self.training is true"
+        "the forward changes the buffer 'ring' in eval mode; change it only if self.training is true"
     )
     assert mine.model.ring.equal(before)
 
@@ -286,45 +286,60 @@ class Odd(nn.Module):
         self.register_buffer("kept", torch.zeros(3), persistent=False)
 
 
-FLOATING = "is for numbers of floating point"
-NEXT = "merge='queue' needs pointer=; name a buffer of one integer that says where the next entry goes"
-UNKNOWN = "Odd has no buffer 'rael'; register it first; there is 'real', 'whole', 'phase', 'kept'"
+FLOATING = "needs floating-point numbers"
+NEXT = "merge='queue' needs pointer=; name a buffer of one integer, the position of the next entry"
+UNKNOWN = "Odd has no buffer 'rael'; register it first; its buffers are 'real', 'whole', 'phase', 'kept'"
 MISTAKES: list[tuple[Any, str, dict[str, Any], str]] = [
-    ("real", "real", {"merge": "last"}, "buffer() was given a str; give it the module that has the buffer"),
+    ("real", "real", {"merge": "last"}, "buffer() needs an nn.Module, got a str; pass the module that has the buffer"),
     (Odd(), "rael", {"merge": "last"}, UNKNOWN),
-    (nn.ReLU(), "u", {"merge": "last"}, "ReLU has no buffer 'u'; register it first; there is none"),
+    (nn.ReLU(), "u", {"merge": "last"}, "ReLU has no buffer 'u'; register it first; it has no buffers"),
     (
         Odd(),
         "real",
         {"merge": "avg"},
-        "merge='avg' is not known; say 'affine', 'sum', 'mean', 'last', 'queue', or a function",
+        "merge='avg' is unknown; use 'affine', 'sum', 'mean', 'last', 'queue', or a function",
     ),
-    (Odd(), "real", {"merge": "sum"}, "merge='sum' needs factor=; say the decay of a moving average, 1 for a sum"),
+    (
+        Odd(),
+        "real",
+        {"merge": "sum"},
+        "merge='sum' needs factor=; pass the decay of an average, or 1 for a sum",
+    ),
     (
         Odd(),
         "real",
         {"merge": "mean", "factor": 0.9},
-        "merge='mean' takes no factor=; leave it out, or say 'affine'",
+        "merge='mean' takes no factor=; leave it out, or use merge='affine'",
     ),
     (
         Odd(),
         "real",
         {"merge": "mean", "pointer": "whole"},
-        "merge='mean' takes no pointer=; leave it out, or say 'queue'",
+        "merge='mean' takes no pointer=; leave it out, or use 'queue'",
     ),
-    (Odd(), "whole", {"merge": "mean"}, f"the buffer 'whole' of Odd holds torch.int64; merge='mean' {FLOATING}"),
+    (
+        Odd(),
+        "whole",
+        {"merge": "mean"},
+        f"the buffer 'whole' of Odd has dtype torch.int64; merge='mean' {FLOATING}",
+    ),
     (
         Odd(),
         "whole",
         {"merge": "affine", "factor": 0.9},
-        f"the buffer 'whole' of Odd holds torch.int64; merge='affine' {FLOATING}",
+        f"the buffer 'whole' of Odd has dtype torch.int64; merge='affine' {FLOATING}",
     ),
-    (Odd(), "phase", {"merge": "last"}, f"the buffer 'phase' of Odd holds torch.complex64; merge='last' {FLOATING}"),
+    (
+        Odd(),
+        "phase",
+        {"merge": "last"},
+        f"the buffer 'phase' of Odd has dtype torch.complex64; merge='last' {FLOATING}",
+    ),
     (
         Odd(),
         "kept",
         {"merge": "last"},
-        "the buffer 'kept' of Odd is in no checkpoint; leave persistent=False out",
+        "the buffer 'kept' of Odd is not in checkpoints; leave persistent=False out",
     ),
     (Odd(), "real", {"merge": "queue"}, NEXT),
     (Odd(), "real", {"merge": "queue", "pointer": "phase"}, NEXT),
@@ -333,7 +348,7 @@ MISTAKES: list[tuple[Any, str, dict[str, Any], str]] = [
         nn.BatchNorm1d(3),
         "running_mean",
         {"merge": "mean"},
-        "the buffer 'running_mean' of BatchNorm1d is merged without a word; leave buffer() out",
+        "the buffer 'running_mean' of BatchNorm1d is merged automatically; leave buffer() out",
     ),
     (Ring(3), "ring", {"merge": "last"}, "the buffer 'ring' of Ring is declared twice; declare it once"),
     (Ring(3), "at", {"merge": "last"}, "the buffer 'at' of Ring is declared twice; declare it once"),

@@ -127,7 +127,7 @@ def test_dataset_changes_are_seen_by_the_next_step_though_a_process_loads_ahead(
         if step == 1:
             CHANGES[change](data)
     feed.close()
-    told = "loader processes are forked anew where the script changes the dataset between steps"
+    told = "loader processes are restarted when the script changes the dataset between steps"
     assert [what for what, _ in feed.take_news()] == [told]
 
 
@@ -147,8 +147,8 @@ def test_loader_process_is_used_only_while_the_dataset_does_not_change(
         assert len(begun) == (step >= 4) + (step >= 16)
     feed.close()
     assert [(what, why.split(" by ")[0]) for what, why in feed.take_news()] == [
-        ("rows are loaded ahead of need by a process of their own", "loading held each step up"),
-        ("rows are loaded in the step for now: the dataset changes between steps", "dataset.plus changed"),
+        ("rows are loaded ahead by a separate process", "loading delayed each step"),
+        ("rows are loaded within the step for now: the dataset changes between steps", "dataset.plus changed"),
     ]
 
 
@@ -178,12 +178,15 @@ def test_loader_process_is_not_used_where_it_could_change_rows(what: str, monkey
     names = {"changes in each step": "dataset.plus", "changes itself": "dataset.calls"}
     if what.startswith("holds"):
         ((told, why),) = feed.take_news()
-        assert told == "rows are loaded in the step: a process that loads ahead might miss a change of the dataset"
-        assert why.startswith("dataset.file cannot be compared; loading held each step up by ")
+        assert (
+            told == "rows are loaded within the step, because a process that loads ahead could miss a change of the"
+            " dataset"
+        )
+        assert why.startswith("dataset.file cannot be compared; loading delayed each step by ")
         assert why.endswith(" ms (loader={'num_workers': N} overrides)")
     else:
         assert feed.take_news() == [
-            (f"rows are loaded in the step {when}: the dataset changes between steps", f"{names[what]} changed")
+            (f"rows are loaded within the step {when}: the dataset changes between steps", f"{names[what]} changed")
             for when in ("for now", "from now on")
         ]
 
@@ -201,7 +204,7 @@ def test_loader_processes_are_forked_anew_each_epoch_where_changes_cannot_be_see
         assert values(feed, step) == expected(step, 0 if persistent else 100 * (step // 8))
         data.large[5] = 100 * ((step + 1) // 8)  # type: ignore[attr-defined]
     feed.close()
-    told = "loader processes are forked anew at each epoch, from which on they see what the script changes"
+    told = "loader processes are restarted at each epoch and then see what the script has changed"
     news = [] if persistent else [(told, "dataset.large cannot be compared from step to step")]
     assert feed.take_news() == news
 
@@ -241,8 +244,11 @@ def test_iterable_dataset_changes_are_seen_by_the_next_step_or_epoch(processes: 
         data.plus += 100
     assert not feed.has(9)
     feed.close()
-    what = "an iterable dataset read by a loader process is changed between steps: seen from the next epoch on"
-    why = "dataset.plus changed; leave num_workers= out, and each step sees it"
+    what = (
+        "an iterable dataset read by a loader process was changed between steps; the change takes effect in the next"
+        " epoch"
+    )
+    why = "dataset.plus changed; without num_workers= each step sees changes"
     assert feed.take_news() == ([(what, why)] if processes else [])
 
 
@@ -321,7 +327,7 @@ def test_a_joining_worker_with_the_unchanged_dataset_is_refused() -> None:
     data.plus -= 100
     with pytest.raises(DatasetError) as caught:
         newcomer.compare(group, 2)  # type: ignore[arg-type]
-    assert str(caught.value).startswith("row 2 of the dataset is another one on worker 1 than on worker 0; ")
+    assert str(caught.value).startswith("row 2 of the dataset differs between worker 1 and worker 0; ")
 
 
 # -- trained ----------------------------------------------------------------------------------------------------
@@ -429,11 +435,11 @@ def test_training_follows_a_dataset_that_the_loop_changes(workers: int, cases: l
         weights = load_file(tmp_path / f"{number}.safetensors")
         assert apart(weights, by_hand(changes_from)) < 1e-12, cases[number]
     decisions = {entry["what"] for entry in read_journal(tmp_path / "out") if entry["event"] == "decision"}
-    moved = "rows are loaded ahead of need by a process of their own"
+    moved = "rows are loaded ahead by a separate process"
     assert (moved in decisions) == (cases is FAST)
     assert (
-        "DatasetError: the dataset has 72 rows at the start of epoch 1, and had 48 when the loop over steps() began; "
-        "write one loop over steps(dataset, epochs=1) for each epoch, and change the length between the loops\n"
+        "DatasetError: the dataset has 72 rows at the start of epoch 1, but had 48 when the loop over steps() began; "
+        "write one loop over steps(dataset, epochs=1) per epoch, and change the length between the loops\n"
     ) in done.stderr
     assert done.stdout.count("in epoch 0") == 2
     assert "in epoch 1" not in done.stdout

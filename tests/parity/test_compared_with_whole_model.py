@@ -21,9 +21,9 @@ from torch import nn
 from paceline import sample_index, stream_seed
 
 RESULTS = (
-    "let blocks return what the loss or the head needs of them: what they put into a list or an attribute, and what "
-    "hooks on layers inside of them keep, stays on the worker that has the block; and let neither forward nor loss add "
-    "up the model's parameters (weight_decay= of the optimizer is a penalty on them); or leave pipeline= out"
+    "return everything that the loss or later layers need from the blocks: values that a block or a hook inside it "
+    "stores in a list or an attribute stay on that block's worker; and do not sum over the model's parameters in the "
+    "forward or loss (use weight_decay= of the optimizer for a penalty); or leave pipeline= out"
 )
 
 
@@ -52,7 +52,7 @@ def plain(name: str, micro: int = 2) -> nn.Module:
 
 
 SAME = {"pipeline=2": 2, "pipeline=3": 3, "pipeline=2 virtual=2": 2, "pipeline=2 schedule=gpipe": 2, "context=2": 2}
-SAME |= {"tensor=2": 2, "pipeline=2 tensor=2": 4}
+SAME |= {"tensor=2": 2, "pipeline=2 tensor=2": 4, "shard=2 zero=3 pipeline=2": 4, "shard=2 zero=2 pipeline=2": 4}
 
 
 @pytest.mark.parametrize("plan", [p if p == "pipeline=2" else pytest.param(p, marks=pytest.mark.slow) for p in SAME])
@@ -67,23 +67,25 @@ def test_pipeline_trains_what_equals_the_whole_model(plan: str, tmp_path: Path) 
         assert apart(load_file(tmp_path / f"{name}.safetensors"), dict(plain(name).named_parameters())) <= 1e-12, name
     if "pipeline" in plan:
         said = [str(event["text"]) for event in journal(tmp_path / "out", "note")]
-        assert "one micro-batch was computed by the whole model, too: loss 0 and gradients 0 apart" in said
+        verified = "pipeline= was verified on one micro-batch against the full model"
+        assert f"{verified}: relative difference 0 of the loss and 0 of the gradients" in said
 
 
 @pytest.mark.slow
 def test_tensor_refuses_user_checkpointing_of_cut_layers(tmp_path: Path) -> None:
     said = run(tmp_path, "aside.py", 4, "micro=2 pipeline=2 tensor=2", "recomputed", code=None)
     what = (
-        "UsageError: Recomputed cannot be computed when it is cut by tensor= (The size of tensor a (8) must match the "
-        'size of tensor b (4) at non-singleton dimension 2); say "whole" in tensor= of the layers whose outputs a '
-        "torch.autograd.Function takes, or that a function given to checkpoint() calls (plan recompute=blocks computes "
-        "blocks again without one)\n"
+        "UsageError: Recomputed fails when tensor= splits its layers (The size of tensor a (8) must match the size of "
+        'tensor b (4) at non-singleton dimension 2); in tensor=, set to "whole" the layers whose outputs go into a '
+        "torch.autograd.Function or that run inside checkpoint() (the plan word recompute=blocks recomputes blocks "
+        "without checkpoint())\n"
     )
     assert what in said
     assert not list(journal(tmp_path / "out", "step"))
 
 
 SUMS = {"pipeline=2": 2, "pipeline=2 virtual=2": 2, "pipeline=3": 3, "pipeline=2 tensor=2": 4}
+SUMS |= {"shard=2 zero=3 pipeline=2": 4}
 
 
 @pytest.mark.parametrize("plan", [p if p == "pipeline=2" else pytest.param(p, marks=pytest.mark.slow) for p in SUMS])
@@ -99,7 +101,7 @@ def test_pipeline_with_micro_batches_of_a_single_row(plan: str, tmp_path: Path) 
     assert found == pytest.approx([sum(losses) / 22], rel=1e-12)
 
 
-ANOTHER = "the loss of a micro-batch is {} when {} is cut in stages by pipeline=, and {} of the whole model"
+ANOTHER = "the loss of a micro-batch is {} when pipeline= splits {} into stages, but {} with the full model"
 REFUSED = {  # in two stages
     "hooked": ANOTHER.format("2.1090769", "Hooked", "2.1804846"),
     "appends": ANOTHER.format("2.1169828", "Appends", "2.1575505"),
@@ -107,8 +109,8 @@ REFUSED = {  # in two stages
     "penalty in the loss": ANOTHER.format("2.0300652", "Net", "2.0614485"),
     "penalty in the forward": ANOTHER.format("2.3393096", "Penalized", "2.6001983"),
     "penalty of a list": ANOTHER.format("2.1150522", "Listed", "2.2110142"),
-    "attribute": "Attribute cannot be computed when it is cut in stages by pipeline= (AttributeError: 'Sets' object "
-    "has no attribute 'seen')",
+    "attribute": "Attribute fails when pipeline= splits it into stages (AttributeError: 'Sets' object has no attribute "
+    "'seen')",
 }
 
 
@@ -121,6 +123,17 @@ def test_pipeline_refuses_what_differs_from_the_whole_model(name: str, workers: 
         found = [re.sub(r"micro-batch is [\d.]+", "micro-batch is some", one) for one in found]
     wanted = re.sub(r"micro-batch is [\d.]+", "micro-batch is some", REFUSED[name]) if workers > 2 else REFUSED[name]
     assert found[:1] == [wanted]
+    assert not list(journal(tmp_path / "out", "step"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_pipeline_of_gathered_parameters_refuses_what_differs_from_the_whole_model(name: str, tmp_path: Path) -> None:
+    said = run(tmp_path, "aside.py", 4, "micro=2 shard=2 zero=3 pipeline=2", name, code=None)
+    found = re.findall(f"UsageError: (.*); {re.escape(RESULTS)}\n", said)
+    masked = [re.sub(r"\d+\.\d+", "some", text) for text in (*found[:1], REFUSED[name])]  # of another micro-batch
+    assert masked[0] == masked[-1]
+    assert len(masked) == 2
     assert not list(journal(tmp_path / "out", "step"))
 
 
@@ -147,8 +160,8 @@ def test_pipeline_compares_a_model_that_does_not_fit_block_by_block(name: str, t
         return
     assert apart(load_file(tmp_path / f"{name}.safetensors"), dict(plain(name).named_parameters())) <= 1e-12
     assert (
-        "the whole model does not fit on one worker, to which its blocks came one after another: the loss of one "
-        "micro-batch is 0 apart, and gradients were not compared"
+        "pipeline= was verified on one micro-batch against the full model, computed block by block as it does not fit "
+        "on one worker: relative difference 0 of the loss, gradients not compared"
     ) in [event["text"] for event in journal(tmp_path / "out", "note")]
 
 
@@ -160,8 +173,8 @@ def judged(folder: Path, workers: int, plan: str, names: tuple[str, ...]) -> dic
 
 # A gradient that the loss itself takes of weights is one worker's part.
 OF_WEIGHTS = (
-    r"UsageError: the loss of a micro-batch is [\d.]+, and not 1\.9200454, when the sequences of Net are divided by "
-    r"context=; leave context= out"
+    r"UsageError: the loss of a micro-batch is [\d.]+ instead of 1\.9200454 when context= divides the sequences of "
+    r"Net; leave context= out"
 )
 
 
@@ -197,7 +210,8 @@ for _ in make(model=lambda: Net().double()).steps(data, count=2): pass
     options = ("--workers", "2", "--run-dir", "out", "--max-restarts", "0", "--plan", "context=2")
     said = paceline("run", *options, "train.py", cwd=tmp_path, code=None).stderr
     what = (
-        "no block of Net takes a sequence (rows, tokens, width) that context= can divide: one takes a tensor of shape"
+        "no block of Net takes a sequence (rows, tokens, width) that context= can divide: one block takes a tensor of "
+        "shape"
     )
-    assert f"UsageError: {what} (3, 10); say data=2 and leave context=2 out\n" in said
+    assert f"UsageError: {what} (3, 10); use data=2 instead of context=2\n" in said
     assert not list(journal(tmp_path / "out", "step"))

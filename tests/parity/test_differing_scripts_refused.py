@@ -76,9 +76,9 @@ t = make()
 list(t.steps(data, count=3))
 """
 ORDER = "register submodules, parameters and buffers in a fixed order, for example over sorted(...) instead of a set"
-SAME = "make the same model on every worker, without ranks and unseeded random numbers"
-ARGUMENTS = "give every worker's Trainer the same arguments, and make several Trainers in the same order"
-GROUPS = "let optimizer= make the same groups with the same options on every worker"
+SAME = "create the same model on every worker: without ranks and unseeded random numbers"
+ARGUMENTS = "pass the same arguments to Trainer on every worker, and create several Trainers in the same order"
+GROUPS = "create the same groups with the same options in optimizer= on every worker"
 TOLD = {
     "order of submodules": "the model: parameter 0 is spin.weight [4, 4] float32 on worker 1 and "
     f"charge.weight [4, 4] float32 on {{others}}; {ORDER}",
@@ -142,7 +142,7 @@ USES = {
 )
 def test_trainers_made_in_another_order_are_refused(name: str, tmp_path: Path) -> None:
     stderr = train_basics(tmp_path, HEAD + SWAPPED + USES[name], 2, code=1).stderr
-    assert "CollectiveMismatchError: workers do not meet: worker 0 is in " in stderr
+    assert "CollectiveMismatchError: workers called different collectives: worker 0 is in " in stderr
     assert f"worker 1 is in {name} of Trainer 1 at train.py:" in stderr
 
 

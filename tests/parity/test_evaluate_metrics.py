@@ -166,18 +166,18 @@ def test_evaluate_refuses_what_is_no_metric() -> None:
     for metric, text in (
         (
             BinaryF1Score(),
-            "BinaryF1Score.update(preds, target) does not say what it takes of output and batch; "
+            "BinaryF1Score.update(preds, target) does not tell which of output and batch it needs; "
             "write evaluate(dataset, (metric, lambda output, batch: (output, batch[1])))",
         ),
         (
             Silent(),
-            "Silent does not say how its states merge; "
+            "Silent does not declare how its states are merged; "
             "give it _defaults and _reductions, as torchmetrics.Metric.add_state does",
         ),
         (
             {"a": 1},
-            "{'a': 1} is no metric; "
-            "give a function that returns {name: (sum, count)}, or an object with update, compute and reset",
+            "{'a': 1} is not a metric; "
+            "pass a function that returns {name: (sum, count)}, or an object with update, compute and reset",
         ),
     ):
         with pytest.raises(MetricError) as caught:
@@ -228,18 +228,25 @@ _NAMES = "let the function return a tuple in this order, or a dict with these na
 _UNFIT: list[tuple[Any, str]] = [
     (
         (Mean(), lambda output, batch: {"preds": output, "target": batch[1]}),
-        "Mean.update(scores, weights) cannot be called with what the function beside it returns: missing a required "
-        f"argument: 'scores'; {_NAMES}",
+        (
+            "Mean.update(scores, weights) cannot be called with the result of the function passed with it: missing a"
+            f" required argument: 'scores'; {_NAMES}"
+        ),
     ),
     (
         (Mean(), lambda output, batch: output),
-        "Mean.update(scores, weights) cannot be called with what the function beside it returns: missing a required "
-        f"argument: 'weights'; {_NAMES}",
+        (
+            "Mean.update(scores, weights) cannot be called with the result of the function passed with it: missing a"
+            f" required argument: 'weights'; {_NAMES}"
+        ),
     ),
     (
         Takes(),
-        "Takes.update(output, batch, weights) cannot be called with output and batch: missing a required argument: "
-        "'weights'; write (metric, lambda output, batch: (...)) with a function that returns (output, batch, weights)",
+        (
+            "Takes.update(output, batch, weights) cannot be called with output and batch: missing a required"
+            " argument: 'weights'; write (metric, lambda output, batch: (...)) with a function that returns (output,"
+            " batch, weights)"
+        ),
     ),
 ]
 
@@ -275,8 +282,8 @@ class _Force(torch.nn.Module):
 @pytest.mark.usefixtures("run")
 def test_evaluate_and_predict_say_how_to_compute_gradients() -> None:
     hint = (
-        "evaluate() and predict() compute without gradients: put what needs them, and the forward that they go "
-        "through, under `with torch.enable_grad():`"
+        "evaluate() and predict() compute without gradients: put the code that needs gradients, including the "
+        "forward, under `with torch.enable_grad():`"
     )
     count = lambda output, batch: {"force": (output.abs().sum(), 1)}
     tries: list[Any] = [

@@ -71,9 +71,10 @@ def test_exact_shards_with_layers_that_some_micro_batches_run(
 def test_fsdp_names_layers_that_workers_gather_differently(body: str, workers: int, tmp_path: Path) -> None:
     done = train_basics(tmp_path, body, workers, "--max-restarts", "0", "--plan", f"shard={workers} micro=3", code=1)
     said = " ".join(done.stderr.split())
-    assert "CollectiveMismatchError: workers do not meet: worker" in said, said
-    assert "the gathering of layers." in said
-    assert "; say zero=2, which gathers all before a forward, if not every micro-batch runs every layer" in said
+    assert "CollectiveMismatchError: workers called different collectives: worker" in said, said
+    assert "the all-gather of layers." in said
+    cure = "if some micro-batches skip a layer, use zero=2, which gathers all parameters before each forward"
+    assert f"; {cure}" in said
 
 
 PENALTY = (
@@ -89,8 +90,8 @@ PENALTY = (
 SAID = {
     "gradient penalty": (
         PENALTY,
-        "UsageError: a backward needs parameters that were freed: a loss uses what is inside of a layer besides its "
-        "output, or a gradient of a gradient (create_graph); say zero=2",
+        "UsageError: a backward needs parameters that were freed: the loss uses an intermediate value of a layer other "
+        "than its output, or a second-order gradient (create_graph); use zero=2",
     ),
     "in place": (
         "class Layer(nn.Linear):\n"
@@ -98,16 +99,16 @@ SAID = {
         "        return super().forward(x.relu_())\n"
         "t = make(model=lambda: nn.Sequential(*[Layer(10, 10) for _ in range(3)], nn.Linear(10, 2)).double())\n"
         "for r in t.steps(data, count=1): pass\n",
-        "UsageError: a layer changes its input in place, which is not possible where its parameters are gathered; let "
-        "it make a new tensor (inplace=False), or say zero=1",
+        "UsageError: a layer changes its input in place, which zero=2 and zero=3 do not allow; let the layer return a "
+        "new tensor (inplace=False), or use zero=1",
     ),
     "inference": (
         "t = make()\nwith torch.inference_mode(): t.model(x)\n",
-        "UsageError: the model is first called under inference_mode(); begin with torch.no_grad()",
+        "UsageError: the first call of the model is under inference_mode(); use torch.no_grad()",
     ),
     "deepcopy": (
         "import copy\nt = make()\ncopy.deepcopy(t.model)\n",
-        "UsageError: Sequential is in pieces, which cannot be copied; say zero=1",
+        "UsageError: Sequential is sharded and cannot be copied; use zero=1",
     ),
 }
 

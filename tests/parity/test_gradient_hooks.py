@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from paceline.errors import UsageError
 
-SEES = "micro-batches are computed one by one, and it sees the gradient of the mean over a micro-batch"
+SEES = "micro-batches are computed one by one, and the hook sees the gradient of the mean over a micro-batch"
 WHERE = {
     "parameters": "a gradient hook on 0.weight",
     "within": "a gradient hook in hooked.py:43",
@@ -96,7 +96,7 @@ def test_gradient_hook_under_loss_scaling_is_refused(run):
     model = mlp().float()
     model[0].register_full_backward_hook(lambda *_: None)
     mine = trainer(model, plan="precision=fp16", forward=lambda model, batch: model(batch[0].float()))
-    said = "a backward hook on 0 would see gradients in the loss scale of fp16; say precision=bf16"
+    said = "a backward hook on 0 would see gradients multiplied by the fp16 loss scale; use precision=bf16"
     with pytest.raises(UsageError, match=said):
         list(mine.steps(rows(1, 64, 10)))
     assert mine.steps_done == 0
@@ -113,4 +113,4 @@ def test_late_gradient_hook_on_a_sharded_parameter_is_refused(tmp_path: Path) ->
     (tmp_path / "train.py").write_text("from basics import *\n" + late_on_a_shard())
     options = ("--workers", "2", "--max-restarts", "0", "--plan", "shard=2", "train.py")
     said = " ".join(paceline("run", *options, cwd=tmp_path, code=2, PYTHONPATH=str(SCRIPTS)).stderr.split())
-    assert "UsageError: 0.weight of the model has a hook, which would not be called; say zero=1" in said
+    assert "UsageError: the parameter 0.weight has a hook, which would not be called on a shard; use zero=1" in said

@@ -76,13 +76,13 @@ def test_lars_and_lamb_are_the_formulas_of_their_papers(shape: tuple[int, ...], 
 def test_lars_and_lamb_refuse_wrong_options() -> None:
     param = [nn.Parameter(torch.ones(2))]
     for make, what in (
-        (lambda: LARS(param, lr=-1.0), "lr=-1.0"),
-        (lambda: LARS(param, lr=1.0, momentum=1.0), "momentum=1.0"),
-        (lambda: LAMB(param, betas=(0.9, 1.5)), "beta2=1.5"),
+        (lambda: LARS(param, lr=-1.0), "lr must be at least 0, got -1.0"),
+        (lambda: LARS(param, lr=1.0, momentum=1.0), "momentum must be at least 0 and less than 1, got 1.0"),
+        (lambda: LAMB(param, betas=(0.9, 1.5)), "beta2 must be at least 0 and less than 1, got 1.5"),
     ):
         with pytest.raises(UsageError) as caught:
             make()
-        assert str(caught.value) == f"{what} does not fit; give a number of 0 or more, below 1 for momentum and betas"
+        assert str(caught.value) == f"{what}; change the argument of the optimizer"
 
 
 SCRIPT = """
@@ -202,7 +202,7 @@ def test_gradient_noise_scale_is_that_of_the_paper(tmp_path: Path, workers: int,
     for event in events:
         assert event["scale"] == pytest.approx(expected[event["looks"] - 1], rel=1e-9)
     (row,) = (text for name, text in facts(Summary(tmp_path / "run"))["Results"] if name == "noise scale")
-    assert row.endswith("looks): beyond a global batch of that, more rows and workers for them help little")
+    assert row.endswith("measurements): a global batch beyond this size, or workers added for it, helps little")
 
 
 def test_gradient_noise_scale_of_known_gradients() -> None:
@@ -257,9 +257,8 @@ def assert_rates_follow(folder: Path, options: list[str], plans: list[str], rule
         lines = [line.split() for line in ran.stdout.splitlines() if line.startswith(f"lr {number} ")]
         rates = [float(words[3]) for words in lines]
         assert rates == pytest.approx([0.1 * FACTORS[rule] * 0.9**step for step in (4, 5, 6)]), rule
-        line = (
-            f"lr_scaling={rule}: learning rates times {FACTORS[rule]:.6g}, for a global batch of 16 rows instead of 8"
-        )
+        line = f"lr_scaling={rule}: learning rates multiplied by {FACTORS[rule]:.6g}, "
+        line += "because the global batch changed from 8 to 16 rows"
         assert (line in ran.stderr) is bool(rule)
         before, after = (load_file(folder / f"{number}-{count}.safetensors") for count in (4, 7))
         for rate in rates:
@@ -294,7 +293,7 @@ def test_nested_schedulers_follow_the_global_batch() -> None:
     for step in range(5):
         if step == 1:
             assert follow_batch("linear", 8, 24, [optimizer], [scheduler]) == (
-                "lr_scaling=linear: learning rates times 3, for a global batch of 24 rows instead of 8"
+                "lr_scaling=linear: learning rates multiplied by 3, because the global batch changed from 8 to 24 rows"
             )
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()

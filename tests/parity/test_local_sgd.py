@@ -86,7 +86,7 @@ def test_kill_of_any_worker_loses_no_island_that_another_one_has(
     output = train_islands(tmp_path, workers, "local=2 every=3", "adamw", PACELINE_CHAOS=",".join(sorted(faults)))
     assert {entry["fault"] for entry in read_log(tmp_path / "run")} == faults, "a fault did not fire"
     gone = [island for island, has in enumerate(HAVE[workers]) if has <= killed]
-    line = "island {} was lost with what its optimizer keeps: it goes on with a copy of what that of island {} does"
+    line = "the optimizer state of island {} was lost: it continues with a copy of the state of island {}"
     assert [island for island in (0, 1) if line.format(island, 1 - island) in output] == gone
     if not gone:
         check_islands(tmp_path, 2, 3)
@@ -97,7 +97,7 @@ def test_kill_of_all_who_have_an_island_takes_it_from_the_last_checkpoint(tmp_pa
     faults = "kill:0@4.backward,kill:2@4.forming"
     output = train_islands(tmp_path, 3, "local=2 every=2", "adamw", LOOPS="4,4", PACELINE_CHAOS=faults)
     assert {entry["fault"] for entry in read_log(tmp_path / "run")} == {*faults.split(",")}
-    line = "island 1 was lost with what its optimizer keeps: it goes on with that of the checkpoint of step 4\n"
+    line = "the optimizer state of island 1 was lost: it continues with the state from the checkpoint of step 4\n"
     assert line in output
     assert apart(load_file(tmp_path / "adamw.safetensors"), islands_by_hand("adamw", 2, 2)[0]) <= TOLERANCE
 

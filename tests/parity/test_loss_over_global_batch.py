@@ -188,45 +188,45 @@ def moving(output: torch.Tensor, batch: Any) -> torch.Tensor:
 
 
 CENTRED: list[Any] = []
-ROWS_FIRST = 'with loss_over="batch" let it return tensors whose first dimension is the row, in any nesting'
+ROWS_FIRST = 'with loss_over="batch", return tensors whose first dimension is the rows, in any nesting'
 REFUSED: dict[str, tuple[Any, str]] = {
     "a number for all": (
         lambda: small(lambda model, batch: (model(batch[0]), batch[0].sum())),
         "the forward returns a tensor of shape () for a micro-batch of 2 rows; "
-        f"{ROWS_FIRST}; what is one for all, as a temperature, the loss takes from the model",
+        f"{ROWS_FIRST}; let the loss read values for all rows (a temperature) from the model",
     ),
     "rows last": (
         lambda: small(lambda model, batch: model(batch[0]).t()),
         "the forward returns a tensor of shape (8, 2) for a micro-batch of 2 rows; "
-        f"{ROWS_FIRST}; what is one for all, as a temperature, the loss takes from the model",
+        f"{ROWS_FIRST}; let the loss read values for all rows (a temperature) from the model",
     ),
     "text": (lambda: small(lambda model, batch: (model(batch[0]), "text")), f"the forward returns a str; {ROWS_FIRST}"),
     "a generator of its own": (
         lambda: small(drawn(torch.Generator().manual_seed(0))),
-        "the forward of step 1 gives something else when run again from the same seeds; draw from torch's, "
-        "Python's or numpy's global generators, and keep nothing from one call for the next",
+        "the forward of step 1 gives other results when run again with the same seeds; draw only from torch's, "
+        "Python's or numpy's global generators, and keep no state from one call to the next",
     ),
     "a loss of nothing": (
         lambda: small(loss=lambda output, batch: output.detach().sum()),
-        "the loss does not depend on any trainable parameter; compute it from the model's output, without detach(), "
-        "item() or no_grad()",
+        "the loss does not depend on any trainable parameter; compute the loss from the model's output, without "
+        "detach(), item() or no_grad()",
     ),
     "a checkpoint of the older kind": (
         lambda: small(loss=lambda output, batch: checkpoint(torch.square, output, use_reentrant=True).mean()),
-        "the loss over the batch calls checkpoint(..., use_reentrant=True); say use_reentrant=False",
+        "the loss over the batch calls checkpoint(..., use_reentrant=True); pass use_reentrant=False",
     ),
     "a loss that changes a buffer": (
         lambda: CENTRED.append(small(model=Centred, loss=moving)) or CENTRED[-1],
-        "the loss over the batch changes the buffer 'center'; change it in the body of the loop",
+        "the loss over the batch changes the buffer 'center'; change it in the training loop instead",
     ),
     "infinite": (
         lambda: small(loss=lambda output, batch: output.square().mean() / 0),
-        "the loss of step 1 is not finite (worker 0: what the forward gave is finite); the step was not applied; "
+        "the loss of step 1 is not finite (worker 0: all outputs of the forward are finite); the step was not applied; "
         "look at these rows, lower the learning rate or set clip_norm=",
     ),
     "another word": (
         lambda: Trainer(tower, triplet, over_batch.adamw, loss_over="rows"),
-        'loss_over=\'rows\' is a str, and "batch" is wanted, or None; write loss_over="batch"',
+        'loss_over= needs "batch" or None; got \'rows\'; write loss_over="batch"',
     ),
 }
 
@@ -242,7 +242,7 @@ def test_hint_for_a_loss_over_the_batch_that_reads_the_batch(run: Run) -> None:
     made = small(loss=lambda output, batch: F.cross_entropy(output, batch[1]))
     with pytest.raises(TypeError) as raised:
         next(iter(made.steps(TensorDataset(over_batch.x, over_batch.labels))))
-    hint = 'hint: batch is None with loss_over="batch": let the forward return what is needed of it'
+    hint = 'hint: batch is None with loss_over="batch": return the needed parts of the batch from the forward'
     assert hint in raised.value.__notes__
 
 

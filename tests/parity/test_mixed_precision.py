@@ -111,7 +111,7 @@ def test_fp16_loss_scale_survives_a_resume(tmp_path: Path) -> None:
 
 def test_fp16_loss_scale_grows_after_many_good_steps() -> None:
     scale = LossScale()
-    assert scale.took(FIRST / 4) == "the gradients overflowed with a larger one"
+    assert scale.took(FIRST / 4) == "the gradients overflowed with a larger scale"
     assert [bool(scale.took(scale.scale)) for _ in range(GROWTH)] == [False] * (GROWTH - 1) + [True]
     assert (scale.scale, scale.good) == (FIRST / 2, 0)
 
@@ -119,7 +119,7 @@ def test_fp16_loss_scale_grows_after_many_good_steps() -> None:
 def test_fp16_overflow_starts_the_count_of_good_steps_again() -> None:
     scale = LossScale()
     assert [scale.took(FIRST) for _ in range(GROWTH - 1)] == [""] * (GROWTH - 1)
-    assert scale.took(FIRST / 2) == "the gradients overflowed with a larger one"
+    assert scale.took(FIRST / 2) == "the gradients overflowed with a larger scale"
     assert [bool(scale.took(FIRST / 2)) for _ in range(GROWTH)] == [False] * (GROWTH - 1) + [True]
 
 
@@ -184,7 +184,8 @@ def test_recompute_with_a_gradient_penalty() -> None:
 def test_recompute_refuses_a_model_without_blocks(tmp_path: Path) -> None:
     body = "t = make(model=lambda: nn.Linear(10, 2).double())\n"
     done = train_basics(tmp_path, body, 1, "--plan", "recompute=blocks", code=2)
-    said = "UsageError: no part of the model repeats, so there are no blocks to recompute; leave recompute out"
+    what = "recompute=blocks needs a list of repeated blocks, which the model does not have"
+    said = f"UsageError: {what}; leave recompute= out"
     assert said in " ".join(done.stderr.split())
 
 

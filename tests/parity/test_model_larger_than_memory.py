@@ -40,4 +40,6 @@ def test_one_worker_is_killed_by_the_out_of_memory_killer(memory_group, tmp_path
     enter = enter_group(memory_group(ROOM))
     command = ("run", "--workers", "1", "--run-dir", "out", "--max-restarts", "0", SCRIPTS / "large.py")
     done = paceline(*command, cwd=tmp_path, code=137, timeout=900, preexec=enter, OMP_NUM_THREADS="1")
-    assert "killed by the kernel's out-of-memory killer (SIGKILL): the gradients did not fit: " in done.stderr
+    assert (
+        "killed by the kernel's out-of-memory killer (SIGKILL): the gradients did not fit into memory: " in done.stderr
+    )

@@ -117,7 +117,7 @@ def test_codec_rounds_the_sums_of_each_worker_and_the_change(
     assert event["sent"] == held * STEPS * codes
     text = dict(facts(Summary(tmp_path / "run"))["Costs"])["codec"]
     assert text.startswith(f"{word} (rounding): ")
-    assert f" sent to servers instead of {'18.7' if held > 1 else '9.34'} kB, " in text
+    assert f" to servers instead of {'18.7' if held > 1 else '9.34'} kB" in text
 
 
 @pytest.mark.slow
@@ -217,7 +217,7 @@ def test_kill_of_a_server_without_copies_returns_to_the_checkpoint(
     chaos = f"{kind}:{1000000 + server}@5.{moment}"
     output = train_served(tmp_path, 1, "server=2", "--save-every", "2", PACELINE_CHAOS=chaos)
     assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
-    assert f"server {server} {how}: all go back to the last checkpoint" in output
+    assert f"server {server} {how}: all workers and servers return to the last checkpoint" in output
     check_served_from_checkpoint(tmp_path)
 
 
@@ -239,7 +239,7 @@ def test_kill_of_a_server_with_a_copy_loses_nothing(
     plan, chaos = f"server={servers} copies=1", f"kill:{1000000 + server}@3.{moment}"
     output = train_served(tmp_path, workers, plan, "--steps", "5", PACELINE_CHAOS=chaos)
     assert [entry["moment"] for entry in read_log(tmp_path / "run")] == [moment]
-    assert f"server {server} {KILLED}: server {(server + 1) % servers} has a copy of what it kept" in output
+    assert f"server {server} {KILLED}: server {(server + 1) % servers} has a copy of its state" in output
     check_nobody_went_back(tmp_path, output, server)
     train_served(tmp_path, 1, "data=1")
     check_served(tmp_path, first=6)
@@ -251,8 +251,8 @@ def test_kill_of_one_server_after_another_loses_nothing_with_copies(tmp_path: Pa
     chaos = "stop:1000001@2.reduced,kill:1000002@6.applied"
     output = train_served(tmp_path, 1, "server=3 copies=1", PACELINE_CHAOS=chaos, RESTORED="3")
     assert len(read_log(tmp_path / "run")) == 2
-    assert "server 1 was stopped: server 2 has a copy of what it kept" in output
-    assert f"server 2 {KILLED}: server 0 has a copy of what it kept" in output
+    assert "server 1 was stopped: server 2 has a copy of its state" in output
+    assert f"server 2 {KILLED}: server 0 has a copy of its state" in output
     check_nobody_went_back(tmp_path, output, 1, 2)
     check_served(tmp_path)
 
@@ -273,7 +273,7 @@ def test_kill_of_a_server_and_its_copy_returns_to_the_checkpoint(tmp_path: Path)
     chaos = "kill:1000000@5.applied,kill:1000001@5.applied"
     output = train_served(tmp_path, 1, "server=2 copies=1", "--save-every", "2", PACELINE_CHAOS=chaos)
     assert len(read_log(tmp_path / "run")) == 2
-    assert ": all go back to the last checkpoint" in output
+    assert ": all workers and servers return to the last checkpoint" in output
     check_served_from_checkpoint(tmp_path)
 
 
@@ -291,11 +291,15 @@ def test_kill_of_a_server_and_its_copy_returns_to_the_checkpoint(tmp_path: Path)
 def test_copies_and_lost_connections_change_no_bit(
     two_servers: Path, tmp_path: Path, plan: str, env: dict[str, str]
 ) -> None:
-    """What was pushed or asked for before is so again, and counts once."""
+    """What was pushed or asked for before is so again, and counts once. Three servers add squares in another order."""
+    undisturbed = two_servers
+    if "server=3" in plan:
+        (undisturbed := tmp_path / "undisturbed").mkdir()
+        train_served(undisturbed, 2, "server=3", *SHARES)
     train_served(tmp_path, 2, plan, *SHARES, **env)
     if env:
         assert len((tmp_path / "cuts").read_text().splitlines()) > 2 * STEPS
-    assert bits(tmp_path) == bits(two_servers)
+    assert bits(tmp_path) == bits(undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +325,7 @@ def test_messages_that_are_lost_or_come_twice_change_no_bit(
 ) -> None:
     """Each 7th acknowledgement of servers, and each 11th push; nor whether tensors are shared or sent."""
     undisturbed = two_servers
-    if "codec" in plan or "exact" in plan:
+    if not plan.startswith("server=2") or len(plan.split()) > 1:
         (undisturbed := tmp_path / "undisturbed").mkdir()
         train_served(undisturbed, 2, plan, *SHARES)
     (tmp_path / "odd").mkdir()
@@ -377,8 +381,8 @@ for _ in trainer.steps(data, epochs=1): pass
     assert "the end of out/logs/server-0.log:" in stderr
 
 
-LATER = "this Trainer is made after training began, and parameter servers run the script up to there alone"
-LATER += "; make all trainers before the first loop over steps(), or the first step()"
+LATER = "this Trainer was created after training began, but parameter servers run the script only up to then"
+LATER += "; create every Trainer before the first loop over steps() or the first step()"
 
 
 def test_trainer_made_after_training_began_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ PLANS = [
     "exact tensor=2",
     "shard=2 zero=1 tensor=2",
     "pipeline=2 virtual=2",
-    "pipeline=3 schedule=gpipe",
+    "pipeline=2 schedule=zbv",
     "pipeline=2 tensor=2",
     "context=2",
     "pipeline=2 context=2",
@@ -57,6 +57,9 @@ MORE_PLANS = [
     "tensor=2 recompute=blocks",
     "pipeline=2",
     "pipeline=2 schedule=gpipe",
+    "pipeline=2 schedule=zb",
+    "pipeline=3 schedule=gpipe",
+    "pipeline=2 schedule=zb recompute=blocks",
     "pipeline=3",
     "pipeline=4",
     "shard=2 zero=1 pipeline=2",
@@ -79,17 +82,17 @@ REFUSED = {
     "tensor": WITH_BATCHNORM | {"branches"},
     "tensor=4": {"llama"},
     "pipeline": WITH_BATCHNORM | NO_LIST_OF_BLOCKS | CALLED_TWICE | {"branches"},
-    "pipeline=[34]|virtual": TWO_BLOCKS,
-    "pipeline=4|virtual": {"wide", "wide, unclipped"},
+    "pipeline=[34]|virtual|zbv": TWO_BLOCKS,
+    "pipeline=4|virtual|zbv": {"wide", "wide, unclipped"},
     "context": MODELS.keys() - SEQUENCES,
     "recompute": {"partly", "tokens", "encoder, decoder"},
     "zero=[23]": {"blocks over the batch"},
 }
 # What is said once for each model of a plan.
 DECISIONS = {
-    "tensor": "layers are cut among",
-    "pipeline": "stages have the blocks",
-    "context": "sequences are divided among .* whole on each",
+    "tensor": r"layers? (is|are) split over",
+    "pipeline": r"is split into \d+ stages",
+    "context": "sequences are divided among .* holds the full weights",
     "zero=3": "parameters are gathered in",
 }
 IN_TRANSFORMERS = {"llama", "llama, tied"}  # which takes seconds to be imported

@@ -88,7 +88,7 @@ CELLS = [
 def test_plateau_schedule_has_the_learning_rates_of_plain_pytorch(workers: int, plan: str, tmp_path: Path) -> None:
     done = train_basics(tmp_path, SCRIPT, workers, *(["--plan", plan] if plan else []))
     same(tmp_path)
-    assert "\nlearning rate 0.6 becomes 0.3 after step " in done.stderr
+    assert "\nlearning rate changed from 0.6 to 0.3 after step " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -174,12 +174,12 @@ def test_plateau_schedule_names_a_value_that_is_never_reported(run: Any, capsys:
     said = capsys.readouterr().err
     follows = "schedule=paceline.plateau('val_loss')"
     assert (
-        f"{follows} follows 'val_loss', and evaluate() gave 'loss': until there is one, the learning rate stays\n"
+        f"{follows} follows 'val_loss', but evaluate() reported 'loss': until it is reported, the learning rate stays\n"
         in said
     )
     assert (
-        f"{follows} never moved: no evaluate() or log() reported 'val_loss'; write trainer.evaluate(dataset, metric) "
-        'with a metric that returns {"val_loss": (sum, count)}\n' in said
+        f"{follows} never changed the learning rate: no evaluate() or log() reported 'val_loss'; write"
+        ' trainer.evaluate(dataset, metric) with a metric that returns {"val_loss": (sum, count)}\n' in said
     )
 
 
@@ -188,18 +188,18 @@ def test_plateau_schedule_names_a_value_that_is_never_reported(run: Any, capsys:
     [
         (
             lambda: plateau(3),  # type: ignore[arg-type]
-            'plateau() is given 3, and the name of a value is wanted; write plateau("loss"), as evaluate() or log() '
-            "names it",
+            "plateau() needs the name of a value that evaluate() or log() reports, got 3; "
+            'use for example plateau("loss")',
         ),
         (
             lambda: plateau("loss", mode="best"),
-            "plateau('loss') has wrong options: mode best is unknown!; give options of torch's: mode, factor, "
-            "patience, threshold, threshold_mode, cooldown, min_lr, eps",
+            "ReduceLROnPlateau rejects the options of plateau('loss'): mode best is unknown!; use only its options "
+            "mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps",
         ),
         (
             lambda: plateau("loss", factor=2.0),
-            "plateau('loss') has wrong options: Factor should be < 1.0.; give options of torch's: mode, factor, "
-            "patience, threshold, threshold_mode, cooldown, min_lr, eps",
+            "ReduceLROnPlateau rejects the options of plateau('loss'): Factor should be < 1.0.; use only its options "
+            "mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps",
         ),
     ],
 )
@@ -214,7 +214,8 @@ def test_plateau_schedule_refuses_a_value_that_is_no_number() -> None:
     mine = trainer(schedule=plateau("loss"))
     with pytest.raises(UsageError) as caught:
         mine.log(loss="low")
-    assert str(caught.value) == (
-        "schedule=paceline.plateau('loss') follows 'loss', which is 'low' and no number; evaluate or log a number by "
-        "that name"
+    assert (
+        str(caught.value)
+        == "schedule=paceline.plateau('loss') follows 'loss', which is 'low', not a number; report a number of that"
+        " name with evaluate() or log()"
     )

@@ -149,7 +149,7 @@ def test_predict_before_training_is_not_repeated_after_a_resume(tmp_path: Path) 
     assert [event["workers"] for event in events if event["event"] == "formed"] == [[0], [0, 1]]
     before = (tmp_path / "before.npy").stat().st_mtime_ns
     done = train_basics(tmp_path, AGAIN, 3)
-    assert done.stderr.count("predict() of step 0 is not done again: the weights are of step 50\n") == 1
+    assert done.stderr.count("predict() of step 0 is not repeated: the weights are those of step 50\n") == 1
     assert (tmp_path / "before.npy").stat().st_mtime_ns == before
     assert "rows 0 96\n" in done.stdout
     model = built(net)
@@ -171,8 +171,13 @@ def test_predict_holds_a_window_of_micro_batches_in_memory() -> None:
 
 @pytest.mark.usefixtures("run")
 def test_predict_refuses_outputs_that_a_file_cannot_hold(tmp_path: Path) -> None:
+    """Also where another library has told numpy of bfloat16."""
+    import ml_dtypes  # noqa: F401
+
     here, none = tmp_path / "out.npy", tmp_path / "none" / "out.npy"
-    cure = "return a tensor, or for .safetensors a mapping, of one entry a row, alike for all rows"
+    cure = (
+        "return a tensor (for .safetensors a mapping of tensors) with one entry per row and the same shape for all rows"
+    )
     cannot = f"rows 0-3 cannot be written to {here}: output"
     for forward, path, text in (
         (lambda m, b: m(b[0]).sum(), here, f"{cannot} float64[]; {cure}"),
@@ -188,7 +193,7 @@ def test_predict_refuses_outputs_that_a_file_cannot_hold(tmp_path: Path) -> None
             lambda m, b: m(b[0]),
             none,
             f"the outputs could not be written to {none}: No such file or directory; "
-            "see that the folder exists and can be written to, or choose another file",
+            "check that the folder exists and that you can write to it, or choose another file",
         ),
     ):
         mine = trainer(forward=lambda m, b, forward=forward: m(b[0]) if m.training else forward(m, b), plan="micro=4")
@@ -203,11 +208,12 @@ def test_predict_refuses_outputs_it_cannot_hand_on(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         list(trainer(forward=lambda m, b: {"a": {1, 2}}).predict(rows(2, 45, 10)))
     assert str(caught.value) == (
-        "the output has a set, which predict() cannot hand on; "
-        "give a forward= that returns tensors, or tuples, lists and mappings of them"
+        "the output contains a set, which predict() cannot return; "
+        "use a forward= that returns tensors, or tuples, lists and mappings of tensors"
     )
     with pytest.raises(UsageError) as caught:
         trainer().predict(rows(2, 45, 10), path=tmp_path / "out.pt")
     assert (
-        str(caught.value) == f"predict() cannot write {tmp_path}/out.pt; name a file that ends in .npy or .safetensors"
+        str(caught.value)
+        == f"predict() cannot write {tmp_path}/out.pt; use a file name that ends in .npy or .safetensors"
     )

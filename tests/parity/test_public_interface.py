@@ -192,8 +192,10 @@ def test_step_with_the_same_rows_from_two_workers_is_refused(workers):
     assert workers[0]["twins/error"] == (
         None
         if len(workers) == 1
-        else "workers 0 and 1 brought the same rows to their first step(); seed each worker's own data apart, "
-        "e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)"
+        else (
+            "workers 0 and 1 passed the same rows to their first step(); seed the data of each worker differently,"
+            " for example with paceline.stream_seed(seed, 0, paceline.join().rank)"
+        )
     )
 
 
@@ -258,8 +260,8 @@ def test_changing_buffer_is_refused_by_name_on_several_workers(workers):
     for worker in workers:
         if len(workers) > 1:
             assert worker["changing_buffer/error"] == (
-                "ChangingBufferError: the forward changes the buffer 'body.linear.calls', which would come out "
-                "differently on each worker; say how it is merged with paceline.buffer, or train with one worker"
+                "ChangingBufferError: the forward changes the buffer 'body.linear.calls', which would then "
+                "differ between workers; declare with paceline.buffer how to merge it, or train with one worker"
             )
             same(worker.state("changing_buffer"), built(lambda: Counting().double()))  # nothing was applied
             continue
@@ -276,8 +278,8 @@ def test_parameter_written_by_the_forward_is_refused_by_name_on_several_workers(
     for worker in workers:
         if len(workers) > 1:
             assert worker["changing_parameter/error"] == (
-                "ChangingBufferError: the forward changes the parameter '0.weight', which would come out differently "
-                "on each worker; change it in the body of the loop, or train with one worker"
+                "ChangingBufferError: the forward changes the parameter '0.weight', which would then differ "
+                "between workers; change it in the training loop instead, or train with one worker"
             )
             assert worker["changing_parameter/done"] == 0
             continue
@@ -383,9 +385,10 @@ def test_evaluate_counts_every_row_once_in_eval_mode(workers, alone):
 
 def test_evaluate_refuses_metric_names_that_differ_between_rows(workers):
     for worker in workers:
-        assert worker["evaluation/error"] == (
-            "MetricError: the metric returned ['even'] for some rows and ['odd'] for others; return the same names "
-            "everywhere, with count 0 where there is nothing to count"
+        assert (
+            worker["evaluation/error"]
+            == "MetricError: the metric returned ['even'] for some rows, but ['odd'] for others; return the same"
+            " names for all rows, with count 0 where there is nothing to count"
         )
 
 

@@ -34,6 +34,12 @@ PLANS = {
     "pipeline=2 tensor=2": 4,
     "pipeline=2 context=2": 4,
     "context=2 tensor=2": 4,
+    "shard=2 zero=3 tensor=2": 4,
+    "shard=2 zero=2 tensor=2": 4,
+    "shard=2 zero=3 pipeline=2": 4,
+    "shard=2 zero=2 pipeline=2 virtual=2": 4,
+    "shard=2 zero=3 context=2": 4,
+    "shard=2 zero=3 pipeline=2 tensor=2": 8,
 }
 SHARES = {3: "3,0,2", 4: "1,1,2,2"}
 
@@ -67,6 +73,13 @@ def check_chain(plans: list[str], steps_each: int, factory: pytest.TempPathFacto
 def test_resume_under_plans_of_every_kind(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     plans = ["tensor=2", "shard=3", "pipeline=2 context=2", ""]
     check_chain(plans, 1, tmp_path_factory, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_resume_from_one_mixture_under_another(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    mixtures = [plan for plan in PLANS if "zero=2" in plan or "zero=3" in plan if "offload" not in plan]
+    check_chain([*mixtures, *mixtures[:1], *mixtures[1::2], ""], 1, tmp_path_factory, tmp_path)
 
 
 @pytest.mark.slow

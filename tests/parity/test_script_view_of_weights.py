@@ -162,8 +162,8 @@ def test_pipeline_model_that_another_model_calls_is_refused(name: str, tmp_path:
     body = OTHERS.replace('trained("teacher", teacher)', "pass") + f"{name}()\n"
     done = train_basics(tmp_path, body, 2, *options, code=2)
     assert (
-        "UsageError: the forward or loss of Sequential calls Sequential, which pipeline= cuts in stages as well; "
-        'let the trainer of the one that is called keep it whole: plan="pipeline=1"\n'
+        "UsageError: the forward or loss of Sequential calls Sequential, which is also split by pipeline=; "
+        'do not split Sequential: give its Trainer plan="pipeline=1"\n'
     ) in done.stderr
 
 
@@ -308,9 +308,9 @@ BODIES = {
     "losses that use weights": PENALTIES,
     "hooks on layers": HOOKED,
     "changes in the loop": CHANGES,
-    "changes outside of the loop": OUTSIDE,
 }
 MORE_BODIES = {
+    "changes outside of the loop": OUTSIDE,
     "methods": METHODS,
     "calls of another model": OTHERS + "adversaries(), distillation(), target(), write()\n",
 }
@@ -379,8 +379,8 @@ def test_pipeline_script_that_reads_a_weight_of_another_stage_is_refused(reads: 
     body = f"{STAGES}for report in one.steps(data, count=3): {reads}\n"
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "micro=4 pipeline=2", code=2)
     assert re.search(
-        rf"UsageError: the script uses \S+ \({name}\), and pipeline= leaves it to another worker; "
-        r"change each element by itself \(clamp_, an average\), write weights with export\(\) and compute with those, "
+        rf"UsageError: the script uses \S+ \({name}\), which pipeline= assigns to another worker; "
+        r"use only elementwise changes \(clamp_, averages\), or compute with weights written by export\(\), "
         r"or leave pipeline= out\n",
         done.stderr,
     )
@@ -391,8 +391,8 @@ def test_sharded_weight_that_one_worker_alone_reads_ends_the_run(plan: str, tmp_
     body = f"{STAGES}for report in one.steps(data, count=3):\n    if one.main: one.model[0].weight.sum().item()\n"
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", f"micro=4 {plan}", code=1)
     assert re.search(
-        r"CollectiveMismatchError: workers do not meet: worker 0 is in a number that the script reads of weights, of "
-        r"which each worker has a part at train\.py:\d+, worker 1 is in ",
+        r"CollectiveMismatchError: workers called different collectives: worker 0 is in a number that the script reads "
+        r"from sharded weights at train\.py:\d+, worker 1 is in ",
         done.stderr,
     )
 
@@ -408,19 +408,19 @@ one.evaluate(data, metric)
     [
         (
             "tensor=2",
-            "a metric needs values of a weight, of which each worker has a part under tensor=; "
-            "compute it before evaluate(), where the script sees whole weights",
+            "a metric uses a weight that tensor= shards over the workers; "
+            "compute the value before evaluate(), where the script sees full weights",
         ),
         pytest.param(
             "shard=2 zero=3",
-            "a metric needs values of a weight, of which each worker has a part under zero=2 and zero=3; "
-            "compute it before evaluate(), where the script sees whole weights",
+            "a metric uses a weight that zero=2 or zero=3 shards over the workers; "
+            "compute the value before evaluate(), where the script sees full weights",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "pipeline=2",
-            "a metric uses 0.weight (sum), and pipeline= leaves it to another worker; change each element by itself "
-            "(clamp_, an average), write weights with export() and compute with those, or leave pipeline= out",
+            "a metric uses 0.weight (sum), which pipeline= assigns to another worker; use only elementwise changes "
+            "(clamp_, averages), or compute with weights written by export(), or leave pipeline= out",
             marks=pytest.mark.slow,
         ),
     ],
@@ -451,7 +451,7 @@ write()
     folder = tmp_path / "several"
     folder.mkdir()
     done = train_basics(folder, body, 4, "--plan", "micro=4 data=2 tensor=2", chaos="kill:1@2.forward")
-    text = "worker 1 was killed by SIGKILL, and worker 0 of the same replica starts anew: 2 workers go on"
+    text = "worker 1 was killed by SIGKILL, and worker 0 of the same replica is restarted: 2 workers go on"
     assert f"\n{text}\n" in done.stderr
     assert [event["workers"] for event in journal(folder / "out", "lost")] == [[1]]
     assert [event["workers"] for event in journal(folder / "out", "formed")] == [[2, 3], [2, 3, 0, 1]]

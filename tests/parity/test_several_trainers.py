@@ -73,7 +73,8 @@ def test_batchnorm_of_another_trainer_prevents_merging_of_micro_batches(gan):
     assert in_training == {"BatchNorm normalises each micro-batch"}
     if workers < 3:  # of three, each has one micro-batch
         assert at_rest >= {
-            "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs"
+            "the forward drew no random numbers and changed no buffers, and the loss of two micro-batches was the sum "
+            "of their losses"
         }
 
 
@@ -83,6 +84,6 @@ def test_changing_buffer_of_another_trainer_is_refused_by_name(gan):
         None
         if workers == 1
         else "ChangingBufferError: the forward changes the buffer 'layers.4.calls' of another trainer's model, which "
-        "would come out differently on each worker; say how it is merged with paceline.buffer, put that model in eval "
+        "would then differ between workers; declare with paceline.buffer how to merge it, put that model into eval "
         "mode for the call, or train with one worker"
     )

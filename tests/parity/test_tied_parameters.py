@@ -79,6 +79,6 @@ def test_checkpoint_refuses_a_shard_in_place_of_the_whole_parameter() -> None:
     with pytest.raises(UsageError) as refused:
         model_state(job)
     assert str(refused.value) == (
-        "1.weight would be saved with the shape (2, 3), and the model was given with (2, 6); "
-        "leave the shapes of parameters as they are once the Trainer is made"
+        "1.weight has shape (2, 3), but had shape (2, 6) when the Trainer was created; "
+        "do not change the shapes of parameters after creating the Trainer"
     )

@@ -98,8 +98,8 @@ def test_torch_distributed_is_not_initialized_in_users_code(workers: int, plan: 
 
 
 HINT = (
-    "hint: Paceline's workers have no group of torch.distributed: leave collectives, ranks and sizes out of losses, "
-    "forwards and datasets; return (sum, count) from a loss or metric, and Paceline adds it over all workers; "
+    "hint: Paceline's workers have no torch.distributed process group: remove collectives, ranks and sizes from "
+    "losses, forwards and datasets; return (sum, count) from a loss or metric, and Paceline adds it over all workers; "
     "elsewhere call paceline.join().all_reduce(tensor)"
 )
 CALLS = {
@@ -134,20 +134,20 @@ class Stream(torch.utils.data.IterableDataset):
         return (data[row] for row in self.rows)
 """
 WHOLE = (
-    "yield the same rows in the same order on every worker: Paceline deals them out, so an iterable dataset must not "
-    "divide itself by rank, RANK or WORLD_SIZE"
+    "yield the same rows in the same order on every worker: Paceline distributes them, so an iterable dataset must "
+    "not split itself by rank, RANK or WORLD_SIZE"
 )
 DIVIDED = {
     "first rows": (
         "list(make().steps(Stream(range(rank % 2, 96, 2))))",
-        "workers disagree about the dataset: row 0 of what it yields is another one on worker 1 than on {others}",
+        "workers disagree about the dataset: row 0 that it yields differs between worker 1 and {others}",
     ),
     "a later epoch": (
         "class Later(Stream):\n"
         "    def set_epoch(self, epoch):\n"
         "        self.rows = range(96) if not epoch or rank != 1 else range(95, -1, -1)\n"
         "list(make().steps(Later(None), epochs=2))",
-        "workers disagree about the dataset: row 96 of what it yields is another one on worker 1 than on {others}",
+        "workers disagree about the dataset: row 96 that it yields differs between worker 1 and {others}",
     ),
     "a shorter end": (
         "list(make().steps(Stream(range(95 if rank == 1 else 96))))",
@@ -208,9 +208,9 @@ def test_iterable_dataset_with_own_random_numbers_is_reported_once(tmp_path: Pat
         "list(make().steps(Noisy(range(96)), epochs=2))\n"
     )
     told = (
-        "rows of the iterable dataset came out differently when read twice, by random numbers other than those of "
-        "torch, random and numpy, and cannot be compared among the workers; give its own generators the same seed on "
-        "every worker, or rows may be trained on twice\n"
+        "rows of the iterable dataset differed when read twice, because of random numbers other than those of torch,"
+        " random and numpy; they cannot be compared between workers; seed these generators equally on every worker,"
+        " or rows may be used twice\n"
     )
     assert train_basics(tmp_path, body, 2).stderr.count(told) == 1
 
@@ -256,7 +256,7 @@ for report in make(loss).steps(Rows(), count=2, loader={{"num_workers": {workers
 """
 ADVICE = (
     "return (sum, count) from the loss, and Paceline adds it over all workers; for a loss over all rows of the global "
-    'batch say loss_over="batch"; let a dataset have all rows on every worker'
+    'batch, set loss_over="batch"; give the dataset all rows on every worker'
 )
 REFUSED = {
     "loss": ({"in_loss": "dist.all_reduce(count)"}, "the loss, the forward or a hook calls allreduce()"),
@@ -313,7 +313,7 @@ def test_dataset_rows_are_compared_once_in_evaluate_and_predict(workers: int, tm
     wrong = "worker 1" if workers == 2 else "workers 1-2"
     for call in ("evaluate", "predict"):
         error = (
-            f"row 0 of the dataset of {call}() is another one on {wrong} than on worker 0; give all workers the same "
-            "data in the same order: sort the names of files, seed what is split or made at random"
+            f"row 0 of the dataset of {call}() differs between {wrong} and worker 0; use the same data in the"
+            " same order on all workers: sort file names, and seed random splits and generated data"
         )
         assert error in text.splitlines()

@@ -21,8 +21,8 @@ from paceline.session.consistency import digest
 Golden = Callable[[str, str], None]
 HEAD = "import os\nrank = int(os.environ.get('PACELINE_RANK') or os.environ['RANK'])\n"
 CURE = (
-    "; let every worker do what changes weights or buffers, with the same numbers: "
-    "leave `if trainer.main:`, ranks and random numbers of its own out of it\n"
+    "; code that changes weights or buffers must run on every worker with the same numbers: without `if"
+    " trainer.main:`, ranks or unseeded random numbers\n"
 )
 DATASETS = """
 import json
@@ -120,8 +120,8 @@ def test_random_rows_that_cannot_be_compared_are_named(tmp_path: Path) -> None:
         "list(t.steps(own, order=lambda position, *_: position))"
     ))  # fmt: skip
     told = (
-        "rows 63, 95 of the dataset came out differently when loaded twice, by random numbers other than those of "
-        "torch, random and numpy, and cannot be compared among the workers\n"
+        "rows 63, 95 of the dataset differed when loaded twice, because of random numbers other than those of torch,"
+        " random and numpy; they cannot be compared between workers\n"
     )
     assert train_basics(tmp_path, body, 2).stderr.count(told) == 1
 
@@ -154,7 +154,7 @@ ONE = {
 
 def seen(text: str, name: str, others: str) -> tuple[int, ...]:
     """After which step it was seen, and after which not yet."""
-    what = rf"WorkersDifferError: {name} is another one on {others}, seen after step (\d+) and not yet after step (\d+)"
+    what = rf"WorkersDifferError: {name} on {others}, seen after step (\d+) and not yet after step (\d+)"
     found = re.search(what + re.escape(CURE), text)
     assert found, text
     return tuple(map(int, found.groups()))
@@ -164,14 +164,14 @@ def seen(text: str, name: str, others: str) -> tuple[int, ...]:
 def test_weights_changed_on_one_worker_end_the_run(case: str, tmp_path: Path) -> None:
     change, name = ONE[case]
     text = train_basics(tmp_path, HEAD + ALONE.format(step=5, change=change), 3, code=1).stderr
-    after, before = seen(text, name, "worker 1 than on workers 0, 2")
+    after, before = seen(text, name, "worker 1 differs from that on workers 0, 2")
     assert before < 5 <= after <= 7  # which of them is the clock's choice
 
 
 def test_weights_changed_after_the_last_step_are_found_by_the_checkpoint(tmp_path: Path) -> None:
     change, name = ONE["weight"]
     text = train_basics(tmp_path, HEAD + ALONE.format(step=20, change=change), 2, code=1).stderr
-    assert seen(text, name, "worker 1 than on worker 0")[0] == 20
+    assert seen(text, name, "worker 1 differs from that on worker 0")[0] == 20
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_without_a_run_folder_the_end_of_the_script_finds_weights_that_differ(
     ends = without_an_agent(script, script)
     assert [code for code, _ in ends] == [int(changed)] * 2, ends
     if changed:
-        assert seen(ends[0][1], name, "worker 1 than on worker 0")[0] == 20
+        assert seen(ends[0][1], name, "worker 1 differs from that on worker 0")[0] == 20
 
 
 SHARDS = """
@@ -208,17 +208,15 @@ for report in t.steps(data, count=20):
 @pytest.mark.parametrize(
     ("plan", "others"),
     [
-        ("exact", "worker 1 than on workers 0, 2-3"),
-        ("shard=2 zero=1", "worker 1 than on workers 0, 2-3"),
-        ("shard=2 zero=2", "worker 3 than on worker 1"),  # who have the same piece
-        ("exact shard=2 zero=3", "worker 3 than on worker 1"),
+        ("exact", "worker 1 differs from that on workers 0, 2-3"),
+        ("shard=2 zero=1", "worker 1 differs from that on workers 0, 2-3"),
+        ("shard=2 zero=2", "worker 3 differs from that on worker 1"),  # who have the same piece
+        ("exact shard=2 zero=3", "worker 3 differs from that on worker 1"),
     ],
 )
 def test_weights_changed_on_one_worker_are_named_under_every_plan(plan: str, others: str, tmp_path: Path) -> None:
     text = train_basics(tmp_path, HEAD + SHARDS.format(plan=plan), 4, "--max-restarts", "0", code=1).stderr
-    assert re.search(rf"0\.weight is another one on {others}, seen after step 1 and not yet before the first", text), (
-        text
-    )
+    assert re.search(rf"0\.weight on {others}, seen after step 1 and not yet before the first", text), text
 
 
 ALIKE = """
@@ -280,7 +278,7 @@ def test_weights_apart_by_more_than_rounding_end_the_run(tmp_path: Path) -> None
     (tmp_path / "train.py").write_text(KINDS.format(step=5, another_processor=IS_CALLED_OTHERWISE))
     text = train_basics(tmp_path, None, 2, "--save-every", "10", code=1).stderr
     kinds = (
-        r"the weights of worker 1 \(cpu DEFAULT\) are \d\.\de-01 of their norm away from those of worker 0 \(cpu \w+\)"
+        r"the weights of worker 1 \(cpu DEFAULT\) differ by \d\.\de-01 of their norm from those of worker 0 \(cpu \w+\)"
     )
     found = re.search(
         rf"WorkersDifferError: {kinds}, seen after step (\d+) and not yet after step (\d+){re.escape(CURE)}", text

@@ -285,7 +285,7 @@ def alone() -> None:
                 work.wait()
             same(out, given)
         text = refused(lambda group=group: dist.all_to_all([torch.ones(2)], [torch.ones(1)], group=group))
-        assert text.startswith("all_to_all of float32: worker 0 gives 1 elements to worker 0, which takes 2; ")
+        assert text.startswith("all_to_all of float32: worker 0 sends 1 element to worker 0, which expects 2; ")
         objects: list[Any] = [None]
         dist.all_gather_object(objects, {"rank": me()}, group=group)
         assert objects == [{"rank": me()}]

@@ -120,13 +120,17 @@ class NormClipped(Own):
                 param -= group["lr"] * min(1.0, 0.5 / norm) * grad
 
 
-class Wide(NormClipped):
-    """The same, for matrices that are not small: it cannot be tried on others."""
+class Complete(NormClipped):
+    """The same, if all its parameters have gradients: it cannot be tried on some of them."""
 
     def __init__(self, params: Any) -> None:
-        if any(param.dim() == 2 and max(param.shape) < 12 for _, param in params):
-            raise ValueError("matrices of 12 rows or columns are wanted")
         super().__init__(params, lr=0.1)
+        self.parameters = len(self.param_groups[0]["params"])
+
+    def step(self) -> None:
+        if sum(1 for group in self.param_groups for _ in self.used(group)) < self.parameters:
+            raise ValueError("the gradients of all parameters are wanted")
+        super().step()
 
 
 class Noting(Own):
@@ -231,13 +235,13 @@ def in_groups(params: Any) -> torch.optim.Optimizer:
 
 
 class Blocked(Own):
-    """Of large tensors it keeps a scale for each block of 16 elements, as 8-bit optimizers do."""
+    """Of tensors of some sizes it keeps a scale for each block of 16 elements, as 8-bit optimizers do of large ones."""
 
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
             for param, grad, state in self.used(group):
-                if param.numel() > 64:
+                if param.numel() in (96, 192):
                     state["scales"] = grad.reshape(-1, 16).abs().amax(1)
                 param -= group["lr"] * grad
 
@@ -246,7 +250,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "DAdapt": DAdapt,
     "Prodigy": Prodigy,
     "NormClipped": lambda params: NormClipped(params, lr=0.1),
-    "Wide": Wide,
+    "Complete": Complete,
     "Noting": Noting,
     "Soap": Soap,
     "StableAdamW": StableAdamW,

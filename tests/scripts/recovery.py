@@ -55,13 +55,23 @@ def reached(injector: FaultInjector, moment: str, step: int, members: int) -> No
     if moment == "writing" or (moment == "hand-over" and os.environ["PACELINE_RANK"] != str(workers - 1)):
         own = [fault for fault in due() if fault.worker == 0]
     for fault in own:
-        if fault.moment == moment and may_fire(injector, fault, step, members):
+        if fault.moment == moment and may_fire(injector, fault, step, members) and is_first(fault):
             own.remove(fault)
             if fault.kind == "wait":
                 (run_folder / GO).touch()
                 kill_coordinator()
             fire(injector, fault, step)
             return
+
+
+def is_first(fault: Fault) -> bool:
+    """Whether this process is to be hit: of several that write parts of one checkpoint at a time, one is."""
+    if fault.moment != "writing":
+        return True
+    with suppress(FileExistsError):
+        (run_folder / f"hit-{fault}").touch(exist_ok=False)
+        return True
+    return False
 
 
 def kill_coordinator() -> None:

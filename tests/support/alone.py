@@ -17,10 +17,13 @@ from paceline.session.run import Run
 
 TOLERANCE = 1e-12
 READS_NOTHING_AHEAD = {"num_workers": 0}
-HOOKED = "a gradient hook is to see the gradient of one micro-batch"
+HOOKED = "a gradient hook must see the gradient of one micro-batch"
 ONE_BY_ONE = "micro-batches are executed one by one"
-MERGED = "micro-batches may be merged in execution"
-OBSERVED = "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs"
+MERGED = "micro-batches may be merged and computed together"
+OBSERVED = (
+    "the forward drew no random numbers and changed no buffers, and the loss of two micro-batches was the sum of "
+)
+OBSERVED += "their losses"
 
 
 def trainer(model: Any = mlp, loss: Any = cross_entropy, optimizer: Any = sgd, **more: Any) -> Trainer:

@@ -110,6 +110,11 @@ class Calm:
         plan, kind = f"micro=4 {words}", [os.environ.get(name) for name in ("ATTENTION", "DTYPE")]
         return once(self._factory, f"calm: {steps} {words} {kind}", lambda at: train(at, 1, steps, plan=plan))
 
+    def meets_after(self, fault: str, ended: Ended, steps: int) -> None:
+        """Asserts that this fault alone fired, and what `meets` asserts."""
+        assert fired(ended) == {fault}
+        self.meets(ended, steps)
+
     def meets(self, ended: Ended, steps: int) -> None:
         """Asserts the same weights, to rounding, and the same values that the script counted."""
         folder = self.of(steps)

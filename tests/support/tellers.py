@@ -117,7 +117,7 @@ def pushed(ear: Ear) -> None:
 def stage(ear: Ear) -> None:
     """The head of what a stage of a pipeline sends to the next."""
     sent: Callable[..., Any] = lambda _, tensors: ear.heard.append(bytes(torch.cat(tensors[:2])[8:].tolist()))
-    line: Any = fake(_to=sent)
+    line: Any = fake(messages=fake(send=sent), _number=0)
     values = [torch.ones(2, 3, requires_grad=True)]
     drawn = [[0, {"tensor": "AAAA"}], [1, {"tuple": [3, {"tuple": [1, 2]}, None]}]]
     forms = [{"a": [1, None]}, "x" * HEAD]

@@ -23,15 +23,16 @@ from paceline.launch.fork_server import ForkServer, Wanted
 from paceline.launch.forked_worker import PROGRAM, READ_FIRST
 from paceline.launch.tuning import surround
 
-# Variables that torch's compiler sets in the process of the tests itself, where one of them compiles: with one that the
-# warm process did not begin with, each later worker would start cold.
-COMPILER = ("TORCHINDUCTOR_", "TRITON_")
-BEGAN = {name for name in os.environ if name.startswith(COMPILER)}
+# Variables that torch's compiler, sklearn and Lightning set in the process of the tests itself when they are imported:
+# with one that the warm process did not begin with, each later worker would start cold.
+SET_BY_LIBRARIES = ("TORCHINDUCTOR_", "TRITON_", "KMP_", "PYTORCH_NVML_")
+BEGAN = {name for name in os.environ if name.startswith(SET_BY_LIBRARIES)}
 
 
 def environment(**more: str | None) -> dict[str, str]:
     """What the tests' processes find; None unsets."""
-    began = {name: value for name, value in os.environ.items() if name in BEGAN or not name.startswith(COMPILER)}
+    later = {name for name in os.environ if name.startswith(SET_BY_LIBRARIES)} - BEGAN
+    began = {name: value for name, value in os.environ.items() if name not in later}
     variables = {**began, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), **more}
     variables.setdefault("PYTHONFAULTHANDLER", "1")
     return {name: value for name, value in variables.items() if value is not None}

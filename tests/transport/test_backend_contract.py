@@ -36,12 +36,12 @@ QUANTISED = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
 EVERYTHING = WHOLE | REAL | set(COMPLEX) | ONLY_MOVED | QUANTISED
 
 # Which reductions of which dtypes are refused: what it says, and what to do. What only moves has no reduction.
-SCALE = "their scale would stay behind; send tensor.int_repr(), and the scale beside it"
-ON_THE_WAY = "only NCCL multiplies on the way; multiply before, and use ReduceOp.SUM"
-NO_ARITHMETIC = "torch does not compute with these on the CPU; convert them, such as to float32"
-NO_BITS = "only whole numbers are combined by bits; view them as whole numbers of their width"
+SCALE = "the scale of a quantized tensor would not be sent; send tensor.int_repr() and the scale separately"
+ON_THE_WAY = "only NCCL supports this reduction; multiply before the call, and use ReduceOp.SUM"
+NO_ARITHMETIC = "torch cannot compute with this dtype on the CPU; convert the tensors, for example to float32"
+NO_BITS = "bitwise reductions need an integer dtype; view the tensors as integers of the same width"
 ONLY_ADDED = "complex numbers can only be added; use ReduceOp.SUM or ReduceOp.AVG"
-NO_MEAN = "whole numbers have no mean among them; use ReduceOp.SUM, and divide as you need it"
+NO_MEAN = "the mean of integers may not be an integer; use ReduceOp.SUM, and divide the result"
 REFUSED: list[tuple[set[str], set[str], str]] = [
     ({"", *OPS}, QUANTISED, SCALE),
     ({"PREMUL_SUM"}, EVERYTHING, ON_THE_WAY),
@@ -134,46 +134,48 @@ def test_where_gloo_can_it_gives_the_same(found: list[dict[str, Any]]) -> None:
 
 
 # What is refused for another reason than a dtype, in the order in which backend_programs.py asks for it.
-UNEQUAL = "make them equal"
-EACH = "give one for each worker"
+UNEQUAL = "use equal sizes"
+EACH = "pass one tensor for each worker"
+SPLITS = "use the same split sizes on both workers"
+SUM = "pass one split per worker; their sum must be the number of rows"
 OTHERS = [
     f"all_reduce of int64 with ReduceOp.AVG: {NO_MEAN}",
     f"all_reduce of int64 with ReduceOp.AVG: {NO_MEAN}",
     f"all_gather of float32: the list has 2 tensors for 3 workers; {EACH}",
-    f"all_gather of float32: a worker's own part has 2 elements, and its place 3; {UNEQUAL}",
-    "all_gather of float32: one tensor has 5 elements and the other 2, for 3 workers; give 6 and 2",
-    "all_gather of float64: another of its tensors is of float32; give tensors of one dtype",
+    f"all_gather of float32: a worker's own part has 2 elements, but its output has 3; {UNEQUAL}",
+    "all_gather of float32: one tensor has 5 elements and the other 2, for 3 workers; pass 6 and 2 elements",
+    "all_gather of float64: another tensor has the dtype float32; pass tensors of one dtype",
     f"reduce_scatter of float32 with ReduceOp.SUM: the list has 2 tensors for 3 workers; {EACH}",
-    f"reduce_scatter of float32 with ReduceOp.SUM: a worker's own part has 2 elements, and its place 4; {UNEQUAL}",
+    f"reduce_scatter of float32 with ReduceOp.SUM: a worker's own part has 2 elements, but its output has 4; {UNEQUAL}",
     "reduce_scatter of float32 with ReduceOp.SUM: one tensor has 7 elements and the other 2, for 3 workers; "
-    "give 6 and 2",
-    "reduce_scatter of float32 with ReduceOp.SUM: another of its tensors is of int32; give tensors of one dtype",
+    "pass 6 and 2 elements",
+    "reduce_scatter of float32 with ReduceOp.SUM: another tensor has the dtype int32; pass tensors of one dtype",
     f"all_to_all of float32: the list has 2 tensors for 3 workers; {EACH}",
-    "all_to_all of float32: worker 0 gives 1 elements to worker 0, which takes 2; give and take as many",
-    "all_to_all of float32: 4 rows are not 1 + 1 + 1; give splits for 3 workers that add up to the rows",
-    "all_to_all of float32: 4 rows are not 1 + 2; give splits for 3 workers that add up to the rows",
-    "all_to_all of int64: a tensor without dimensions has no rows; give tensor.reshape(1)",
-    "all_to_all of float32: worker 0 gives 1 elements to worker 2, which takes 2; give and take as many",
-    "scatter of float32: worker 0 gives 1 elements to worker 1, which takes 2; give and take as many",
-    "broadcast of float32: elements of a tensor that it writes share memory; give tensor.contiguous()",
-    "broadcast of float32: a tensor's layout is sparse_coo; give tensor.to_dense()",
-    "broadcast of float32: a tensor is on the device meta; give it on the CPU",
-    "broadcast of float32: a tensor is a conjugated view; give tensor.resolve_conj().resolve_neg()",
-    "sparse all_reduce of float32 with ReduceOp.MAX: sparse tensors like this cannot be combined; "
-    "give tensor.to_dense(), or a sum of float32",
-    "all_reduce of float32 with ReduceOp.SUM: a tensor's layout is sparse_csr; give tensor.to_dense()",
-    "all_reduce of float32 with ReduceOp.SUM: another of its tensors is of float64; give tensors of one dtype",
+    f"all_to_all of float32: worker 0 sends 1 element to worker 0, which expects 2; {SPLITS}",
+    f"all_to_all of float32: the splits 1 + 1 + 1 do not add up to 4 rows for 3 workers; {SUM}",
+    f"all_to_all of float32: the splits 1 + 2 do not add up to 4 rows for 3 workers; {SUM}",
+    "all_to_all of int64: a tensor without dimensions has no rows; pass tensor.reshape(1)",
+    f"all_to_all of float32: worker 0 sends 1 element to worker 2, which expects 2; {SPLITS}",
+    f"scatter of float32: worker 0 sends 1 element to worker 1, which expects 2; {SPLITS}",
+    "broadcast of float32: elements of an output tensor share memory; pass tensor.contiguous()",
+    "broadcast of float32: a tensor's layout is sparse_coo; pass tensor.to_dense()",
+    "broadcast of float32: a tensor is on the device meta; pass a tensor on the CPU",
+    "broadcast of float32: a tensor is a conjugated view; pass tensor.resolve_conj().resolve_neg()",
+    "sparse all_reduce of float32 with ReduceOp.MAX: this reduction of sparse tensors is not supported; "
+    "pass tensor.to_dense(), or use a sum of float32",
+    "all_reduce of float32 with ReduceOp.SUM: a tensor's layout is sparse_csr; pass tensor.to_dense()",
+    "all_reduce of float32 with ReduceOp.SUM: another tensor has the dtype float64; pass tensors of one dtype",
     "reduce_scatter of float32 with ReduceOp.SUM: one tensor has 7 elements and the other 2, for 3 workers; "
-    "give 6 and 2",
-    "all_reduce of no tensors; give at least one",
-    "all_gather of 0 tensors into 0; give as many, and at least one",
-    "all_gather of 0 tensors into 1; give as many, and at least one",
-    "send of float32: a tensor's layout is sparse_coo; give tensor.to_dense()",
-    "recv of float32: elements of a tensor that it writes share memory; give tensor.contiguous()",
+    "pass 6 and 2 elements",
+    "all_reduce got no tensors; pass at least one tensor",
+    "all_gather got 0 inputs and 0 outputs; pass as many outputs as inputs, and at least one",
+    "all_gather got 0 inputs and 1 output; pass as many outputs as inputs, and at least one",
+    "send of float32: a tensor's layout is sparse_coo; pass tensor.to_dense()",
+    "recv of float32: elements of an output tensor share memory; pass tensor.contiguous()",
 ]
 OF_A_ROOT = [
     f"gather of float32: the list has 2 tensors for 3 workers; {EACH}",
-    f"gather of float32: a worker's own part has 2 elements, and its place 3; {UNEQUAL}",
+    f"gather of float32: a worker's own part has 2 elements, but its output has 3; {UNEQUAL}",
     f"scatter of float32: the list has 4 tensors for 3 workers; {EACH}",
 ]
 

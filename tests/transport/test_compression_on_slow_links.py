@@ -106,7 +106,7 @@ def test_weights_have_the_same_bytes_on_every_worker(hosts: Callable[[int], Netw
     losses = [float(loss) for *_, loss in told]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=0.1)
     rows = [text for name, text in facts(Summary(tmp_path / "run"))["Costs"] if name == "codec"]
-    told = r"[\d.]+ kB sent to other hosts instead of [\d.]+ kB, [\d.]+% of them, by worker 0"
+    told = r"worker 0 sent [\d.]+ kB to other hosts instead of [\d.]+ kB \([\d.]+%\)"
     kinds = [*(f"{one} (rounding)" for one in ("bf16", "fp16", "int8")), *(f"{one} (lossy)" for one in LOSSY)]
     assert all(re.fullmatch(f"{re.escape(kind)}: {told}", row) for kind, row in zip(kinds, rows, strict=True)), rows
 
@@ -116,7 +116,7 @@ def test_on_one_host_there_is_nothing_to_do(tmp_path: Path) -> None:
     ran = paceline("run", "--workers", "2", "all.py", "micro=3", "codec=int8", "codec=topk:0.1", cwd=tmp_path)
     digests = {line.split()[1] for line in ran.stdout.splitlines() if len(line.split()) == 3}
     assert len(digests) == 1
-    assert "codec=int8 has nothing to do: the workers whose gradients are summed are on one host" in ran.stderr
+    assert "codec=int8 is not used: all workers whose gradients are summed are on one host" in ran.stderr
 
 
 # 4 MB of gradients in each step. Prints the bytes that left the host after the first one.
@@ -255,19 +255,19 @@ def test_links_are_measured_and_followed(hosts: Callable[[int], Network], tmp_pa
     assert len(re.findall(f"^the link between hosts: {told}$", ran[0].stderr, re.M)) == 1, ran[0].stderr
     summary = Summary(tmp_path / "run")
     (row,) = (text for name, text in facts(summary)["Costs"] if name == "links")
-    assert re.fullmatch(f"{told}; in the last sums {number}", row), row
+    assert re.fullmatch(f"{told}; {number} in the last reductions", row), row
     rates = {(tuple(one), tuple(other)): rate for one, other, rate, _ in summary.links["pairs"]}
     near, *far = (rates[pair] for pair in (((0, 1), (2,)), ((0, 1), (3,)), ((2,), (3,))))
     assert max(far) <= 1.3 * 20e6 / 8 < near
     assert summary.links["rate"] <= 1.3 * 20e6 / 8
     figure = r"[\d.e-]+"
     advice = (
-        rf"sums of gradients send {figure} MB a step to other hosts, which takes {figure} s at {figure} Mbit/s, while "
-        rf"computing takes {figure} s: a step takes {figure} s or more; twice the global_batch= would halve that for a "
-        rf"row, codec=int8 would make it {figure} s and codec=powersgd:4 {figure} s; local=3 every=16 would send them "
-        "once in 16 steps; all of these are other mathematics"
+        rf"gradient sums send {figure} MB to other hosts in each step, which takes {figure} s at {figure} Mbit/s, "
+        rf"while computing takes {figure} s; so a step takes {figure} s or more; doubling global_batch= would halve "
+        rf"this time per row, codec=int8 would take {figure} s and codec=powersgd:4 {figure} s; local=3 every=16 would "
+        "send once in 16 steps; each of these changes the mathematics"
     )
-    (said,) = (line for line in ran[0].stderr.splitlines() if line.startswith("sums of gradients send "))
+    (said,) = (line for line in ran[0].stderr.splitlines() if line.startswith("gradient sums send "))
     assert re.fullmatch(advice, said), said
 
 
@@ -294,7 +294,7 @@ def test_a_run_that_is_resumed(hosts: Callable[[int], Network], tmp_path: Path, 
     assert "resuming" not in go_on((1, 2, 1), 10)
     said = go_on((1, 2, 1), 20)
     assert "resuming from step 10 " in said
-    assert "goes into the next gradient" not in said
+    assert "are added to the next gradient" not in said
     if codec[:8] != "powersgd":  # whose basis begins anew
         now = state()
         for name in (name for name in now if ".own." in name):  # but for what rounding makes of a sign
@@ -302,8 +302,8 @@ def test_a_run_that_is_resumed(hosts: Callable[[int], Network], tmp_path: Path, 
         assert [len(value) for name, value in undisturbed.items() if ".own." in name] == [3, 3]
     said = go_on((2,), STEPS + 1)
     assert (
-        "what codecs of 3 hosts had not sent when the checkpoint was taken goes into the next gradient: mathematics "
-        "that the undisturbed run does not have" in said
+        "changed mathematics: gradient sums that codecs had not sent when the checkpoint was taken, on 3 hosts, are "
+        "added to the next gradient" in said
     )
     assert off(Cluster(here, tmp_path), straight) <= 1e-5
 
@@ -328,7 +328,7 @@ def test_workers_are_lost_at_any_moment_of_a_step(
     here.stop(1)
     here.members(2)
     here.end(0, 75)
-    assert "was lost with what its codec" not in here.agents[0].text
+    assert "was lost with unsent gradient sums" not in here.agents[0].text
     assert off(here, straight) <= 1e-5
 
 
@@ -355,7 +355,7 @@ def test_a_lost_leader_takes_along_what_it_names_and_nothing_else(
     here.stop(1)
     here.members(2)
     here.end(0, 75)
-    lost = "worker 2 was lost with what its codec had not sent yet: sums of gradients of norm"
+    lost = "worker 2 was lost with unsent gradient sums of its codec, of norm"
     (norm,) = re.findall(f"^{lost} (.*)$", here.agents[0].text, re.M)
     assert off(here, straight) == pytest.approx(float(norm) / 20, rel=1e-3, abs=1e-5)  # a mean over 20 rows
 
@@ -377,7 +377,7 @@ def test_what_a_lost_host_had_not_sent_is_named(
     here.members(2)
     here.end(0, -9)
     named = re.search(
-        r"^worker [23] was lost with what its codec had not sent yet: sums of gradients of norm (.*)$",
+        r"^worker [23] was lost with unsent gradient sums of its codec, of norm (.*)$",
         here.agents[0].text,
         re.M,
     )
@@ -394,7 +394,7 @@ def test_the_cheapest_is_chosen_for_each_bucket(hosts: Callable[[int], Network],
         host.cap(10)
     ran = here.run((2, 1), "traffic.py", f"micro=1 codec={codec}", "2", everywhere=where)
     tried = "none, bf16, fp16, int8" + (", powersgd:4, topk:0.01, sign" if codec == "auto:lossy" else "")
-    assert f"codec={codec} ({tried}) between 2 hosts: inside of a host" in ran[0].stderr
+    assert f"codec={codec} ({tried}) between 2 hosts: sums within a host are exact" in ran[0].stderr
     shown = "powersgd:4" if codec == "auto" else "powersgd:4 N, topk:0.01 N, sign"
     line = rf"bucket 0, 4 MB, link N Mbit/s: none N s, bf16 N, fp16 N, int8 N, \({shown} N, lossy\)"
     said = re.findall(rf"^({line} -> (.*))$".replace("N", r"[\d.]+"), ran[0].stderr, re.M)
@@ -403,7 +403,7 @@ def test_the_cheapest_is_chosen_for_each_bucket(hosts: Callable[[int], Network],
     assert word != "none"
     assert word in tried
     summary = Summary(tmp_path / "run")
-    assert {"what": text, "why": f"that costs least of {tried}"}.items() <= next(
+    assert {"what": text, "why": f"it takes the least time of {tried}"}.items() <= next(
         event for event in summary.decisions if event["what"].startswith("bucket")
     ).items()
     (row,) = (text for name, text in facts(summary)["Costs"] if name == "codec")
@@ -477,9 +477,10 @@ def test_the_worker_and_the_parameter_that_are_not_finite_are_named(
         what = "the gradient of step 1 is not finite, on worker 1: weight, though its loss is ("
         assert said[1].startswith(what)
         made = (
-            "): that of 'weight' is inf, in micro-batch 3 (rows 3-3 of epoch 0) on worker 1, where the backward of the "
+            "): that of 'weight' is inf, in micro-batch 3 (rows 3-3 of epoch 0) on worker 1, produced in the backward"
+            " of the "
         )
         assert said[1].partition(made)[2] == (
-            "loss function makes it (SqrtBackward0); the step was not applied; "
-            "look for a square root, a division or a logarithm at 0"
+            "loss function (SqrtBackward0); the step was not applied; "
+            "check for a square root, division or logarithm at 0"
         )

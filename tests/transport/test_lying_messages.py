@@ -181,7 +181,7 @@ def test_a_changed_request_is_taken_or_refused_by_a_coordinator_that_goes_on(exa
         ("report", as_json({"epoch": 1}), "object missing required field step"),
         ("join", as_json({**JOIN, "count": 10**9}), "count: expected int <= 65536"),
         ("join", b"[" * 3000, "it is nested too deeply"),
-        ("fence", b'{"epoch": 2, "epoch": 3}', 'the name "epoch" is there twice'),
+        ("fence", b'{"epoch": 2, "epoch": 3}', 'the name "epoch" occurs twice'),
         ("profile", b'{"steps": "\xff"}', "byte 11 is not UTF-8"),
         ("stop", b"[]", "expected object, got array"),
     ],
@@ -383,11 +383,11 @@ def test_packed_tensors_are_taken_or_refused(examples: int) -> None:
         ("wish", b'{"updates": -1, "stop": false}', "updates: expected int >= 0"),
         ("ticket", b'{"ticket": true, "dealing": 1, "update": 1}', "ticket: expected int, got bool"),
         ("push", b"[" * 3000, "it is nested too deeply"),
-        ("update", b"[0, 8, [7, 1, 2]]", "worker 7 has pushed nothing to server 0"),
+        ("update", b"[0, 8, [7, 1, 2]]", "worker 7 has not pushed to server 0"),
         (
             "standing",
             b'{"applied": 1, "window": [3, 8], "log": [], "has": []}',
-            "it has made 1 updates, and the window",
+            "it reports 1 update, but the window",
         ),
         ("workers", b"[]", "expected array of length >= 1"),
     ],
@@ -395,7 +395,7 @@ def test_packed_tensors_are_taken_or_refused(examples: int) -> None:
 def test_what_is_wrong_with_what_a_worker_or_a_server_tells_is_said(about: str, body: bytes, why: str) -> None:
     with pytest.raises(FormatError) as error:
         tellers.hear(about, body)
-    assert f" of its {about} is damaged: {why}" in str(error.value)
+    assert f" about its {about} is damaged: {why}" in str(error.value)
     assert error.value.cure == "use the same version of Paceline on all hosts"
 
 
@@ -469,15 +469,19 @@ def test_a_changed_line_of_a_launcher_a_host_or_an_engine_is_taken_or_refused(ex
 @pytest.mark.parametrize(
     ("take", "line", "why"),
     [
-        (take_job, b'{"options": {}}', "the launcher's job is damaged: object missing required field "),
+        (take_job, b'{"options": {}}', "the job of the launcher is damaged: object missing required field "),
         (
             tellers.heard_by_launcher,
             b'{"says": "listens"}',
-            "what a says is damaged: object missing required field ",
+            "the message of a is damaged: object missing required field ",
         ),
-        (take_order, b'{"wait": 1}', "an order of the agent is damaged: wait: expected bool, got int"),
-        (take_driver, b"Traceback", "what ray's driver says is damaged: Expecting value: line 1 column 1 (char 0)"),
-        (tellers.listed, b"{}", "what kubectl get answers is damaged: object missing required field items"),
+        (take_order, b'{"wait": 1}', "a command from the agent is damaged: wait: expected bool, got int"),
+        (
+            take_driver,
+            b"Traceback",
+            "the message of the ray driver is damaged: Expecting value: line 1 column 1 (char 0)",
+        ),
+        (tellers.listed, b"{}", "the output of kubectl get is damaged: object missing required field items"),
     ],
 )
 def test_what_is_wrong_with_a_line_is_said(take: Callable[[bytes], Any], line: bytes, why: str) -> None:
@@ -491,7 +495,7 @@ def test_options_of_another_version_are_refused_on_a_host() -> None:
     with pytest.raises(FormatError) as error:
         take_job(as_json({**job, "options": {**job["options"], "warp": 9}}))
     assert str(error.value) == (
-        "the launcher gives the option warp, which is not known here; use the same version of Paceline on all hosts"
+        "the launcher sent an option unknown to this host, warp; use the same version of Paceline on all hosts"
     )
 
 
@@ -506,7 +510,7 @@ def test_a_worker_ends_with_what_was_no_order() -> None:
     for ask in (lambda: orders.has_newer(0), lambda: orders.wait(0), lambda: orders.wait_until(lambda: False)):
         with pytest.raises(FormatError) as error:
             ask()
-        assert "an order of the agent is damaged: object missing required field " in str(error.value)
+        assert "a command from the agent is damaged: object missing required field " in str(error.value)
 
 
 def test_what_checks_types_is_not_imported_before_there_is_something_to_check() -> None:

@@ -101,21 +101,24 @@ def test_nothing_but_the_status_without_the_token(target: Target, undisturbed: P
     token, other = read_token(target.folder / "token"), 64 * b"0"
     body = json.dumps({"epoch": 1, "workers": {}, "step": 10**6, "stop": True}).encode()
     assert target.ask("GET", "/status")[0] == 200
-    assert target.ask("POST", "/report", body) == (401, {"refused": "no token"})
-    assert target.ask("GET", "/orders?version=0") == (401, {"refused": "no token"})
-    assert target.ask("POST", "/join", body) == (401, {"refused": "no token"})
-    assert target.ask("POST", "/stacks", b"{}") == (401, {"refused": "no token"})
-    assert target.ask("POST", "/stands", body) == (401, {"refused": "no token"})
-    assert target.ask("POST", "/report", body, "Bearer " + token.decode()) == (401, {"refused": "no token"})
+    assert target.ask("POST", "/report", body) == (401, {"refused": "the request is not signed"})
+    assert target.ask("GET", "/orders?version=0") == (401, {"refused": "the request is not signed"})
+    assert target.ask("POST", "/join", body) == (401, {"refused": "the request is not signed"})
+    assert target.ask("POST", "/stacks", b"{}") == (401, {"refused": "the request is not signed"})
+    assert target.ask("POST", "/stands", body) == (401, {"refused": "the request is not signed"})
+    assert target.ask("POST", "/report", body, "Bearer " + token.decode()) == (
+        401,
+        {"refused": "the request is not signed"},
+    )
     wrong = authorization(other, "POST", "/fence", target.challenge(), 0, body)
-    assert target.ask("POST", "/fence", body, wrong) == (401, {"refused": "a wrong token"})
+    assert target.ask("POST", "/fence", body, wrong) == (401, {"refused": "the token is wrong"})
     signed = authorization(token, "POST", "/report", "a" * 32, 1, body)
-    assert target.ask("POST", "/report", body + b" ", signed) == (401, {"refused": "a wrong token"})
-    assert target.ask("POST", "/orders?version=0", body, signed) == (404, {"refused": "there is no such thing here"})
-    assert target.ask("GET", "/../token") == (404, {"refused": "there is no such thing here"})
+    assert target.ask("POST", "/report", body + b" ", signed) == (401, {"refused": "the token is wrong"})
+    assert target.ask("POST", "/orders?version=0", body, signed) == (404, {"refused": "unknown method or path"})
+    assert target.ask("GET", "/../token") == (404, {"refused": "unknown method or path"})
     assert target.members() == [0, 1]
-    until(lambda: "POST /fence: a wrong token, from 127.0.0.1" in target.refused())
-    assert "POST /report: no token, from 127.0.0.1" in target.refused()
+    until(lambda: "POST /fence: the token is wrong, from 127.0.0.1" in target.refused())
+    assert "POST /report: the request is not signed, from 127.0.0.1" in target.refused()
     unharmed(target, undisturbed)
 
 
@@ -131,7 +134,7 @@ def test_what_was_sent_before_and_what_is_of_another_time(target: Target, undist
     challenge = target.challenge()
     status, said = join(challenge)
     assert status == 200
-    assert join(challenge) == (409, {"refused": "a join that was sent before, or answers an old challenge"})
+    assert join(challenge) == (409, {"refused": "the request was sent before, or its challenge is too old"})
     key = said["session"]
 
     def report(number: int, **changed: Any) -> tuple[int, Any]:
@@ -139,9 +142,9 @@ def test_what_was_sent_before_and_what_is_of_another_time(target: Target, undist
         return target.ask("POST", "/report", body, authorization(token, "POST", "/report", key, number, body))
 
     assert report(5)[0] == 200
-    assert report(5) == (409, {"refused": "a request that was sent before"})
-    assert report(4) == (409, {"refused": "a request that was sent before"})
-    assert report(6, epoch=0) == (409, {"refused": "a report of epoch 0, this is 1"})
+    assert report(5) == (409, {"refused": "the request was sent before"})
+    assert report(4) == (409, {"refused": "the request was sent before"})
+    assert report(6, epoch=0) == (409, {"refused": "the report has epoch 0, but this coordinator has epoch 1"})
     assert report(7, workers=[1, 2])[0] == 400
     assert report(8, workers={"0": {"life": 0, "status": -9}})[0] == 200, "it is another agent's worker"
     assert report(9, workers={"0": {"life": "nonsense"}})[0] == 400
@@ -149,7 +152,10 @@ def test_what_was_sent_before_and_what_is_of_another_time(target: Target, undist
     assert join(target.challenge(), same={"torch": "1.0"})[0] == 412
     body = json.dumps({"epoch": 1, "address": ["127.0.0.1", 1]}).encode()
     signed = authorization(token, "POST", "/fence", target.challenge(), 0, body)
-    assert target.ask("POST", "/fence", body, signed) == (409, {"refused": "a fence of epoch 1, this is 1"})
+    assert target.ask("POST", "/fence", body, signed) == (
+        409,
+        {"refused": "the fence has epoch 1, but this coordinator has epoch 1"},
+    )
     assert target.members() == [0, 1]
     unharmed(target, undisturbed)
 

@@ -31,7 +31,7 @@ import time
 for report in make().steps(data, epochs=1000):
     time.sleep(0.02)
 """
-CURE = "see whether the run still goes on there, or copy the file token of its folder here again"
+CURE = "check whether the run is still running there, or copy the file token of its run folder here again"
 WHOLE = ("takes", "refuses", "differs", "text", "deep", "noise", "endless")
 QUICK = ("takes", "endless")
 
@@ -44,7 +44,7 @@ def make_token(folder: Path) -> Path:
 
 
 def unsigned(rogue: Rogue) -> str:
-    return f"paceline: what answers at 127.0.0.1:{rogue.port} does not know this run's token; {CURE}\n"
+    return f"paceline: the program at 127.0.0.1:{rogue.port} does not know this run's token; {CURE}\n"
 
 
 @pytest.mark.parametrize("how", [pytest.param(how, marks=[] if how in QUICK else pytest.mark.slow) for how in WHOLE])
@@ -67,8 +67,8 @@ def test_who_joins_takes_only_options_from_one_that_has_the_token(tmp_path: Path
     with Rogue("takes", token=token.read_text()) as rogue:
         where = f"127.0.0.1:{rogue.port}"
         done = paceline("run", "--join", where, "--token-file", token, "train.py", cwd=tmp_path, code=2)
-        what = f"the run at {where} cannot be joined: it gives 'arguments', which nobody who joins takes"
-        cure = "see that the run and this command use the same Paceline"
+        what = f"the run at {where} cannot be joined: its answer has the unknown field 'arguments'"
+        cure = "use the same version of Paceline as the run"
         assert (done.stdout, done.stderr) == ("", f"paceline: {what}; {cure}\n")
         assert rogue.asked == ["/challenge", "/join"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "token", "train.py"]
@@ -78,9 +78,9 @@ def test_another_program_that_refuses_or_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     token = make_token(tmp_path)
     for how, what in (
-        ("wrong", "the run at {} refuses this token; copy the file token of its folder here again"),
-        ("silent", "there is no run to join at {} (no answer); see whether it still runs"),
-        ("drips", "there is no run to join at {} (no answer); see whether it still runs"),
+        ("wrong", "the run at {} rejects this token; copy the file token of its run folder here again"),
+        ("silent", "no run answers at {} (no answer); check whether the run is still running"),
+        ("drips", "no run answers at {} (no answer); check whether the run is still running"),
     ):
         with Rogue(how) as rogue:
             where = f"127.0.0.1:{rogue.port}"
@@ -103,14 +103,14 @@ def test_who_watches_shows_nothing_of_another_program_and_gives_no_key_away(tmp_
     key = tmp_path / "reading_key"
     key.write_text(64 * "7")
     for how, what in (
-        ("text", "what answers at {} does not know this reading key"),
-        ("refuses", "what answers at {} does not know this reading key"),
-        ("wrong", "the run at {} has another reading key"),
+        ("text", "the server at {} does not know this reading key"),
+        ("refuses", "the server at {} does not know this reading key"),
+        ("wrong", "the run at {} has a different reading key"),
     ):
         with Rogue(how) as rogue:
             where = f"127.0.0.1:{rogue.port}"
             done = paceline("watch", "--once", where, "--key-file", key, cwd=tmp_path, code=2)
-            told = f"paceline: {what.format(where)}; take the file reading_key of its folder\n"
+            told = f"paceline: {what.format(where)}; use the file reading_key from its run folder\n"
             assert (done.stdout, done.stderr) == ("", told)
             assert not any(64 * "7" in signed for signed in rogue.signed)
 
@@ -167,18 +167,18 @@ def test_a_joiner_takes_a_fixed_list_of_options_and_of_each_its_own_form() -> No
             check_terms({**joined, "run": run})
         return str(caught.value)
 
-    assert refusal(module="http.server") == "it gives 'module', which nobody who joins takes"
-    assert refusal(given={"module": "http.server"}) == "it gives 'module', which nobody who joins takes"
-    assert refusal(given={"notify": "touch owned"}) == "it gives 'notify', which nobody who joins takes"
-    assert refusal(given={"plan": ["data=1"]}) == "it gives plan=['data=1'], which cannot be used"
-    assert refusal(given={"plan": "\x1b[31m"}) == "it gives plan='\\x1b[31m', which cannot be used"
-    assert refusal(given={"keep": "2"}) == "it gives keep='2', which cannot be used"
-    assert refusal(given={"keep": True}) == "it gives keep=True, which cannot be used"
-    assert refusal(given={"shares": "a"}) == "it gives shares='a', which cannot be used"
-    assert refusal(given={"save_every": "soon"}) == "it gives save_every='soon', which cannot be used"
-    assert refusal(workers=-1) == "it gives workers=-1, which cannot be used"
-    assert refusal(store="http://x") == "it gives store='http://x', which cannot be used"
-    assert refusal(served=["x", None, "run"]) == "it gives served=['x', None, 'run'], which cannot be used"
+    assert refusal(module="http.server") == "its answer has the unknown field 'module'"
+    assert refusal(given={"module": "http.server"}) == "its answer has the unknown field 'module'"
+    assert refusal(given={"notify": "touch owned"}) == "its answer has the unknown field 'notify'"
+    assert refusal(given={"plan": ["data=1"]}) == "its answer has the invalid value plan=['data=1']"
+    assert refusal(given={"plan": "\x1b[31m"}) == "its answer has the invalid value plan='\\x1b[31m'"
+    assert refusal(given={"keep": "2"}) == "its answer has the invalid value keep='2'"
+    assert refusal(given={"keep": True}) == "its answer has the invalid value keep=True"
+    assert refusal(given={"shares": "a"}) == "its answer has the invalid value shares='a'"
+    assert refusal(given={"save_every": "soon"}) == "its answer has the invalid value save_every='soon'"
+    assert refusal(workers=-1) == "its answer has the invalid value workers=-1"
+    assert refusal(store="http://x") == "its answer has the invalid value store='http://x'"
+    assert refusal(served=["x", None, "run"]) == "its answer has the invalid value served=['x', None, 'run']"
 
 
 @pytest.mark.slow
@@ -197,12 +197,12 @@ def test_workers_of_a_lost_coordinator_wait_whatever_has_its_address(
         try:
             assert rogue.stdout is not None
             assert rogue.stdout.readline() == f"{PORT}\n"
-            here.until(lambda: "no word from the coordinator" in here.agents[1].text)
+            here.until(lambda: "does not answer; the workers of this host wait" in here.agents[1].text)
             time.sleep(1.0)  # in which it answers what it is asked
             assert "owned" not in here.agents[1].text
             assert here.agents[1].process.poll() is None
             done = paceline("run", "--take-over", here.agents[1].folder, cwd=here.folder)
-            assert done.stdout == "this host keeps the coordinator now; the others come to it by themselves\n"
+            assert done.stdout == "this host runs the coordinator now; the other hosts connect to it by themselves\n"
             here.members(2, agent=1)
             here.end(-9, 0)
         finally:

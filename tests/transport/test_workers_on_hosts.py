@@ -155,7 +155,7 @@ else:
     first, second = here.end()
     assert [first.code, second.code] == [1, 1], first.stderr + second.stderr
     # The other one may find the store gone with the first, before it knows why.
-    assert "paceline.errors.CollectiveMismatchError: workers do not meet: " in first.stderr
+    assert "paceline.errors.CollectiveMismatchError: workers called different collectives: " in first.stderr
 
 
 WAITING = (
@@ -259,8 +259,8 @@ def test_an_interface_that_is_not_there_is_said_by_every_worker(hosts: Hosts, tm
     for worker in here.end():
         assert worker.code == 1
         assert (
-            "UsageError: worker 2 finds no network interface to reach other hosts by (GLOO_SOCKET_IFNAME=ib0); "
-            "set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are lo, eth0\n"
+            "UsageError: worker 2 found no network interface to reach other hosts (GLOO_SOCKET_IFNAME=ib0); "
+            "set GLOO_SOCKET_IFNAME on its host to the interface that the others can reach; it has lo, eth0\n"
         ) in worker.stderr
 
 
@@ -277,7 +277,7 @@ def test_an_interface_that_leads_nowhere(hosts: Hosts, tmp_path: Path) -> None:
         assert said in worker.stderr
         assert (
             "; let the hosts reach each other on all ports, and set GLOO_SOCKET_IFNAME on each host to the interface "
-            "that the others can reach; here are lo, eth0\n"
+            "that the others can reach; this host has lo, eth0\n"
         ) in worker.stderr
 
 
@@ -294,11 +294,11 @@ def test_an_address_that_leads_nowhere(hosts: Hosts, tmp_path: Path, address: st
     first, second = here.end()
     assert (first.code, second.code) == (1, 1)
     assert (
-        "PeerLostError: worker 0 waited 2 s for worker 1, which did not come; "
-        "see their logs: every worker must be started, with the same number of workers\n"
+        "PeerLostError: worker 0 waited 2 s for worker 1, which did not join; "
+        "see their logs; start every worker, all with the same number of workers\n"
     ) in first.stderr
     assert f"PeerLostError: worker 1 could not reach worker 0 at {address}:29500 within 2 s ({reason}" in second.stderr
-    cure = "see worker 0's log; if it runs, MASTER_ADDR must be its host's address and that port open"
+    cure = "see the log of worker 0; if it is running, set MASTER_ADDR to its host's address, and open this port"
     assert second.stderr.endswith(f"); {cure}\n")
 
 
@@ -363,8 +363,9 @@ def test_a_port_that_is_taken(hosts: Hosts, tmp_path: Path) -> None:
             occupant.kill()
     assert (first.code, second.code) == (1, 1)
     assert "LaunchError: worker 0 could not open the store at 10.77.0.1:29500 (" in first.stderr
-    cure = "if something else uses that port, export MASTER_PORT with a free one to every worker\n"
+    cure = "if another program uses this port, set MASTER_PORT to a free port for all workers\n"
     assert first.stderr.endswith(f"; {cure}")
     assert (
-        f"LaunchError: worker 1 could not use the store at 10.77.0.1:29500 (what listens there is no store); {cure}"
+        "LaunchError: worker 1 could not use the store at 10.77.0.1:29500 "
+        f"(the program at this address does not answer as a store); {cure}"
     ) in second.stderr

@@ -43,7 +43,7 @@ def test_collate_that_drops_or_adds_rows_is_noted_once(collate, name, made, run)
     line = {"drop": drop, "repeat": repeat}[name].__code__.co_firstlineno
     assert [note["text"] for note in happened(run, "note")] == [
         f"{name} (test_collate.py:{line}) made {made} rows of the 4 of micro-batch 3: rows 12, 13, 14, 15 of the "
-        "dataset, and the mean over them counts as 4; let the loss return (sum, count)"
+        "dataset, but their mean is weighted with 4; return (sum, count) from the loss"
     ]
 
 

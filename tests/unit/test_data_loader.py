@@ -106,32 +106,32 @@ def test_worker_with_a_share_of_the_last_batch_only_reads_no_other_batch(
             Grid(16, 8),
             (1.0,) * 4,
             (
-                "workers 2-3 have nothing to do while the 2 micro-batches stay whole",
-                "the plan micro=4 has one for each of the 4 workers, which changes the mathematics",
+                "workers 2-3 have nothing to do, because the 2 micro-batches are not divided further",
+                "the plan micro=4 gives one micro-batch to each of the 4 workers, which changes the mathematics",
             ),
         ),
         (
             Grid(10, 10),
             (1.0, 1.0),
             (
-                "worker 1 has nothing to do while the 1 micro-batch stays whole",
-                "the plan micro=5 has one for each of the 2 workers, which changes the mathematics",
+                "worker 1 has nothing to do, because the 1 micro-batch is not divided further",
+                "the plan micro=5 gives one micro-batch to each of the 2 workers, which changes the mathematics",
             ),
         ),
         (
             Grid(16, 2),
             (20.0, 1.0, 0.0),
             (
-                "worker 1 has nothing to do while the 8 micro-batches stay whole",
-                "the plan micro=1 has one for each of the 2 workers, which changes the mathematics",
+                "worker 1 has nothing to do, because the 8 micro-batches are not divided further",
+                "the plan micro=1 gives one micro-batch to each of the 2 workers, which changes the mathematics",
             ),
         ),
         (
             Grid(4, 1),
             (1.0,) * 6,
             (
-                "workers 4-5 have nothing to do while the 4 micro-batches stay whole",
-                "for 6 workers the global batch would need more rows than 4, which changes the mathematics",
+                "workers 4-5 have nothing to do, because the 4 micro-batches are not divided further",
+                "for 6 workers the global batch needs more than 4 rows, which changes the mathematics",
             ),
         ),
     ],
@@ -156,7 +156,7 @@ def test_suggested_micro_batch_size_uses_every_worker(global_batch: int, workers
 
 def test_shares_of_many_workers_are_summarized() -> None:
     grid, start = Grid(16, 2), "global batch 16 = 8 micro-batches of 2 rows, "
-    some = f"dealt to the workers as {', '.join(['1'] * 8 + ['0'] * 8)}"
+    some = f"assigned to the workers as {', '.join(['1'] * 8 + ['0'] * 8)}"
     assert grid_text(grid, [1] * 8 + [0] * 8, None, None) == start + some
     assert grid_text(grid, [1] * 8 + [0] * 9, None, None) == start + "0 to 1 on each of 17 workers"
 
@@ -165,8 +165,8 @@ def test_worker_without_micro_batches_is_noted_and_does_not_delay_the_run(tmp_pa
     """In a phase that would take it half a minute to look through."""
     body = "t = make(plan='micro=24')\nlist(t.steps(data, count=10**7, loader={'num_workers': 1}))\n"
     done = train_basics(tmp_path, body, 2, "--steps", "2")
-    what = "worker 1 has nothing to do while the 1 micro-batch stays whole"
-    why = "the plan micro=12 has one for each of the 2 workers, which changes the mathematics"
+    what = "worker 1 has nothing to do, because the 1 micro-batch is not divided further"
+    why = "the plan micro=12 gives one micro-batch to each of the 2 workers, which changes the mathematics"
     assert done.stdout.count(f"{what}: {why}\n") + done.stderr.count(f"{what}: {why}\n") == 1
     assert [entry["why"] for entry in read_journal(tmp_path / "out") if entry.get("what") == what] == [why]
 

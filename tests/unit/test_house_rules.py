@@ -229,7 +229,7 @@ def test_every_house_rule_has_a_snippet_that_breaks_it() -> None:
 def unknown_names_in_documents() -> list[str]:
     """`Class.member` of a class of the package, and `folder/module.py`."""
     root, members, wrong = PAGE.parent.parent, members_of_classes(package()), list[str]()
-    for document in [*root.glob("docs/*.md"), root / "README.md", root / "CONTRIBUTING.md"]:
+    for document in [*root.glob("docs/**/*.md"), root / "README.md", root / "CONTRIBUTING.md"]:
         for quoted in re.findall(r"`([^`\n]+)`", document.read_text()):
             wrong += [
                 f"{document.name}: {name}.{member}"

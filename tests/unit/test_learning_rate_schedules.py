@@ -50,23 +50,23 @@ def test_warmup_stable_decay_has_three_linear_parts() -> None:
     [
         (
             lambda: paceline.cosine(0),
-            "steps=0 is no number of steps of this schedule; give a whole number of 1 or more",
+            "steps=0 is not a valid number of steps for this schedule; use an integer of at least 1",
         ),
         (
             lambda: paceline.linear(10.0),
-            "steps=10.0 is no number of steps of this schedule; give a whole number of 1 or more",
+            "steps=10.0 is not a valid number of steps for this schedule; use an integer of at least 1",
         ),
         (
             lambda: paceline.linear(10, warmup=10),
-            "warmup=10 is no number of steps of this schedule; give a whole number from 0 to 9",
+            "warmup=10 is not a valid number of steps for this schedule; use an integer from 0 to 9",
         ),
         (
             lambda: paceline.wsd(10, warmup=4, decay=7),
-            "decay=7 is no number of steps of this schedule; give a whole number from 1 to 6",
+            "decay=7 is not a valid number of steps for this schedule; use an integer from 1 to 6",
         ),
         (
             lambda: paceline.cosine(10, floor=1.5),
-            "floor=1.5 is no factor of the learning rate; give a number from 0 to 1",
+            "floor= must be a number from 0 to 1, got 1.5; pass a fraction of the learning rate",
         ),
     ],
 )

@@ -26,7 +26,7 @@ from paceline.trainer import Trainer
 DATA = rows(1, 45, 10)
 FORMS = (
     "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)}); count "
-    "is how many rows or tokens were summed, or the sum of their weights, and an accuracy is a metric"
+    "is the number of summed rows or tokens, or the sum of their weights; return an accuracy as a metric"
 )
 
 
@@ -198,8 +198,10 @@ def test_loss_metric_without_sum_and_count_is_refused(metrics: Any, told: str) -
         ({"a": ("b", 1)}, "the metric returned {'a': ('b', 1)}; return {name: (sum, count)}"),
         (
             {"a": (1, -2)},
-            "the metric returned -2 as the count of 'a' for 2 rows; return {name: (sum, count)} with the number of "
-            "rows that were summed",
+            (
+                "the metric returned -2 as the count of 'a' for 2 rows; return {name: (sum, count)}, where count is"
+                " the number of summed rows"
+            ),
         ),
     ],
 )
@@ -246,18 +248,22 @@ def zero_model(own: Trainer, optimizer: Any, loss: torch.Tensor) -> torch.Tensor
     return loss
 
 
-BACKWARD = "backward() at {}, which adds to the gradients that the trainer computes; return the loss, and for the "
-BACKWARD += "gradient of anything else call torch.autograd.grad(value, inputs)"
-ZERO = "zero_grad() at {}, which drops the gradients that the trainer has computed in this step; leave it out: the "
-ZERO += "trainer begins each step without gradients"
+BACKWARD = (
+    "backward() at {}, which would add to the gradients that the trainer computes; return the loss; compute other "
+)
+BACKWARD += "gradients with torch.autograd.grad(value, inputs)"
+ZERO = (
+    "zero_grad() at {}, which would delete the gradients that the trainer has computed in this step; remove the call: "
+)
+ZERO += "the trainer clears the gradients before each step"
 CALLS = {
-    scaled: "GradScaler.scale() at {}, which trains on a loss times the scale; return the loss as it is, and say "
-    'plan="precision=fp16", which scales it itself',
+    scaled: "GradScaler.scale() at {}, which would multiply the loss by its scale; return the unscaled loss, and use "
+    'plan="precision=fp16", which scales it',
     backward: BACKWARD,
     of_autograd: BACKWARD,
     of_inputs: BACKWARD,
-    step: "optimizer.step() at {}, which updates the weights in the middle of a step; leave it out: the trainer "
-    "updates the weights once per step",
+    step: "optimizer.step() at {}, which would update the weights in the middle of a step; remove the call: the "
+    "trainer updates the weights once per step",
     zero: ZERO,
     zero_model: ZERO,
 }
@@ -325,7 +331,7 @@ def test_second_backward_of_a_later_step_has_a_hint() -> None:
     trainer = make_trainer(loss=loss)
     with pytest.raises(RuntimeError, match="backward through the graph a second time") as caught:
         list(trainer.steps(DATA))
-    assert hint_of(caught.value) == "the trainer calls backward(): leave it out of loss and forward"
+    assert hint_of(caught.value) == "the trainer calls backward(): do not call it in the loss or forward"
 
 
 # ---- with workers

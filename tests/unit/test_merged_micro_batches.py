@@ -27,13 +27,13 @@ from paceline.observe.summary import Summary, facts
 
 pytestmark = pytest.mark.usefixtures("run")
 NOT_A_SUM = (
-    "the loss is not a sum over rows ({}), so it is the same on any number of workers, but not what plain PyTorch "
-    "computes over the whole batch; return (sum, count), or where it is to be over the whole batch, as a contrastive "
-    'one, say loss_over="batch" to the Trainer'
+    "the loss is not a sum over rows ({}). It is the same on any number of workers, but differs from the loss that "
+    'plain PyTorch computes over the full batch; return (sum, count), or pass loss_over="batch" to the Trainer for a '
+    "loss over the full batch (a contrastive loss)"
 )
 
 
-AGAIN = "if it was a single failure, stop and resume the run: it tries again"
+AGAIN = "if the failure was temporary, stop and resume the run to try again"
 
 
 def notes(run: Any) -> list[str]:
@@ -139,11 +139,10 @@ def test_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run):
     with torch.no_grad():
         whole, one, two = (float(loss(start(batch[0]), batch)) for batch in (together, first, second))
     trainer, apart = merging(built(model), loss, data), 4 * one + 4 * two
-    assert decisions(run)[ONE_BY_ONE] == (
-        f"the loss is not a sum over rows: two micro-batches together give {8 * whole:.6g}, one by one {apart:.6g}"
-    )
+    how = f"two micro-batches together give {8 * whole:.6g}, one by one they give {apart:.6g}"
+    assert decisions(run)[ONE_BY_ONE] == f"the loss is not a sum over rows: {how}"
     assert MERGED not in decisions(run)
-    assert notes(run) == [NOT_A_SUM.format(f"two micro-batches together give {8 * whole:.6g}, one by one {apart:.6g}")]
+    assert notes(run) == [NOT_A_SUM.format(how)]
     assert ("note", notes(run)[0]) in facts(Summary(run.folder.path))["Results"]
     assert set(trainer.model.sizes) == {4}
     same(trainer, by_hand(Sizes(built(model)), loss=loss).train(grid(data, 32, 4, epochs=3)))
@@ -209,7 +208,9 @@ def test_mean_over_tokens_of_padded_batches_is_noted(run):
     )
     list(trainer.steps(words, collate=padded, order=in_order))
     (note,) = notes(run)
-    assert re.match(r"the loss is not a sum over rows \(a micro-batch gives \S+, its rows in two parts \S+\), so", note)
+    assert re.match(
+        r"the loss is not a sum over rows \(a micro-batch gives \S+, in two parts its rows give \S+\)\. It", note
+    )
 
 
 def test_forward_that_fails_when_merged_continues_unmerged(run):
@@ -222,8 +223,9 @@ def test_forward_that_fails_when_merged_continues_unmerged(run):
     trainer = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
     assert trainer.model.sizes == [16] * 4 + [4] * 8 * 3
     why = f"at test_merged_micro_batches.py:{forward.__code__.co_firstlineno + 1} (AssertionError: made for four rows)"
-    assert decisions(run)[ONE_BY_ONE] == f"several micro-batches together fail {why}"
-    assert notes(run) == [f"micro-batches are computed one by one from now on: several together failed {why}; {AGAIN}"]
+    assert decisions(run)[ONE_BY_ONE] == f"several micro-batches together failed {why}"
+    now = "micro-batches are computed one by one from now on: several micro-batches together failed"
+    assert notes(run) == [f"{now} {why}; {AGAIN}"]
     same(trainer, by_hand(Sizes(built(mlp))).train(grid(rows(1, 64, 10), 32, 4, epochs=3)))
 
 
@@ -234,7 +236,7 @@ def test_micro_batches_are_not_divided_if_a_part_of_one_fails(run):
 
     trainer = merging(built(mlp), cross_entropy, rows(1, 64, 10), forward=forward)
     where = f"test_merged_micro_batches.py:{forward.__code__.co_firstlineno + 1}"
-    why = f"a part of one fails at {where} (AssertionError: at least four rows)"
+    why = f"a part of a micro-batch failed at {where} (AssertionError: at least four rows)"
     assert decisions(run)["micro-batches are not divided among workers"] == why
     assert MERGED in decisions(run)
     assert trainer._context.shares.balance is not None
@@ -265,10 +267,11 @@ def with_noise_of_four(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_forward_that_cannot_be_merged_is_not_merged(forward, loss, why, run):
     """Observing whether it can must not fail what would train."""
     trainer = merging(built(mlp), loss, rows(1, 64, 10), forward=forward)
-    found = re.fullmatch(r"two micro-batches together fail (at \w+\.py:\d+ \((.*)\))", decisions(run)[ONE_BY_ONE])
+    found = re.fullmatch(r"two micro-batches together failed (at \w+\.py:\d+ \((.*)\))", decisions(run)[ONE_BY_ONE])
     assert found is not None
     assert found[2] == why
-    said = f"micro-batches are computed one by one from now on: two together failed {found[1]}; {AGAIN}"
+    now = "micro-batches are computed one by one from now on: two micro-batches together failed"
+    said = f"{now} {found[1]}; {AGAIN}"
     assert (said in notes(run)) == (loss is not steep)  # which fails as it does because of how it is tried
     assert MERGED not in decisions(run)
     assert set(trainer.model.sizes) == {4}
@@ -344,14 +347,17 @@ def test_out_of_memory_makes_merged_pieces_smaller(moment, run):
     trainer = merging(built(lambda: Cramped(moment)), cross_entropy, rows(1, 160, 10))
     sizes = trainer.model.sizes
     assert sizes == [16] + [4] * 8 + [8] * 4 * 13
-    assert decisions(run)["micro-batches in a piece on worker 0: 2"] == "more at a time ran out of memory"
+    assert decisions(run)["worker 0 computes 2 micro-batches at a time"] == "more at a time ran out of memory"
     plain = by_hand(Sizes(built(lambda: Cramped(None)))).train(grid(rows(1, 160, 10), 32, 4, epochs=3))
     same(trainer, plain)
 
 
 def test_out_of_memory_of_a_single_micro_batch_fails():
     trainer = make_trainer(Cramped("forward", most=3), global_batch=32, plan="micro=4")
-    with pytest.raises(OutOfMemoryError, match=r"what forward and backward keep did not fit: .* \(out of memory\)"):
+    with pytest.raises(
+        OutOfMemoryError,
+        match=r"the activations of forward and backward did not fit into memory: .* \(out of memory\)",
+    ):
         list(trainer.steps(rows(1, 160, 10)))
     assert trainer.steps_done == 0
 
@@ -371,8 +377,7 @@ list(t.steps(data))
 def test_failure_of_a_merged_piece_is_printed_on_the_console_once(tmp_path: Path) -> None:
     """With its line, once, whichever worker it was."""
     said = train_basics(tmp_path, ONCE).stderr
-    line = (
-        "micro-batches are computed one by one from now on: two together failed at train.py:6 (RuntimeError: slow disk)"
-    )
+    line = "micro-batches are computed one by one from now on: two micro-batches together failed at train.py:6 "
+    line += "(RuntimeError: slow disk)"
     assert said.count(f"{line}; {AGAIN}\n") == 1
     assert said.count("one by one") == 1

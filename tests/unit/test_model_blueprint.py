@@ -112,7 +112,7 @@ def test_deferred_init_refuses_large_tensors_outside_of_modules(kept: bool) -> N
 
     if kept:
         with pytest.raises(
-            NotImplementedError, match=r"^large tensors are kept outside of its modules: in an object, "
+            NotImplementedError, match=r"^the model keeps large tensors outside of its modules \(in an object, "
         ):
             build(make)
     else:
@@ -143,7 +143,7 @@ BODY = (
 def test_deferred_init_under_shards_has_the_bits_of_one_worker(look: str, tmp_path: Path) -> None:
     body = BODY.format(look=look or "pass")
     equal_bytes(tmp_path, body, 2, "shard=2")
-    whole = "the model is built whole on each worker"
+    whole = "the complete model is built on each worker"
     assert (whole in [entry["what"] for entry in journal(tmp_path / "several" / "out", "decision")]) == bool(look)
 
 

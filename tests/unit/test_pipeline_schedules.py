@@ -13,12 +13,34 @@ from torch import nn
 from examples import examples
 from paceline.errors import UsageError
 from paceline.parallel.pipeline.partition import NAMED, StagePartition, divide, even
-from paceline.parallel.pipeline.schedule import BACKWARD, FORWARD, KINDS, Action, Simulated, drawn, simulate, table
+from paceline.parallel.pipeline.schedule import (
+    BACKWARD,
+    FORWARD,
+    INPUTS,
+    KINDS,
+    SPLIT,
+    WEIGHTS,
+    Action,
+    Simulated,
+    drawn,
+    messages,
+    simulate,
+    stages_of,
+    table,
+    worker_of,
+)
 
 WIDTH = 4
 WEIGHT = WIDTH * WIDTH + WIDTH  # of a Block
 NUMBERS = st.lists(st.integers(0, 20), min_size=1, max_size=8)
-TABLES = st.tuples(st.sampled_from(KINDS), st.integers(2, 8), st.integers(1, 4), st.integers(0, 20))
+TABLES = st.tuples(st.sampled_from(KINDS), st.integers(2, 8), st.integers(1, 4), st.integers(0, 20)).filter(
+    lambda what: what[0] != "zbv" or what[2] % 2 == 0  # a V has two arms
+)
+
+
+def kinds_of(kind: str) -> tuple[str, ...]:
+    """The actions of a schedule, in the order of their letters."""
+    return (FORWARD, INPUTS, WEIGHTS) if kind in SPLIT else (BACKWARD, FORWARD)
 
 
 def run(kind: str, workers: int, virtual: int, micro_batches: int) -> Simulated:
@@ -29,15 +51,20 @@ def run(kind: str, workers: int, virtual: int, micro_batches: int) -> Simulated:
 
 @examples(TABLES, fast=40)
 def test_pipeline_schedule_has_every_action_once_on_its_stage(what: tuple[str, int, int, int]) -> None:
-    _, workers, virtual, micro_batches = what
+    kind, workers, virtual, micro_batches = what
     rows = table(*what)
     assert len(rows) == workers
-    for worker, row in enumerate(rows):
-        stages = [stage for stage in range(workers * virtual) if stage % workers == worker]
-        wanted = [Action(k, s, number) for k in (BACKWARD, FORWARD) for s in stages for number in range(micro_batches)]
+    placed = [stages_of(kind, workers, virtual, worker) for worker in range(workers)]
+    assert sorted(stage for stages in placed for stage in stages) == [*range(workers * virtual)]
+    assert worker_of(kind, workers, workers * virtual - 1) == workers - 1  # which reports the loss
+    for row, stages in zip(rows, placed, strict=True):
+        assert len(stages) == virtual
+        wanted = [Action(k, s, number) for k in kinds_of(kind) for s in stages for number in range(micro_batches)]
         assert sorted(row) == wanted
         for stage in stages:  # gradients are summed in this order, whatever the schedule
-            assert [a.micro_batch for a in row if a[:2] == (BACKWARD, stage)] == [*range(micro_batches)]
+            for part in (BACKWARD, INPUTS, WEIGHTS) if micro_batches else ():
+                order = [a.micro_batch for a in row if a[:2] == (part, stage)]
+                assert order == ([*range(micro_batches)] if part in kinds_of(kind) else [])
     assert [[*spans] for spans in run(*what).spans] == [[*row] for row in rows]
 
 
@@ -49,6 +76,7 @@ def test_pipeline_action_starts_when_its_worker_and_inputs_are_ready(
     stages = workers * virtual
     times = st.lists(st.integers(0, 9), min_size=stages, max_size=stages)  # whole numbers add up exactly
     taken = {FORWARD: data.draw(times), BACKWARD: data.draw(times)}
+    taken[INPUTS] = taken[WEIGHTS] = [seconds / 2 for seconds in taken[BACKWARD]]
     simulated = simulate(table(*what), taken[FORWARD], taken[BACKWARD])
     ends = {action: end for row in simulated.spans for action, (_, end) in row.items()}
     for row in simulated.spans:
@@ -56,8 +84,10 @@ def test_pipeline_action_starts_when_its_worker_and_inputs_are_ready(
         for action, (begin, end) in row.items():
             kind, stage, number = action
             needed = []
-            if kind == BACKWARD:
-                needed = [(FORWARD, stage, number), *[(BACKWARD, stage + 1, number)] * (stage + 1 < stages)]
+            if kind in (BACKWARD, INPUTS):
+                needed = [(FORWARD, stage, number), *[(kind, stage + 1, number)] * (stage + 1 < stages)]
+            elif kind == WEIGHTS:
+                needed = [(INPUTS, stage, number)]
             elif stage:
                 needed = [(FORWARD, stage - 1, number)]
             assert begin == max([free, *(ends[Action(*before)] for before in needed)])
@@ -81,7 +111,7 @@ def test_pipeline_bubble_is_that_of_the_papers(workers: int, virtual: int, times
 
 def test_pipeline_without_work_has_no_bubble() -> None:
     for kind in KINDS:
-        simulated = run(kind, 3, 2, 0)
+        simulated = run(kind, 3, 2, 0)  # also where there is nothing to split
         assert (simulated.end, simulated.bubble, simulated.kept) == (0.0, 0.0, [0, 0, 0])
         assert drawn(simulated) == ["", "", ""]
 
@@ -104,6 +134,37 @@ def test_interleaved_pipeline_keeps_the_activations_of_the_paper(workers: int, v
     assert run("1f1b", workers, virtual, times * workers).kept == [min(number + 1, most) for number in ahead]
 
 
+@examples(TABLES.filter(lambda what: what[0] in SPLIT), fast=40)
+def test_split_pipeline_waits_no_longer_and_keeps_no_more_than_1f1b(what: tuple[str, int, int, int]) -> None:
+    _, workers, virtual, micro_batches = what
+    split, usual = run(*what), run("1f1b", workers, 1, micro_batches)
+    assert split.bubble <= usual.bubble + 1e-9
+    assert max(split.kept) <= virtual * max(usual.kept)  # activations of a V-th of the layers each
+
+
+def test_split_pipeline_has_the_bubble_of_the_papers() -> None:
+    """With parts of equal length: ZB-H1 of p workers waits (p-1)(F+B-W) = p-1 forwards in place of 3(p-1)."""
+    waits = {kind: run(kind, 4, virtual, 8) for kind, virtual in (("1f1b", 1), ("zb", 1), ("zbv", 2))}
+    lost = {kind: simulated.end - 8 * 3 for kind, simulated in waits.items()}
+    assert lost["1f1b"] == 9
+    assert lost["zbv"] <= lost["zb"] <= 5
+    assert waits["zbv"].bubble <= 0.25 * waits["1f1b"].bubble
+
+
+@examples(TABLES, fast=40)
+def test_pipeline_messages_are_expected_in_the_order_of_sending(what: tuple[str, int, int, int]) -> None:
+    _, workers, virtual, _ = what
+    rows, stages = table(*what), workers * virtual
+    for worker, row in enumerate(rows):
+        expected = messages(*what, worker)
+        back = (BACKWARD, INPUTS)
+        received = [a for a in row if (a.stage if a.kind == FORWARD else a.kind in back and a.stage < stages - 1)]
+        assert sorted(action for queue in expected for action in queue) == sorted(received)
+        for sender, queue in enumerate(expected):
+            made_by = [a._replace(stage=a.stage - 1 if a.kind == FORWARD else a.stage + 1) for a in queue]
+            assert made_by == sorted(made_by, key=rows[sender].index)
+
+
 def row_of(text: str) -> list[Action]:
     """``F1.0 B1.0``: the kind, the stage and the micro-batch."""
     return [Action(word[0], *map(int, word[1:].split("."))) for word in text.split()]
@@ -114,13 +175,13 @@ def row_of(text: str) -> list[Action]:
     [
         (
             ["B0.0 F0.0", "B1.0 F1.0"],
-            "all wait for each other: worker 0 before B0 of stage 0, worker 1 before B0 of stage 1",
+            "the schedule deadlocks: worker 0 waits before B0 of stage 0, worker 1 waits before B0 of stage 1",
         ),
         (
             ["F0.0 B0.0 F0.1 B0.1", "F1.0 F1.1 B1.1 B1.0"],
-            "all wait for each other: worker 0 before B0 of stage 0, worker 1 before F1 of stage 1",
+            "the schedule deadlocks: worker 0 waits before B0 of stage 0, worker 1 waits before F1 of stage 1",
         ),
-        (["F0.0", "F1.0 F1.3 B1.0"], "all wait for each other: worker 1 before F3 of stage 1"),
+        (["F0.0", "F1.0 F1.3 B1.0"], "the schedule deadlocks: worker 1 waits before F3 of stage 1"),
     ],
 )
 def test_pipeline_schedule_with_a_deadlock_is_refused(rows: list[str], text: str) -> None:
@@ -133,6 +194,10 @@ def test_pipeline_schedule_is_drawn_to_scale() -> None:
     assert drawn(run("1f1b", 2, 1, 2), 18) == [
         "0-1-    [0 ]  [1 ]",
         "  0-[0 ]1-[1 ]",
+    ]
+    assert drawn(run("zb", 2, 1, 2), 21) == [
+        "-0--1-   [0](0)[1](1)",
+        "   -0-[0]-1-[1](0)(1)",
     ]
     assert drawn(run("gpipe", 2, 1, 2), 27) == [
         "-0--1-         [ 0  ][ 1  ]",
@@ -253,7 +318,8 @@ def test_stage_path_selects_one_of_several_block_lists() -> None:
 def test_stage_partition_follows_unequal_workers(
     workers: int, seconds: list[float], better: tuple[str, float, float] | None
 ) -> None:
-    found = divide(Model(), len(seconds), workers, None).suggest(seconds, workers)
+    of = [stage % workers for stage in range(len(seconds))]
+    found = divide(Model(), len(seconds), workers, None).suggest(seconds, of)
     assert found == (better if better is None else (better[0], *map(pytest.approx, better[1:])))
 
 
@@ -321,8 +387,8 @@ def refusal(model: nn.Module, count: int, workers: int, said: str | None) -> str
 )
 def test_wrong_stage_starts_are_refused(numbers: str) -> None:
     assert refusal(Model(), 3, 3, f"blocks:{numbers}") == (
-        f"pipeline_blocks='blocks:{numbers}' does not say the first blocks of 2 later stages; "
-        "write numbers that grow and are less than 8, as blocks:2,5"
+        f"pipeline_blocks='blocks:{numbers}' does not give the first block of stages 1 to 2; "
+        "give increasing block numbers below 8, for example blocks:2,5"
     )
 
 
@@ -330,29 +396,29 @@ def test_wrong_stage_starts_are_refused(numbers: str) -> None:
 def test_stage_path_that_the_model_lacks_is_refused(said: str) -> None:
     path = said.partition(":")[0]
     assert refusal(Model(), 2, 2, said) == (
-        f"pipeline_blocks= names {path!r}, and the model has no such module; write its path"
+        f"the model has no module {path!r}, which pipeline_blocks= names; give the path of a module"
     )
 
 
 @pytest.mark.parametrize("said", [None, "blocks", "blocks:1,2,3,4,5,6,7,8"])
 def test_fewer_blocks_than_stages_are_refused(said: str | None) -> None:
-    assert refusal(Model(), 9, 9, said) == "8 blocks of blocks do not make 9 stages; say pipeline=8 at most"
+    assert refusal(Model(), 9, 9, said) == "blocks has 8 blocks, too few for 9 stages; use at most pipeline=8"
     assert refusal(Model(), 10, 5, said) == (
-        "8 blocks of blocks do not make 10 stages; say pipeline=4 at most, or leave virtual out"
+        "blocks has 8 blocks, too few for 10 stages; use at most pipeline=4, or leave virtual= out"
     )
 
 
 def test_model_without_a_single_block_list_needs_a_stage_path() -> None:
-    assert NAMED == 'say which: Trainer(..., pipeline_blocks="model.layers")'
+    assert NAMED == 'name the list of blocks: Trainer(..., pipeline_blocks="model.layers")'
     assert refusal(Two(), 2, 2, None) == (
-        f"Two has several lists of blocks: encoder, decoder, and pipeline= cuts one; {NAMED}"
+        f"Two has several lists of blocks: encoder, decoder; pipeline= splits exactly one list; {NAMED}"
     )
     assert (
         refusal(Model(blocks=1), 2, 2, None)
-        == f"no part of Model repeats, and pipeline= cuts one; {NAMED}, or leave pipeline= out"
+        == f"Model has no list of repeated blocks; pipeline= splits exactly one list; {NAMED}, or leave pipeline= out"
     )
     shared = Block()  # called twice, it would have to be on two stages at once
     assert refusal(nn.Sequential(shared, shared), 2, 2, None) == (
-        "the blocks of Sequential are one module that is called several times (Sequential), and pipeline= passes each "
-        "once; leave pipeline= out; tensor=N cuts such a module inside"
+        "Sequential calls one module several times instead of a list of blocks (Sequential), but pipeline= runs each "
+        "block once; leave pipeline= out, or split the layers inside with tensor=N"
     )

@@ -114,8 +114,10 @@ def test_equal_workers_differ_by_one_micro_batch_at_most(micro_batches, workers)
 def test_wrong_shares_are_refused(text):
     with pytest.raises(UsageError) as caught:
         parse_shares(text, 2)
-    assert str(caught.value) == (
-        f"shares {text!r} do not fit 2 workers; give one weight per worker, none negative, not all zero"
+    assert (
+        str(caught.value)
+        == f"shares {text!r} do not fit 2 workers; give one number per worker; none may be negative, and not all"
+        " may be zero"
     )
 
 
@@ -139,9 +141,9 @@ def test_batch_grid_covers_every_row_of_an_epoch_once_in_order(global_batch, dat
 
 def test_batch_grid_without_rows_is_refused():
     for arguments, message in {
-        (0, None): "global_batch=0 has no rows; give the rows of one optimizer step, 1 or more",
-        (-8, None): "global_batch=-8 has no rows; give the rows of one optimizer step, 1 or more",
-        (8, 9): "micro=9 is more than the global batch of 8 rows; give micro=8 or less",
+        (0, None): "global_batch=0 is too small; use the number of rows of one optimizer step, at least 1",
+        (-8, None): "global_batch=-8 is too small; use the number of rows of one optimizer step, at least 1",
+        (8, 9): "micro=9 is more than the global batch of 8 rows; use micro=8 or less",
     }.items():
         with pytest.raises(UsageError) as caught:
             Grid.of(*arguments)

@@ -265,5 +265,5 @@ def test_missed_updates_of_a_ticket_are_counted() -> None:
 
 def test_unfinished_async_window_cannot_advance() -> None:
     tickets = SspScheduler(0, end=2)
-    with pytest.raises(RuntimeError, match="2 tickets of the window before are not applied"):
+    with pytest.raises(RuntimeError, match="tickets of the previous window that are not applied: 2"):
         tickets.advance(2)

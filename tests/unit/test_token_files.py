@@ -220,8 +220,8 @@ def test_http_server_without_byte_ranges_is_refused(tmp_path):
         with pytest.raises(DatasetError) as caught:
             data[0]
     assert str(caught.value) == (
-        f"{url}/00000.bin gave 200 bytes where 22 were asked for; "
-        "copy it to this machine: it has changed, or its server knows no ranges of bytes"
+        f"{url}/00000.bin returned 200 bytes instead of 22; "
+        "copy it to this machine: it has changed, or its server does not support byte ranges"
     )
 
 
@@ -346,14 +346,14 @@ def test_verify_finds_changed_bytes_and_tokens_out_of_the_vocabulary(tmp_path):
         Tokens(tmp_path, 4).verify()
     assert str(caught.value) == (
         f"{tmp_path}/00001.bin holds the token 49, and the vocabulary has 49; "
-        "make the folder again with `paceline tokenize`"
+        "create the folder again with `paceline tokenize`"
     )
     data = bytearray((tmp_path / "00000.bin").read_bytes())
     data[77] ^= 1
     (tmp_path / "00000.bin").write_bytes(data)
     with pytest.raises(DatasetError) as caught:
         Tokens(tmp_path, 4).verify()
-    assert str(caught.value) == f"{tmp_path}/00000.bin has another SHA-256 than its index says; copy it again"
+    assert str(caught.value) == f"{tmp_path}/00000.bin does not have the SHA-256 of its index; copy it again"
 
 
 def test_import_of_paceline_imports_no_heavy_modules():

@@ -466,11 +466,12 @@ def test_single_row_that_batchnorm_cannot_normalise_is_refused_before_the_first_
     with pytest.raises(UsageError) as caught:
         for _ in trainer.steps(rows(1, size, 10), epochs=2):
             steps += 1
-    fewer = f", or train on the other {size - 1} rows: torch.utils.data.Subset(dataset, range({size - 1}))"
+    fewer = f", or train on the first {size - 1} rows: torch.utils.data.Subset(dataset, range({size - 1}))"
     assert steps == 0
-    assert str(caught.value) == (
-        f"BatchNorm cannot normalise {where}, a single row; "
-        f"choose {cure}, which leaves no single row and changes the mathematics{fewer if micro != 5 else ''}"
+    assert (
+        str(caught.value)
+        == f"BatchNorm cannot normalise a single row: {where}; choose {cure}, which avoids a micro-batch of a single"
+        f" row but changes the mathematics{fewer if micro != 5 else ''}"
     )
     if isinstance(norm, nn.BatchNorm1d):
         batch = int(cure.removeprefix("global_batch=")) if "global" in cure else 16

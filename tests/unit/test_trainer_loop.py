@@ -217,7 +217,7 @@ def test_slow_rows_are_loaded_ahead_without_changing_weights(run):
     trainer = make_trainer()
     list(trainer.steps(Slow(), count=8))
     same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, count=8)))
-    assert "rows are loaded ahead of need by a process of their own" in decisions(run)
+    assert "rows are loaded ahead by a separate process" in decisions(run)
 
 
 def test_random_rows_differ_between_epochs_and_seeds():
@@ -280,7 +280,7 @@ OPTIONS = {
 def test_loader_options_that_change_batches_are_refused(option):
     with pytest.raises(UsageError) as caught:
         make_trainer().steps(rows(1, 45, 10), loader={option: None})
-    assert str(caught.value) == f"loader option {option!r} is decided by the grid; use {OPTIONS[option]}"
+    assert str(caught.value) == f"Paceline sets the loader option {option!r} itself; use {OPTIONS[option]}"
 
 
 class Restless:
@@ -421,4 +421,4 @@ def test_wrong_rows_of_step_are_refused(case, golden):
 def test_steps_need_a_global_batch():
     with pytest.raises(UsageError) as caught:
         make_trainer(global_batch=None).steps(rows(1, 45, 10))
-    assert str(caught.value) == "steps() needs the global batch; give global_batch= to the Trainer"
+    assert str(caught.value) == "steps() needs the global batch; pass global_batch= to the Trainer"

@@ -53,12 +53,12 @@ class Grid:
         """The grid that the user's quantities define; `micro` is an eighth of the global batch unless said."""
         if global_batch < 1:
             raise UsageError(
-                f"global_batch={global_batch} has no rows", "give the rows of one optimizer step, 1 or more"
+                f"global_batch={global_batch} is too small", "use the number of rows of one optimizer step, at least 1"
             )
         if micro is not None and micro > global_batch:
             raise UsageError(
                 f"micro={micro} is more than the global batch of {global_batch} rows",
-                f"give micro={global_batch} or less",
+                f"use micro={global_batch} or less",
             )
         return Grid(global_batch, micro or -(-global_batch // 8))
 
@@ -80,9 +80,9 @@ class Grid:
                 if not any(grid.has_single_rows(rows) for grid in grids):
                     other = f"global_batch={number}"
                     break
-        cure = f"choose {other}, which leaves no single row and changes the mathematics"
+        cure = f"choose {other}, which avoids a micro-batch of a single row but changes the mathematics"
         if rows > 1 and not self.has_single_rows(rows - 1):
-            cure += f", or train on the other {rows - 1} rows: torch.utils.data.Subset(dataset, range({rows - 1}))"
+            cure += f", or train on the first {rows - 1} rows: torch.utils.data.Subset(dataset, range({rows - 1}))"
         return cure
 
     def has_single_rows(self, rows: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TextIO
 
@@ -22,6 +22,11 @@ _COLOUR = re.compile(r"(\x1b\[[0-9;:]*m)")  # the one kind of escape sequence th
 _RESET = "\x1b[0m"
 _LONGEST = 1 << 16  # bytes of a line without an end
 _LONGEST_EXCERPT = 80  # characters of what a user gave, in an error
+# Options of `paceline run`: arguments of the script with these names need a `--` before them.
+RUN_OPTIONS = {f"--{name}" for name in re.findall("[a-z-]+", """
+    workers raw join token-file listen nodes store run-dir plan save-every keep checkpoints mirror steps tensorboard
+    heal max-restarts min-workers hang-timeout cold-start quiet verbose shares against metrics page notify debug
+    take-over help""")}  # fmt: skip
 _SHORT = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
@@ -39,6 +44,11 @@ def _visible(match: re.Match[str]) -> str:
 def printable(text: str) -> str:
     """`text` with each control character as an escape of Python's, as ``\\x1b``; line ends and tabs stay."""
     return _HIDDEN.sub(_visible, text)
+
+
+def separated(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments of a script, after a `--` if `paceline run` would take one of them for its own option."""
+    return [*(["--"] if {argument.partition("=")[0] for argument in arguments} & RUN_OPTIONS else []), *arguments]
 
 
 def in_one_line(name: object) -> str:

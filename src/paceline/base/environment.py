@@ -19,6 +19,7 @@ from paceline.base.console import shown
 from paceline.errors import UsageError
 
 MOST = 999_999_999_999  # more of anything than anybody has
+FUNCTION = "paceline.launch.function"  # the module that calls the function of `paceline.launch`
 SERVERS = 1_000_000  # parameter servers are numbered from here on, beside the workers
 WAY, REFUSED = b"+", b"-"  # what a tunnel says of a way that was asked for
 ASKING = 20.0  # seconds that it may take
@@ -77,10 +78,12 @@ class World:
 
     @property
     def plan_origin(self) -> str:
+        """Where the text of the plan was given: an option, or a variable of the environment."""
         return "--plan" if self.launcher == "paceline" else "PACELINE_PLAN"
 
     @property
     def host(self) -> str:
+        """The name of this machine."""
         return socket.gethostname()
 
     def tell(self, event: str, **fields: Any) -> None:
@@ -96,7 +99,7 @@ def parse_whole(name: str, text: str, least: int = 0) -> int:
     ``PACELINE_KEEP=``. UsageError: it is not from `least` to `MOST`, or not in plain digits (int() takes all scripts').
     """
     if not re.fullmatch("[0-9]{1,12}", text) or int(text) < least:
-        raise UsageError(f"{name}{shown(text)} is no whole number from {least} to {MOST:,}", "give one, in digits")
+        raise UsageError(f"{name}{shown(text)} is not a whole number from {least} to {MOST:,}", "write it in digits")
     return int(text)
 
 
@@ -109,7 +112,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
     """Whether a variable that is 0 or 1 is 1. UsageError: it is neither."""
     text = env.get(name, "")
     if text not in ("", "0", "1"):
-        raise UsageError(f"{name}={shown(text)} is neither 0 nor 1", "give one of these, or leave it out")
+        raise UsageError(f"{name}={shown(text)} must be 0 or 1", "set it to 0 or 1, or unset it")
     return text == "1"
 
 
@@ -134,9 +137,9 @@ def doubt_threads(used: int, env: Mapping[str, str] = os.environ) -> list[str]:
     for name, number in threads_asked(env).items():
         what = f"{name}={shown(env[name])}"
         if number is None:
-            warnings.append(f"{what} is no number of threads, and torch uses {used}: give one in digits, or unset it")
+            warnings.append(f"{what} is not a number of threads, so torch uses {used}; write it in digits, or unset it")
         elif number > cores and used > cores:
-            warnings.append(f"{what} is more threads than this process has cores, which are {cores}: unset it")
+            warnings.append(f"{what} is more threads than the {cores} cores of this process; unset it")
     return warnings
 
 
@@ -217,7 +220,7 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
     size = _first(env, names[1], default=1)
     newcomer = bool(env.get("PACELINE_NEWCOMER"))
     if rank >= size and not newcomer:
-        raise UsageError(f"{names[0]}={rank} is not below {names[1]}={size}", "number the workers from 0")
+        raise UsageError(f"{names[0]}={rank} must be less than {names[1]}={size}", "number the workers from 0")
     local_rank = _first(env, names[2], default=rank)
     local_size = _tasks_here(env) if launcher == "srun" else 0
     store, job = _address(env, launcher, rank) if size > 1 or newcomer else (None, "")
@@ -260,10 +263,11 @@ def parse_shares(text: str, size: int) -> tuple[float, ...]:
     try:
         shares = tuple(float(part) for part in text.encode("ascii").split(b","))  # no digits of other scripts
     except ValueError:
-        raise UsageError(f"shares {text!r} are not numbers", "give one weight per worker, as 3,1") from None
+        raise UsageError(f"shares {text!r} are not numbers", "give one number per worker, for example 3,1") from None
     if len(shares) != size or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
         raise UsageError(
-            f"shares {text!r} do not fit {size} workers", "give one weight per worker, none negative, not all zero"
+            f"shares {text!r} do not fit {size} workers",
+            "give one number per worker; none may be negative, and not all may be zero",
         )
     return shares
 
@@ -278,7 +282,13 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
     except ValueError:
         seconds, steps = None, 0
     if (steps is None and not 0 <= (seconds or 0) < float("inf")) or (steps is not None and steps < 1):
-        raise UsageError(f"--save-every {text!r} is no interval", "give seconds as 60s, steps as 100, or auto")
+        match = re.fullmatch("([0-9]{1,6}) ?(m|min|h)", text)
+        cure = (
+            f"use {int(match[1]) * (3600 if match[2] == 'h' else 60)}s"
+            if match
+            else "give seconds as 60s, steps as 100, or auto"
+        )
+        raise UsageError(f"--save-every {text!r} is not an interval", cure)
     return seconds, steps
 
 
@@ -316,6 +326,21 @@ def agent_pid(env: Mapping[str, str] = os.environ) -> int | None:
     """The process id of the agent that started a worker with this environment; None where no agent did."""
     text = env.get("PACELINE_AGENT", "")
     return int(text) if text.isdecimal() else None
+
+
+def is_raw(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether `paceline run --raw` started this process: its script trains by itself, over torch.distributed."""
+    return _flag(env, "PACELINE_RAW")
+
+
+def raw_worker(env: Mapping[str, str] = os.environ) -> World:
+    """The World of a worker of `paceline run --raw`, which has no team: its place, and the pipe to its agent."""
+    return World(
+        rank=_number(env, "RANK", 0),
+        size=_number(env, "WORLD_SIZE", 1, least=1),
+        launcher="paceline",
+        events_fd=_number(env, "PACELINE_EVENTS_FD", -1),
+    )
 
 
 def standstill(env: Mapping[str, str] = os.environ) -> float:
@@ -419,6 +444,9 @@ NODES = {
 }
 
 
+CONTRADICT = "contradict each other"
+
+
 def read_nodes(env: Mapping[str, str] = os.environ) -> tuple[int, int, str, int]:
     """Returns this node's number, the number of nodes (0: it may change), the first node's address, and this node's
     number of GPUs (0: unknown).
@@ -439,7 +467,8 @@ def read_nodes(env: Mapping[str, str] = os.environ) -> tuple[int, int, str, int]
         raise UsageError(what, "say --listen on the first node and --join on the others")
     if len(set(nodes.values())) > 1:
         raise UsageError(
-            f"the variables of {' and '.join(nodes)} disagree about the nodes", "unset those of another start"
+            f"the variables of {' and '.join(nodes)} {CONTRADICT}",
+            "unset the variables that another launcher left",
         )
     return next(iter(nodes.values()))
 

@@ -98,7 +98,7 @@ class Journal:
             if not self._warned:
                 self._warned = True
                 what = f"{self._path} cannot be written ({error.strerror})"
-                then = "the training goes on, its report will have gaps; free space on that disk"
+                then = "training continues, but its report will have gaps; free space on that disk"
                 warnings.warn(f"{what}: {then}", stacklevel=2)
         if self._hears is not None:
             self._hears.hear()
@@ -257,13 +257,18 @@ class Reader:
                     self.number += 1
                     yield start, event
                 elif event.get("version", VERSION) > VERSION:
-                    what = f"{self._path} is of version {event['version']}, this Paceline reads up to {VERSION}"
+                    what = (
+                        f"{self._path} has format version {event['version']}, but this version of Paceline reads only"
+                        f" up to {VERSION}"
+                    )
                     raise UsageError(what, "install a newer Paceline")
 
     def _damaged(self, why: str) -> FormatError:
         with open_file(self._path) as file:
             number = 1 + sum(file.read(min(BLOCK, self.at - at)).count(b"\n") for at in range(0, self.at, BLOCK))
-        return FormatError(f"{self._path} is damaged in line {number}: {why}", "remove that line; the others are read")
+        return FormatError(
+            f"{self._path} is damaged in line {number}: {why}", "remove that line; the other lines can be read"
+        )
 
     def read(self) -> list[Event]:
         """All events until now, oldest first; none where there is no journal."""

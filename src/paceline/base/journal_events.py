@@ -77,6 +77,7 @@ class StartEvent(Journaled):
     hosts: NotRequired[int | list[str] | None]
     plan: NotRequired[str | None]
     plan_origin: NotRequired[str | None]
+    raw: NotRequired[bool | None]
     script: NotRequired[str | None]
     module: NotRequired[str | None]
     argv: NotRequired[list[str] | None]
@@ -183,6 +184,15 @@ class CollectivesEvent(Journaled):
     kinds: dict[str, tuple[Count, Amount, Seconds]]
 
 
+class BestMark(TypedDict):
+    """The value of `Trainer.keep_best` that made a checkpoint the best one so far of a trainer."""
+
+    trainer: Count
+    name: str
+    mode: Annotated[str, Meta(pattern="^(max|min)$")]
+    value: Real
+
+
 class SavedEvent(Journaled):
     """A checkpoint was written."""
 
@@ -191,6 +201,7 @@ class SavedEvent(Journaled):
     seconds: NotRequired[Seconds | None]
     took: NotRequired[Seconds | None]
     bytes: NotRequired[Count | None]
+    best: NotRequired[list[BestMark] | None]
 
 
 class EvaluatedEvent(TrainerEvent):

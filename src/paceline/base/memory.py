@@ -32,18 +32,21 @@ def advice(plans: Sequence[tuple[str, Sequence[int]]], besides: int, room: int) 
     parameters, gradients, state = map(size_of, held)
     description = (
         f"the plan {tried!r} makes a worker hold {parameters} of parameters, {gradients} of gradients and {state} of "
-        f"the optimizer's state, and {size_of(besides)} besides, in {size_of(room)}"
+        f"the optimizer's state, and {size_of(besides)} of other memory, of {size_of(room)} available"
     )
     fitting = [(text, sum(sizes)) for text, sizes in others if besides + sum(sizes) <= FULL * room]
     smaller = [(text, size) for text, size in fitting if size < sum(held)]
     if not what:
-        cure = "say recompute=blocks"
+        cure = "use recompute=blocks"
         if smaller:
-            cure += f", or --plan {smaller[0][0]!r}, which leaves room for {size_of(sum(held) - smaller[0][1])} more"
+            cure += f", or --plan {smaller[0][0]!r}, which frees {size_of(sum(held) - smaller[0][1])}"
         cure += ", or a smaller micro= in the plan, which changes the mathematics"
-        return f"what forward and backward keep did not fit: {description}", cure
+        return f"the activations of forward and backward did not fit into memory: {description}", cure
     if fitting:
-        return f"{what} did not fit: {description}", f"say --plan {fitting[0][0]!r}: that is {size_of(fitting[0][1])}"
+        return (
+            f"{what} did not fit into memory: {description}",
+            f"use --plan {fitting[0][0]!r}: it needs {size_of(fitting[0][1])}",
+        )
     least, size = min(((text, sum(sizes)) for text, sizes in plans), key=lambda plan: plan[1])
-    cure = f"take more workers, on other hosts: {least!r}, which takes least, is {size_of(size)}"
-    return f"{what} did not fit: {description}", cure
+    cure = f"use more workers, on other hosts: {least!r}, which needs least memory, needs {size_of(size)}"
+    return f"{what} did not fit into memory: {description}", cure

@@ -44,10 +44,12 @@ class Mesh:
 
     @property
     def units(self) -> int:
+        """The number of units, each of which computes whole micro-batches."""
         return self.data * self.shard
 
     @property
     def size(self) -> int:
+        """The number of workers."""
         return self.data * self.replica
 
     def over(self, workers: int) -> Mesh:

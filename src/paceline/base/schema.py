@@ -26,7 +26,7 @@ T = TypeVar("T")
 CURE = "restore it from a copy"
 SAME_VERSION = "use the same version of Paceline on all hosts"  # for messages
 _SHOWN = 80  # characters of a name
-_PIPE = "it is a pipe and no file"
+_PIPE = "it is a pipe, not a file"
 
 
 def open_file(path: str | Path) -> BufferedReader:
@@ -90,7 +90,7 @@ def parse(data: bytes, what: str, cure: str = CURE) -> Any:
         why = f"byte {error.start} is not UTF-8"
     except RecursionError:
         why = "it is nested too deeply"
-    except ValueError as error:  # a text that is no JSON; a number of thousands of digits; a name that is there twice
+    except ValueError as error:  # a text that is no JSON; a number of thousands of digits; a name that occurs twice
         why = str(error).partition(";")[0]
     raise FormatError(f"{what} is damaged: {why}", cure)
 
@@ -125,7 +125,7 @@ def _trouble(value: Any, kind: Any) -> str:
     except RecursionError:
         return "It is nested too deeply"
     except UnicodeEncodeError:  # JSON can name half of a surrogate pair
-        return "A name in it is no Unicode text"
+        return "a name in it is not Unicode text"
     return ""
 
 
@@ -166,5 +166,5 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the name {json.dumps(twice[:_SHOWN])} is there twice")
+        raise ValueError(f"the name {json.dumps(twice[:_SHOWN])} occurs twice")
     return unique

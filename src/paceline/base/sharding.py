@@ -102,6 +102,7 @@ class LocalShard:
 
     @property
     def elements(self) -> int:
+        """The number of elements."""
         return math.prod(self.shape)
 
     def rows(self, rows: range) -> LocalShard:
@@ -245,6 +246,7 @@ class ShardedTensor:
 
     @property
     def shape(self) -> Indices:
+        """The shape of the full tensor."""
         return self.cut.shape
 
 

@@ -45,19 +45,23 @@ class Hung:
 
     @property
     def where(self) -> str:
+        """The place in the user's code, for use in a sentence."""
         return self.code_line.line if self.code_line is not None else "an unknown line"
 
     @property
     def why(self) -> str:
+        """The cause, as the failure block and the journal name it."""
         return f"hung at {self.where} for {self.seconds:.0f} s"
 
     @property
     def state(self) -> str:
+        """Whether it computes or waits, and in which process."""
         who = "" if self.loader is None else f" in its loader process {self.loader}"
         return f"{'busy' if self.busy else 'waiting'}{who}"
 
     @property
     def doing(self) -> str:
+        """The state, and the text of the line at which it stands."""
         return f"{self.state}: {self.code_line.source}" if self.code_line is not None else self.state
 
 

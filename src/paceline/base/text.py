@@ -132,3 +132,11 @@ def spans(kind: str, numbers: Sequence[int]) -> str:
             runs.append([number, number])
     text = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
     return f"{kind}{'s' if len(numbers) > 1 else ''} {text}"
+
+
+def first_parts(text: str, room: int) -> str:
+    """Returns as many whole parts of a list with commas as fit into `room` columns, and "…" for the others."""
+    if len(text) <= room:
+        return text
+    begin, comma, _ = text[: room - 2].rpartition(", ")
+    return f"{begin}, …" if comma else text

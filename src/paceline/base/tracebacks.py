@@ -17,6 +17,7 @@ _INSIDE = "Original "  # torch: the trace of another process in the text of an e
 _CHAIN = ("the direct cause of the following exception:", "another exception occurred:")
 FRAME = re.compile(r'^\s*File "(?P<path>.+?)", line (?P<line>\d+)(?:,? in (?P<name>.+))?$')
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_RANK = re.compile(r"^\[rank[0-9]+\]: ?")  # what torch writes before each line once a process group is initialised
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = sysconfig.get_path("stdlib") + os.sep
 
@@ -26,7 +27,7 @@ def read_trace(errors: Sequence[str], crash: bool = False) -> tuple[str, str | N
 
     With `crash` it is the stack that faulthandler left. ("", None) where there is none.
     """
-    lines = [_ANSI.sub("", line) for line in errors]
+    lines = [_RANK.sub("", _ANSI.sub("", line)) for line in errors]
     if crash:
         starts = [at for at, line in enumerate(lines) if line.startswith("Current thread")]
     else:  # a script that cannot be compiled has no stack, only a place

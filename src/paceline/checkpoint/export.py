@@ -20,6 +20,7 @@ import torch
 from paceline.base.console import in_one_line
 from paceline.base.schema import read_json
 from paceline.base.sharding import ShardedTensor
+from paceline.base.text import plural
 from paceline.checkpoint.files import (
     Checkpoint,
     best_of,
@@ -41,7 +42,7 @@ from paceline.comm.communicator import Group
 from paceline.errors import CheckpointError, FormatError, PacelineError, UsageError
 
 _MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
-_MARK = "paceline-export.json"  # says which files of a folder an export wrote, and the next one may replace
+_MARK = "paceline-export.json"  # lists the files of a folder that an export wrote and the next export may replace
 _OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".h5", ".onnx", ".gguf")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 State = Mapping[str, torch.Tensor]
@@ -66,7 +67,7 @@ def write_together(
     for name, value in state.items():
         if isinstance(value, ShardedTensor):
             assert replica is not None
-            replica.declare("the pieces of an export", check=False, kind="all_gather")
+            replica.declare("the tensors of an export", check=False, kind="all_gather")
             value = pieces[name] = Deferred(partial(gather, name, value), value.shape, value.tensor.dtype)
         full_state[name] = value
     trouble: list[Any] = []
@@ -77,7 +78,7 @@ def write_together(
         trouble = [isinstance(error, UsageError), error.what, error.cure]
     if pieces:
         deque(tensor_chunks(dict(pieces)), maxlen=0)
-    group.declare("whether an export was written", check=False, kind="figures")
+    group.declare("the result of an export", check=False, kind="figures")
     for usage, what, cure in filter(None, group.gather_json(trouble)):
         raise (UsageError if usage else CheckpointError)(what, cure)
 
@@ -92,7 +93,7 @@ def write_model(state: State, out: Path) -> int:
     _check(state)
     temporary = out.with_name(f".{out.name}.tmp-{os.getpid()}")
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)  # a training is not lost for want of a folder
+        out.parent.mkdir(parents=True, exist_ok=True)  # a missing folder must not lose a finished training run
         temporary.unlink(missing_ok=True)
         size, _ = write_tensors(temporary, state, mode=_MODE)
         os.replace(temporary, out)
@@ -109,8 +110,8 @@ def write_model(state: State, out: Path) -> int:
 def refuse_other_suffix(out: Path) -> None:
     """Raises UsageError unless the name of `out` ends in .safetensors."""
     if out.suffix != ".safetensors":
-        what = f"the model cannot be exported to {out}: only .safetensors files, which run no code, are written"
-        raise UsageError(what, f"name it {out.with_suffix('.safetensors')}")
+        what = f"the model cannot be exported to {out}: only .safetensors files are written, because they run no code"
+        raise UsageError(what, f"use the name {out.with_suffix('.safetensors')}")
 
 
 def _check(state: State) -> None:
@@ -118,8 +119,10 @@ def _check(state: State) -> None:
         tensor = isinstance(value, torch.Tensor)
         if not tensor or value.dtype not in DTYPES or value.layout != torch.strided or value.is_meta:
             kind = f"{value.dtype} tensor on {value.device}" if tensor else type(value).__name__
-            what = f"{name!r} of the model's state is of a kind that safetensors files do not hold ({kind})"
-            cure = "keep it out of state_dict(), as register_buffer(..., persistent=False) does, or convert it"
+            what = f"{name!r} in the model's state_dict() cannot be stored in a safetensors file ({kind})"
+            cure = (
+                "leave it out of state_dict(), for example with register_buffer(..., persistent=False), or convert it"
+            )
             raise UsageError(what, cure)
 
 
@@ -137,24 +140,26 @@ def export_model(
     dtype: str | None = None,
     max_file: str = "5GB",
 ) -> str:
-    """Writes the weights of the script's `trainer`, counted from 0, to `out`: of `step`, the `best` or the newest.
-    `run_dir` is a run folder, or the URL at which a run keeps its checkpoints.
+    """Writes the weights of a trainer from the checkpoint of `step`, the `best` or the newest checkpoint, to `out`.
 
-    A name that ends in .safetensors is one file. Any other is a folder: Hugging Face's, in files of at most
-    `max_file`, or with the `layout` "dcp" that of torch.distributed.checkpoint. `dtype` (bf16, fp16, fp32) converts
-    weights of floating point. The checkpoint is mapped part by part, so that memory stays within the largest tensor
-    and a constant. Returns what to print: damaged checkpoints that were passed over, and what was written. Raises
-    CheckpointError for a run folder without such a checkpoint and where writing fails, UsageError for a trainer that
-    is not there, for options that cannot work, and for a folder that holds files of others.
+    `trainer` is its number in the script, from 0. `run_dir` is a run folder, or the URL of a run's checkpoints. A name
+    `out` that ends in .safetensors becomes one file. Any other name becomes a folder: in the layout of Hugging Face
+    with files of at most `max_file`, or in that of torch.distributed.checkpoint if `layout` is "dcp". `dtype` (bf16,
+    fp16, fp32) converts floating-point weights. The checkpoint is memory-mapped in parts, so that memory stays within
+    the largest tensor and a constant. Returns the lines to print: skipped damaged checkpoints, and what was written.
+    Raises CheckpointError if the checkpoint does not exist or writing fails; UsageError if the trainer does not exist,
+    if options contradict each other, or if the folder contains files that no export wrote.
     """
     kind, most = float_named(dtype), parse_size(max_file)
     single = layout != "dcp" and out.suffix in (".safetensors", *_OTHERS)
     if layout == "dcp" and out.suffix == ".safetensors":
-        raise UsageError(f"{out} is a file's name, and --format dcp writes a folder", "leave .safetensors away")
+        raise UsageError(
+            f"{out} is the name of a file, but --format dcp writes a folder", "omit the suffix .safetensors"
+        )
     lines: list[str] = []
     if best:
         if step is not None:
-            raise UsageError("both --best and --step were given", "give one of them")
+            raise UsageError("--best and --step cannot be used together", "use only one of them")
         mark = _best(run_dir, trainer)
         step = mark["step"]
     checkpoint = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
@@ -164,8 +169,8 @@ def export_model(
     trainers = trainers_in(with_ended(checkpoint.manifest, ended))
     if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
         where = f"step {checkpoint.step} of {in_one_line(run_dir)}"
-        what = f"there is no trainer {trainer} in {where}, which has {len(trainers)}"
-        raise UsageError(what, "count trainers from 0, in the order in which the script makes them")
+        what = f"{where} has no weights of trainer {trainer}; it has {plural(len(trainers), 'trainer')}"
+        raise UsageError(what, "trainers are numbered from 0, in the order the script creates them")
     source = ended.get(trainer, checkpoint)
     state = deferred(lambda: unflatten(trainers[trainer]["model"], source.tensors(mapped=True)), kind)
     if single:
@@ -173,11 +178,11 @@ def export_model(
     else:
         _check(state)
         files = _write_folder(out, state, checkpoint, most if layout != "dcp" else None)
-        text = f"{size_text(sum(files))} in {len(files)} file{'s' if len(files) > 1 else ''}"
-    text += f", floating point as {dtype}" if dtype else ""
+        text = f"{size_text(sum(files))} in {plural(len(files), 'file')}"
+    text += f", floating-point values as {dtype}" if dtype else ""
     text += f", from step {checkpoint.step} of {in_one_line(run_dir)}"
     text += f", the best {mark['name']}: {mark['value']:.6g}" if best else ""
-    lines.append(f"wrote {out}: {len(state)} tensors, {text}")
+    lines.append(f"wrote {out}: {plural(len(state), 'tensor')}, {text}")
     return "\n".join(lines)
 
 
@@ -185,17 +190,19 @@ def _best(run_dir: str | Path, trainer: int) -> dict[str, Any]:
     storage = checkpoints_of(run_dir)
     best = best_of(open_checkpoint(storage, *one, hashes=False) for one in list_checkpoints(storage))
     if trainer not in best:
-        what = f"no checkpoint in {in_one_line(run_dir)} is the best of trainer {trainer} yet"
-        raise CheckpointError(what, "call trainer.keep_best(NAME) before the loop, or leave --best out")
+        what = f"no checkpoint in {in_one_line(run_dir)} is marked as the best of trainer {trainer}"
+        raise CheckpointError(what, "call trainer.keep_best(NAME) before the training loop, or omit --best")
     return best[trainer]
 
 
 def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
     """Builds the error for a run that has no checkpoint, or none of `step`."""
     others = ", ".join(str(number) for number, _ in reversed(list_checkpoints(checkpoints_of(run_dir))))
-    cure = f"choose one of the steps {others}" if others else "give the --run-dir of a run that saved one"
+    cure = (
+        f"choose one of these steps: {others}" if others else "use the --run-dir of a run that has saved a checkpoint"
+    )
     which = "checkpoint" if step is None else f"checkpoint of step {step}"
-    return CheckpointError(f"there is no {which} in {in_one_line(run_dir)}", cure)
+    return CheckpointError(f"{in_one_line(run_dir)} does not contain a {which}", cure)
 
 
 def parse_size(text: str) -> int:
@@ -204,7 +211,7 @@ def parse_size(text: str) -> int:
     unit = match and (match[2] if match[2] in _UNITS else f"{match[2].removesuffix('B')}B")
     size = int(float(match[1]) * _UNITS.get(unit or "", 1)) if match else 0
     if size < 1:
-        raise UsageError(f"{text!r} is not the size of a file", "give one as 500MB or 5GB")
+        raise UsageError(f"{text!r} is not a file size", "write a number and a unit, for example 500MB or 5GB")
     return size
 
 
@@ -250,7 +257,7 @@ def _write_folder(out: Path, state: State, checkpoint: Checkpoint, most: int | N
 def _refuse_others(out: Path) -> None:
     """Raises UsageError if `out` holds files that no export wrote."""
     if out.exists() and not out.is_dir():
-        raise UsageError(f"{out} is a file, and the export is a folder", "choose another name")
+        raise UsageError(f"{out} is a file, but the export needs a folder", "choose another name")
     names = {path.name for path in out.iterdir()} if out.exists() else set()
     exported: set[str] = set()
     if _MARK in names:
@@ -260,12 +267,12 @@ def _refuse_others(out: Path) -> None:
             exported = {_MARK, *read_json(out / _MARK, Mark, _MARK)["files"]}
     if others := sorted(names - exported):
         more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        what = f"{out} holds what no export wrote: {', '.join(others[:3])}{more}"
-        raise UsageError(what, "choose another folder, or move that away first")
+        what = f"{out} contains files that no export wrote: {', '.join(others[:3])}{more}"
+        raise UsageError(what, "choose another folder, or move these files away first")
 
 
 def _sweep(final: Path) -> None:
-    """Removes what killed exports left, and restores a folder that one had moved away but not yet replaced."""
+    """Removes the files of killed exports, and restores a folder that one had moved away but not yet replaced."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.*-*"):
         kind, _, pid = path.name.rpartition(".")[2].partition("-")
         if kind in ("tmp", "old") and pid.isdigit() and (int(pid) == os.getpid() or not os.path.exists(f"/proc/{pid}")):
@@ -295,13 +302,15 @@ def _fill_dcp(folder: Path, state: State) -> None:
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
-    # A file for each tensor: of several in one, torch's writer holds all until the last is written.
+    # One file per tensor: torch's writer keeps all tensors of a file in memory until the last is written.
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=False)
     try:
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that no process group is there
+        with warnings.catch_warnings(
+            action="ignore", category=UserWarning
+        ):  # torch warns that there is no process group
             dcp.save(dict(state), storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         cause: BaseException = next(iter(error.failures.values()))[0]
         while cause.__context__ and not isinstance(cause, OSError | PacelineError):
-            cause = cause.__context__  # torch fails once more in closing the file that the disk did not take
+            cause = cause.__context__  # torch fails again when it closes the file that could not be written
         raise cause from None

@@ -1,9 +1,9 @@
 """Types of manifests and of safetensors indexes.
 
-Imported with the first one that is read: it needs
-msgspec. No torch.
+This module needs msgspec, so it is imported only when a file is read. No torch.
 
-Manifests of version 1 have no tree. Fields that are not named here are the user's, or of later versions, and pass.
+Manifests of version 1 have no tree. Fields that are not listed here are accepted: they belong to the user or to later
+versions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SavedTensor(TypedDict):
 
 
 class SavedPhase(TypedDict):
-    """How far one loop over `steps()` has come."""
+    """The progress of one loop over `steps()`."""
 
     number: Size
     rows: Size | None
@@ -92,7 +92,7 @@ class SavedTrainer(TypedDict):
 
 
 class SavedTree(TypedDict):
-    """The saved state of all trainers, in the order in which the script makes them."""
+    """The saved state of all trainers, in the order in which the script creates them."""
 
     trainers: list[SavedTrainer]
     results: NotRequired[list[Any]]

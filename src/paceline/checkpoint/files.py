@@ -1,8 +1,8 @@
 """The checkpoint format: a folder per step, its manifest last; finds the newest intact one, removes old ones.
 
-A folder without a manifest is no checkpoint. The manifest holds size and SHA-256 of every file and ends with the
+A folder without a manifest is not a checkpoint. The manifest holds size and SHA-256 of every file and ends with the
 SHA-256 of its own text before it, so that damage anywhere is found before a value is used. Several workers may write
-the files of one checkpoint: `layout` tells each of them what, from the shapes of the state alone.
+the files of one checkpoint: `layout` assigns blocks of tensors to each, from the shapes of the state only.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Checkpoint:
                 with open_tensors(self.storage.local(self.folder, name)) as file:
                     parts[name] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self} could not be read: {error}", "take another checkpoint") from error
+            raise CheckpointError(f"{self} could not be read: {error}", "use another checkpoint") from error
         tensors = {}
         for name, entry in self.manifest["tensors"].items():
             placed_parts = self._placed(name, entry, parts)
@@ -123,7 +123,7 @@ class Checkpoint:
         return placed_parts
 
     def _differs(self, name: str) -> CheckpointError:
-        return CheckpointError(f"{self}: {name!r} is not what the manifest says", "take another checkpoint")
+        return CheckpointError(f"{self}: tensor {name!r} does not match the manifest", "use another checkpoint")
 
 
 def _part_locations(entry: dict[str, Any]) -> list[tuple[str, list[int], list[int]]]:
@@ -150,8 +150,8 @@ def list_checkpoints(storage: Storage) -> list[tuple[int, str]]:
     try:
         matches = [(_NAME.fullmatch(name), name) for name in storage.folders()]
     except OSError as error:
-        cure = f"see that it is a folder that you may read, or choose {storage.another}"
-        cure = "see that it can be reached, then start again" if storage.shared else cure
+        cure = f"check that it is a folder that you can read, or choose {storage.another}"
+        cure = "check that this host can reach it, then start again" if storage.shared else cure
         raise CheckpointError(f"{storage} could not be read: {error.strerror}", cure) from error
     checkpoints = [(int(match[1] or match[2]), match[1] is not None, name) for match, name in matches if match]
     return [(step, name) for step, _, name in sorted(checkpoints, reverse=True)]
@@ -171,8 +171,8 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
         if isinstance(version, int) and version > VERSION:
             raise CheckpointError(
                 f"checkpoint of step {step} in {storage} has format version {version}, "
-                f"and this Paceline reads versions up to {VERSION}",
-                f"install the Paceline that wrote it, or choose {storage.another}",
+                f"but this version of Paceline reads only versions up to {VERSION}",
+                f"install the version of Paceline that wrote it, or choose {storage.another}",
             )
         body, _, seal = text.rpartition(_SEAL.encode())
         if version is None:
@@ -182,13 +182,13 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
         if wrong := _find_wrong(manifest):
             return f"{MANIFEST}: {wrong}"
         if manifest["step"] != step:
-            return f"{MANIFEST}: is of step {manifest['step']}"
+            return f"{MANIFEST} belongs to step {manifest['step']}"
         sizes = storage.sizes(folder)
         for current, entry in manifest["files"].items():
             if current not in sizes:
                 return f"{current} is missing"
             if sizes[current] != entry["bytes"]:
-                return f"{current}: {sizes[current]} bytes instead of {entry['bytes']}"
+                return f"{current}: size is {sizes[current]} bytes instead of {entry['bytes']}"
             if hashes:
                 with open_file(storage.local(folder, current)) as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
@@ -196,8 +196,8 @@ def open_checkpoint(storage: Storage, step: int, folder: str, hashes: bool = Tru
     except FileNotFoundError:
         return f"{current} is missing"
     except OSError as error:
-        if storage.shared:  # that it cannot be reached now does not mean that it is damaged
-            cure = "see that it can be reached, then start again"
+        if storage.shared:  # an unreachable checkpoint need not be damaged
+            cure = "check that this host can reach it, then start again"
             raise CheckpointError(f"{storage}/{folder}/{current} could not be read: {error.strerror}", cure) from error
         return f"{current}: {error.strerror}"
     except FormatError:
@@ -218,7 +218,7 @@ def _find_wrong(manifest: Any) -> str:
             fits &= file in manifest["files"] and len(at) == len(shape) == len(entry["shape"])
             fits &= all(begin + length <= dim_size for begin, length, dim_size in ends)
         if not fits:
-            return f"tensors[{json.dumps(name)}] is not in the files"
+            return f"tensors[{json.dumps(name)}] does not match the files"
     return ""
 
 
@@ -227,11 +227,11 @@ def trainers_in(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
     from paceline.checkpoint.file_types import SavedTree  # needs msgspec
 
     if "tree" not in manifest:
-        what = f"the checkpoint of step {manifest['step']} holds tensors, and no trainers"
-        raise CheckpointError(what, "choose one that a run wrote")
+        what = f"the checkpoint of step {manifest['step']} contains tensors but no trainers"
+        raise CheckpointError(what, "choose a checkpoint that a training run wrote")
     if wrong := find_wrong({"tree": manifest["tree"]}, dict[str, SavedTree]):
         raise CheckpointError(
-            f"the checkpoint of step {manifest['step']} is damaged: {wrong}", "take another checkpoint"
+            f"the checkpoint of step {manifest['step']} is damaged: {wrong}", "use another checkpoint"
         )
     trainers: list[dict[str, Any]] = manifest["tree"]["trainers"]
     return trainers
@@ -256,8 +256,8 @@ def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | No
     if chosen is None and any(reason != UNFINISHED for _, reason in skipped):
         reasons = ", ".join(f"step {step} ({reason})" for step, reason in skipped)
         cure = f"restore one from a copy, or choose {storage.another} to train from the start"
-        raise CheckpointError(f"no checkpoint in {storage} is whole: {reasons}", cure)
-    then = f"taking step {chosen.step}" if chosen is not None else "there is none before it"
+        raise CheckpointError(f"no checkpoint in {storage} is intact: {reasons}", cure)
+    then = f"using step {chosen.step}" if chosen is not None else "no earlier checkpoint was found"
     for step, reason in skipped:
         state = "was not finished" if reason == UNFINISHED else f"is damaged ({reason})"
         say(f"checkpoint of step {step} {state}; {then}")
@@ -265,7 +265,7 @@ def find_checkpoint(storage: Storage, say: Callable[[str], None], only: int | No
 
 
 def last_weights(storage: Storage, trainer: int) -> Storage:
-    """The storage of the last weights of an ended trainer, in a folder beside the run's checkpoints."""
+    """The storage of the last weights of an ended trainer, in a subfolder of the run's checkpoints."""
     return storage.inside(f"trainer-{trainer}")
 
 
@@ -281,7 +281,7 @@ def ended_in(manifest: Mapping[str, Any], storage: Storage, say: Callable[[str],
             weights_storage = last_weights(storage, number)
             checkpoint = find_checkpoint(weights_storage, say, step)
             if checkpoint is None or len(trainers_in(checkpoint.manifest)) <= number:
-                what = f"the weights that trainer {number} ended with are not in {weights_storage}/{folder_of(step)}"
+                what = f"the final weights of trainer {number} are missing: {weights_storage}/{folder_of(step)}"
                 raise CheckpointError(what, f"restore them from a copy, or choose {storage.another}")
             last_checkpoints[number] = checkpoint
     return last_checkpoints
@@ -358,8 +358,8 @@ def _divide_blocks(name: str, cut: ShardingSpec, writers: Sequence[int]) -> list
         holders = sorted((number, shard_index) for shard_index in held for number in at.get(shard_index, ()))
         begin, length = (first or (0,))[0], (shape or (1,))[0]
         if length and not holders:
-            what = f"nobody who has rows {begin}-{begin + length - 1} of {name} reaches the place of the checkpoints"
-            raise CheckpointError(what, "give a folder that all hosts share, or a URL, as --checkpoints")
+            what = f"no worker that has rows {begin}-{begin + length - 1} of {name} can reach the checkpoints"
+            raise CheckpointError(what, "set --checkpoints to a folder that all hosts share, or to a URL")
         among = RowShards(len(holders))
         for part, (number, shard_index) in enumerate(holders):
             part_rows = among.rows(length, part)
@@ -424,8 +424,8 @@ def write_files(
 ) -> dict[str, tuple[int, str]]:
     """Writes one writer's files; returns the bytes and the SHA-256 of each.
 
-    `fetch` returns the values of a tensor's block; `need` returns the bytes of the whole checkpoint, for the error
-    text. Raises CheckpointError after removing the files that were written.
+    `fetch` returns the values of a tensor's block; `need` returns the bytes of the complete checkpoint, for the
+    error text. Raises CheckpointError after removing the files that were written.
     """
     written: dict[str, tuple[int, str]] = {}
     try:
@@ -445,7 +445,7 @@ def write_error(storage: Storage, step: int, error: OSError, need: int | None = 
     """Builds the error for a checkpoint of `step`, of `need` bytes, that could not be written."""
     cure = write_cure(error, need, storage.another)
     if storage.shared:
-        cure = "see that it can be reached and written to, or give other --checkpoints"
+        cure = "check that this host can reach it and write to it, or choose other --checkpoints"
     with suppress(CheckpointError):
         for number, folder in list_checkpoints(storage):
             if isinstance(open_checkpoint(storage, number, folder, hashes=False), Checkpoint):
@@ -553,8 +553,8 @@ def _prune(storage: Storage, step: int, keep: int) -> None:
     """
     newest = open_checkpoint(storage, step, folder_of(step), hashes=False)
     if isinstance(newest, str):
-        cure = f"check that disk, or choose {storage.another}; older checkpoints were kept"
-        raise CheckpointError(f"checkpoint of step {step} was written to {storage} and is damaged ({newest})", cure)
+        cure = f"check the disk, or choose {storage.another}; older checkpoints were kept"
+        raise CheckpointError(f"checkpoint of step {step} was written to {storage} but is damaged ({newest})", cure)
     for number, folder in _doomed(storage, newest, keep):
         try:
             # The manifest first: an interrupted removal must not leave what looks like a damaged checkpoint.
@@ -563,8 +563,8 @@ def _prune(storage: Storage, step: int, keep: int) -> None:
         except FileNotFoundError:
             pass
         except OSError as error:
-            what = f"checkpoint of step {step} is written, but that of step {number} could not be removed"
-            raise CheckpointError(f"{what} from {storage}: {error.strerror}", "remove it by hand") from error
+            what = f"checkpoint of step {step} was written, but checkpoint of step {number} could not be removed"
+            raise CheckpointError(f"{what} from {storage}: {error.strerror}", "delete it by hand") from error
     with suppress(OSError):
         storage.remove(folder_of(step), storage.sizes(folder_of(step)).keys() - {MANIFEST, *newest.manifest["files"]})
 
@@ -607,8 +607,8 @@ def _doomed(storage: Storage, newest: Checkpoint, keep: int) -> Iterator[tuple[i
 def write_cure(error: OSError, need: int | None, instead: str) -> str:
     """Says how to repair a failed write of `need` bytes; `instead` names another target to choose."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        space = "some space" if need is None else f"some space (it needs {size_text(need)})"
+        space = "some space" if need is None else f"some space ({size_text(need)} needed)"
         return f"free {space} or choose {instead}"
     if error.errno == errno.EFBIG:
-        return f"raise the limit on the size of a file (ulimit -f) or choose {instead}"
-    return f"see that the folder exists and can be written to, or choose {instead}"
+        return f"raise the file size limit (ulimit -f) or choose {instead}"
+    return f"check that the folder exists and that you can write to it, or choose {instead}"

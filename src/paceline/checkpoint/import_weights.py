@@ -15,6 +15,7 @@ from torch import nn
 from paceline.base.console import in_one_line, quoted
 from paceline.base.schema import read_json
 from paceline.base.sharding import ShardingSpec
+from paceline.base.text import plural
 from paceline.checkpoint.files import checkpoints_of, list_checkpoints, write_checkpoint
 from paceline.checkpoint.lazy import deferred, float_named
 from paceline.checkpoint.lock import hold_lock
@@ -23,26 +24,30 @@ from paceline.checkpoint.tree import flatten
 from paceline.errors import CheckpointError, FormatError, UsageError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_GIVE = "give a .safetensors file, or a folder with model.safetensors or its index"
+_GIVE = "pass a .safetensors file, or a folder that contains model.safetensors or its index"
 _CONVERT = "load it with the library that wrote it, and save it again as safetensors"
-_AGAIN = "see that you may read it, or fetch it again from where it came from"
+_AGAIN = "check that you can read it, or copy it again from its source"
 _NAMED = 5
 
 
 def import_model(
     source: Path, run_dir: Path, renames: Sequence[str] = (), trainer: int = 0, dtype: str | None = None
 ) -> str:
-    """Writes the weights of `source` as the checkpoint of step 0 of `run_dir`, for the script's `trainer` from 0.
+    """Writes the weights of `source` as the checkpoint of step 0 in `run_dir`.
 
-    `source` is a .safetensors file, or a folder with one or with several and their index. `renames` are prefixes of
-    names as ``OLD=NEW``; of several the first that fits a name counts. `dtype` (bf16, fp16, fp32) converts weights of
-    floating point. Memory stays within the largest tensor and a constant. Returns what to print. Raises UsageError for
-    what is no such source and options that cannot work, CheckpointError where reading or writing fails and where the
-    run has a checkpoint, LaunchError while the run is under way.
+    `trainer` is the number of their trainer in the script, from 0. `source` is a .safetensors file, or a folder with
+    one such file or with several and their index. `renames` are prefixes as ``OLD=NEW``; the first that matches a name
+    is applied. `dtype` (bf16, fp16, fp32) converts floating-point weights. Memory stays within the largest tensor and
+    a constant. Returns the text to print. Raises UsageError if the source has another format or an option is wrong,
+    CheckpointError if reading or writing fails or the run already has a checkpoint, LaunchError while the run is
+    active.
     """
     kind = float_named(dtype)
     if trainer < 0:
-        raise UsageError(f"there is no trainer {trainer}", "count trainers from 0, as the script makes them")
+        raise UsageError(
+            f"--trainer must be at least 0, got {trainer}",
+            "trainers are numbered from 0, in the order the script creates them",
+        )
     files = list(_files(source))
     names = _renamed(list(_read(files)), renames, source)
 
@@ -54,32 +59,32 @@ def import_model(
     manifest = {"tree": flatten(tree(), "")[1], "plan": "", "script": "", "workers": 0, "streams": []}
     storage = checkpoints_of(run_dir)
     if list_checkpoints(storage):
-        raise CheckpointError(f"{in_one_line(run_dir)} has a checkpoint already", "import into a new run folder")
+        raise CheckpointError(f"{in_one_line(run_dir)} already contains a checkpoint", "import into a new run folder")
     try:
         lock = hold_lock(run_dir)
     except OSError as error:
-        cure = "see that it is a folder that you may write to, or choose another one"
+        cure = "check that it is a folder that you can write to, or choose another run folder"
         raise CheckpointError(
-            f"the run folder {in_one_line(run_dir)} could not be made: {error.strerror}", cure
+            f"the run folder {in_one_line(run_dir)} could not be created: {error.strerror}", cure
         ) from error
     try:
         write_checkpoint(storage, 0, tensors, {**manifest, "imported": str(source)})
     finally:
         os.close(lock)
     size = size_text(sum(tensor.nbytes for tensor in tensors.values()))
-    text = f"{len(tensors)} tensors, {size}" + (f", floating point as {dtype}" if dtype else "")
-    done = f"imported {in_one_line(source)} to {in_one_line(run_dir)}: {text}"
-    return f"{done}; `paceline run --run-dir {quoted(str(run_dir))} SCRIPT` begins with them"
+    text = f"{plural(len(tensors), 'tensor')}, {size}" + (f", floating-point values as {dtype}" if dtype else "")
+    done = f"imported {in_one_line(source)} into {in_one_line(run_dir)}: {text}"
+    return f"{done}; `paceline run --run-dir {quoted(str(run_dir))} SCRIPT` starts from these weights"
 
 
 def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
     """Each safetensors file of the source, and the names of the tensors to read from it (None: all)."""
     if not source.exists():
-        raise UsageError(f"there is no {in_one_line(source)}", _GIVE)
+        raise UsageError(f"{in_one_line(source)} does not exist", _GIVE)
     if source.is_file():
         if source.suffix != ".safetensors":
             raise UsageError(
-                f"{in_one_line(source)} is not a .safetensors file, and no other is read: they may run code",
+                f"{in_one_line(source)} is not a .safetensors file; other formats are not read: they may run code",
                 _CONVERT,
             )
         yield source, None
@@ -99,10 +104,10 @@ def _files(source: Path) -> Iterator[tuple[Path, list[str] | None]]:
         yield source / _SINGLE, None
     elif others := sorted(path.name for path in source.glob("*.bin*")):
         raise UsageError(
-            f"{in_one_line(source)} holds its weights in {others[0]}, which may run code when it is read", _CONVERT
+            f"{in_one_line(source)} stores its weights in {others[0]}, which may run code when it is loaded", _CONVERT
         )
     else:
-        raise UsageError(f"{in_one_line(source)} holds neither {_SINGLE} nor {_INDEX}", _GIVE)
+        raise UsageError(f"{in_one_line(source)} contains neither {_SINGLE} nor {_INDEX}", _GIVE)
 
 
 def _read(files: Sequence[tuple[Path, list[str] | None]]) -> dict[str, torch.Tensor]:
@@ -122,10 +127,12 @@ def _renamed(names: Sequence[str], renames: Sequence[str], source: Path) -> dict
     pairs = [text.partition("=") for text in renames]
     for text, (old, equals, _) in zip(renames, pairs, strict=True):
         if not equals:
-            raise UsageError(f"--map {text} names no new prefix", "write --map OLD=NEW, or --map OLD= to remove one")
+            raise UsageError(
+                f"--map {text} does not contain '='", "write --map OLD=NEW, or --map OLD= to remove a prefix"
+            )
         if not any(name.startswith(old) for name in names):
-            what = f"--map {text} fits nothing: no name in {in_one_line(source)} begins with {old}"
-            raise UsageError(what, f"they are {_shorten_list(sorted(names))}")
+            what = f"--map {text} matches no tensor: no name in {in_one_line(source)} begins with {old}"
+            raise UsageError(what, f"the names are {_shorten_list(sorted(names))}")
     made: dict[str, str] = {}
     for name in names:
         old, new = next(((old, new) for old, _, new in pairs if name.startswith(old)), ("", ""))
@@ -155,7 +162,7 @@ def adopted(
 ) -> dict[str, Any]:
     """Turns imported `weights` into the state that ``model.load_state_dict`` accepts with strict=True.
 
-    `cuts` holds the full shapes of parameters of which the model has only shards. Tied weights may be given once or
+    `cuts` has the full shapes of the parameters that the model holds as shards. Tied weights may be given once or
     under each name. Raises CheckpointError if names, shapes or dtypes differ from the model's, and lists up to five of
     each kind.
     """
@@ -174,8 +181,8 @@ def adopted(
         if isinstance(parameter, torch.Tensor) and parameter.dtype != weight.dtype:
             dtypes.append(f"{name} ({weight.dtype} instead of {parameter.dtype})".replace("torch.", ""))
     kinds = _other_names_and_shapes(wanted, completed, cuts)
-    kinds |= {"of another dtype": dtypes, "tied in the model and different here": untied}
-    cure = "import them again into a new run folder, with --map where names differ and --dtype where dtypes do"
+    kinds |= {"wrong dtype": dtypes, "tied in the model but not equal": untied}
+    cure = "import them again into a new run folder: use --map where names differ, --dtype where dtypes differ"
     _refuse(f"the weights imported from {in_one_line(source)} do not fit the model of trainer {trainer}", kinds, cure)
     return completed
 
@@ -185,7 +192,7 @@ def refuse_another_model(
 ) -> None:
     """Raises CheckpointError if the model of a resumed run has other names or shapes than the checkpoint."""
     kinds = _other_names_and_shapes(model.state_dict(keep_vars=True), saved, cuts)
-    cure = "make the model as it was, or train the new one from the start in another --run-dir"
+    cure = "restore the original model, or train the new one from the start in another --run-dir"
     _refuse(f"the {checkpoint} does not fit the model of trainer {trainer}", kinds, cure)
 
 
@@ -198,7 +205,7 @@ def _other_names_and_shapes(
         if hasattr(expected, "shape") and tuple(expected.shape) != tuple(actual.shape):
             shapes.append(f"{name} ({list(actual.shape)} instead of {list(expected.shape)})")
     missing, unexpected = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
-    return {"missing": missing, "unexpected": unexpected, "misshapen": shapes}
+    return {"missing": missing, "unexpected": unexpected, "wrong shape": shapes}
 
 
 def _refuse(what: str, kinds: Mapping[str, list[str]], cure: str) -> None:

@@ -1,4 +1,4 @@
-"""Shows what a checkpoint holds, from its manifest alone."""
+"""Shows the contents of a checkpoint as its manifest lists them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from paceline.base.console import in_one_line, say
 from paceline.base.schema import parse
 from paceline.base.terminal import Terminal, TextPage
+from paceline.base.text import plural
 from paceline.checkpoint.export import no_checkpoint
 from paceline.checkpoint.files import (
     MANIFEST,
@@ -36,14 +37,14 @@ from paceline.errors import CheckpointError, FormatError
 
 _KINDS = {name: dtype for dtype, name in DTYPES.items()}
 _OPEN = "not finished"
-_LARGE = 2_000_000_000  # bytes whose verification takes long enough to say so first
+_LARGE = 2_000_000_000  # bytes; verifying more takes so long that a line is printed first
 
 
 def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = False, as_json: bool = False) -> str:
-    """Verifies every checkpoint of the run, and lists the contents of that of `step`, or of the newest intact one.
+    """Verifies every checkpoint of the run, and lists the contents of the one of `step` or of the newest intact one.
 
-    `tensors` adds a line for each tensor. Returns tables, or with `as_json` one JSON object. Raises CheckpointError
-    if there is no such checkpoint, or no intact one.
+    `tensors` adds a line for each tensor. Returns tables, or one JSON object if `as_json` is set. Raises
+    CheckpointError if the checkpoint does not exist or no checkpoint is intact.
     """
     storage = checkpoints_of(run_dir)
     listed = list_checkpoints(storage)
@@ -63,7 +64,7 @@ def inspect_run(run_dir: str | Path, step: int | None = None, tensors: bool = Fa
     )
     if chosen is None:
         reasons = ", ".join(f"step {number} ({problem})" for number, _, problem in looks if step in (None, number))
-        raise CheckpointError(f"no checkpoint in {storage} is whole: {reasons}", "restore one from a copy")
+        raise CheckpointError(f"no checkpoint in {storage} is intact: {reasons}", "restore one from a copy")
     with reading():
         facts = _facts(chosen)
     contents = {
@@ -206,7 +207,7 @@ def _tables(contents: dict[str, Any]) -> str:
     ahead = Terminal()
     console = TextPage(
         ahead.width if ahead.is_terminal else 240, ahead.is_terminal
-    )  # in a file or a pipe nothing is folded
+    )  # lines in a file or a pipe are not wrapped
     listing = [(row["step"], row["written"], size_text(row["bytes"]), _state(row)) for row in contents["checkpoints"]]
     console.print(_table(("step", "written", "size", "state"), listing, right=(0, 2)))
     for mark in contents["best"]:
@@ -227,26 +228,29 @@ def _tables(contents: dict[str, Any]) -> str:
 
 
 def _state(row: dict[str, Any]) -> str:
-    return "whole" if row["whole"] else row["damage"] if row["damage"] == _OPEN else f"damaged: {row['damage']}"
+    return "intact" if row["whole"] else row["damage"] if row["damage"] == _OPEN else f"damaged: {row['damage']}"
 
 
 def _rows(trainer: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     weights, grid = trainer["weights"], trainer["grid"]
     yield "steps", f"{trainer['steps']}{', stopped' if trainer['stopped'] else ''}"
     if grid:
-        yield "grid", f"global batch {grid['global_batch']} in micro-batches of {grid['micro']} rows"
+        yield "grid", f"global batch {grid['global_batch']} in micro-batches of {plural(grid['micro'], 'row')}"
     for number, phase in enumerate(trainer["phases"]):
-        of = "" if phase["total"] is None else f" of {phase['total']}"
-        done = ", complete" if phase["complete"] else ""
-        yield f"phase {number}", f"epoch {phase['epoch']}, {phase['done']}{of} steps done{done}"
+        done = plural(phase["done"], "step")
+        if phase["total"] is not None:
+            done = f"{phase['done']} of {plural(phase['total'], 'step')}"
+        complete = ", complete" if phase["complete"] else ""
+        yield f"phase {number}", f"epoch {phase['epoch']}, {done} done{complete}"
     trained = "" if weights["trained"] is None else f", {weights['trained']:,} of them trained"
-    text = f"{weights['values']:,} values in {weights['tensors']} tensors{trained}, {', '.join(weights['dtypes'])}"
+    count = f"{plural(weights['values'], 'value')} in {plural(weights['tensors'], 'tensor')}"
+    text = f"{count}{trained}, {', '.join(weights['dtypes'])}"
     yield "weights", f"{text}, {size_text(weights['bytes'])}"
     for number, optimizer in enumerate(trainer["optimizers"]):
         yield f"optimizer {number}", f"{size_text(optimizer['bytes'])} of state"
         for group_index, group in enumerate(optimizer["groups"]):
             settings = [f"{name} {value}" for name, value in group.items() if name != "params" and value is not None]
-            yield f"  group {group_index}", f"{group['params']} parameters, {', '.join(settings)}"
+            yield f"  group {group_index}", f"{plural(group['params'], 'parameter')}, {', '.join(settings)}"
     for number, scheduler in enumerate(trainer["schedulers"]):
         short = {name: value for name, value in scheduler.items() if not isinstance(value, dict)}
         yield f"scheduler {number}", ", ".join(f"{name} {value}" for name, value in short.items())

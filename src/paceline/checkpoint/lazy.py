@@ -31,12 +31,13 @@ class Deferred(torch.Tensor):
         dtype: torch.dtype,
         rows: Callable[[int, int], torch.Tensor] | None = None,
     ) -> Deferred:
+        """Makes a tensor of this shape and dtype, without data."""
         made: Deferred = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         made.load, made.rows = load, rows
         return made
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # a classmethod: not so in the stub of torch
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub does not declare a classmethod
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is torch.ops.aten.is_pinned.default:
@@ -50,9 +51,9 @@ class Deferred(torch.Tensor):
 
 
 def float_named(name: str | None) -> torch.dtype | None:
-    """The dtype of `--dtype`: bf16, fp16 or fp32. Raises UsageError for any other."""
+    """The dtype of `--dtype`: bf16, fp16 or fp32. Raises UsageError for other names."""
     if name is not None and name not in FLOATS:
-        raise UsageError(f"there is no dtype {name!r} to convert weights to", f"take one of {', '.join(FLOATS)}")
+        raise UsageError(f"weights cannot be converted to the dtype {name!r}", f"use one of {', '.join(FLOATS)}")
     return FLOATS[name] if name else None
 
 
@@ -84,7 +85,7 @@ def _converted(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Ten
     made = tensor.to(dtype)
     if _infinite(made) and not _infinite(tensor):
         short = next(text for text, kind in FLOATS.items() if kind is dtype)
-        raise CheckpointError(f"{name!r} holds values that are too large for {short}", "take --dtype bf16 or fp32")
+        raise CheckpointError(f"{name!r} contains values that are too large for {short}", "use --dtype bf16 or fp32")
     return made
 
 

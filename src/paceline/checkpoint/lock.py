@@ -18,11 +18,11 @@ def hold_lock(folder: Path, patience: float = 0.0) -> int:
     """Creates `folder` if it is missing (mode 0700) and locks it for this process.
 
     The lock (flock on ``folder/lock``) lasts until the returned descriptor is closed or the process ends. Raises
-    LaunchError if another process still holds it after `patience` seconds; a file server may take the process of a lost
-    host for alive. Windows has no such lock.
+    LaunchError if another process still holds it after `patience` seconds; a file server may keep the lock of a lost
+    host. On Windows the folder is not locked.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # not inherited by what is exec'd
+    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)  # not inherited across exec
     if sys.platform == "win32":
         return fd
     import fcntl
@@ -40,7 +40,7 @@ def hold_lock(folder: Path, patience: float = 0.0) -> int:
                 continue
             os.close(fd)
             what = f"the run folder {in_one_line(folder)} is in use by process {pid or '?'} on {host or '?'}"
-            raise LaunchError(what, "wait for that run to end, stop it, or give another --run-dir") from None
+            raise LaunchError(what, "wait for that run to end, stop it, or use another --run-dir") from None
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()} {socket.gethostname()}\n".encode(), 0)
     return fd

@@ -3,7 +3,7 @@
 The format (https://github.com/huggingface/safetensors#format): 8 bytes with the header's length, a JSON
 header of dtype, shape and byte range by name, then the tensors' bytes, little-endian, without gaps. Writing
 it here instead of through the library costs thirty lines and gives one pass over the bytes, memory for one
-tensor, and the operating system's errors as they are. Files are read by the library.
+tensor, and the original errors of the operating system. Files are read by the library.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ DTYPES = {
 def size_text(count: int) -> str:
     """Formats a number of bytes: ``312 bytes``, ``40.2 MB``."""
     if count < 1000:
-        return f"{count} bytes"
+        return f"{count} byte{'' if count == 1 else 's'}"
     for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1):
         if count < 999.95 * 1000**power or unit == "TB":
             break
@@ -56,9 +56,12 @@ class Shaped(Protocol):
     """Anything with the dtype and the shape of a tensor."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """The type of an element."""
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """The sizes."""
 
 
 def ordered(tensors: Mapping[str, Shaped]) -> list[str]:
@@ -115,7 +118,7 @@ def open_tensors(path: Path) -> safe_open:
     try:
         fd = os.open(path, os.O_RDONLY)
     except UnicodeEncodeError:
-        raise FileNotFoundError(errno.ENOENT, "no file can have this name") from None
+        raise FileNotFoundError(errno.ENOENT, "the name cannot be encoded as a file name") from None
     try:
         return safe_open(f"/proc/self/fd/{fd}", framework="pt")
     finally:

@@ -1,9 +1,7 @@
 """Writes files durably (fsync, rename) in a folder, or at an fsspec URL: where checkpoints are stored.
 
-Both hold folders of files, by name.
-
-What is written has its name at once, and counts only when a manifest names it. So neither needs a rename, which object
-stores do not have. No torch.
+A storage has named folders that hold named files. A file gets its final name at once, but counts only when a manifest
+lists it. So no rename is needed, which object stores do not have. No torch.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from paceline.errors import UsageError, first_line
 Chunks = Iterable[bytes | memoryview]
 _BLOCK = 16 << 20  # a write(2) takes at most 2 GiB; a block that fits a cache is hashed and written fastest
 _SMALL, _TOGETHER = 1 << 16, 1 << 20  # bytes of a chunk that is copied to others, and of these
-# What the packages behind fsspec raise where a store cannot be reached, and is no OSError.
+# Exceptions of the packages behind fsspec for a store that cannot be reached; they are not subclasses of OSError.
 _FAILURES = (
     ("botocore.exceptions", "BotoCoreError"),
     ("botocore.exceptions", "ClientError"),
@@ -35,19 +33,19 @@ _FAILURES = (
     ("gcsfs.retry", "HttpError"),
     ("azure.core.exceptions", "AzureError"),
 )
-# What to choose for another place.
+# For error texts: the options that choose another storage.
 RUN_DIR, CHECKPOINTS = "another --run-dir", "other --checkpoints"
-NO_MIRROR = "--save-every with a folder for --checkpoints instead of --mirror"
+NO_MIRROR = "--save-every with a folder as --checkpoints instead of --mirror"
 _URL = re.compile(r"[A-Za-z][\w+.-]*://")
 
 
 class Storage(Protocol):
-    """Where checkpoints are kept: a folder or an object store, with one level of folders that hold files.
+    """A storage for checkpoints: a folder or an object store, with one level of folders that hold files.
 
     Every method raises OSError if the storage cannot be read or written, FileNotFoundError if a file is missing.
     """
 
-    shared: bool  # whether all hosts reach it by the same text, as a URL
+    shared: bool  # whether all hosts can open it by the same text, which is then a URL
     another: str  # for error texts: the option that chooses another storage
 
     def __str__(self) -> str: ...
@@ -77,7 +75,7 @@ class Storage(Protocol):
         """Removes these files of a folder one after another, or with None the whole folder."""
 
     def tidy(self, folder: str) -> None:
-        """Removes a folder if it has no files. Call it only when nobody writes into the folder any more."""
+        """Removes a folder if it has no files. Call it only after the last write into the folder."""
 
 
 def is_url(location: str) -> bool:
@@ -180,7 +178,7 @@ class ObjectStore:
     shared, another = True, CHECKPOINTS
 
     def __init__(self, url: str) -> None:
-        import fsspec  # torch needs it, so it is there
+        import fsspec  # a dependency of torch, so it is installed
 
         self.url = url.rstrip("/")
         try:
@@ -188,12 +186,16 @@ class ObjectStore:
                 self.url, use_listings_cache=False, skip_instance_cache=True
             )
         except (ImportError, ValueError) as error:
-            what = f"checkpoints cannot be kept at {url} ({first_line(error)})"
-            raise UsageError(what, "install what it names, or give a folder") from None
-        except (OSError, TypeError, AttributeError) as error:  # it is not there, or needs more than a URL
-            what = f"checkpoints cannot be kept at {url} ({getattr(error, 'strerror', None) or first_line(error)})"
+            what = f"checkpoints cannot be stored at {url} ({first_line(error)})"
+            raise UsageError(what, "install the Python package for this kind of URL, or use a folder") from None
+        except (
+            OSError,
+            TypeError,
+            AttributeError,
+        ) as error:  # unreachable, or the file system needs arguments besides the URL
+            what = f"checkpoints cannot be stored at {url} ({getattr(error, 'strerror', None) or first_line(error)})"
             raise UsageError(
-                what, "see that this host reaches it with what the URL says alone, or give a folder"
+                what, "check that this host can reach the URL and that it needs no further settings, or use a folder"
             ) from None
         self._fetched: Path | None = None
 
@@ -259,7 +261,7 @@ class ObjectStore:
         """Writes a new file durably; returns its size in bytes and its SHA-256."""
         digest, size = hashlib.sha256(), 0
         with self._reached() as system:
-            system.makedirs(self._path(folder), exist_ok=True)  # nothing, in an object store
+            system.makedirs(self._path(folder), exist_ok=True)  # does nothing in an object store
             with system.open(self._path(folder, file), "wb") as stream:
                 for block in blocks(chunks):
                     digest.update(block)
@@ -296,7 +298,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 def flush_folder(path: Path) -> None:
     """Makes the names inside `path` durable."""
-    if sys.platform == "win32":  # which opens no folders
+    if sys.platform == "win32":  # Windows cannot open folders
         return
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -306,7 +308,7 @@ def flush_folder(path: Path) -> None:
 
 
 def blocks(chunks: Chunks) -> Iterator[memoryview]:
-    """Cuts and joins chunks to blocks of a size that is fast to hash and write; small chunks are joined."""
+    """Splits large chunks and joins small ones into blocks of a size that is fast to hash and write."""
     small = bytearray()
     for chunk in chunks:
         view = memoryview(chunk)

@@ -1,9 +1,9 @@
 """Flattens nested values into named tensors and JSON, and back, without pickle.
 
-In the skeleton a value stands as itself where JSON has it exactly; any other as an object whose first key
-begins with ``$``: ``$tensor`` and ``$array`` name an entry of the flat dict; ``$tuple``, ``$dict`` (keys that
-are not all text), ``$int`` (beyond 64 bits), ``$float`` (NaN and infinities: the bits), ``$bytes``,
-``$dtype``, ``$device`` and ``$scalar`` (numpy's) hold their value.
+The JSON skeleton contains a value directly if JSON can represent it exactly. Any other value is an object whose first
+key begins with ``$``: ``$tensor`` and ``$array`` name an entry of the flat dict; ``$tuple``, ``$dict`` (keys that are
+not all text), ``$int`` (beyond 64 bits), ``$float`` (the bits of NaN and infinities), ``$bytes``, ``$dtype``,
+``$device`` and ``$scalar`` (of numpy) contain their value.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from paceline.comm.message_reader import damaged, decode_message
 from paceline.comm.shared_memory import raw_bytes
 from paceline.errors import CheckpointError, UsageError, a, first_line
 
-_CURE = "keep numbers, text, tensors, or an object with state_dict()"
-_IN_PIECES = "keep it under the name of its parameter or in a list of all, as averages are, or keep its full_tensor()"
+_CURE = "store numbers, text, tensors, or an object with state_dict()"
+_IN_PIECES = "store a dict by parameter name, a list with one tensor for each parameter, or its full_tensor()"
 _PLAIN: dict[type, type] = {
     collections.OrderedDict: dict,
     collections.defaultdict: dict,
@@ -35,7 +35,7 @@ _PLAIN: dict[type, type] = {
     torch.Size: tuple,
     torch.nn.Parameter: torch.Tensor,
 }
-# What is kept as text: its tag, how it is written, and how it is read.
+# Values that are stored as text: tag, writer and reader.
 _TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
     int: ("$int", hex, lambda text: int(text, 16)),
     float: ("$float", lambda x: struct.pack(">d", x).hex(), lambda text: struct.unpack(">d", bytes.fromhex(text))[0]),
@@ -44,42 +44,44 @@ _TEXTS: dict[type, tuple[str, Callable[[Any], str], Callable[[str], Any]]] = {
     torch.device: ("$device", str, torch.device),
 }
 _READERS = {tag: read for tag, _, read in _TEXTS.values()}
-# What values raise that no `flatten` made.
+# Errors from reading a skeleton that `flatten` did not write.
 _MISREAD = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, struct.error)  # RecursionError is one
 _KEYS = (str, int, float, bool, type(None))
 _DEPTH = 100
 
 
 def flatten(tree: Any, prefix: str, live: bool = False) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors of `tree` by readable, unique name (``prefix.path.to.it``); and the rest, a JSON skeleton.
+    """Splits `tree` into tensors by readable, unique name (``prefix.path.to.it``) and a JSON skeleton of the rest.
 
     Takes dicts (keys: text, numbers, bool, None), lists, tuples, None, bool, int, float, str, bytes, dense tensors and
     parameters, numpy arrays and scalars, torch.dtype and torch.device. OrderedDict, defaultdict, Counter, deque and
-    torch.Size are kept as dict, list and tuple, a parameter as its tensor, and of `ShardedTensor` the tensor that is
-    here. The tensors share memory with those in the tree; one that occurs several times (same memory, shape, strides
-    and dtype) is there once. Raises UsageError for anything else, naming the path and the type.
+    torch.Size become dict, list and tuple; a parameter becomes its tensor, and a `ShardedTensor` its local tensor. The
+    tensors share memory with those in the tree; one that occurs several times (same memory, shape, strides and dtype)
+    is returned once. Raises UsageError for any other value, naming its path and type.
 
-    With `live`, for what stays in this process, tensors of any kind are taken as they are.
+    With `live`, for values that stay in this process, tensors of any kind are accepted and not converted.
     """
     tensors, skeleton = flatten_pieces(tree, prefix, live)
     return {name: t.tensor if isinstance(t, ShardedTensor) else t for name, t in tensors.items()}, skeleton
 
 
 def flatten_pieces(tree: Any, prefix: str, live: bool = False) -> tuple[dict[str, torch.Tensor | ShardedTensor], Any]:
-    """As `flatten`, and the `ShardedTensor` as they are."""
+    """Like `flatten`, but keeps `ShardedTensor` values instead of their local tensors."""
     flattener = _Flattener(live)
     skeleton = flattener.encode(tree, (prefix,) if prefix else ())
     return flattener.tensors, skeleton
 
 
 def _path_text(path: tuple[Any, ...]) -> str:
-    if path[:1] == ("trainers",) and path[2:3] == ("state",):  # as the user wrote it; beside a value stands its kind
+    if path[:1] == ("trainers",) and path[2:3] == (
+        "state",
+    ):  # as the user wrote it, without the index of the value in (kind, value)
         path = ("trainer.state", *path[3:4], *path[5:])
     return f"{path[0]}" + "".join(f"[{key!r}]" for key in path[1:]) if path else "the tree"
 
 
 def _refusal(path: tuple[Any, ...], what: str, cure: str = _CURE) -> UsageError:
-    return UsageError(f"{_path_text(path)} is {a(what)} and cannot be kept in a checkpoint", cure)
+    return UsageError(f"{_path_text(path)} is {a(what)}, which cannot be stored in a checkpoint", cure)
 
 
 class _Flattener:
@@ -91,9 +93,9 @@ class _Flattener:
         self.seen: dict[tuple[Any, ...], dict[str, str]] = {}
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
-        """The JSON skeleton of `value`, which stands at `path` in the tree. Raises UsageError for other types."""
+        """The JSON skeleton of `value`, which is at `path` in the tree. Raises UsageError for other types."""
         if len(path) > _DEPTH:
-            cure = "keep it flatter in a checkpoint; if it contains itself, remove that reference"
+            cure = "store a flatter structure; if it contains itself, remove that reference"
             raise UsageError(f"{_path_text(path[:4])}... is nested deeper than {_DEPTH} levels", cure)
         kind = _PLAIN.get(type(value), type(value))
         small = (kind is int and -(2**63) <= value < 2**63) or (kind is float and math.isfinite(value))
@@ -118,8 +120,8 @@ class _Flattener:
     def _encode_dict(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
         for key in value:
             if type(key) not in _KEYS:
-                cure = "use text, numbers, bool or None as the keys of what a checkpoint keeps"
-                raise UsageError(f"{_path_text(path)} has a key of type {type(key).__name__}, {key!r}", cure)
+                cure = "use text, numbers, bool or None as keys of dicts in a checkpoint"
+                raise UsageError(f"{_path_text(path)} has a key of type {type(key).__name__}: {key!r}", cure)
         if all(type(key) is str and not key.startswith("$") for key in value):
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
         pairs = [[self.encode(key, path), self.encode(item, (*path, key))] for key, item in value.items()]
@@ -128,8 +130,8 @@ class _Flattener:
     def _encode_tensor(self, tensor: torch.Tensor, path: tuple[Any, ...]) -> dict[str, str]:
         if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
             what = "meta" if tensor.device.type == "meta" else "sparse or quantized"
-            raise _refusal(path, f"{what} tensor", "keep a dense tensor with values, as to_dense() gives")
-        identity = id(tensor) if tensor.numel() == 0 else 0  # empty ones have no memory to be told apart by
+            raise _refusal(path, f"{what} tensor", "store a dense tensor with values, for example from to_dense()")
+        identity = id(tensor) if tensor.numel() == 0 else 0  # empty tensors have no memory address to distinguish them
         tensor = tensor.detach()
         key: tuple[Any, ...] = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         key += (tensor.is_conj(), tensor.is_neg(), identity)
@@ -146,7 +148,7 @@ class _Flattener:
 
     def _encode_numpy(self, value: Any, path: tuple[Any, ...]) -> dict[str, Any]:
         if value.dtype.kind not in "biufcSUmM":
-            raise _refusal(path, f"numpy {type(value).__name__} of {value.dtype}")
+            raise _refusal(path, f"numpy {type(value).__name__} with dtype {value.dtype}")
         data = bytearray(value.tobytes())
         if isinstance(value, numpy.generic):
             return {"$scalar": data.hex(), "dtype": value.dtype.str}
@@ -165,10 +167,10 @@ class _Flattener:
 
 
 def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The tree that `flatten` took apart: the same values, types (in their plain forms) and bits.
+    """Rebuilds the tree that `flatten` split: the same values, types (in their plain forms) and bits.
 
-    Tensors are those given, not copies; one that occurred several times is the same object everywhere.
-    Raises CheckpointError where the skeleton names a tensor that is not there or is none that `flatten` made.
+    The tensors are not copied; one that occurred several times is the same object everywhere. Raises CheckpointError if
+    the skeleton names a missing tensor, or if `flatten` did not write it.
     """
     with reading():
         return _unflatten(skeleton, tensors)
@@ -176,12 +178,12 @@ def unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """What a skeleton raises that `flatten` did not make becomes a CheckpointError."""
+    """Converts the errors of reading a skeleton that `flatten` did not write to CheckpointError."""
     try:
         yield
     except _MISREAD as error:
-        what = f"the checkpoint holds a value that cannot be read ({type(error).__name__}: {first_line(error)[:80]})"
-        raise CheckpointError(what, "take another checkpoint") from error
+        what = f"the checkpoint contains a value that cannot be read ({type(error).__name__}: {first_line(error)[:80]})"
+        raise CheckpointError(what, "use another checkpoint") from error
 
 
 def _unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -204,13 +206,15 @@ def _unflatten(skeleton: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
             return {_unflatten(key, tensors): _unflatten(item, tensors) for key, item in value}
         case "$scalar":
             return numpy.ndarray((), skeleton["dtype"], bytearray.fromhex(value))[()]
-    raise CheckpointError(f"the checkpoint holds the unknown form {tag!r}", "read it with a newer Paceline")
+    raise CheckpointError(
+        f"the checkpoint contains a value in the unknown format {tag!r}", "read it with a newer version of Paceline"
+    )
 
 
 def _fetch(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
     name = node["$tensor"] if "$tensor" in node else node["$array"]
     if name not in tensors:
-        raise CheckpointError(f"the checkpoint lacks the tensor {name!r}", "take another checkpoint")
+        raise CheckpointError(f"the tensor {name!r} is missing from the checkpoint", "use another checkpoint")
     tensor = tensors[name]
     if "$array" in node:
         return numpy.ndarray(node["shape"], node["dtype"], bytearray(tensor.numpy().tobytes()))
@@ -223,7 +227,7 @@ def _fetch(node: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> Any:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype
 
 
@@ -233,7 +237,7 @@ def pack(tree: Any) -> torch.Tensor:
 
 
 def packed(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> torch.Tensor:
-    """The same of what a tree was flattened to."""
+    """Like `pack`, for the result of `flatten`."""
     shapes = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     head = json.dumps([skeleton, shapes]).encode()
     head += b" " * (-len(head) % 8)
@@ -245,12 +249,13 @@ def packed(tensors: Mapping[str, torch.Tensor], skeleton: Any) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, copy: bool = True) -> Any:
-    """What was packed; without a `copy`, tensors are a part of the bytes. FormatError: it is cut short, or something
-    else; CheckpointError: a value in it cannot be read.
+    """Reads a tree from the bytes of `pack`. Without `copy`, its tensors are views of `data`.
+
+    Raises FormatError if the bytes are incomplete or have another format, CheckpointError if a value cannot be read.
     """
     length = int.from_bytes(bytes(data[:8].tolist()), "little")
     if length % 8:
-        raise damaged("tree", "another worker", "it begins with a length that no writer gives")
+        raise damaged("tree", "another worker", "it begins with an invalid length")
     skeleton, shapes = decode_message(bytes(data[8 : 8 + length].tolist()), "tree", "another worker")
     tensors, at = {}, 8 + length
     for name, (dtype, shape) in shapes.items():
@@ -258,7 +263,7 @@ def unpack(data: torch.Tensor, copy: bool = True) -> Any:
             kind = _dtype(dtype)
         size = math.prod(shape) * kind.itemsize
         if at + size > len(data):
-            raise damaged("tree", "another worker", f"it is cut short before the end of {name}")
+            raise damaged("tree", "another worker", f"it ends before the end of {name}")
         part = data[at : at + size].view(kind).view(shape)
         tensors[name] = part.clone() if copy else part
         at += size + (-size % 8)

@@ -24,10 +24,10 @@ _NICE = 10  # niceness of the thread while it hashes and writes, so that trainin
 
 
 class Background:
-    """Runs a function in a thread of its own.
+    """Runs a function in its own thread.
 
-    Once it is `over`, there is a `result`, or else `trouble`: what happened and what to do. `seconds` is the processor
-    time of the thread.
+    When the thread is `over`, either `result` is set, or `trouble` has the error: what happened and what to do.
+    `seconds` is the processor time of the thread.
     """
 
     def __init__(self, work: Callable[[], Any], name: str) -> None:
@@ -40,10 +40,11 @@ class Background:
 
     @property
     def over(self) -> bool:
+        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        self.trouble = ["the thread that wrote a checkpoint failed", "see what it printed before"]
+        self.trouble = ["the thread that wrote a checkpoint failed", "read the traceback that it printed above"]
         try:
             self.result, self.trouble = self._work(), None
         except CheckpointError as error:
@@ -55,9 +56,10 @@ class Background:
 class WriterJob(Background):
     """Writes one writer's files of the checkpoint of `step`, from slices of `tensors`, in a thread.
 
-    The constructor copies the tensors, except those named in `calm`: only a step's update changes these, so the thread
-    copies them, and `copied` waits for that. With `still` nothing is copied, because nothing changes until the thread
-    ends. The result is the bytes and the SHA-256 of each file. `need` returns the bytes of the whole checkpoint.
+    The constructor copies the tensors, except those named in `calm`: only the optimizer update changes these, so the
+    thread copies them, and `copied` waits for that. With `still` nothing is copied, because nothing changes until the
+    thread ends. The result is the bytes and the SHA-256 of each file. `need` returns the bytes of the complete
+    checkpoint.
     """
 
     def __init__(
@@ -107,8 +109,8 @@ class WriterJob(Background):
             live = self._copies[key]
             self._copies[key] = _copy(live)
             if live._version != version:
-                what = f"checkpoint of step {self._to[1]} was given up: {key[0]!r} was changed before the step's update"
-                raise CheckpointError(what, "change weights in the body of the loop, not in the forward")
+                what = f"checkpoint of step {self._to[1]} was discarded: {key[0]!r} changed before the optimizer update"
+                raise CheckpointError(what, "change weights in the body of the training loop, not in the forward")
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ import errno
 import io
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -21,6 +22,7 @@ from paceline.cli.run_commands import late, returning, showing
 from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
+from paceline.launch.raw import REFUSED, refusal
 from paceline.observe.drawing import save
 from paceline.observe.summary import explain
 from paceline.plan import describe
@@ -29,11 +31,42 @@ if sys.platform.startswith("linux"):
     from paceline.launch.coordinator_process import take_over as taken_over
     from paceline.launch.local import launch
 
-HANGS = "ends a worker that does nothing for so long (default 1800, or 0, which is never, at a terminal)"
-RESTARTS = "how often workers lost to one cause are started again (default 10); 0: any loss ends the run"
+HANGS = (
+    "kill a worker that makes no progress for this many seconds (default 1800; 0 = never, the default on a terminal)"
+)
+RESTARTS = "restart workers lost to one cause at most N times (default 10); 0: any loss ends the run"
+RAW_RESTARTS = "; with --raw: restart all workers after a failure at most N times (default 0)"
+_SYNC = "copy this folder (without files that git ignores) to hosts: at most 200 MB"
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # what the system says of a disk without room
 ELSEWHERE = ("-n", "-np", "--np", "--nproc-per-node", "--nproc_per_node", "--num-processes", "--num_processes")
+
+
+# Options and commands that users bring from other launchers, with dashes instead of underscores, and what to use here.
+FOREIGN_OPTIONS = {
+    **dict.fromkeys(("--gpus", "--num-gpus", "--gpus-per-node", "--nproc", "--num-workers"), "use --workers N"),
+    **dict.fromkeys(
+        ("--nnodes", "--num-nodes", "--num-machines", "--node-rank", "--machine-rank"),
+        "start the first host with --listen ADDR and each other host with --join, or use paceline launch",
+    ),
+    **dict.fromkeys(
+        ("--master-addr", "--master-port", "--main-process-ip", "--main-process-port", "--rdzv-endpoint"),
+        "use --listen ADDR:PORT on the first host and --join ADDR:PORT on the others",
+    ),
+    **dict.fromkeys(("--rdzv-backend", "--rdzv-id", "--standalone"), "leave it out: workers find each other"),
+    **dict.fromkeys(("--mixed-precision", "--bf16", "--fp16"), "use --plan precision=bf16 or precision=fp16"),
+    **dict.fromkeys(("--use-fsdp", "--fsdp", "--use-deepspeed", "--deepspeed"), "use --plan shard=N"),
+    **dict.fromkeys(("--include", "--exclude"), "set CUDA_VISIBLE_DEVICES"),
+    "--module": "use -m",
+    "--max-steps": "use --steps N",
+    **dict.fromkeys(("--output-dir", "--log-dir", "--resume"), "use --run-dir DIR, which also resumes the run in DIR"),
+}
+FOREIGN_COMMANDS = {
+    **dict.fromkeys(("train", "start", "exec", "torchrun", "accelerate", "deepspeed", "resume"), "run"),
+    **dict.fromkeys(("kill", "cancel"), "stop"),
+    **dict.fromkeys(("status", "top", "monitor"), "watch"),
+    **dict.fromkeys(("list", "ls", "ps"), "runs"),
+}
 
 
 class _Elsewhere(argparse.Action):
@@ -41,7 +74,7 @@ class _Elsewhere(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         number = values if re.fullmatch("[0-9]{1,12}", values or "") else "N"
-        raise UsageError(f"{option_string} is another launcher's option", f"say --workers {number}")
+        raise UsageError(f"unknown option {option_string}", f"use --workers {number}")
 
 
 def _parse_number(name: str, least: int, text: str) -> int:
@@ -68,13 +101,19 @@ def _option(
 
 def _launched(script: str | None, module: bool, **options: Any) -> LaunchOptions:
     if script is None:
-        raise UsageError("no script was given", "give the path of the Python file that trains")
+        raise UsageError("no script was given", "pass the path of a Python training script")
     name = script if module else None
     return LaunchOptions(script=find_module(script) if module else script, module=name, **options)
 
 
-def _run(take_over: Path | None, **options: Any) -> int | str:
-    return launch(_launched(**options)) if take_over is None else taken_over(take_over)
+def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options: Any) -> int | str:
+    if take_over is not None:
+        if raw:
+            raise refusal(*REFUSED["take_over"])
+        return taken_over(take_over)
+    if max_restarts is None:
+        max_restarts = 0 if raw else LaunchOptions.max_restarts
+    return launch(_launched(raw=raw, max_restarts=max_restarts, **options))
 
 
 FAR = (
@@ -126,50 +165,62 @@ def _tokenize(**options: Any) -> int | str:
 
 def _weights(add: Callable[..., Any]) -> None:
     """The commands that read and write checkpoints without a script."""
-    dtype = "convert weights of floating point on the way"
+    dtype = "convert floating-point weights to this type (default: as they are)"
     option = add(
         "export",
         late("checkpoint.export", "export_model"),
         "write the weights of a run's newest checkpoint, for other programs",
         "examples:\n"
         "  paceline export runs/a model.safetensors\n"
-        "  paceline export runs/a model.safetensors --best             the one that trainer.keep_best() kept\n"
-        "  paceline export runs/a weights --max-file 2GB --dtype bf16    a folder as Hugging Face's libraries read it\n"
+        "  paceline export runs/a model.safetensors --best             the one kept by trainer.keep_best()\n"
+        "  paceline export runs/a weights --max-file 2GB --dtype bf16    a folder that Hugging Face's libraries read\n"
         "  paceline export runs/a weights --format dcp                   for torch.distributed.checkpoint.load",
-        "Writes one .safetensors file, or a folder of them. Needs neither the script nor the model's code.",
+        "Writes one .safetensors file, or a folder of several. Does not need the script or the model's code.",
     )
-    option("run_dir", metavar="RUN", help="the run folder, or the URL at which it keeps its checkpoints")
-    option("out", type=Path, metavar="OUT", help="the file to write, OUT.safetensors, or a folder")
-    option("--format", dest="layout", choices=["safetensors", "dcp"], help="the format of a folder")
-    option("--max-file", default="5GB", metavar="SIZE", help="most bytes of a file in a folder (default 5GB)")
+    option("run_dir", metavar="RUN", help="run folder, or URL of its checkpoints")
+    option("out", type=Path, metavar="OUT", help="file to write, OUT.safetensors, or a folder")
+    option(
+        "--format",
+        dest="layout",
+        choices=["safetensors", "dcp"],
+        help="format of a folder (default: that of Hugging Face)",
+    )
+    option("--max-file", default="5GB", metavar="SIZE", help="maximum size of a file in a folder (default 5GB)")
     option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
-    option("--step", least=0, help="a checkpoint other than the newest")
-    option("--best", action="store_true", help="the checkpoint that trainer.keep_best() kept")
-    option("--trainer", least=0, default=0, help="which trainer of the script, from 0 (default 0)")
+    option("--step", least=0, help="step of the checkpoint (default: the newest)")
+    option("--best", action="store_true", help="use the checkpoint kept by trainer.keep_best()")
+    option("--trainer", least=0, default=0, help="number of the trainer in the script, from 0 (default 0)")
     option = add(
         "import",
         late("checkpoint.import_weights", "import_model"),
-        "make a run that begins with weights from elsewhere",
+        "create a run that starts from weights of another program",
         "examples:\n"
         "  paceline import model.safetensors runs/b\n"
         "  paceline import gpt2/ runs/b --map transformer.= --dtype fp32\n"
-        "  paceline run --run-dir runs/b --workers 4 train.py            begins with them, at step 0",
-        "Reads safetensors alone. Names, shapes and dtypes are compared when the script makes its model.",
+        "  paceline run --run-dir runs/b --workers 4 train.py            starts from them, at step 0",
+        "Reads only safetensors. Names, shapes and dtypes are compared when the script creates its model.",
     )
-    option("source", type=Path, metavar="SOURCE", help="a .safetensors file, or a folder in Hugging Face's layout")
-    option("run_dir", type=Path, metavar="RUN", help="the run folder to make")
-    option("--map", dest="renames", action="append", default=[], metavar="OLD=NEW", help="rename a prefix; repeatable")
+    option("source", type=Path, metavar="SOURCE", help=".safetensors file, or folder in Hugging Face's layout")
+    option("run_dir", type=Path, metavar="RUN", help="run folder to create")
+    option(
+        "--map",
+        dest="renames",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        help="rename a prefix of parameter names; repeatable",
+    )
     option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
-    option("--trainer", least=0, default=0, help="for which trainer of the script, from 0 (default 0)")
+    option("--trainer", least=0, default=0, help="number of the trainer in the script, from 0 (default 0)")
     option = add(
         "inspect",
         late("checkpoint.inspect", "inspect_run"),
-        "say what a checkpoint holds",
+        "list and verify checkpoints, and show the contents of one",
         "examples:\n  paceline inspect runs/a\n  paceline inspect runs/a --step 120 --tensors --json",
-        "Lists and verifies the checkpoints of a run, and tells one of them, by default the newest.",
+        "Shows the newest checkpoint, or that of --step.",
     )
-    option("run_dir", metavar="RUN", help="the run folder, or the URL at which it keeps its checkpoints")
-    option("--step", least=0, help="a checkpoint other than the newest")
+    option("run_dir", metavar="RUN", help="run folder, or URL of its checkpoints")
+    option("--step", least=0, help="step of the checkpoint (default: the newest)")
     option("--tensors", action="store_true", help="list every tensor")
     option("--json", dest="as_json", action="store_true", help="print one JSON object")
 
@@ -178,16 +229,14 @@ def _workers(option: Callable[..., Any], default: int, does: str) -> None:
     """How many workers, and what to run as a module."""
     option("--workers", least=1, default=default, metavar="N", help=f"{does} (default {default})")
     option(*ELSEWHERE, dest=argparse.SUPPRESS, nargs="?", action=_Elsewhere, help=argparse.SUPPRESS)
-    option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
+    option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
 
 
 def _script(option: Callable[..., Any]) -> None:
     """Adds the script of a rehearsal, its plan and its arguments."""
-    option("script", help="the training script")
-    option("--plan", allow_empty=True, metavar="TEXT", help="how the work is spread among the N workers")
-    option(
-        "arguments", allow_empty=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --"
-    )
+    option("script", help="training script")
+    option("--plan", allow_empty=True, metavar="TEXT", help="plan: how the work is spread over the workers")
+    option("arguments", allow_empty=True, nargs="*", metavar="-- ARGUMENTS", help="arguments of the script, after --")
 
 
 def _rehearsals(add: Callable[..., Any]) -> None:
@@ -196,32 +245,32 @@ def _rehearsals(add: Callable[..., Any]) -> None:
         _check,
         "train a few steps with one worker and with N, and compare",
         "example:\n  paceline check train.py --workers 4",
-        "Tells whether a script trains the same on N workers as on one: it runs a few steps with one "
-        "worker, with one worker that sums in another order (that is what rounding looks like), and with N.",
+        "The script must train the same on N workers as on one. The steps are trained with one worker, with one"
+        " worker that sums in another order (to measure rounding), and with N workers.",
     )
-    _workers(option, 2, "workers to compare with one")
-    option("--steps", least=1, default=5, metavar="K", help="optimizer steps to compare after (default 5)")
+    _workers(option, 2, "number of workers to compare with one")
+    option("--steps", least=1, default=5, metavar="K", help="number of optimizer steps (default 5)")
     _script(option)
     option = add(
         "chaos",
         _chaos,
-        "lose workers on purpose, and see what was lost with them",
+        "rehearse failures: kill workers on purpose and compare the weights",
         "examples:\n"
         "  paceline chaos train.py --workers 4 --plan exact\n"
         "  paceline chaos train.py --workers 4 --faults kill:0@10.backward,stop:2@30.reduced",
-        "A rehearsal: trains a few steps undisturbed and again while workers are killed, stopped and made to fail, and "
-        "compares the weights.",
+        "Trains a few steps undisturbed, then again while workers are killed, stopped and made to fail, and compares"
+        " the weights.",
     )
     _workers(option, 4, "workers")
-    option("--steps", least=1, default=100, metavar="K", help="optimizer steps (default 100)")
-    option("--losses", least=1, default=4, metavar="N", help="how many workers to lose (default 4)")
-    option("--seed", least=0, default=0, help="draws who is lost, when and how (default 0)")
+    option("--steps", least=1, default=100, metavar="K", help="number of optimizer steps (default 100)")
+    option("--losses", least=1, default=4, metavar="N", help="number of failures (default 4)")
+    option("--seed", least=0, default=0, help="seed that chooses workers, moments and kinds of failures (default 0)")
     option(
         "--faults",
         default="",
         allow_empty=True,
         metavar="TEXT",
-        help="instead: KIND:WORKER@STEP.MOMENT, separated by commas",
+        help="exact failures instead: KIND:WORKER@STEP.MOMENT, separated by commas",
     )
     _script(option)
 
@@ -230,59 +279,131 @@ def _makers(add: Callable[..., Any]) -> None:
     option = add(
         "tokenize",
         _tokenize,
-        "make a folder of tokens out of text, for paceline.data.Tokens",
+        "convert text into a folder of tokens, for paceline.data.Tokens",
         "examples:\n"
         "  paceline tokenize texts/ --tokenizer tokenizer.json --out tokens/\n"
         "  paceline tokenize 'web-*.jsonl' --field content --tokenizer gpt2 --out tokens/ --workers 8",
-        "A .txt file is one document, and so is each line of a .jsonl file. Killed at any moment, the same command "
-        "goes on. The files do not depend on the number of workers.",
+        "A .txt file is one document, and so is each line of a .jsonl file. If it is killed, the same command"
+        " continues. The files do not depend on the number of workers.",
     )
     option("inputs", nargs="+", metavar="INPUT", help="a .txt or .jsonl file, a folder of them, or a glob")
     option("--tokenizer", required=True, metavar="FILE|NAME", help="a tokenizer.json, or a name on Hugging Face's hub")
-    option("--out", required=True, type=Path, metavar="FOLDER", help="the folder to make")
-    option("--workers", least=1, metavar="N", help="processes (default: one for each core)")
-    option("--shard-tokens", least=1, default=100_000_000, metavar="N", help="tokens in a file (default 100,000,000)")
-    option("--field", default="text", metavar="NAME", help="where a line of a .jsonl file has its text (default text)")
+    option("--out", required=True, type=Path, metavar="FOLDER", help="folder to create")
+    option("--workers", least=1, metavar="N", help="number of processes (default: one per core)")
+    option("--shard-tokens", least=1, default=100_000_000, metavar="N", help="tokens per file (default 100,000,000)")
+    option("--field", default="text", metavar="NAME", help="field of a .jsonl line that holds the text (default text)")
     option(
         "--end",
         allow_empty=True,
         metavar="TOKEN",
-        help='the token behind each document (default: the usual one; "": none)',
+        help='token written after each document (default: that of the tokenizer; "": none)',
     )
 
 
-def _running(option: Callable[..., Any]) -> None:
-    """Adds the options that every run has, on this host or on others."""
-    option("--run-dir", metavar="DIR", help="run folder; the same one again resumes (default: a new one under runs/)")
-    option("--plan", allow_empty=True, metavar="TEXT", help="how the work is spread; wins over the script's")
-    option("--save-every", metavar="60s|N|auto", help="interval of checkpoints: seconds, steps or auto (default 60s)")
-    option("--keep", least=1, metavar="N", help="how many checkpoints stay (default 2)")
+def _converting(add: Callable[..., Any]) -> None:
+    """Adds the command that reads configurations of other tools."""
+    option = add(
+        "from",
+        late("integrations.configs.command", "convert"),
+        "convert a configuration of DeepSpeed, Accelerate or FSDP to a plan and Trainer arguments",
+        "examples:\n"
+        "  paceline from deepspeed ds_config.json --workers 8\n"
+        "  paceline from accelerate default_config.yaml\n"
+        "  paceline from deepspeed ds_config.json --set learning_rate=2e-5 --set bf16=true",
+        "Prints the plan, the command, the Trainer arguments and what becomes of every field: used, without effect and"
+        " why, or refused and what to do. Ends with exit code 1 if a field is refused or unknown.",
+    )
+    option("kind", choices=["deepspeed", "accelerate", "fsdp"], help="tool that the file is for")
+    option("path", type=Path, metavar="FILE", help="JSON, or YAML if its name ends in .yaml or .yml")
+    option("--workers", least=1, metavar="N", help="number of workers (default: that of the file)")
     option(
-        "--checkpoints", metavar="PLACE", help="a folder or URL for them, as s3://bucket/a (default: the run folder)"
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help='option of TrainingArguments, for fields that are "auto"; repeatable',
     )
-    option("--mirror", least=1, metavar="K", help="every K steps, the state of a lone worker or replica in memory")
-    option("--steps", dest="max_steps", least=1, metavar="N", help="end cleanly after N optimizer steps in all")
-    option("--tensorboard", action="store_const", const="1", help="write TensorBoard's files into the run folder, too")
-    option("--heal", action="store_const", const="1", help="let workers whose weights differ take a majority's")
-    option("--max-restarts", least=0, default=10, metavar="N", help=RESTARTS)
-    option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer (default 1)")
+    option("--json", dest="as_json", action="store_true", help="print one JSON object")
+
+
+def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = "") -> None:
+    """Adds the options that every run has, on this host or on others. `restarts`: the default of --max-restarts, about
+    which `more` says more.
+    """
+    option("--run-dir", metavar="DIR", help="run folder; an existing one is resumed (default: a new one under runs/)")
+    option(
+        "--plan",
+        allow_empty=True,
+        metavar="TEXT",
+        help="plan: how the work is spread; overrides the script's (see below)",
+    )
+    option("--save-every", metavar="60s|N|auto", help="interval of checkpoints: seconds, steps or auto (default 60s)")
+    option("--keep", least=1, metavar="N", help="number of checkpoints to keep (default 2)")
+    option(
+        "--checkpoints",
+        metavar="PLACE",
+        help="folder or URL for checkpoints, like s3://bucket/a (default: the run folder)",
+    )
+    option(
+        "--mirror",
+        least=1,
+        metavar="K",
+        help="copy the state of a lone worker or replica into memory every K steps (default: off)",
+    )
+    option(
+        "--steps",
+        dest="max_steps",
+        least=1,
+        metavar="N",
+        help="stop cleanly after N optimizer steps in total (default: no limit)",
+    )
+    option("--tensorboard", action="store_const", const="1", help="write TensorBoard files into the run folder")
+    option("--heal", action="store_const", const="1", help="repair workers whose weights differ from the majority's")
+    option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)
+    option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer workers (default 1)")
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
-    option("--cold-start", action="store_true", help="start each worker from nothing, and not from a warm process")
-    option("--quiet", action="store_true", help="print only how the run ended, where it did not finish")
-    option("--verbose", action="store_true", help="end with all figures of the report")
+    option("--cold-start", action="store_true", help="start each worker as a new interpreter, not from a warm process")
+    option("--quiet", action="store_true", help="print only how the run ended, and only if it did not finish")
+    option("--verbose", action="store_true", help="print all figures of the report at the end")
+
+
+def _several_hosts(option: Callable[..., Any]) -> None:
+    """Adds the options of a run that workers or hosts may join."""
+    option(
+        "--join",
+        metavar="RUN",
+        help="add these workers to a run, given by its folder, or by HOST:PORT with --token-file",
+    )
+    option("--token-file", metavar="FILE", help="token of the run to join: a copy of the file token in its folder")
+    option(
+        "--listen",
+        metavar="ADDR[:PORT]",
+        help="address at which other hosts reach this one (default: other hosts cannot join)",
+    )
+    option("--nodes", choices=["auto"], help="run this same command on every node; the nodes find the first one")
+    option(
+        "--store",
+        metavar="etcd://HOST:PORT/NAME",
+        help="let this etcd decide which host keeps the coordinator (default: none)",
+    )
 
 
 def _served(option: Callable[..., Any], at: str = "there") -> None:
-    option("--metrics", metavar="ADDR:PORT", help=f"serve figures to Prometheus {at}, with the run's reading_key")
-    option("--page", metavar="ADDR:PORT", help=f"serve the live page {at}, with the run's reading_key")
+    option(
+        "--metrics",
+        metavar="ADDR:PORT",
+        help=f"serve metrics to Prometheus {at} (with the run's reading_key; default: off)",
+    )
+    option("--page", metavar="ADDR:PORT", help=f"serve the live page {at} (with the run's reading_key; default: off)")
 
 
 def _launching(add: Callable[..., Any]) -> None:
-    does = "Starts one agent a host, which brings its workers to one run; the first host keeps the coordinator."
+    does = "Starts one agent per host, whose workers join one run; the coordinator runs on the first host."
     option = add(
         "launch ssh",
         partial(_launch, "ssh"),
-        "train on hosts behind OpenSSH",
+        "train on hosts reached by ssh",
         "examples:\n"
         "  paceline launch ssh --hosts a,b:2,c train.py\n"
         "  paceline launch ssh --hostfile hosts --sync --setup 'module load cuda' train.py",
@@ -292,104 +413,163 @@ def _launching(add: Callable[..., Any]) -> None:
     option = add(
         "launch mpi",
         partial(_launch, "mpi"),
-        "train on hosts that mpirun reaches",
+        "train on hosts reached by mpirun",
         "examples:\n"
         "  paceline launch mpi --hosts a,b:2,c train.py\n"
-        "  paceline launch mpi --engine='--mca plm_rsh_agent rsh' train.py     in a job of PBS: on its hosts",
+        "  paceline launch mpi --engine='--mca plm_rsh_agent rsh' train.py     within a PBS job: on its hosts",
         does,
     )
     _by_name(option, "mpirun")
     option = add(
         "launch slurm",
         partial(_launch, "slurm"),
-        "train on nodes of a Slurm",
+        "train on nodes of a Slurm cluster",
         "examples:\n"
-        "  paceline launch slurm -N 4 --engine='--time=2:00:00 -p gpu' train.py     submits, and follows to the end\n"
-        "  paceline launch slurm -N 4 --dry-run train.py                            prints what it would submit",
-        f"{does} Inside an allocation it uses srun, else it submits itself as a batch script.",
+        "  paceline launch slurm -N 4 --engine='--time=2:00:00 -p gpu' train.py     submits the job and follows it\n"
+        "  paceline launch slurm -N 4 --dry-run train.py                            only prints the batch script",
+        f"{does} Within an allocation it uses srun; otherwise it submits a batch script.",
     )
-    option("-N", "--nodes", least=1, metavar="N", help="how many nodes")
-    option("--detach", action="store_true", help="submit, and do not follow")
+    option("-N", "--nodes", least=1, metavar="N", help="number of nodes")
+    option("--detach", action="store_true", help="submit the job and do not follow it")
     _far(option, "sbatch and srun")
+    _launching_clusters(add, does)
+
+
+def _launching_clusters(add: Callable[..., Any], does: str) -> None:
+    """Adds the launchers that ask a Ray, Spark or Kubernetes cluster for places."""
     option = add(
         "launch ray",
         partial(_launch, "ray"),
         "train on nodes of a Ray cluster",
         "examples:\n"
         "  paceline launch ray --nodes 4 --engine='CPU=8 GPU=4' train.py\n"
-        "  paceline launch ray --hosts 10.0.0.7,10.0.0.8:2 --sync train.py     nodes by their addresses",
-        f"{does} Ray is asked for a placement group with a bundle a host, each on a node of its own.",
+        "  paceline launch ray --hosts 10.0.0.7,10.0.0.8:2 --sync train.py     nodes by address",
+        f"{does} Requests a placement group from Ray, with one bundle per host, each on its own node.",
     )
-    option("-N", "--nodes", least=1, metavar="N", help="how many nodes (default: all that fit)")
-    option("--address", metavar="HOST:PORT", help="of the cluster (default: RAY_ADDRESS, or that which runs here)")
-    option("--wait", least=0, default=300, metavar="SECONDS", help="for Ray to place all hosts (default 300)")
+    option("-N", "--nodes", least=1, metavar="N", help="number of nodes (default: all that fit)")
+    option(
+        "--address",
+        metavar="HOST:PORT",
+        help="address of the cluster (default: RAY_ADDRESS, or the cluster on this host)",
+    )
+    _waiting(option, "Ray")
     _by_name(option, "Ray")
     option = add(
         "launch spark",
         partial(_launch, "spark"),
-        "train on executors of a Spark",
+        "train on executors of a Spark cluster",
         "examples:\n"
         "  paceline launch spark -N 4 --master spark://a:7077 train.py\n"
         "  paceline launch spark -N 4 --master yarn --workers-per-host 4 --engine='--executor-memory 32g' train.py",
-        f"{does} Spark is asked for a barrier task a host, each on an executor of its own.",
+        f"{does} Requests one barrier task per host from Spark, each on its own executor.",
     )
-    option("-N", "--nodes", least=1, metavar="N", help="how many executors")
-    option("--master", metavar="URL", help="Spark's, as spark://HOST:7077 or yarn (default: that of its configuration)")
-    option("--wait", least=0, default=300, metavar="SECONDS", help="for Spark to place all hosts (default 300)")
-    option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
+    option("-N", "--nodes", least=1, metavar="N", help="number of executors")
+    option(
+        "--master",
+        metavar="URL",
+        help="Spark master, like spark://HOST:7077 or yarn (default: from Spark's configuration)",
+    )
+    _waiting(option, "Spark")
+    option("--sync", action="store_true", help=_SYNC)
     _far(option, "spark-submit")
     option = add(
         "launch kubernetes",
         partial(_launch, "kubernetes"),
-        "train in pods of a Kubernetes",
+        "train in pods of a Kubernetes cluster",
         "examples:\n"
         "  paceline launch kubernetes -N 4 --image train:1 --gpus 8 --claim runs train.py\n"
-        "  paceline launch kubernetes -N 4 --image train:1 --claim runs --dry-run /app/train.py     of the image",
-        "Makes a Job with a pod a host, and follows it to the end. The script goes along, unless its path is absolute.",
+        "  paceline launch kubernetes -N 4 --image train:1 --claim runs --dry-run /app/train.py   # in the image",
+        "Creates a Job with one pod per host, and follows it to the end. The script is sent along unless its path is"
+        " absolute.",
     )
-    option("-N", "--nodes", least=1, metavar="N", help="how many hosts")
-    option("--as", dest="shape", choices=["job", "jobset", "trainjob"], default="job", help="its kind (default: job)")
-    option("--image", metavar="IMAGE", help="the pods' image: it has Python and Paceline")
-    option("--namespace", metavar="NAME", help="where they run (default: kubectl's)")
-    option("--claim", metavar="NAME", help="a PersistentVolumeClaim that all hosts may write, for the run folder")
-    option("--gpus", least=1, metavar="N", help="NVIDIA's GPUs of each host (default: none)")
-    option("--cpus", metavar="Q", help="cores that each host asks for, as 8 or 500m (default: one for each worker)")
-    option("--memory", metavar="Q", help="memory of each host, as 16Gi (default: no limit)")
-    option("--detach", action="store_true", help="let it go on by itself, and do not follow")
+    option("-N", "--nodes", least=1, metavar="N", help="number of hosts")
+    option(
+        "--as",
+        dest="shape",
+        choices=["job", "jobset", "trainjob"],
+        default="job",
+        help="kind of the object to create (default: job)",
+    )
+    option("--image", metavar="IMAGE", help="image of the pods, with Python and Paceline")
+    option("--namespace", metavar="NAME", help="namespace (default: kubectl's)")
+    option("--claim", metavar="NAME", help="PersistentVolumeClaim for the run folder, writable by all hosts")
+    option("--gpus", least=1, metavar="N", help="NVIDIA GPUs per host (default: none)")
+    option("--cpus", metavar="Q", help="cores per host, like 8 or 500m (default: one per worker)")
+    option("--memory", metavar="Q", help="memory per host, like 16Gi (default: no limit)")
+    option("--detach", action="store_true", help="create the Job and do not follow it")
     _far(option, "kubectl")
+
+
+def _waiting(option: Callable[..., Any], engine: str) -> None:
+    """Adds the option of a run on hosts that a cluster chooses."""
+    text = f"seconds to wait until {engine} has placed all hosts (default 300)"
+    option("--wait", least=0, default=300, metavar="SECONDS", help=text)
 
 
 def _by_name(option: Callable[..., Any], engine: str) -> None:
     """Options of a run on hosts that the user names."""
-    option("--hosts", metavar="A,B:2,..", help=f"the hosts, as {engine} takes them, some with their number of workers")
-    option("--hostfile", type=Path, metavar="FILE", help="a file with a host on each line")
-    option("--sync", action="store_true", help="copy the files that git has here, at most 200 MB")
+    option("--hosts", metavar="A,B:2,..", help=f"hosts, as {engine} accepts them; HOST:N sets the number of workers")
+    option("--hostfile", type=Path, metavar="FILE", help="file with one host per line")
+    option("--sync", action="store_true", help=_SYNC)
     if engine == "ssh":
-        option("--tunnel", action="store_true", help="all between hosts through ssh and this machine: only ssh is open")
+        option("--tunnel", action="store_true", help="send all traffic between hosts through ssh and this machine")
     if engine != "Ray":  # where `ray job submit --no-wait` does it
-        option("--detach", action="store_true", help="let the run go on by itself once all hosts are of it")
+        option(
+            "--detach", action="store_true", help="let the run continue without this command once all hosts have joined"
+        )
     _far(option, engine)
 
 
 def _far(option: Callable[..., Any], engine: str) -> None:
     """Adds the options of a run on other hosts."""
-    option("--workers-per-host", least=1, metavar="N", help="workers on each host (default: its GPUs, else 1)")
+    option("--workers-per-host", least=1, metavar="N", help="workers per host (default: one per GPU, else 1)")
     default_python, default_folder = (
         ("the path of this one",) * 2 if engine != "kubectl" else ("python", "the run's volume")
     )
     if engine != "kubectl":
-        option("--listen", metavar="ADDR[:PORT]", help="where the others reach the first host (default: found out)")
+        option(
+            "--listen",
+            metavar="ADDR[:PORT]",
+            help="address at which the others reach the first host (default: found automatically)",
+        )
         _served(option, "from the first host")
-    option("--python", metavar="PATH", help=f"the hosts' Python (default: {default_python})")
-    option("--cwd", metavar="DIR", help=f"the folder to run in (default: {default_folder})")
-    option("--setup", metavar="SHELL", help="what a shell runs there first, as 'module load cuda'")
-    option("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the workers; repeatable")
-    option("--engine", default="", allow_empty=True, metavar="OPTIONS", help=f"handed on to {engine} as it is")
-    option("--dry-run", action="store_true", help="print what would be started, and start nothing")
-    option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
+    option("--python", metavar="PATH", help=f"Python on the hosts (default: {default_python})")
+    option("--cwd", metavar="DIR", help=f"folder to run in (default: {default_folder})")
+    option("--setup", metavar="SHELL", help="shell command to run first on each host, like 'module load cuda'")
+    option(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="environment variable for the workers; repeatable",
+    )
+    option("--engine", default="", allow_empty=True, metavar="OPTIONS", help=f"options passed to {engine} unchanged")
+    option("--dry-run", action="store_true", help="print what would be started, without starting it")
+    option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
     _running(option)
-    option("script", nargs="?", help="the training script")
-    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="its own arguments")
+    option("script", nargs="?", help="training script")
+    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="arguments of the script")
+
+
+def _explaining(add: Callable[..., Any]) -> None:
+    option = add(
+        "explain",
+        _explain,
+        "explain a plan (what workers store, send and wait for), or the decisions of a run",
+        "examples:\n"
+        '  paceline explain "pipeline=2 tensor=2 data=2"\n'
+        '  paceline explain "pipeline=4 virtual=2" --workers 8 train.py -- --size large\n'
+        "  paceline explain runs/a --svg plan.svg\n\n"
+        "words of a plan:\n" + describe(),
+        "Describes and draws a plan. With a script, which runs on one worker up to its first step, also blocks, bytes "
+        "and seconds. For a run: plan, grid, decisions, time, bytes and failures.",
+    )
+    option("what", metavar="RUN|PLAN", help="run folder, or a plan in quotes")
+    option("script", nargs="?", help="training script, to predict bytes and seconds for its model")
+    option("--workers", least=1, metavar="N", help="number of workers of the plan (default: the fewest possible)")
+    option("--svg", type=Path, metavar="FILE", help="write the drawing of the report to this file")
+    option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
+    option("arguments", allow_empty=True, nargs="*", metavar="-- ARGUMENTS", help="arguments of the script, after --")
 
 
 def _parser(wanted: str | None) -> argparse.ArgumentParser:
@@ -400,17 +580,20 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         prog="paceline",
-        description="Trains one PyTorch model on whatever machines there are.",
-        epilog="`paceline COMMAND --help` shows options and examples. A script also runs alone: python train.py",
+        description="Train one PyTorch model on any number of machines.",
+        epilog="`paceline COMMAND --help` shows options and examples. A script also runs without it: python train.py",
     )
     parser.add_argument("--version", action="version", version=f"paceline {sys.modules['paceline'].__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    names: list[str] = []
 
     def add(name: str, command: Callable[..., int | str], does: str, epilog: str, more: str | None = None) -> Any:
+        names.append(name)
         if wanted not in (name, None):
             return lambda *_, **__: None
         form = argparse.RawDescriptionHelpFormatter
-        added = commands.add_parser(name, help=does, description=more, epilog=epilog, formatter_class=form)
+        about = textwrap.fill(f"{does[0].upper()}{does[1:]}." + (f" {more}" if more else ""), 79)
+        added = commands.add_parser(name, help=does, description=about, epilog=epilog, formatter_class=form)
         added.set_defaults(command=command, usage=added.format_usage)
         return partial(_option, added)
 
@@ -420,71 +603,91 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
         "train with several workers, on this machine and on others that join",
         "examples:\n"
         "  paceline run --workers 4 train.py\n"
-        "  paceline run --workers 4 --run-dir runs/a train.py --epochs 3    the same command again resumes\n"
-        "  paceline run --workers 2 --join runs/a train.py                  two more, at any time\n"
+        "  paceline run --workers 4 --run-dir runs/a train.py --epochs 3    run it again to resume\n"
+        "  paceline run --workers 2 --join runs/a train.py                  adds two workers, at any time\n"
         '  paceline run --workers 2 --plan "precision=bf16 micro=16" train.py\n'
+        "  paceline run --workers 2 --raw train.py                          as torchrun runs it\n"
         "  paceline run --notify 'jq -r .what | mail -s training me' train.py\n\n"
         "words of a plan:\n" + describe(),
-        "Starts the workers, shows their progress, and ends with one report or one failure block.",
+        "Starts the workers, shows their progress, and ends with a report or an explanation of the failure.",
     )
-    _workers(option, 1, "worker processes")
-    option("--join", metavar="RUN", help="bring these workers to a run: its folder, or HOST:PORT with --token-file")
-    option("--token-file", metavar="FILE", help="the token of the run to join: a copy of the file token in its folder")
-    option("--listen", metavar="ADDR[:PORT]", help="where other hosts reach this one (default: none can join)")
-    option("--nodes", choices=["auto"], help="each node starts this by itself, and finds the first one")
-    option("--store", metavar="etcd://HOST:PORT/NAME", help="this etcd decides who keeps the coordinator, at once")
-    _running(option)
-    option("--shares", metavar="A,B,..", help="weights of unequal workers in dealing rows, as 3,1")
-    option("--against", metavar="RUN", help="a finished run to compare the speed with, in the report")
+    _workers(option, 1, "number of worker processes")
+    option(
+        "--raw",
+        action="store_true",
+        help="run an unchanged script of torch.distributed, Accelerate, Lightning or Hugging Face, as torchrun would",
+    )
+    _several_hosts(option)
+    _running(option, None, RAW_RESTARTS)
+    option("--shares", metavar="A,B,..", help="shares of unequal workers, like 3,1 (default: measured)")
+    option("--against", metavar="RUN", help="finished run to compare the speed with in the report")
     _served(option)
-    option("--notify", metavar="COMMAND", help="a shell command that gets a JSON object at a failure, a hang, the end")
+    option(
+        "--notify", metavar="COMMAND", help="shell command that receives a JSON object at a failure, a hang and the end"
+    )
     option("--debug", least=0, metavar="RANK", help="give this worker the terminal, for breakpoint()")
-    option("--take-over", type=Path, metavar="RUN", help="the coordinator's host is lost: go on from here without it")
-    option("script", nargs="?", help="the training script")
-    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="its own arguments")
+    option(
+        "--take-over", type=Path, metavar="RUN", help="replace a lost first host by this one (RUN: the run folder here)"
+    )
+    option("script", nargs="?", help="training script")
+    option("arguments", allow_empty=True, nargs=argparse.REMAINDER, help="arguments of the script")
 
     _launching(add)
     returning(add)
     _rehearsals(add)
     _makers(add)
     _weights(add)
-    option = add(
-        "explain",
-        _explain,
-        "say what a plan makes workers hold, send and wait for, or why a run did what it did",
-        "examples:\n"
-        '  paceline explain "pipeline=2 tensor=2 data=2"\n'
-        '  paceline explain "pipeline=4 virtual=2" --workers 8 train.py -- --size large\n'
-        "  paceline explain runs/a --svg plan.svg\n\n"
-        "words of a plan:\n" + describe(),
-        "A plan in words and drawn; with a script, which one worker runs up to its first step, with its blocks, bytes "
-        "and seconds. Or of a run: plan, grid, decisions, time, bytes, failures.",
-    )
-    option("what", metavar="RUN|PLAN", help="a run folder, or a plan in quotes")
-    option("script", nargs="?", help="the training script, for its figures")
-    option("--workers", least=1, metavar="N", help="how many the plan is for (default: as few as it takes)")
-    option("--svg", type=Path, metavar="FILE", help="write the drawing, as the report has it")
-    option("-m", dest="module", action="store_true", help="SCRIPT is a module's name, run as `python -m` runs it")
-    option(
-        "arguments", allow_empty=True, nargs="*", metavar="-- ARGUMENTS", help="the script's own arguments, after --"
-    )
+    _converting(add)
+    _explaining(add)
     showing(add)
-    return parser if commands.choices else _parser(None)
+    if commands.choices:
+        return parser
+    if wanted is None or wanted.startswith("-"):
+        return _parser(None)
+    raise _unknown_command(wanted, names)
 
 
-def _misplaced(usage: str, arguments: Sequence[str] = (), quiet: bool = False, **given: Any) -> str:
-    """A note on options of Paceline passed to the script, which does not have them; empty if there are none."""
+def _unknown_command(wanted: str, names: Sequence[str]) -> UsageError:
+    """An error that names the command most like `wanted`, or the one that does what another launcher's does."""
+    near = [FOREIGN_COMMANDS[wanted]] if wanted in FOREIGN_COMMANDS else difflib.get_close_matches(wanted, names, n=1)
+    cure = f"did you mean paceline {near[0]}?" if near else "see `paceline --help`"
+    return UsageError(f"unknown command {shown(wanted)}", cure)
+
+
+def _unknown_option(word: str, command: str, usage: str) -> UsageError:
+    """An error that names the option most like `word`, or the one that does what another launcher's option does."""
+    if not word.startswith("-"):
+        return UsageError(
+            f"unexpected argument {shown(word)} of paceline {command}", f"see `paceline {command} --help`"
+        )
+    name = word.partition("=")[0]
+    what, options = f"unknown option {shown(word)} of paceline {command}", re.findall(r"--[a-z-]+", usage)
+    dashed = name.replace("_", "-")
+    if dashed in options:
+        return UsageError(what, f"use {dashed}")
+    if dashed in FOREIGN_OPTIONS and (
+        "--run-dir" in options or (command in ("check", "chaos") and "--workers N" in FOREIGN_OPTIONS[dashed])
+    ):
+        return UsageError(what, FOREIGN_OPTIONS[dashed])
+    near = difflib.get_close_matches(dashed, options, n=1, cutoff=0.7)
+    hint = "; pass the script's own arguments after --" if command in ("check", "chaos", "explain") else ""
+    return UsageError(what, f"did you mean {near[0]}?" if near else f"see `paceline {command} --help`{hint}")
+
+
+def _refuse_misplaced(usage: str, arguments: Sequence[str] = (), **given: Any) -> None:
+    """Raises UsageError for options of Paceline after the script, unless the script's text has them."""
     names = dict.fromkeys(word.partition("=")[0] for word in arguments)
     misplaced = [name for name in names if name in re.findall(r"--[a-z-]+", usage)]
-    if quiet or not misplaced:
-        return ""
+    if not misplaced:
+        return
     script = given["script"]
-    name = in_one_line(script)
     with suppress(OSError):
         text = read_file(find_module(script) if given["module"] else script).decode(errors="replace")
         misplaced = [name for name in misplaced if f'"{name}"' not in text and f"'{name}'" not in text]
-    after = f"note: what stands after {name} is the script's own: {', '.join(misplaced)}"
-    return f"{after}; what is meant for paceline stands before {name}" if misplaced else ""
+    if misplaced:
+        shown_script, them = in_one_line(script), "it" if len(misplaced) == 1 else "them"
+        what = f"{', '.join(misplaced)} after {shown_script} would go to the script"
+        raise UsageError(what, f"put {them} before {shown_script}, or write -- after {shown_script} to pass {them} on")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -509,11 +712,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == ["launch"]:
             if words[1:2] not in (["ssh"], ["mpi"], ["slurm"], ["ray"], ["spark"], ["kubernetes"]):
                 raise UsageError(
-                    "where to launch is not said", "write paceline launch ssh, mpi, slurm, ray, spark or kubernetes"
+                    "paceline launch needs the name of a launcher",
+                    "use paceline launch ssh, mpi, slurm, ray, spark or kubernetes",
                 )
             words[:2] = [" ".join(words[:2])]
         if words and words[0].endswith(".py"):
-            raise UsageError(f"{shown(words[0])} is no command", f"write paceline run {shown(words[0])}")
+            raise UsageError(f"unknown command {shown(words[0])}", f"use paceline run {shown(words[0])}")
         at = words.index("--shares") if "--shares" in words else len(words)
         if words[at + 1 : at + 2] and re.match("-[0-9]", words[at + 1]):  # argparse takes it for an option
             words[at : at + 2] = [f"--shares={words[at + 1]}"]
@@ -523,16 +727,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         if unknown and words[0] == "explain" and options["script"] is None and unknown[0][0] != "-":
             options["script"] = unknown.pop(0)  # argparse looks for it before the options alone
         if unknown:
-            near = difflib.get_close_matches(unknown[0], re.findall(r"--[a-z-]+", usage()), n=1, cutoff=0.7)
-            hint = "; the script's own arguments stand after --" if words[0] in ("check", "chaos", "explain") else ""
-            cure = f"did you mean {near[0]}?" if near else f"see `paceline {words[0]} --help`{hint}"
-            raise UsageError(f"paceline {words[0]} does not know {shown(unknown[0])}", cure)
+            raise _unknown_option(unknown[0], words[0], usage())
         if script_arguments:
             options["arguments"] = script_arguments
         elif options.get("arguments", [])[:1] == ["--"]:  # sets them apart, and is none of them
             del options["arguments"][0]
-        elif "--" not in words and (note := _misplaced(usage(), **options)):
-            say(note)
+        elif "--" not in words:
+            _refuse_misplaced(usage(), **options)
+        if "--" in words and options.get("arguments") and (words[0] == "run" or words[0].startswith("launch ")):
+            options["separated"] = True  # argparse may have removed it
         if words[0] in ("check", "chaos", "explain"):  # what a rehearsal says to run once more
             options["again"] = command_line(["paceline", *given])
         if words[0].startswith("launch "):

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from paceline.base.environment import is_raw
+
 if TYPE_CHECKING:
     from paceline.comm.c10d_backend import ProcessGroup
 
@@ -18,7 +20,9 @@ _ready: list[ProcessGroup] = []  # the object that torch gets as its next group
 
 
 def register() -> None:
-    """Registers the backend with torch. Calling it again is harmless."""
+    """Registers the backend with torch; under `paceline run --raw` scripts get it without naming it. Calling it again
+    is harmless.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and "paceline" not in dist.Backend.backend_list:
@@ -27,6 +31,10 @@ def register() -> None:
         # fails for groups of a class derived from its own. Paceline has a flight recorder (base/flight_recorder.py).
         recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recording.add("paceline")
+    if dist.is_available() and is_raw():
+        from paceline.comm.raw_groups import take_over_groups
+
+        take_over_groups()
 
 
 def lend(group: ProcessGroup, store: Any) -> None:

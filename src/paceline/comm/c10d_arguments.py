@@ -1,7 +1,7 @@
 """Converts tensors of torch.distributed calls to flat buffers, or refuses them.
 
-What only moves is carried as whole numbers of its width, so that any dtype can. Unsigned numbers are combined as signed
-ones of their width: sums, products and bits are the same.
+Tensors that are only moved travel as integers of the same width, so every dtype is supported. Unsigned integers are
+reduced as signed integers of the same width: sums, products and bits are the same.
 """
 
 from __future__ import annotations
@@ -65,15 +65,15 @@ _COMBINED: dict[Any, Any] = {**_SUMS, Op.PRODUCT: torch.mul, **_CHOICES, **_BITS
 def _reduction(op: Any, dtype: torch.dtype) -> Reduction | tuple[str, str]:
     """How numbers of this dtype are combined; or why they cannot be, and what to do instead."""
     if op not in _COMBINED:
-        return "only NCCL multiplies on the way", "multiply before, and use ReduceOp.SUM"
+        return "only NCCL supports this reduction", "multiply before the call, and use ReduceOp.SUM"
     if dtype not in _INTEGER | _REAL | _COMPLEX:
-        return "torch does not compute with these on the CPU", "convert them, such as to float32"
+        return "torch cannot compute with this dtype on the CPU", "convert the tensors, for example to float32"
     if op in _BITS and dtype not in _INTEGER:
-        return "only whole numbers are combined by bits", "view them as whole numbers of their width"
+        return "bitwise reductions need an integer dtype", "view the tensors as integers of the same width"
     if op not in _SUMS and dtype in _COMPLEX:
         return "complex numbers can only be added", "use ReduceOp.SUM or ReduceOp.AVG"
     if op == Op.AVG and dtype in _INTEGER:
-        return "whole numbers have no mean among them", "use ReduceOp.SUM, and divide as you need it"
+        return "the mean of integers may not be an integer", "use ReduceOp.SUM, and divide the result"
     of = _unsigned(_CHOICES[op]) if op in _CHOICES and dtype in _SIGNED else _COMBINED[op]
     # Which of two numbers gloo chooses depends on their order if one is NaN.
     added = dtype.to_real() in _ADDED_BY_GLOO and not (op in _CHOICES and dtype in _REAL)
@@ -105,31 +105,33 @@ class CollectiveRequest(NamedTuple):
     def one_each(self, tensors: Tensors, size: int) -> None:
         """Checks that a list has one tensor for each worker."""
         if len(tensors) != size:
-            raise self.refuse(f"the list has {len(tensors)} tensors for {size} workers", "give one for each worker")
+            raise self.refuse(
+                f"the list has {len(tensors)} tensors for {size} workers", "pass one tensor for each worker"
+            )
 
     def fits(self, part_size: int, slot_size: int) -> None:
         """Checks that the part that a worker keeps is as long as the slot that it goes to."""
         if part_size != slot_size:
             raise self.refuse(
-                f"a worker's own part has {part_size} elements, and its place {slot_size}", "make them equal"
+                f"a worker's own part has {part_size} elements, but its output has {slot_size}", "use equal sizes"
             )
 
     def rows(self, full: torch.Tensor, part: torch.Tensor, size: int) -> list[torch.Tensor]:
         """Splits a flat tensor into parts as long as `part`, one for each worker."""
         if len(full) != size * len(part):
             why = f"one tensor has {len(full)} elements and the other {len(part)}, for {size} workers"
-            raise self.refuse(why, f"give {size * len(part)} and {len(part)}")
+            raise self.refuse(why, f"pass {size * len(part)} and {len(part)} elements")
         return list(full.view(size, len(part)).unbind(0))
 
     def split(self, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
         """The number of elements that each worker's rows of a tensor have: those of `splits`, or equal ones."""
         if not tensor.dim():
-            raise self.refuse("a tensor without dimensions has no rows", "give tensor.reshape(1)")
+            raise self.refuse("a tensor without dimensions has no rows", "pass tensor.reshape(1)")
         rows = len(tensor)
         splits = splits or [rows // size] * size
         if len(splits) != size or sum(splits) != rows or min(splits) < 0:
-            why = f"{rows} rows are not {' + '.join(map(str, splits))}"
-            raise self.refuse(why, f"give splits for {size} workers that add up to the rows")
+            why = f"the splits {' + '.join(map(str, splits))} do not add up to {rows} rows for {size} workers"
+            raise self.refuse(why, "pass one split per worker; their sum must be the number of rows")
         width = tensor.numel() // rows if rows else 0
         return [width * split for split in splits]
 
@@ -140,28 +142,28 @@ def check_request(kind: str, tensors: Tensors, op: Any = None, into: Tensors = (
     They have to be dense ones of one dtype on the CPU; otherwise raises UnsupportedError.
     """
     if not tensors:
-        raise UnsupportedError(f"{kind} of no tensors", "give at least one")
+        raise UnsupportedError(f"{kind} got no tensors", "pass at least one tensor")
     request = CollectiveRequest(kind, tensors[0].dtype, op)
     for tensor in tensors:
         if tensor.dtype != request.dtype:
-            raise request.refuse(f"another of its tensors is of {_text(tensor.dtype)}", "give tensors of one dtype")
+            raise request.refuse(f"another tensor has the dtype {_text(tensor.dtype)}", "pass tensors of one dtype")
         if not tensor.is_cpu or tensor.layout is not torch.strided or tensor.is_quantized:
             raise request.refuse(*_elsewhere(tensor))
         if tensor.is_conj() or tensor.is_neg():
-            raise request.refuse("a tensor is a conjugated view", "give tensor.resolve_conj().resolve_neg()")
+            raise request.refuse("a tensor is a conjugated view", "pass tensor.resolve_conj().resolve_neg()")
     for tensor in into:
         if not tensor.is_contiguous() and _overlaps(tensor):
-            raise request.refuse("elements of a tensor that it writes share memory", "give tensor.contiguous()")
+            raise request.refuse("elements of an output tensor share memory", "pass tensor.contiguous()")
     return request
 
 
 def _elsewhere(tensor: torch.Tensor) -> tuple[str, str]:
     """Why a tensor's elements cannot be sent as they lie in memory, and what to do."""
     if tensor.is_quantized:
-        return "their scale would stay behind", "send tensor.int_repr(), and the scale beside it"
+        return "the scale of a quantized tensor would not be sent", "send tensor.int_repr() and the scale separately"
     if tensor.layout is not torch.strided:
-        return f"a tensor's layout is {_text(tensor.layout)}", "give tensor.to_dense()"
-    return f"a tensor is on the device {tensor.device}", "give it on the CPU"
+        return f"a tensor's layout is {_text(tensor.layout)}", "pass tensor.to_dense()"
+    return f"a tensor is on the device {tensor.device}", "pass a tensor on the CPU"
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:
@@ -182,7 +184,7 @@ def check_sparse(kind: str, tensor: torch.Tensor, op: Any) -> CollectiveRequest:
     request = CollectiveRequest(kind, tensor.dtype, op)
     if op != Op.SUM or tensor.dtype not in _SPARSE or tensor.is_inference():
         raise request.refuse(
-            "sparse tensors like this cannot be combined", "give tensor.to_dense(), or a sum of float32"
+            "this reduction of sparse tensors is not supported", "pass tensor.to_dense(), or use a sum of float32"
         )
     return request
 

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from paceline.base.text import plural
 from paceline.comm.c10d_arguments import (
     Back,
     CollectiveRequest,
@@ -139,7 +140,7 @@ class ProcessGroup(dist.ProcessGroup):
         write(back)
 
     def _sparse_all_reduce(self, tensor: torch.Tensor, opts: Any) -> Ready:
-        """Sums sparse tensors: gathers everybody's entries and coalesces them."""
+        """Sums sparse tensors: gathers the entries of all workers and coalesces them."""
         request = check_sparse("sparse all_reduce", tensor, opts.reduceOp.op)
         local, hosts = tensor.detach().coalesce(), self.channel.hosts
 
@@ -226,17 +227,17 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_collective(c10d.AllgatherOptions)
     def allgather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
-        """Gathers everybody's tensor into a list."""
+        """Gathers the tensor of all workers into a list."""
         return self._all_gather(outs[0], tensors[0], opts)
 
     @_collective(c10d.AllgatherOptions)
     def all_gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
-        """Gathers everybody's tensor into the rows of one tensor."""
+        """Gathers the tensor of all workers into the rows of one tensor."""
         return self._all_gather_single(out, tensor, opts)
 
     @_collective(c10d.AllgatherOptions)
     def allgather_coalesced(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
-        """Gathers everybody's tensors into a list per rank."""
+        """Gathers the tensors of all workers into a list per rank."""
         longest = max(map(len, outs), default=0)  # `outs` has a list per rank
         rows = [[out[number] for out in outs if number < len(out)] for number in range(longest)]
         return self._each("all_gather", self._all_gather, rows, tensors, opts)
@@ -261,7 +262,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_collective(c10d.GatherOptions)
     def gather(self, outs: Sequence[list[torch.Tensor]], tensors: Tensors, opts: Any) -> Ready:
-        """Gathers everybody's tensor into a list on the root."""
+        """Gathers the tensor of all workers into a list on the root."""
         local_outs = outs[0] if outs else []
         request = check_request("gather", [*local_outs, *tensors], into=local_outs)
         if self._rank == opts.rootRank:
@@ -281,7 +282,7 @@ class ProcessGroup(dist.ProcessGroup):
         outcome: Any,
         root: int = -1,
     ) -> Ready:
-        """Gathers everybody's tensor into the tensors of `pairs`; workers that only give have none."""
+        """Gathers the tensor of all workers into the tensors of `pairs`; workers that only give have none."""
         data, _ = flat(bits(tensor))
         outs, back = [out for out, _ in pairs], [pair for _, copies in pairs for pair in copies]
         if outs:
@@ -294,8 +295,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     @_collective(c10d.GatherOptions)
     def gather_single(self, out: torch.Tensor, tensor: torch.Tensor, opts: Any) -> Ready:
-        """Gathers everybody's tensor into one tensor, which is empty on all workers but the root. Torch 2.15 and newer
-        call it.
+        """Gathers the tensor of all workers into one tensor, which is empty on all workers but the root.
+
+        Torch 2.15 and newer call it.
         """
         request = check_request("gather", [out, tensor], into=[out])
         if self._rank != opts.rootRank:
@@ -360,8 +362,9 @@ class ProcessGroup(dist.ProcessGroup):
             except UnevenError as error:  # the same on all workers, who have exchanged nothing
                 source, target = (f"worker {self.channel.side.names[rank]}" for rank in (error.source, error.target))
                 width = request.dtype.itemsize
-                why = f"{source} gives {error.given // width} elements to {target}, which takes {error.taken // width}"
-                raise request.refuse(why, "give and take as many") from None
+                count = plural(error.given // width, "element")
+                why = f"{source} sends {count} to {target}, which expects {error.taken // width}"
+                raise request.refuse(why, "use the same split sizes on both workers") from None
 
         options = CallOptions(partial(write, back), opts.asyncOp, outcome)
         return lambda: self.channel.start(request, numel, detail, steps, options)
@@ -370,7 +373,8 @@ class ProcessGroup(dist.ProcessGroup):
         """Runs several collectives as one. They go in order, so the last one's end is the end of all."""
         if not tensors or len(outs) != len(tensors):
             raise UnsupportedError(
-                f"{kind} of {len(tensors)} tensors into {len(outs)}", "give as many, and at least one"
+                f"{kind} got {plural(len(tensors), 'input')} and {plural(len(outs), 'output')}",
+                "pass as many outputs as inputs, and at least one",
             )
         ready = [make(out, tensor, opts) for out, tensor in zip(outs, tensors, strict=True)]
 
@@ -466,7 +470,7 @@ class ProcessGroup(dist.ProcessGroup):
         self.channel.timeout = timeout.total_seconds()
 
     def abort(self) -> None:
-        """Ends the group for good, whatever is under way."""
+        """Ends the group for good, and all of its collectives."""
         self.channel.abort()
 
     def shutdown(self) -> None:

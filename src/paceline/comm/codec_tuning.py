@@ -96,7 +96,7 @@ def sample(bucket: Bucket, most: int = MOST) -> Bucket:
 
 
 def trial(word: str, bucket: Bucket, hosts: int, part: Bucket | None = None) -> CodecTrial:
-    """Measures a codec for a bucket among so many hosts, on the sample `part` if there is one."""
+    """Measures a codec for a bucket among this number of hosts, on the sample `part` if there is one."""
     part, codec = part or sample(bucket), Codec(word)
     larger = len(bucket.local_shard) / len(part.local_shard)
     durations = []

@@ -37,7 +37,7 @@ from paceline.errors import LaunchError, PeerLostError, UsageError
 
 # Paceline has its own deadlines: torch's only has to be longer than any legitimate wait.
 FOR_EVER = timedelta(days=7)
-_PartKey = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: the part along these axes, or the team of so many
+_PartKey = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: the part along these axes, or the team of this size
 NAME = 80  # characters of a collective's name that are shown
 
 
@@ -60,10 +60,12 @@ class Group:
         self.channel: Any = None  # while there are others
         self._lent: Any = None  # torch's default group
         self._lends = False  # whether it is connected in this generation
+        self.has_left_generation = False  # whether connections of an earlier generation may be unfinished
         self.is_eager = False  # a trainer needs it from the start of a generation on, when losing a worker is handled
         self.mesh = Mesh()
         self.links: list[links.HostLink] = []  # between hosts, as measured
         self._parts: dict[_PartKey, Group] = {}
+        self._extra: list[Transport] = []  # the channels that `connect` made in this generation
         self._label = "team"
         # The group that this is a part of, and the part's prefix in its store.
         self._parent: tuple[Group, str] | None = None
@@ -95,11 +97,12 @@ class Group:
 
         Raises PeerLostError if it is `given_up` before all have come; then this worker is alone until the next call.
         """
+        self.has_left_generation |= self.channel is not None
         self._abort()
         self._take(replace(world, rank=0, size=1, members=(world.members[world.rank],)), None, None)
         if world.size == 1:
             return
-        why = PeerLostError("a generation was given up", "wait for the next")
+        why = PeerLostError("the generation was abandoned", "wait for the next one")
         try:  # gloo, too, can be left behind
             with HEARTBEAT.waiting():  # not in the thread, which may be left behind
                 made = unless(lambda: why if given_up() else None, lambda: self._connect(world, given_up))
@@ -108,14 +111,17 @@ class Group:
                 if part.is_eager:
                     part.expose_to_torch()
         except (RuntimeError, LaunchError) as error:  # the store went, with the first of them
-            raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
+            raise PeerLostError(
+                f"the workers could not connect to each other ({error})", "see the other workers' logs"
+            ) from error
 
     def _abort(self) -> None:
         for part in self._parts.values():
             part._abort()
-        for over in (self.channel, self._lent):
+        for over in (self.channel, self._lent, *self._extra):
             if over is not None:
                 over.abort()
+        self._extra.clear()
 
     def subgroup(self, *axes: str, mesh: Mesh | None = None) -> Group:
         """The group of the workers that differ from this one along these axes of a mesh only; by default the present
@@ -168,20 +174,44 @@ class Group:
         parent, name = self._parent
         assert parent._store is not None
         store = dist.PrefixStore(name, parent._store)
-        self._use(store, self._channel(store))
+        self._use(store, self._channel(store, parent.channel))
         if parent.channel.broken is not None:  # the part was not connected when the parent was interrupted
             self.interrupt(parent.channel.broken)
 
-    def _channel(self, store: dist.Store) -> Transport:
-        """Connects the workers of a part, as long as the parent group's channel is intact."""
-        assert self._parent is not None
-        over = self._parent[0].channel
-        make = partial(Transport, store, self.rank, self.size, FOR_EVER, lambda: over.broken is not None)
+    def connect(self, label: str, ranks: Sequence[int]) -> Transport | None:
+        """Connects a further channel among some workers, for a thread of its own; None if this worker is alone in it.
+
+        Collective among `ranks`, which are in ascending order. The `label` is used once in a generation. The channel is
+        interrupted together with this group, and ends with the generation.
+        """
+        if len(ranks) == 1:
+            return None
+        assert self._store is not None
+        store = dist.PrefixStore(f"connect/{label}/", self._store)
+        channel = self._channel(store, self.channel, ranks)
+        channel.side.names = [self.names[rank] for rank in ranks]
+        channel.ledger, channel.label = self.ledger, label
+        self._extra.append(channel)
+        if self.channel.broken is not None:
+            channel.interrupt(self.channel.broken)
+        return channel
+
+    def disconnect(self, channel: Transport) -> None:
+        """Closes a channel that `connect` made, once all of its workers have ended their last collective over it."""
+        self._extra.remove(channel)
+        channel.close()
+
+    def _channel(self, store: dist.Store, over: Transport, ranks: Sequence[int] | None = None) -> Transport:
+        """Connects the workers of a part, or these `ranks`, as long as the channel `over` all of them is intact."""
+        rank, size = (self.rank, self.size) if ranks is None else (ranks.index(self.rank), len(ranks))
+        make = partial(Transport, store, rank, size, FOR_EVER, lambda: over.broken is not None)
         try:
             with HEARTBEAT.waiting():
                 return unless(lambda: over.broken, make)
         except RuntimeError as error:
-            raise PeerLostError(f"the team could not meet ({error})", "see the other workers' logs") from error
+            raise PeerLostError(
+                f"the workers could not connect to each other ({error})", "see the other workers' logs"
+            ) from error
 
     def expose_to_torch(self) -> None:
         """Makes a group of torch.distributed of a part's workers; torch uses it while it is `exposed`.
@@ -195,12 +225,12 @@ class Group:
             take_back(self._lent)
             self._lent = None
         if self._lent is None and dist.is_initialized():
-            what = "the script has initialised torch.distributed, whose default group the plan needs"
-            raise UsageError(what, "leave init_process_group out, or say zero=1")
+            what = "the script has initialised torch.distributed, but the plan needs its default process group"
+            raise UsageError(what, "remove init_process_group(), or use zero=1")
         self._join()
         assert self._store is not None
         store = dist.PrefixStore("torch", self._store)
-        channel = self._channel(store)
+        channel = self._channel(store, (self._parent[0] if self._parent else self).channel)
         channel.side.names, channel.ledger = self.names, self.ledger
         if self._lent is not None:
             self._lent.meet(store, channel)
@@ -215,7 +245,7 @@ class Group:
 
     def interrupt(self, error: Exception) -> None:
         """Ends every collective with `error`, until the next team has formed. From any thread."""
-        for channel in (self.channel, self._lent and self._lent.channel):
+        for channel in (self.channel, self._lent and self._lent.channel, *self._extra):
             if channel is not None:
                 channel.interrupt(error)
         for part in [*self._parts.values()]:
@@ -350,7 +380,7 @@ class Group:
         work.wait()
 
     def _all_gather(self, everyone: torch.Tensor, flat: torch.Tensor) -> None:
-        """Gathers everybody's `flat` into a flat tensor with a stretch for each worker."""
+        """Gathers the `flat` of all workers into a flat tensor with a stretch for each worker."""
         with self._over(flat) as (by, local):
             work = by.all_gather(raw_bytes(plain(everyone)).view(self.size, -1).unbind(0), raw_bytes(local))
         work.wait()
@@ -365,7 +395,9 @@ class Group:
                 with HEARTBEAT.waiting():
                     return self.channel.allocate(numel, dtype)  # type: ignore[no-any-return]
             except dist.DistError as error:  # the store went
-                raise PeerLostError(f"a worker was lost while memory was shared ({error})", "see its log") from error
+                raise PeerLostError(
+                    f"a worker was lost while shared memory was set up ({error})", "see the other workers' logs"
+                ) from error
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def start_sum(self, tensor: torch.Tensor, between: Between | None = None) -> dist.Work | None:
@@ -406,7 +438,7 @@ class Group:
             return channel.start(CollectiveRequest("steps", torch.uint8), size, 0, partial(make, channel.hosts))
 
     def gather_stretches(self, flats: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yields, for each tensor with a stretch per worker, a list of everybody's own stretches by rank.
+        """Yields, for each tensor with a stretch per worker, a list of all workers' own stretches by rank.
 
         Each list has to be read before the next one is asked for. Part of the entered collective.
         """
@@ -505,6 +537,9 @@ class Group:
         """Sends `given[i]` to worker i, and fills `taken[i]` from it: flat tensors of any lengths. Part of the entered
         collective.
         """
+        if self.size == 1:
+            taken[0].copy_(given[0])
+            return
         outs = [raw_bytes(one) for one in taken]
         with self._over(given[0]) as (by, _):
             work = by.all_to_all(outs, [raw_bytes(plain(one)) for one in given])
@@ -544,7 +579,7 @@ class Group:
         """Abandons unfinished collectives for good."""
         for work in works:
             if isinstance(work, Operation):
-                work.fail(PeerLostError("the collective was given up", "see the error before"))
+                work.fail(PeerLostError("the collective was abandoned", "see the previous error"))
 
     # -- the side channel ---------------------------------------------------------------------------------------
 
@@ -588,7 +623,7 @@ class Group:
                 for rank, status in enumerate(statuses):
                     if status is not None and status["state"] == "failed":
                         raise PeerLostError(
-                            f"worker {self.names[self.rank]} had ended, but worker {self.names[rank]} failed",
+                            f"worker {self.names[self.rank]} had finished, but worker {self.names[rank]} failed",
                             f"see the log of worker {self.names[rank]}",
                         )
             if self.rank == 0:
@@ -597,7 +632,7 @@ class Group:
             self._side.publish()
         except RuntimeError:  # the store went with the first worker
             raise PeerLostError(
-                f"worker {self.rank} had ended, but worker 0 failed", "see the log of worker 0"
+                f"worker {self.rank} had finished, but worker 0 failed", "see the log of worker 0"
             ) from None
 
     def close(self, failed: bool) -> None:
@@ -619,6 +654,9 @@ class Group:
         for part in self._parts.values():
             part._release(failed)
         self._parts.clear()
+        for channel in self._extra if not failed else ():
+            channel.close()
+        self._extra.clear()
         if not failed and self._lent is not None:
             take_back(self._lent)
             self._lent.shutdown()

@@ -3,7 +3,7 @@
 Inside of a host sums are whole; the first workers of the hosts exchange codes of these. All decode the same codes in
 the same order, so the sum has the same bits on every worker. There are two classes:
 
-- *rounding* (`bf16`, `fp16`, `int8`): each leader gets everybody's codes of a stretch, adds them up in float32, and all
+- *rounding* (`bf16`, `fp16`, `int8`): each leader gets all hosts' codes of a stretch, adds them up in float32, and all
   get the codes of the sums. Blocks have scales of their own, as in Dettmers et al., "8-bit Optimizers via Block-wise
   Quantization", ICLR 2022; for `fp16` powers of two.
 - *lossy* (`topk:R`, `sign`, `powersgd:R`): most is left out. What was not sent is added to what is sent in the next
@@ -69,7 +69,7 @@ def _packed(*parts: torch.Tensor) -> torch.Tensor:
 
 
 def _unpacked(codes: torch.Tensor, bytes_: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first so many bytes of each row as numbers of `dtype`, and the rest."""
+    """The first bytes of each row as numbers of `dtype`, and the rest."""
     return codes[:, :bytes_].contiguous().view(dtype), codes[:, bytes_:].contiguous()
 
 

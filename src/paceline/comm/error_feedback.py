@@ -1,4 +1,4 @@
-"""The residuals of gradient compression in checkpoints and when the team changes; when codecs are chosen anew.
+"""The residuals of gradient compression in checkpoints and when the team changes; when codecs are chosen again.
 
 In a checkpoint such tensors lie one upon another, as rows of one with a dimension more; each is written by the worker
 that has it. Beside them is the rule for another team or plan, which is `add`: their sum goes into the next gradient.
@@ -15,6 +15,7 @@ import torch
 
 from paceline.base.mesh import Mesh
 from paceline.base.sharding import ShardedTensor, ShardingSpec, stacked
+from paceline.base.text import plural
 from paceline.comm import codec_tuning
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec, Feedback
@@ -109,12 +110,12 @@ class ErrorFeedback:
         """
         if self.codec is None:
             return [False, False, []]
-        self.outer.declare("how codecs stand", check=False)
+        self.outer.declare("the state of codecs", check=False)
         kept = self.codec.kept.at(done)
         return [bool(kept.residual), self.outer.is_host_leader, [*kept.squares.items()]]
 
     def formed(self, reports: Sequence[Sequence[Any]], resumed: bool) -> Iterator[str]:
-        """Takes everybody's `reports` when a generation has formed; yields messages about lost residuals.
+        """Takes the `reports` of all workers when a generation has formed; yields messages about lost residuals.
 
         In the first generation of a `resumed` run with as many leaders as before, each leader takes one saved row, in
         order. Otherwise the rule `add` holds.
@@ -123,7 +124,7 @@ class ErrorFeedback:
         squares = {name: value for *_, known in reports for name, value in known if value > 0}
         for name in sorted(squares.keys() - holding):
             norm = math.sqrt(squares[name])
-            yield f"worker {name} was lost with what its codec had not sent yet: sums of gradients of norm {norm:.6g}"
+            yield f"worker {name} was lost with unsent gradient sums of its codec, of norm {norm:.6g}"
         if self._saved_residuals:
             leads = [leads for _, leads, _ in reports]
             saved, rows = self._saved_residuals, self._rows_of(leads)
@@ -155,8 +156,8 @@ class ErrorFeedback:
         hosts, self.pending_residual = len(next(iter(self._saved_residuals.values()))), self.shared()
         self._saved_residuals = {}
         yield (
-            f"what codecs of {hosts} hosts had not sent when the checkpoint was taken goes into the next gradient: "
-            "mathematics that the undisturbed run does not have"
+            "changed mathematics: gradient sums that codecs had not sent when the checkpoint was taken, on "
+            f"{plural(hosts, 'host')}, are added to the next gradient"
         )
 
     def describe(self, share: Callable[[], float]) -> tuple[str, str] | None:
@@ -168,10 +169,10 @@ class ErrorFeedback:
             return None
         what, hosts, kind = f"codec={self.codec.word}", len(self.outer.leaders), self.codec.kind
         if hosts == 1:
-            return f"{what} has nothing to do", "the workers whose gradients are summed are on one host"
-        why = "inside of a host sums are whole, and its first worker sends codes of them"
+            return f"{what} is not used", "all workers whose gradients are summed are on one host"
+        why = "sums within a host are exact, and its first worker sends them encoded"
         if len({*self.group.hosts[: self.mesh.replica]}) > 1:
-            why += f"; replicas span hosts, and of what a worker sends these sums are at most {share():.0%}"
+            why += f"; replicas span hosts, and these sums are at most {share():.0%} of the bytes that a worker sends"
         if self.codec.auto:
             kind = ", ".join(self._allowed_words)
         return f"{what} ({kind}) between {hosts} hosts", why
@@ -185,7 +186,7 @@ class ErrorFeedback:
                 pooled, names = self.shared(), list(self.cuts)
                 if self.codec is not None:
                     was = self.codec.kept.at(team.done)
-                    self.outer.declare("what codecs have left out", kind="gradients")
+                    self.outer.declare("the residuals of codecs", kind="gradients")
                     for bucket in (one for one in self.grad_buffers.buckets if one.local_shard.is_floating_point()):
                         flat = torch.zeros(len(bucket.local_shard), dtype=wide(bucket.local_shard.dtype))
                         self.outer.sum(flat.add_(was.residual.get(bucket.index, 0.0)))
@@ -217,7 +218,7 @@ class ErrorFeedback:
     def go_on(self, chosen: Mapping[str, Any], measured: bool) -> bool:
         """Begins a generation with the codecs that were chosen before; returns whether to choose again.
 
-        `measured` says whether the links were measured anew.
+        `measured` says whether the links were measured again.
         """
         if self.codec is None:
             return False
@@ -235,7 +236,7 @@ class ErrorFeedback:
         return bool(open_) or (measured and codec_tuning.differs(rate, chosen["rate"]))
 
     def step(self, seconds: float) -> None:
-        """Takes note of a step that took so many seconds."""
+        """Records the seconds that a step took."""
         if self.outer.flow is not None:
             self.outer.flow.step()
         if self.codec is None or not self.codec.words:
@@ -290,8 +291,8 @@ class ErrorFeedback:
                 name = max(bucket_sizes)[1]
                 size, link = f"{bucket_of[name].local_shard.nbytes / 1e6:.3g} MB", f"link {8e-6 * rate:.3g} Mbit/s"
                 costs = codec_tuning.format_costs(measured[name], word, rate, latency)
-                more = f"; so do {len(bucket_sizes) - 1} smaller ones" if len(bucket_sizes) > 1 else ""
-                why = f"that costs least of {', '.join(self._allowed_words)}{more}"
+                more = f"; also for {plural(len(bucket_sizes) - 1, 'smaller bucket')}" if len(bucket_sizes) > 1 else ""
+                why = f"it takes the least time of {', '.join(self._allowed_words)}{more}"
                 yield f"bucket {bucket_of[name].index}, {size}, {link}: {costs}", why
 
     def _take(self, words: dict[str, str], rate: float, hosts: int) -> None:
@@ -313,7 +314,7 @@ class ErrorFeedback:
         if best < len(comparison.spent):
             self._usual_codec_seconds = comparison.spent[best]
         self._take(comparison.candidates[best], comparison.took[best][1], hosts)
-        yield f"codecs tried in the run: {comparison.describe()}", "that took the least time in the steps of training"
+        yield f"codecs compared in the run: {comparison.describe()}", "this codec took the least time in training steps"
 
     def advice(self, computing: float, codecs: bool) -> str:
         """How long sums between hosts take and what would shorten them, if they take longer than `computing` seconds.
@@ -327,16 +328,20 @@ class ErrorFeedback:
         sent = 2 * gradient_bytes * (hosts - 1) / hosts
         if self.codec is not None or not rate or sent <= computing * rate:
             return ""
-        text = f"sums of gradients send {sent / 1e6:.3g} MB a step to other hosts, which takes {sent / rate:.2g} s at "
-        text += f"{8e-6 * rate:.3g} Mbit/s, while computing takes {computing:.2g} s: a step takes {sent / rate:.2g} s "
-        text += "or more; twice the global_batch= would halve that for a row"
+        text = (
+            f"gradient sums send {sent / 1e6:.3g} MB to other hosts in each step, which takes {sent / rate:.2g} s at "
+        )
+        text += (
+            f"{8e-6 * rate:.3g} Mbit/s, while computing takes {computing:.2g} s; so a step takes {sent / rate:.2g} s "
+        )
+        text += "or more; doubling global_batch= would halve this time per row"
         if codecs:
             largest = max(buckets, key=lambda bucket: len(bucket.local_shard))
             times = gradient_bytes / largest.local_shard.nbytes
             tried = (codec_tuning.trial(word, largest, hosts) for word in ("int8", "powersgd:4"))
             int8, powersgd = (trial.cost(rate, latency) * times for trial in tried)
-            text += f", codec=int8 would make it {int8:.2g} s and codec=powersgd:4 {powersgd:.2g} s"
-        return f"{text}; local={hosts} every=16 would send them once in 16 steps; all of these are other mathematics"
+            text += f", codec=int8 would take {int8:.2g} s and codec=powersgd:4 {powersgd:.2g} s"
+        return f"{text}; local={hosts} every=16 would send once in 16 steps; each of these changes the mathematics"
 
     # -- a step, again ----------------------------------------------------------------------------------------------
 

@@ -113,6 +113,8 @@ class FsdpReduceScatter:
         self._next = 0
         self._weight: float | None = None
         self._used: set[int] = set()
+        # While it is a dictionary, full gradients are added up in it, and nothing is sent.
+        self.captured: dict[int, torch.Tensor] | None = None
 
     @staticmethod
     def bytes(
@@ -152,6 +154,8 @@ class FsdpReduceScatter:
 
     def begin_backward(self, last: bool, is_dummy: bool = False, weight: float | None = None) -> None:
         """Begins the next backward."""
+        if self.captured is not None:
+            return
         self._open, self._last, self._is_dummy, self._next, self._weight = True, last, is_dummy, 0, weight
         self._waits = self._patient
 
@@ -159,9 +163,13 @@ class FsdpReduceScatter:
         """Takes the gradient of a parameter, which autograd has just made."""
         assert param.grad is not None
         grad, param.grad = param.grad.detach(), None
+        if self.captured is not None:
+            before = self.captured.get(number)
+            self.captured[number] = grad if before is None else before + grad
+            return
         if not self._open and self._begun:
-            what = "a forward or loss runs backward() itself, whose gradients would not count"
-            raise UsageError(what, "say zero=1, or take what it needs by torch.autograd.grad")
+            what = "a forward or loss calls backward() itself, and its gradients would be lost"
+            raise UsageError(what, "compute these gradients with torch.autograd.grad()")
         if not self._open:  # a backward in the body of a loop
             return
         block_index, index = self._of[number]
@@ -197,6 +205,9 @@ class FsdpReduceScatter:
 
     def end_backward(self) -> None:
         """Ends the present backward: sends the remaining blocks."""
+        if self.captured is not None:
+            self._forget_calls()
+            return
         ended, self._waits = self._ended(), True
         while self._next < len(self._blocks):
             self._send()

@@ -46,9 +46,9 @@ class Bucket:
 def error_in_two_parts(param: torch.Tensor) -> UsageError:
     """The error for a gradient that grew after it had been sent."""
     return UsageError(
-        f"the gradient of a parameter of shape {tuple(param.shape)} came in two parts, the second after the first was "
-        "sent to the other workers",
-        "checkpoint with use_reentrant=False: the other kind cannot share parameters between segments",
+        f"the gradient of a parameter of shape {tuple(param.shape)} arrived in two parts, the second one after the "
+        "first had been sent to the other workers",
+        "use torch.utils.checkpoint with use_reentrant=False: reentrant segments cannot share parameters",
     )
 
 
@@ -156,7 +156,7 @@ class Buckets:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def begin(self, ready: Callable[[Bucket], None], micro_batches: int = 1) -> None:
-        """Starts a step of so many micro-batches in all: `ready` will be called once with every bucket, in order."""
+        """Starts a step of `micro_batches` micro-batches: `ready` will be called once with every bucket, in order."""
         self._ready, self._armed, self._weight, self._next = ready, False, None, 0
         self._touched.clear()
         self._counted.clear()
@@ -197,7 +197,9 @@ class Buckets:
             raise error_in_two_parts(param)
 
     def complete(self, number: int) -> None:
-        """Takes note that no more gradients come for this parameter in the step."""
+        """Takes note that no more gradients come for this parameter in the step, unless other workers hold it, too."""
+        if number in self.late:
+            return
         self._counted.add(number)
         bucket = self._home[number]
         bucket.missing -= 1

@@ -61,7 +61,7 @@ class GradSink(Protocol):
 
     @property
     def begin(self) -> Callable[[Callable[[Bucket], None], int], None] | None:
-        """Starts a step of so many micro-batches in all: the callable is called once with every bucket, in order."""
+        """Starts a step of some micro-batches: the callable is called once with every bucket, in order."""
 
     @property
     def begin_backward(self) -> Callable[[bool, bool, float | None], None] | None:

@@ -49,7 +49,7 @@ from paceline.errors import PeerLostError, UsageError, first_line
 
 FOREVER = timedelta(days=7)  # Paceline has its own deadlines: gloo's only has to be longer than any legitimate wait
 KEPT_BYTES = 64 << 20
-MESH = 64  # up to so many workers on several hosts all connect with all from the start
+MESH = 64  # up to this number of workers on several hosts, all connect with all from the start
 CHUNK = 1 << 17  # least bytes of a piece that goes to another worker
 IN_FLIGHT = 8  # pieces that are under way at a time
 FEW = (
@@ -179,7 +179,7 @@ class Gloo:
         """Raises MismatchError unless all workers have the same fingerprint.
 
         gloo ends the process if sizes differ, so this message has one size on all. Up to `room` bytes travel along:
-        returns everybody's `flat`, as rows.
+        returns the `flat` of all workers, as rows.
         """
         row = torch.zeros(1 + self.room // 8, dtype=torch.int64)
         everyone, row[0] = torch.empty(self.size, len(row), dtype=torch.int64), fp
@@ -191,9 +191,9 @@ class Gloo:
         return everyone.view(torch.uint8)[:, 8 : 8 + data.nbytes].contiguous().view(data.dtype) if data.nbytes else None
 
     def gather_same(self, fp: int, flat: torch.Tensor, answer: Steps | None = None) -> Any:
-        """Checks the fingerprint as `same` does, unless `answer` has done so, and gathers everybody's `flat` as rows.
+        """Checks the fingerprint as `same` does, unless `answer` has done so, and gathers all workers' `flat` as rows.
 
-        Where that fits it is one message.
+        Small tensors travel in the same message.
         """
         if answer is None and 0 < flat.nbytes <= self.room:
             return (yield from self.same(fp, flat))
@@ -201,7 +201,7 @@ class Gloo:
         return (yield from self.all_gather(flat))
 
     def all_gather(self, flat: torch.Tensor) -> Any:
-        """Gathers everybody's flat tensor, of one length, as rows."""
+        """Gathers the flat tensor of all workers, of one length, as rows."""
         parts = raw_bytes(flat).split(self.chunk) if flat.nbytes else (raw_bytes(flat),)
         taken = [torch.empty(self.size, len(part), dtype=torch.uint8) for part in parts]
         starts = [partial(self.group._allgather_base, t.view(-1), p) for t, p in zip(taken, parts, strict=True)]
@@ -284,7 +284,7 @@ class HierarchicalTransport:
         if local_ranks is not None:
             host_reports = _read_host_reports(local_ranks, store.multi_get([f"host/{r}" for r in local_ranks]))
             pids, cores = zip(*((pid, int(cores, 16)) for pid, cores, *_ in host_reports), strict=True)
-            size_here, otherwise = Shared.size(len(local_ranks)), "what they exchange goes over gloo"
+            size_here, otherwise = Shared.size(len(local_ranks)), "messages between them go over gloo"
             name, reserved = f"memory/{local_ranks[0]}", Shared.reserved(len(local_ranks))
             mapped = map_together(self._ask, store, name, local_ranks, rank, size_here, otherwise, reserved)
             if mapped is not None:
@@ -329,11 +329,12 @@ class HierarchicalTransport:
                 self.gloo = self.leaders
             self._mesh = self.gloo
         except RuntimeError as error:
-            over = f"the interface {gloo_interface()}" if gloo_interface() else f"its address {self.address or '?'}"
+            interfaces = ", ".join(name for _, name in socket.if_nameindex())
+            over = f"the interface {gloo_interface()}" if gloo_interface() else f"the address {self.address or '?'}"
             raise PeerLostError(
                 f"worker {self.rank} could not connect to workers of other hosts from {over} ({first_line(error)})",
                 "let the hosts reach each other on all ports, and set GLOO_SOCKET_IFNAME on each host to the "
-                f"interface that the others can reach; here are {', '.join(name for _, name in socket.if_nameindex())}",
+                f"interface that the others can reach; this host has {interfaces}",
             ) from error
 
     def _all(self) -> Gloo:
@@ -379,7 +380,7 @@ class HierarchicalTransport:
             return None
         self._arenas += 1
         ranks, step = self.shared.ranks, -(-size // 4096) * 4096
-        name, otherwise = f"arena/{ranks[0]}/{self._arenas}", "gradients are copied to be summed"
+        name, otherwise = f"arena/{ranks[0]}/{self._arenas}", "gradients are copied before they are summed"
         mapped = map_together(self._ask, self._store, name, ranks, self.rank, step * len(ranks), otherwise)
         if mapped is None:
             return None
@@ -475,7 +476,7 @@ class HierarchicalTransport:
             yield from collectives.broadcast(self.shared, flat, 0, fp)
 
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor, fp: int) -> Steps:
-        """Gathers everybody's `flat` into `outs`, one tensor per rank; without `outs` this worker only gives."""
+        """Gathers the `flat` of all workers into `outs`, one tensor per rank; without `outs` this worker only gives."""
         if not self.several and self.shared is not None:
             yield from collectives.all_gather(self.shared, outs, flat, fp)
             return
@@ -505,7 +506,7 @@ class HierarchicalTransport:
         fp: int,
         arena: SymmetricBuffer | None = None,
     ) -> Steps:
-        """Reduces everybody's `parts`; `out` becomes this worker's one.
+        """Reduces the `parts` of all workers; `out` receives this worker's part.
 
         `arena` has the tensors of this host's workers in shared memory, which contain `parts` and `out`.
         """
@@ -624,8 +625,8 @@ def _devices(ask: Ask, store: dist.Store, rank: int, size: int, address: str) ->
             with suppress(PeerLostError):  # the store goes with it
                 ask(*(f"heard/{reader}" for reader in range(size)))
         raise UsageError(
-            f"worker {other} finds no network interface to reach other hosts by ({what})",
-            f"set GLOO_SOCKET_IFNAME on its host to the one that the others can reach; there are {interfaces}",
+            f"worker {other} found no network interface to reach other hosts ({what})",
+            f"set GLOO_SOCKET_IFNAME on its host to the interface that the others can reach; it has {interfaces}",
         )
     return devices
 

@@ -30,7 +30,7 @@ class HostStaging:
     def reduce_scatter(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction, *, full: torch.Tensor
     ) -> dist.Work:
-        """Reduces everybody's `parts`; `out` becomes this worker's one. `full` contains the parts."""
+        """Reduces the `parts` of all workers; `out` receives this worker's part. `full` contains the parts."""
         hosts = _copy(full).view(len(parts), -1).unbind(0)
         host = _room(out)
         return self._channel.reduce_scatter(host, hosts, reduction, options=_back(out, host))
@@ -41,7 +41,7 @@ class HostStaging:
         return self._channel.broadcast(host, root, options=_back(flat, host))
 
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> dist.Work:
-        """Gathers everybody's `flat` into `outs`."""
+        """Gathers the `flat` of all workers into `outs`."""
         hosts = [_room(out) for out in outs]
         return self._channel.all_gather(hosts, _copy(flat), options=_all_back(outs, hosts))
 

@@ -39,15 +39,15 @@ class BandwidthEstimate:
         self._best = 0.0
 
     def note(self, sent: float, seconds: float) -> None:
-        """Takes note that so many bytes took at most so many seconds.
+        """Records that sending these bytes took at most these seconds.
 
-        It may have been less: nobody looks all the time, and other workers may have come late.
+        It may have been less: the transfer is not watched all the time, and other workers may have been late.
         """
         if sent >= ENOUGH and seconds > 0:
             self._best = max(self._best, sent / seconds)
 
     def forget(self) -> None:
-        """Starts anew: from now on other data is sent."""
+        """Starts again: from now on other data is sent."""
         self.rate = self._best = 0.0
 
     def step(self) -> None:
@@ -104,7 +104,7 @@ def measure(
 
 
 def _swap(leaders: Gloo, mate: int | None, size: int) -> Any:
-    """Sends so many bytes to another host while as many come from it; returns the seconds."""
+    """Sends bytes to another host while the same number comes from it; returns the seconds."""
     times = min(max(1, size // FIRST), PIECES)  # in pieces, as sums go
     sizes = [size // times if rank == mate else 0 for rank in range(leaders.size)]
     began = time.perf_counter()

@@ -15,9 +15,9 @@ def decode_message(data: bytes | bytearray, about: str, who: str) -> Any:
     """
     from paceline.comm.message_types import MESSAGE_TYPES  # needs msgspec
 
-    return read_message(data, MESSAGE_TYPES[about], f"what {who} tells of its {about}")
+    return read_message(data, MESSAGE_TYPES[about], f"the message from {who} about its {about}")
 
 
 def damaged(about: str, who: str, why: str) -> FormatError:
-    """The error for a message that has its type, but impossible contents."""
-    return FormatError(f"what {who} tells of its {about} is damaged: {why}", SAME_VERSION)
+    """Returns the error for a message of the right type with impossible contents."""
+    return FormatError(f"the message from {who} about its {about} is damaged: {why}", SAME_VERSION)

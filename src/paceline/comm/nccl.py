@@ -64,7 +64,7 @@ class Nccl:
     def reduce_scatter(
         self, out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction, *, full: torch.Tensor
     ) -> dist.Work:
-        """Reduces everybody's `parts`; `out` becomes this worker's one. `full` contains the parts."""
+        """Reduces the `parts` of all workers; `out` receives this worker's part. `full` contains the parts."""
         options = c10d.ReduceScatterOptions()
         options.reduceOp = dist.ReduceOp(reduction.op)
         return self.group._reduce_scatter_base(out, full, options)  # type: ignore[no-any-return]
@@ -76,7 +76,7 @@ class Nccl:
         return self.group.broadcast([flat], options)  # type: ignore[no-any-return]
 
     def all_gather(self, outs: Sequence[torch.Tensor], flat: torch.Tensor) -> dist.Work:
-        """Gathers everybody's `flat` into `outs`."""
+        """Gathers the `flat` of all workers into `outs`."""
         return self.group.allgather([[*outs]], [flat])  # type: ignore[no-any-return]
 
     def all_to_all(self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor]) -> dist.Work:

@@ -31,10 +31,14 @@ T = TypeVar("T")
 Ask = Callable[..., list[str]]  # of any number of keys
 PATIENCE = 1.0  # seconds of waiting before a worker publishes its status and reads those of its peers
 PAUSE = 0.05  # seconds between two requests
-RARER, RAREST = 0.1, 2.0  # a worker asks again after this fraction of its wait, and after so many seconds at most
+RARER, RAREST = (
+    0.1,
+    2.0,
+)  # a worker asks again after this fraction of its wait, and after at most this number of seconds
 MANY = 64  # with more workers than these the pauses grow, so that all together ask no more often
 LATE = 30.0  # seconds of waiting before it prints once who has not arrived
 EXPLAIN = 5.0  # seconds to find the reason after a collective failed
+LINGER = 1.0  # seconds for which a worker that knows the reason waits until the others know it
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _LIBRARY_PATHS = (_PACKAGE, _TORCH, "<frozen")
@@ -186,9 +190,9 @@ class PeerStatus:
             for (what, where), ranks in ranks_by_status.items()
         )
         return CollectiveMismatchError(
-            f"workers do not meet: {summary}",
-            "every worker must call the same ones in the same order: remove the condition around the call "
-            "(files are written once anyway)",
+            f"workers called different collectives: {summary}",
+            "all workers must call the same collectives in the same order: remove the condition around the call "
+            "(files are written only once anyway)",
         )
 
     def reason(self, error: Exception, everybody: bool, is_known: Callable[[], bool]) -> PacelineError:
@@ -205,7 +209,7 @@ class PeerStatus:
                 break
         return error_found or PeerLostError(
             f"worker {self.name} lost a peer in {self.local_status['name']} ({first_line(error)})",
-            "the reason stands in the log of the worker that ended first",
+            "see the log of the worker that ended first",
         )
 
     def _search(self, everybody: bool, is_known: Callable[[], bool]) -> PacelineError | None:
@@ -217,9 +221,18 @@ class PeerStatus:
                 arrived = sum(p is not None and p["sequence"] >= self.local_status["sequence"] for p in statuses)
                 error = self._trouble(statuses)
                 if error is not None and (not everybody or arrived == self.size):
+                    if everybody:
+                        self._await_readers(min(deadline, time.monotonic() + LINGER), is_known)
                     break
                 time.sleep(0.05)
         return error
+
+    def _await_readers(self, deadline: float, is_known: Callable[[], bool]) -> None:
+        """Waits until all workers have read the statuses: the store ends with the worker that serves it."""
+        self._store.set(f"explained/{self.rank}", "1")
+        keys = [f"explained/{rank}" for rank in range(self.size)]
+        while len(find_set_keys(self._store, keys)) < self.size and time.monotonic() < deadline and not is_known():
+            time.sleep(0.02)
 
 
 def find_set_keys(store: dist.Store, keys: Sequence[str]) -> Sequence[str]:
@@ -245,7 +258,7 @@ def asker(store: dist.Store, given_up: Callable[[], bool], size: int = 1, for_ev
             if given_up() or time.monotonic() > deadline:
                 missing = {*keys} - {*find_set_keys(store, keys)}
                 raise PeerLostError(
-                    f"a worker did not come ({', '.join(sorted(missing))})", "see the logs of the others"
+                    f"a worker did not join ({', '.join(sorted(missing))})", "see the logs of the other workers"
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -265,7 +278,7 @@ def agree(
 ) -> str:
     """What `join` makes of the answers of all `ranks`; other workers may ask for it, too.
 
-    The first of `ranks` reads all answers, everybody else only its result: a thousand workers that read a thousand
+    The first of `ranks` reads all answers, the others only its result: a thousand workers that read a thousand
     answers would make a million requests. `name` is fresh in `store`.
     """
     if rank in ranks:
@@ -297,7 +310,7 @@ def run_in_thread(call: Callable[[], T]) -> Future[T]:
 def unless(given_up: Callable[[], Exception | None], call: Callable[[], T]) -> T:
     """The result of `call`, which runs in a thread; raises the error of `given_up` as soon as there is one.
 
-    A store whose host is cut off answers nothing while TCP goes on trying, and holds whoever asks in compiled code.
+    A store whose host is cut off does not answer while TCP keeps trying, and blocks the caller in compiled code.
     """
     future = run_in_thread(call)
     while True:
@@ -320,7 +333,7 @@ def spare_late_threads() -> None:
 
 
 def workers(ranks: Sequence[int]) -> str:
-    """``worker 3``, ``workers 0, 2``; an empty list is ``nobody``."""
+    """``worker 3``, ``workers 0, 2``; an empty list is ``no worker``."""
     if not ranks:
-        return "nobody"
+        return "no worker"
     return f"worker{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

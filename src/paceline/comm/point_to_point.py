@@ -1,6 +1,6 @@
 """Send and receive between two workers.
 
-Tags are matched as they come: a message that nobody has asked for yet is put aside.
+Tags are matched as they come: a message that has not been requested yet is put aside.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Mailbox:
         """Fills `data` with the next message of this tag; returns the rank that it came from."""
         if self._hosts.several and sources != [self._hosts.rank]:
             if len(sources) > 1 and self._hosts.gloo is None:
-                what = f"a message from any of more than {MESH} workers on several hosts is not built"
-                raise UnsupportedError(what, "say from which worker")
+                what = f"receiving from any worker is not supported with more than {MESH} workers on several hosts"
+                raise UnsupportedError(what, "pass the rank of the sender (src=)")
             head = torch.empty(8, dtype=torch.uint8)
             net, peer = yield from self._reach(sources[0])
             start = partial(net.recv, [head], peer) if len(sources) == 1 else partial(net.recv_anysource, [head])
@@ -168,7 +168,7 @@ class Mailbox:
 
 
 def _misfit(came: int, asked: int) -> str:
-    return f"a message of {came} bytes came for {asked}"
+    return f"a message has {came} bytes, but the receiver expects {asked}"
 
 
 def _wait(work: Any) -> Any:

@@ -44,6 +44,7 @@ class Begun:
     until: Condition
 
     def __call__(self) -> bool:
+        """Returns whether the condition holds."""
         return self.until()
 
 
@@ -68,7 +69,7 @@ def not_last(steps: Steps) -> Steps:
 
 
 _REASONS = (RuntimeError, TypeError, ValueError, OSError, MismatchError, PacelineError)
-_UNDER_WAY, _CUT_SHORT = RuntimeError(), RuntimeError("the collective was cut short in this process")
+_UNDER_WAY, _CUT_SHORT = RuntimeError(), RuntimeError("the collective was interrupted in this process")
 
 
 class Owner(Protocol):
@@ -382,7 +383,7 @@ class ProgressEngine:
             self._thread.join(5.0)
 
     def forget(self, owner: Owner, error: Exception) -> None:
-        """Gives up all operations of a group: whoever waits for them gets `error`."""
+        """Ends all operations of a group; callers that wait for them get `error`."""
         with self.lock:
             for queue, line in list(self._queues.items()):
                 if any(operation.owner is owner for operation in line):

@@ -1,6 +1,6 @@
 """Workers of a team meet at a store that worker 0 serves.
 
-Who does not get there is told why.
+A worker that cannot connect gets an error with the reason.
 """
 
 from __future__ import annotations
@@ -75,10 +75,14 @@ class Rendezvous:
             store = make(False)
         except (RuntimeError, TimeoutError) as error:
             what = "open" if serves else "use"
-            why = "what listens there is no store" if isinstance(error, TimeoutError) else first_line(error)
+            why = (
+                "the program at this address does not answer as a store"
+                if isinstance(error, TimeoutError)
+                else first_line(error)
+            )
             raise LaunchError(
                 f"worker {world.rank} could not {what} the store at {host}:{port} ({why})",
-                "if something else uses that port, export MASTER_PORT with a free one to every worker",
+                "if another program uses this port, set MASTER_PORT to a free port for all workers",
             ) from error
         team_store = dist.PrefixStore(f"paceline/{world.job}" if world.job else "paceline", store)
         _wait_for_all(team_store, world, given_up)
@@ -100,7 +104,8 @@ def _reach(world: World, given_up: Callable[[], bool]) -> None:
                 raise PeerLostError(
                     f"worker {world.rank} could not reach worker 0 at {host}:{port} within {world.join_timeout} s "
                     f"({error.strerror or error})",
-                    "see worker 0's log; if it runs, MASTER_ADDR must be its host's address and that port open",
+                    "see the log of worker 0; "
+                    "if it is running, set MASTER_ADDR to its host's address, and open this port",
                 ) from None
         time.sleep(PAUSE)
 
@@ -111,8 +116,8 @@ def _take_rank(store: dist.Store, rank: int) -> None:
     nonce = secrets.token_hex(8)  # two containers may have equal names and numbers
     first = store.compare_set(f"joined/{rank}", "", f"{identity} {nonce}").decode()
     if first != f"{identity} {nonce}":
-        what = f"two processes have come as worker {rank}: {first.rpartition(' ')[0]}, and then {identity}"
-        raise LaunchError(what, "start each worker once, and give each start its own MASTER_PORT")
+        what = f"two processes have joined as worker {rank}: {first.rpartition(' ')[0]}, and {identity}"
+        raise LaunchError(what, "start each worker only once, and use a different MASTER_PORT for each run")
 
 
 def _wait_for_all(store: dist.Store, world: World, given_up: Callable[[], bool]) -> None:
@@ -134,13 +139,13 @@ def _wait_for_all(store: dist.Store, world: World, given_up: Callable[[], bool])
                     break
                 if is_over:
                     raise PeerLostError(
-                        f"worker {world.rank} waited {waited:.0f} s for {missing}, which did not come",
-                        "see their logs: every worker must be started, with the same number of workers",
+                        f"worker {world.rank} waited {waited:.0f} s for {missing}, which did not join",
+                        "see their logs; start every worker, all with the same number of workers",
                     )
                 say(f"paceline: worker {world.rank} has waited {waited:.0f} s for {missing}")
         if world.rank == 0:
             store.set("joined/all", "1")
     except RuntimeError as error:  # the store went
         raise PeerLostError(
-            f"worker {world.rank} lost worker 0 before all had come", "see the log of worker 0"
+            f"worker {world.rank} lost worker 0 before all workers had joined", "see the log of worker 0"
         ) from error

@@ -31,7 +31,7 @@ BLOCK = 1 << 20  # bytes of a staging block; each worker has two
 LANE = 1 << 17  # bytes of a slot in a lane; each ordered pair has two
 LINE = 8  # int64 of a cache line: no two workers write into the same one
 EXTENT = 1 << 26  # bytes of the first exported extent; it takes memory as slots need it
-_PRINT = 30  # bits of a fingerprint, which stands below the number of an arrival
+_PRINT = 30  # bits of a fingerprint, which is stored below the number of an arrival
 
 
 class MismatchError(Exception):
@@ -65,8 +65,8 @@ def map_together(
     Returns None on all of them if one cannot: the first of `ranks` warns why, and what happens `otherwise`. Of the
     bytes `reserved` are allocated, all if it is None; the others have to be allocated in the file before use.
 
-    The first of `ranks` makes the file, of which each allocates a part: memory counts for the process that allocates
-    it, and is near its cores. `name` is fresh in `store`; `ask` waits for keys that others set in `store`.
+    The first of `ranks` makes the file, and each rank allocates a part: memory counts for the process that
+    allocates it, and is near its cores. `name` is fresh in `store`; `ask` waits for keys that others set in `store`.
     """
     leader = rank == ranks[0]
     fd, path, mapped = -1, "", None
@@ -138,7 +138,7 @@ class SymmetricBuffer:
 class Shared:
     """The shared memory of `ranks`, workers of one host in one group; `me` is this worker's index among them.
 
-    Its workers may use so many `cores` altogether. Arrivals are counted from 1. Each worker may be at most one arrival
+    Its workers may use `cores` cores altogether. Arrivals are counted from 1. Each worker may be at most one arrival
     ahead of another, because it waits for all before it goes on: two staging blocks each are enough, used alternately.
     There is one lane for each ordered pair, which takes memory from its first message on; few pairs ever use theirs.
     `file` is what `memory` maps; `close` closes it.
@@ -164,7 +164,7 @@ class Shared:
 
     @staticmethod
     def size(count: int) -> int:
-        """Bytes of the mapping for so many workers."""
+        """Bytes of the mapping for this number of workers."""
         return Shared.reserved(count) + 2 * count * count * LANE
 
     @staticmethod
@@ -175,7 +175,7 @@ class Shared:
     # -- arrivals -----------------------------------------------------------------------------------------------
 
     def arrive(self, fingerprint: int) -> Condition:
-        """Announces that this worker's part is in place; returns a condition that is true once everybody's is.
+        """Announces that this worker's part is in place; returns a condition that is true once all parts are.
 
         The condition raises MismatchError if a worker arrived with another fingerprint.
         """
@@ -230,7 +230,7 @@ class Shared:
             raise UsageError(
                 f"worker {source} cannot share {2 * LANE / (1 << 20):.2g} MB of memory with worker {target} for their "
                 f"messages ({error.strerror})",
-                "free memory on this host, give the container more, or start fewer workers here",
+                "free memory on this host, give the container more memory, or start fewer workers on this host",
             ) from None
 
     def close(self) -> None:

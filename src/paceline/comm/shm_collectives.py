@@ -1,6 +1,6 @@
 """Collectives over shared memory within a host.
 
-All are rounds of one exchange: everybody fills a staging block, arrives, waits for all, and reads the others' blocks.
+All are rounds of one exchange: each worker fills a staging block, arrives, waits for all, and reads the others' blocks.
 Sums are taken in the order of the workers, so that all get the same bits. Tensors are flat and contiguous; `fp` is the
 fingerprint of the collective, the same on all workers or MismatchError is raised.
 """
@@ -64,7 +64,7 @@ def _reduce_and_gather(shared: Shared, flat: torch.Tensor, reduction: Reduction,
 def all_reduce_in_place(
     shared: Shared, arena: SymmetricBuffer, reduction: Reduction, fp: int, into: Sequence[int] | None = None
 ) -> Steps:
-    """Reduces everybody's tensors of an arena into all of them, or into those of the workers `into`.
+    """Reduces the tensors of all workers of an arena into all of them, or into those of the workers `into`.
 
     Each worker reduces its part of all tensors and writes the result into all of them: each byte is read and written
     once, while it is in the cache.
@@ -113,8 +113,8 @@ def broadcast(shared: Shared, flat: torch.Tensor, root: int, fp: int) -> Steps:
 
 
 def all_gather(shared: Shared, outs: Sequence[torch.Tensor], flat: torch.Tensor, fp: int) -> Steps:
-    """Gathers everybody's `flat` into `outs`, one tensor per worker; without `outs` this worker only gives (as in a
-    gather).
+    """Gathers the `flat` of all workers into `outs`, one tensor per worker; without `outs` this worker only gives,
+    as in a gather.
     """
     start = 0
     for piece, blocks in _rounds(shared, flat):
@@ -128,7 +128,7 @@ def all_gather(shared: Shared, outs: Sequence[torch.Tensor], flat: torch.Tensor,
 def reduce_scatter(
     shared: Shared, out: torch.Tensor, parts: Sequence[torch.Tensor], reduction: Reduction, fp: int
 ) -> Steps:
-    """Reduces everybody's `parts`, which has a tensor like `out` per worker; `out` becomes this worker's one."""
+    """Reduces the `parts` of all workers, one tensor like `out` per worker; `out` receives this worker's part."""
     step = _aligned(BLOCK // shared.count)
     for start in _starts(out, step):
         length = min(step // out.itemsize, len(out) - start)
@@ -142,7 +142,7 @@ def reduce_scatter(
 
 
 def reduce_scatter_in_place(shared: Shared, arena: SymmetricBuffer, reduction: Reduction, fp: int) -> Steps:
-    """Reduces everybody's tensors of an arena; each worker gets its own part of them, in its own memory."""
+    """Reduces the tensors of all workers of an arena; each worker gets its own part of them, in its own memory."""
     yield shared.arrive(fp)
     step = max(1, CHUNK // arena.parts[0].itemsize)
     rows = [part.view(shared.count, -1)[shared.me] for part in arena.parts]

@@ -32,6 +32,7 @@ __all__ = [
     "autograd_nodes_made",
     "default_device_mode",
     "function_modes_taken",
+    "has_global_optimizer_hooks",
     "innermost_function_mode",
     "keep_out_of_compile",
     "push_function_mode",
@@ -51,7 +52,7 @@ def untested(version: str) -> str:
     if match is None or (int(match[1]), int(match[2])) <= (major, minor):
         return ""
     return (
-        f"torch {version} is newer than {newest}, the newest that Paceline is tested with; "
+        f"torch {version} is newer than {newest}, the newest version that Paceline is tested with; "
         f"if something fails, try: pip install 'torch<{major}.{minor + 1}'"
     )
 
@@ -67,7 +68,9 @@ class PrivateName:
 
 NAMES = [
     # -- tensors ------------------------------------------------------------------------------------------------
-    PrivateName("torch.Tensor._backward_hooks", "find gradient hooks, which would not see what they expect"),
+    PrivateName(
+        "torch.Tensor._backward_hooks", "find gradient hooks, which would see other gradients than they expect"
+    ),
     PrivateName("torch.Tensor._post_accumulate_grad_hooks", "the same for hooks that run after accumulation"),
     PrivateName("torch.Tensor._version", "notice that a tensor was written to"),
     PrivateName("torch.Tensor._is_view", "context=: tell a view from a tensor of its own"),
@@ -106,7 +109,7 @@ NAMES = [
     PrivateName("torch._subclasses.fake_tensor.FakeTensor", "build a model without memory for its large tensors"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode", "the same"),
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode().fake_tensor_converter.tensor_memo", "forget them"),
-    PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "record what builds such a model"),
+    PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "record the operations that build this model"),
     PrivateName("torch._dynamo", "import it once, in the process that workers are forked from"),
     PrivateName("torch._C._dynamo.eval_frame._FrameExecStrategy", "keep torch.compile out of the backend's methods"),
     PrivateName("torch._C._dynamo.eval_frame._FrameAction", "the same"),
@@ -120,6 +123,8 @@ NAMES = [
     PrivateName("torch.nn.Module()._forward_pre_hooks", "find the hook of spectral_norm"),
     PrivateName("torch.nn.Module()._backward_hooks", "find hooks on gradients of modules"),
     PrivateName("torch.nn.Module()._backward_pre_hooks", "the same"),
+    PrivateName("torch.optim.optimizer._global_optimizer_pre_hooks", "find hooks on all optimizers"),
+    PrivateName("torch.optim.optimizer._global_optimizer_post_hooks", "the same"),
     PrivateName("torch.nn.modules.module._global_backward_hooks", "the same for hooks on all modules"),
     PrivateName("torch.nn.modules.module._global_backward_pre_hooks", "the same"),
     PrivateName("torch.nn.modules.batchnorm._BatchNorm", "all kinds of BatchNorm, those of other packages included"),
@@ -144,6 +149,11 @@ NAMES = [
         "no recorder of torch for our groups",
         ("2.15",),
     ),
+    PrivateName(
+        "torch.distributed.distributed_c10d._new_process_group_helper",
+        "`paceline run --raw`: choose the backend of every group, for any caller",
+        ("2.13",),
+    ),
     PrivateName("torch.distributed.distributed_c10d._world.pg_map", "refuse collectives of the script's in its loss"),
     PrivateName("torch.distributed.ProcessGroup._device_types", "torch asks our group for its devices"),
     PrivateName("torch.distributed.ProcessGroup._get_backend", "torch asks our group for the backend of a device"),
@@ -160,6 +170,13 @@ NAMES = [
     PrivateName("torch.distributed.ProcessGroupNCCL._reduce_scatter_base", "torch 2.13 has no public name for it"),
     PrivateName("torch.distributed.ProcessGroupNCCL.Options()._timeout", "NCCL's deadline"),
 ]
+
+
+def has_global_optimizer_hooks() -> bool:
+    """Whether the script has registered hooks that run at each step of all optimizers."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+    return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
 
 def innermost_function_mode() -> Any:

@@ -52,7 +52,7 @@ class Transport:
 
     Until all have come it can be `given_up`. `declared` is (name, call site, kind) of what the caller is doing, for
     errors and the ledger; without it a collective describes itself. `ledger` has, per kind of collective, its number,
-    bytes and seconds waited. `label` is the group's name in the flight recorder.
+    bytes and seconds waited. `label` is the group's name in the flight recorder, which `records` its collectives.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Transport:
         self.broken: Exception | None = None
         self.declared: tuple[str, str, str] | None = None
         self.ledger: dict[str, list[float]] = {}
-        self.sequence, self.label = 0, "torch"
+        self.sequence, self.label, self.records = 0, "torch", True
         self._arenas: dict[int, SymmetricBuffer] = {}
         # DDP's join hands a Work to compiled code and drops it: without its Python half it could not be waited for.
         self._kept: deque[Operation] = deque(maxlen=_KEPT)
@@ -121,7 +121,7 @@ class Transport:
         options: CallOptions = PLAIN,
         full: torch.Tensor | None = None,
     ) -> Operation:
-        """Reduces everybody's `parts`, which has a tensor like `out` per worker; `out` becomes this worker's one.
+        """Reduces the `parts` of all workers, one tensor like `out` per worker; `out` receives this worker's part.
 
         `full` is the tensor that the parts are stretches of, if `out` is one of them.
         """
@@ -149,17 +149,18 @@ class Transport:
         options: CallOptions = PLAIN,
         root: int = -1,
     ) -> Operation:
-        """Gathers everybody's `flat` into `outs`, which is empty on workers that only give to `root`."""
+        """Gathers the `flat` of all workers into `outs`, which is empty on workers that only give to `root`."""
         request = request or CollectiveRequest("all_gather", flat.dtype)
         return self.start(request, len(flat), root, lambda fp: self.hosts.all_gather(outs, flat, fp), options)
 
     def all_to_all(
         self, outs: Sequence[torch.Tensor], ins: Sequence[torch.Tensor], options: CallOptions = PLAIN
     ) -> Operation:
-        """Sends the flat bytes `ins[i]` to worker i, and fills `outs[i]` from it."""
-        size = sum(map(len, ins))
+        """Sends the flat bytes `ins[i]` to worker i, and fills `outs[i]` from it. Amounts may differ."""
         request = CollectiveRequest("all_to_all", torch.uint8)
-        return self.start(request, size, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp), options)
+        operation = self.start(request, 0, 0, lambda fp: self.hosts.all_to_all(outs, ins, fp), options)
+        self.ledger[operation.kind][1] += sum(map(len, ins))
+        return operation
 
     def measure(
         self, pairings: Sequence[Sequence[HostPair]], results: dict[HostPair, tuple[float, float]]
@@ -237,7 +238,8 @@ class Transport:
         entry = self.ledger.setdefault(operation.kind, [0, 0, 0.0])
         entry[0] += 1
         entry[1] += size
-        operation.turn = FLIGHT_RECORDER.begin(self.label, operation.sequence, operation.name, operation.site, size)
+        if self.records:
+            operation.turn = FLIGHT_RECORDER.begin(self.label, operation.sequence, operation.name, operation.site, size)
         ENGINE.enqueue(queue, operation)
         if not asynchronous:
             operation.wait()
@@ -267,7 +269,7 @@ class Transport:
         if waited > self.timeout:
             raise PeerLostError(
                 f"worker {self.side.name} timed out after {waited:.0f} s in {operation.name} ({operation.site})",
-                "see what the other workers do, or give a longer timeout to init_process_group",
+                "run `paceline stacks` to see the other workers, or pass a longer timeout to init_process_group()",
             )
 
     def translate_error(self, operation: Operation, error: Exception) -> Exception:
@@ -276,7 +278,8 @@ class Transport:
             return error
         if not operation.sequence:
             return PeerLostError(
-                f"worker {self.side.name} lost a peer in {operation.name} ({operation.site})", "see that worker's log"
+                f"worker {self.side.name} lost a peer in {operation.name} ({operation.site})",
+                "see the log of the lost worker",
             )
         self._update_status(operation)
         reason = self.side.reason(error, isinstance(error, MismatchError), lambda: self.broken is not None)
@@ -320,8 +323,8 @@ class Transport:
         self.broken = self.broken or error
 
     def abort(self) -> None:
-        """Ends the group for good, whatever is under way."""
-        self.interrupt(PeerLostError("the group was aborted", "make a new one"))
+        """Ends the group for good, and all of its collectives."""
+        self.interrupt(PeerLostError("the process group was aborted", "create a new one"))
         self.nccl.abort()
         self.close()
 
@@ -330,7 +333,7 @@ class Transport:
         self.nccl.forget()
         if self in _channels:
             _channels.remove(self)
-            ENGINE.forget(self, PeerLostError("the group was destroyed", "make a new one"))
+            ENGINE.forget(self, PeerLostError("the process group was destroyed", "create a new one"))
             self.hosts.close()
             self._kept.clear()
 

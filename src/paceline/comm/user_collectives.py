@@ -20,7 +20,7 @@ _CALLS = (
 )
 _CURE = (
     "return (sum, count) from the loss, and Paceline adds it over all workers; for a loss over all rows of the global "
-    'batch say loss_over="batch"; let a dataset have all rows on every worker'
+    'batch, set loss_over="batch"; give the dataset all rows on every worker'
 )
 
 

@@ -31,25 +31,25 @@ class BatchNormStats:
     """Running statistics of BatchNorm, collected per micro-batch and merged in grid order.
 
     `models` are those of all trainers of the script, the trained one first: a loss may run another one's. Every
-    micro-batch starts from the step's statistics, and what it moves them by is recorded and exchanged: the same
-    arithmetic whoever computed what.
+    micro-batch starts from the step's statistics. The change that it makes is recorded and exchanged, so the arithmetic
+    does not depend on which worker computes which micro-batch.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.modules = [m for m in _modules(models) if isinstance(m, BatchNormBase)]
         if any(isinstance(module, nn.SyncBatchNorm) for module in self.modules):
             raise UsageError(
-                "the model has SyncBatchNorm, which normalises over whatever workers there are",
-                "use BatchNorm: it normalises each micro-batch, the same on any number of workers",
+                "the model has SyncBatchNorm, whose result depends on the number of workers",
+                "use BatchNorm, which normalises each micro-batch and gives the same result on any number of workers",
             )
         self._trained_ids = {id(module) for module in models[0].modules()}
         self._active: list[Any] = []
         self._others: list[Any] = []
         self._buffers: list[torch.Tensor] = []
-        # What the buffers held when the step began, as one flat float64 tensor.
+        # The values of the buffers when the step began, as one flat float64 tensor.
         self._start = torch.empty(0, dtype=torch.float64)
-        self._begun: list[torch.Tensor] = []  # its parts, one per buffer
-        self._calls: list[int] = []  # versions of the counters of another trainer's
+        self._begun: list[torch.Tensor] = []  # views of `_start`, one per buffer
+        self._calls: list[int] = []  # versions of the batch counters in other trainers' models
 
     def buffers(self) -> set[int]:
         """Identities of the buffers that this object restores and merges."""
@@ -61,7 +61,7 @@ class BatchNormStats:
         }
 
     def take(self) -> None:
-        """Starts a step."""
+        """Starts a step: remembers the current statistics."""
         self._active = [module for module in self.modules if module.training and module.running_mean is not None]
         self._others = [module for module in self._active if id(module) not in self._trained_ids]
         buffers = [b for m in self._active for b in (m.num_batches_tracked, m.running_mean, m.running_var)]
@@ -75,49 +75,53 @@ class BatchNormStats:
         self._calls = self._counted()
 
     def shape(self, options: StepOptions, exact: bool) -> tuple[int, int]:
-        """Of a step's records: a row per micro-batch, where they are collected."""
+        """Returns the shape of a step's records: one row per micro-batch, or no rows if nothing is recorded."""
         return options.micro_batches if options.record_buffers else 0, self._start.numel()
 
     @property
     def certain(self) -> str:
-        """Why micro-batches stay alone, if the trained model has any; of another's nobody knows before it ran."""
+        """Why micro-batches must run one by one, if the trained model has active BatchNorm; else an empty text.
+
+        Whether a loss runs another trainer's model is known only afterwards, in `moved`.
+        """
         return _BATCHNORM if len(self._active) > len(self._others) else ""
 
     def _counted(self) -> list[int]:
         return [module.num_batches_tracked._version for module in self._others]
 
     def moved(self, values: bool) -> str:
-        """Why micro-batches stay alone, if another trainer's ran in training mode."""
+        """Why micro-batches must run one by one, if BatchNorm of another trainer's model ran in training mode."""
         return _BATCHNORM if self._counted() != self._calls else ""
 
     def restore(self) -> None:
-        """Brings back the state at `take`: for the next micro-batch, or because a void step leaves no trace."""
+        """Restores the state at `take`, for the next micro-batch or after a void step."""
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._begun)  # a copy rounds to the buffer's own dtype
             self._calls = self._counted()
 
     def record(self, rows: torch.Tensor, chunk: Chunk, count: int) -> None:
-        """What the buffers have moved by since `take`."""
+        """Records how far the buffers have moved since `take`."""
         rows[chunk.micro_batches[0].index] = self._now() - self._start
 
     def _now(self) -> torch.Tensor:
         flat = torch.cat([buffer.reshape(-1) for buffer in self._buffers])  # the counts are small
-        return flat.float() if flat.device.type == "mps" else flat.double()  # which has no float64
+        return flat.float() if flat.device.type == "mps" else flat.double()  # MPS has no float64
 
     @property
     def start(self) -> torch.Tensor:
-        """What the buffers held when the step began."""
+        """The values of the buffers when the step began."""
         return self._start
 
     def merge(self, records: torch.Tensor, base: torch.Tensor | None = None) -> None:
-        """Applies the records of all micro-batches, shape (micro-batches, record), in grid order. They may tell of
-        moves from another `base` than the step's start.
+        """Applies the records of all micro-batches, shape (micro-batches, record), in grid order. If the records
+        were made from other values than the step's start, these are the `base`.
 
-        A forward maps a statistic r to a·r + b. If micro-batch i alone moves it by d_i, all in turn move it by the sum
-        of d_i·(a_(i+1) a_(i+2) ...). In a cumulative average a micro-batch weighs less the more batches were before.
+        A forward maps a statistic r to a·r + b. If micro-batch i by itself moves it by d_i, all in turn move it by the
+        sum of d_i·(a_(i+1) a_(i+2) ...). In a cumulative average, the weight of a micro-batch falls with the number of
+        batches before it.
         """
         sizes = torch.tensor([1 + 2 * module.running_mean.numel() for module in self._active], dtype=torch.int64)
-        counters = (sizes.cumsum(0) - sizes).to(records.device)  # where each module's batch counter stands
+        counters = (sizes.cumsum(0) - sizes).to(records.device)  # the columns of the batch counters
         calls = records[:, counters]
         momentum = torch.tensor([1.0 if m.momentum is None else m.momentum for m in self._active], dtype=torch.float64)
         keep, weight = (1.0 - momentum.to(records.device)) ** calls, torch.ones_like(calls)
@@ -157,8 +161,8 @@ class BufferChangeDetector:
         self._prints: list[torch.Tensor] = []  # of parameters, where they are compared by value too
 
     def mark(self, values: bool) -> None:
-        """Remembers the buffers as they are, and their values if anything changed since the last mark; with `values`
-        those of parameters too: `param.data.clamp_()` passes by their versions.
+        """Remembers the buffers, and their values if anything changed since the last mark; with `values` also a sum and
+        norm of each parameter, because `param.data.clamp_()` does not change a version.
         """
         self._prints = [sum_and_norm(param) for _, param in self._params] if values else []
         buffers = [module._buffers[key] for _, module, key in self._owners]
@@ -169,7 +173,9 @@ class BufferChangeDetector:
         self._versions = [param._version for _, param in self._params]
 
     def changed(self, values: bool) -> str | None:
-        """``buffer 'name'`` or ``parameter 'name'`` that changed since `mark`, or None; with `values` by comparing."""
+        """Returns ``buffer 'name'`` or ``parameter 'name'`` that changed since `mark`, or None. `values` compares
+        values, too.
+        """
         if self._owners and (buffer := self._changed_buffer(values)) is not None:
             return f"buffer {buffer}"
         written = (n for (n, param), mark in zip(self._params, self._versions, strict=True) if param._version != mark)
@@ -191,12 +197,12 @@ class BufferChangeDetector:
         return None
 
     def restore(self) -> None:
-        """Brings back the buffers and values of the last `mark`, if there was one."""
+        """Restores the buffers and values of the last `mark`, if there was one."""
         for number, (old, _) in enumerate(self._marks):
             _, module, key = self._owners[number]
             if old is not None:
                 put_back(old, self._values[number])
-                self._marks[number] = (old, old._version)  # it is as it was: no change to be noticed later
+                self._marks[number] = (old, old._version)  # the restored value is no change
             module._buffers[key] = old
 
 
@@ -209,8 +215,8 @@ def put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 @contextmanager
 def without_a_trace(model: nn.Module, streams: RngState) -> Iterator[None]:
-    """Forwards in here leave buffers, streams, and attributes of modules as they were: also what they put into lists,
-    dicts and sets there, the hooks that they register, and how far generators are that modules keep.
+    """Restores a model after forwards inside the context: buffers, random streams and attributes of modules, including
+    the contents of lists, dicts and sets, registered hooks, and the states of generators that modules keep.
     """
     kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
     attributes = [(module, _attributes_of(module)) for module in model.modules()]
@@ -244,12 +250,12 @@ _HOOKS = sorted(name for name in _TORCHS if "hooks" in name and isinstance(vars(
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    """Attributes that a module has besides those of every nn.Module."""
+    """Returns the attributes of a module that not every nn.Module has."""
     return {name: value for name, value in vars(module).items() if name not in _TORCHS}
 
 
 def _held_in(values: Iterable[Any], seen: set[int]) -> Iterator[Any]:
-    """What of attributes may change without being replaced, also where one is in another, each once."""
+    """Yields the mutable values among attributes, including nested ones, each once."""
     for value in values:
         if id(value) in seen:
             continue
@@ -283,8 +289,8 @@ def _known(value: Any) -> Any:
 
 
 def sum_and_norm(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum and norm, which take no memory: they tell a parameter that was written to. Nothing of one in pieces, or that
-    is not of floating point.
+    """Returns the sum and norm of a tensor, a cheap fingerprint that shows writes. Empty for sharded tensors and for
+    dtypes other than floating point.
     """
     if not tensor.is_floating_point() or hasattr(tensor, "_local_tensor"):
         return torch.empty(0, dtype=torch.float32)

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from paceline.comm.torch_private import pytree
 from paceline.errors import UsageError
 
-_WHY, _NONE = "children of one kind in a list or a sequence are blocks", "no part of the model repeats"
-_SHARED = "its blocks share parameters with each other, or with the rest"
+_WHY, _NONE = "children of one class in a list or sequence are blocks", "the model has no list of repeated blocks"
+_SHARED = "the blocks share parameters with each other or with the rest of the model"
 
 
 def blocks_of(model: nn.Module, sharing: bool = False) -> dict[str, nn.Module]:
     """The repeated blocks of a model by name: children of one class in a list or sequence, such as transformer layers.
 
-    Lists may be nested. A module that is in lists twice is no block, since it is called twice. A module that shares
+    Lists may be nested. A module that is in lists twice is not a block, since it is called twice. A module that shares
     parameters with the rest of the model is a block only with `sharing`.
     """
     blocks: dict[str, nn.Module] = {}
@@ -49,7 +49,7 @@ def blocks_of(model: nn.Module, sharing: bool = False) -> dict[str, nn.Module]:
 
 
 def called_again(model: nn.Module) -> str:
-    """The name of a list in which a module stands several times; empty where there is none."""
+    """Returns the name of a list that contains a module several times; empty if no list does."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             children = [id(child) for child in _listed(module) if next(child.parameters(), None) is not None]
@@ -59,7 +59,7 @@ def called_again(model: nn.Module) -> str:
 
 
 def _listed(module: nn.ModuleList | nn.Sequential | nn.ModuleDict) -> list[nn.Module]:
-    """The modules of a list, repeated as often as the list has them."""
+    """The modules of a list, with repetitions."""
     return list(module.values() if isinstance(module, nn.ModuleDict) else module)
 
 
@@ -93,7 +93,7 @@ def summarize_blocks(blocks: Mapping[str, nn.Module]) -> str:
 
 
 def explain_gathering(model: nn.Module, blocks: Mapping[str, nn.Module], rest: bool) -> tuple[str, str]:
-    """The decision how parameters are gathered, block by block or all at once, and its reason."""
+    """Returns the decision how parameters are gathered, block by block or all at once, and its reason."""
     if not blocks:
         return "all parameters are gathered at once", _SHARED if blocks_of(model, sharing=True) else _NONE
     others = ", and the rest" if rest else ""
@@ -120,13 +120,15 @@ def _set_apart(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def recompute(model: nn.Module) -> tuple[str, str]:
-    """Lets the activations of each block be computed again in its backward (Chen et al., "Training Deep Nets with
-    Sublinear Memory Cost", 2016), with the same random draws and buffers. Returns what was decided, and why; UsageError
-    without blocks.
+    """Recomputes the activations of each block in its backward (Chen et al., "Training Deep Nets with
+    Sublinear Memory Cost", 2016), with the same random draws and buffers. Returns the decision and its reason. Raises
+    UsageError without blocks.
     """
     blocks = blocks_of(model, sharing=True)
     if not blocks:
-        raise UsageError("no part of the model repeats, so there are no blocks to recompute", "leave recompute out")
+        raise UsageError(
+            "recompute=blocks needs a list of repeated blocks, which the model does not have", "leave recompute= out"
+        )
     for block in blocks.values():
         block.forward = partial(_recomputed, block, block.forward)
     return f"activations are recomputed in {len(blocks)} blocks: {summarize_blocks(blocks)}", _WHY
@@ -160,7 +162,7 @@ def _recomputed(block: nn.Module, forward: Any, /, *args: Any, **kwargs: Any) ->
 
 
 class _Compiled:
-    """A forward that torch.compile makes kernels for; a copy of its module has its own."""
+    """A forward compiled by torch.compile; a copy of its module gets its own kernels."""
 
     def __init__(self, plain: Callable[..., Any], dynamic: bool | None) -> None:
         self.plain, self.dynamic = plain, dynamic
@@ -174,17 +176,17 @@ class _Compiled:
 
 
 def compiled(model: nn.Module, by_block: bool, exact: bool) -> tuple[str, str]:
-    """Lets torch.compile make kernels for the model, or `by_block` for each block; keys stay as they are. With `exact`
-    for every shape its own: otherwise what a worker saw before would decide by which one it computes.
+    """Compiles the model with torch.compile, or with `by_block` each block; names of parameters stay the same. With
+    `exact`, each shape gets its own kernels: otherwise the shapes seen before would decide which kernel runs.
     """
     blocks = blocks_of(model) if by_block else {}
-    for module in blocks.values() or [model]:  # what is inside of hooks, which gather parameters
+    for module in blocks.values() or [model]:  # only the forward inside the hooks that gather parameters
         module.forward = _Compiled(module.forward, dynamic=False if exact else None)
     if not blocks:
         reason = _SHARED if blocks_of(model, sharing=True) else _NONE
-        return "the model is compiled as a whole", reason if by_block else "its parameters are whole"
-    what = f"{len(blocks)} blocks are compiled: {summarize_blocks(blocks)}"
-    return what, "what gathers their parameters comes in between"
+        return "the model is compiled as one unit", reason if by_block else "its parameters need no gathering"
+    what = f"{len(blocks)} blocks are compiled separately: {summarize_blocks(blocks)}"
+    return what, "parameters are gathered between blocks"
 
 
 def _shares(model: nn.Module, name: str, block: nn.Module) -> bool:

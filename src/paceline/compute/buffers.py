@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Merge = str | Callable[[Any], torch.Tensor]
 _RULES = ("affine", "sum", "mean", "last", "queue")
 _KEY = "_paceline_buffers"  # of a module: its rules, by the buffer's name
-DECLARED = [0]  # how often `buffer` was called: who looked before then looks again
+DECLARED = [0]  # the number of calls of `buffer`; when it changes, models are searched again
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,27 @@ class Rule:
 def buffer(
     module: nn.Module, name: str, merge: Merge, factor: float | None = None, pointer: str | None = None, dim: int = 0
 ) -> None:
-    """Declares how the buffer `name` of `module`, which changes in a training forward, is made the same on all workers.
+    """Declares how the changes of a buffer in training forwards are merged, so that it is the same on all workers.
 
-    Every micro-batch starts from what the buffer holds when the step begins. When all are done, each worker makes the
-    same of their results, `merge` says what:
+    `name` is a buffer of `module`. Every micro-batch starts from the buffer's value at the beginning of the step. When
+    all are done, each worker merges their results by the rule `merge`:
 
-    - ``"affine"``: a micro-batch turns r into `factor`·r + b, and all are applied in turn, in the order of the grid.
-    - ``"sum"``: as if all were one batch: `factor`·r + the sum of their b.
+    - ``"affine"``: a micro-batch turns r into `factor`·r + b; the micro-batches are applied one after another, in the
+      order of the grid.
+    - ``"sum"``: as if all micro-batches were one batch: `factor`·r + the sum of their b.
     - ``"mean"``: the mean of the micro-batches' results, weighted by their rows.
     - ``"last"``: the result of the last micro-batch.
-    - ``"queue"``: a ring along dimension `dim`, to which each micro-batch adds at most as many entries as it has rows,
-      from `pointer` on, a buffer of one integer that it moves by so many. All are added in the order of the grid.
-    - a function of the module: what it returns, once all others are merged, for what follows from other buffers.
+    - ``"queue"``: a ring along dimension `dim`, to which each micro-batch adds at most one entry per row. `pointer`
+      names a buffer of one integer, the position of the next entry. Entries are added in the order of the grid.
+    - a function of the module: it returns the buffer's value after all other buffers are merged, for a buffer that is
+      computed from others.
 
-    Raises UsageError; a step raises ChangingBufferError where a forward does what the rule cannot merge.
+    Raises UsageError for wrong arguments. A step raises ChangingBufferError if a forward makes a change that the rule
+    cannot merge.
     """
     if not isinstance(module, nn.Module):
-        raise UsageError(f"buffer() was given {a(type(module).__name__)}", "give it the module that has the buffer")
+        what = f"buffer() needs an nn.Module, got {a(type(module).__name__)}"
+        raise UsageError(what, "pass the module that has the buffer")
     tensor, rules = _buffer_of(module, name), vars(module).setdefault(_KEY, {})
     which, summed = f"the buffer {name!r} of {type(module).__name__}", merge in ("affine", "sum")
     fractions = merge == "mean" or factor not in (None, 1)
@@ -66,15 +70,15 @@ def buffer(
     lost = lost or rules.get(pointer or "", Rule("pointer")) != Rule("pointer")
     by_itself, unfit = isinstance(module, BatchNormBase), fractions and not kind.is_floating_point
     for wrong, what, cure in (
-        (by_itself, f"{which} is merged without a word", "leave buffer() out"),
+        (by_itself, f"{which} is merged automatically", "leave buffer() out"),
         (name in rules, f"{which} is declared twice", "declare it once"),
-        (name in module._non_persistent_buffers_set, f"{which} is in no checkpoint", "leave persistent=False out"),
-        (not callable(merge) and merge not in _RULES, f"merge={merge!r} is not known", f"say {known}, or a function"),
-        (summed and factor is None, f"merge={merge!r} needs factor=", "say the decay of a moving average, 1 for a sum"),
-        (not summed and factor is not None, f"merge={merge!r} takes no factor=", "leave it out, or say 'affine'"),
-        (merge != "queue" and to is not None, f"merge={merge!r} takes no pointer=", "leave it out, or say 'queue'"),
-        (lost, "merge='queue' needs pointer=", "name a buffer of one integer that says where the next entry goes"),
-        (unfit or kind.is_complex, f"{which} holds {kind}", f"merge={merge!r} is for numbers of floating point"),
+        (name in module._non_persistent_buffers_set, f"{which} is not in checkpoints", "leave persistent=False out"),
+        (not callable(merge) and merge not in _RULES, f"merge={merge!r} is unknown", f"use {known}, or a function"),
+        (summed and factor is None, f"merge={merge!r} needs factor=", "pass the decay of an average, or 1 for a sum"),
+        (not summed and factor is not None, f"merge={merge!r} takes no factor=", "leave it out, or use merge='affine'"),
+        (merge != "queue" and to is not None, f"merge={merge!r} takes no pointer=", "leave it out, or use 'queue'"),
+        (lost, "merge='queue' needs pointer=", "name a buffer of one integer, the position of the next entry"),
+        (unfit or kind.is_complex, f"{which} has dtype {kind}", f"merge={merge!r} needs floating-point numbers"),
     ):
         if wrong:
             raise UsageError(what, cure)
@@ -85,7 +89,7 @@ def buffer(
 
 
 def declared(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """The names of a model's declared buffers, and the rules by which they are merged."""
+    """Yields the names of a model's declared buffers, and the rules by which they are merged."""
     for path, module in model.named_modules():
         for name, rule in vars(module).get(_KEY, {}).items():
             merge = rule.merge if isinstance(rule.merge, str) else "a function"
@@ -96,8 +100,8 @@ def declared(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _buffer_of(module: nn.Module, name: str) -> torch.Tensor:
     tensor = module._buffers.get(name)
     if tensor is None:
-        others = ", ".join(map(repr, module._buffers)) or "none"
-        raise UsageError(f"{type(module).__name__} has no buffer {name!r}", f"register it first; there is {others}")
+        others = f"its buffers are {', '.join(map(repr, module._buffers))}" if module._buffers else "it has no buffers"
+        raise UsageError(f"{type(module).__name__} has no buffer {name!r}", f"register it first; {others}")
     return tensor
 
 
@@ -118,7 +122,7 @@ class _DeclaredBuffer:
     def certain(self) -> str:
         """Why micro-batches must run one by one, known before the forward: only for the trained model in training mode.
 
-        Whether a loss runs another trainer's model shows only afterwards, in `moved`.
+        Whether a loss runs another trainer's model is known only afterwards, in `moved`.
         """
         return self.why if self.is_trained and self.module.training else ""
 
@@ -141,7 +145,7 @@ class _DeclaredBuffer:
         return (rows if self.rule.merge in _RULES else 0), self.start.numel() + 1
 
     def restore(self) -> None:
-        """Gives the buffer the value that it had at the start of the step."""
+        """Restores the buffer's value at the start of the step."""
         put_back(self.tensor, self.start)
         self.module._buffers[self.name] = self.tensor
         self._version = self.tensor._version
@@ -150,10 +154,11 @@ class _DeclaredBuffer:
         """The buffer's current value. Raises ChangingBufferError if a forward changed its shape or removed it."""
         current, before = self.module._buffers[self.name], tuple(self.start.shape)
         if current is None or tuple(current.shape) != before:
-            what = f"{self.why}, of shape {before}, into {None if current is None else tuple(current.shape)}"
-            cure = "let it keep its shape, and count in another buffer how much of it is used"
+            how = "the buffer is removed" if current is None else f"the shape {before} becomes {tuple(current.shape)}"
+            what = f"{self.why}: {how}"
+            cure = "keep its shape, and count in another buffer how many entries are used"
             if current is self.tensor:  # resized in place, as observers of quantisation do in their first forward
-                cure = "run one forward in training mode before the Trainer is made, so that it has its size then"
+                cure = "run one forward in training mode before creating the Trainer, so that it has its final size"
             raise ChangingBufferError(what, cure)
         return current.detach()
 
@@ -187,7 +192,7 @@ class _DeclaredBuffer:
             kept = torch.cat([self.rule.factor ** weights[1:], torch.ones_like(weights[:1])]).flip(0).cumprod(0).flip(0)
             changes = kept * changes
         total = weights.sum()
-        if total > 0:  # or nobody has written to it
+        if total > 0:  # else no micro-batch has written to it
             change = changes.sum(0) / (total if self.rule.merge == "mean" else 1.0)
             made = self._base(change, base) + change
             if base is not None and self.rule.merge in ("sum", "affine"):
@@ -211,8 +216,11 @@ class _QueueBuffer(_DeclaredBuffer):
         """Copies the entries that the chunk appended into the rows of its samples."""
         moved = (int(self.pointer.now()) - self.first) % self.size
         if moved > chunk.rows or (moved == 0 and not self.now().equal(self.start)):
-            what = f"{self.why}, and moves its pointer by {moved} of {self.size} in a micro-batch of {chunk.rows} rows"
-            raise ChangingBufferError(what, "let it add at most an entry for each row, and move the pointer by as many")
+            rows_text = f"{chunk.rows} row{'s' if chunk.rows != 1 else ''}"
+            what = f"{self.why} and moves its pointer by {moved} (of {self.size}) in a micro-batch of {rows_text}"
+            raise ChangingBufferError(
+                what, "add at most one entry per row, and move the pointer by the number of entries"
+            )
         entries = rows[chunk.micro_batches[0].start :][:moved]
         entries[:, :-1] += (
             self.now().movedim(self.rule.dim, 0)[self._places(moved)].to(rows).reshape(entries[:, :-1].shape)
@@ -227,24 +235,25 @@ class _QueueBuffer(_DeclaredBuffer):
 
 
 class BufferMerger:
-    """What the forwards of a step leave in buffers of `models`, the trained one first: recorded, exchanged, and merged
-    the same on every worker.
+    """Records the buffer changes of a step's forwards and merges them, with the same result on every worker.
+
+    `models` are those whose buffers may change, the trained one first.
     """
 
     def __init__(self, models: Sequence[nn.Module], exact: bool) -> None:
         statistics, self._held, self._exact = BatchNormStats(models), list(held_in(models)), exact
         self._all: list[BatchNormStats | _DeclaredBuffer] = [*([statistics] if statistics.modules else []), *self._held]
-        self.is_empty = not self._all  # there is nothing to look after
-        self._open = False  # a step has begun that is neither merged nor void
+        self.is_empty = not self._all  # no buffer to merge
+        self._open = False  # whether a step has begun and is neither merged nor void
 
     def buffers(self) -> set[int]:
-        """Identities of the buffers that are looked after here."""
+        """Identities of the buffers that this object restores and merges."""
         return {identity for one in self._all for identity in one.buffers()}
 
     def begin(self, options: StepOptions, device: torch.device) -> torch.Tensor | None:
-        """Starts a step; its records, which are empty as yet, or None where there are none."""
+        """Starts a step. Returns its records, zero until forwards write them, or None if nothing needs recording."""
         self._open, self._count = True, options.micro_batches
-        if self._held:  # then every micro-batch starts from what the step began with, on one worker as well
+        if self._held:  # then every micro-batch starts from the step's initial values, on one worker as well
             options = replace(options, record_buffers=True)
         for one in self._all:
             one.take()
@@ -259,31 +268,34 @@ class BufferMerger:
 
     @property
     def certain(self) -> str:
-        """Why the trained model's micro-batches must stay alone; of another's nobody knows before it ran."""
+        """Why micro-batches must run one by one, as far as it is known before the forward; else an empty text."""
         return next(filter(None, (one.certain for one in self._all)), "")
 
     def moved(self, values: bool) -> str:
-        """Why a micro-batch must stay alone whose forward it was, if it must."""
+        """Why micro-batches must run one by one, from the changes of the last forward; else an empty text."""
         return next(filter(None, (one.moved(values) for one in self._all)), "")
 
     def restore(self, void: bool = False) -> None:
-        """Brings back what the step began with: for the next micro-batch, or because a `void` step leaves no trace."""
+        """Restores the initial values of the step, for the next micro-batch or after a `void` step."""
         for one in self._all if self._open else ():
             one.restore()
         self._open = self._open and not void
 
     def record(self, records: torch.Tensor, chunk: Chunk) -> None:
-        """What a chunk has left; one of several micro-batches has moved nothing, or it would not have been merged."""
+        """Records the changes of a chunk. A chunk of several micro-batches has none, or it would not have been
+        merged.
+        """
         for one, part in self._cut(records):
             one.record(part, chunk, self._count)
 
     def begun(self) -> list[torch.Tensor]:
-        """Copies of what the step began with."""
+        """Returns copies of the initial values of the step."""
         return [one.start.clone() for one in self._all]
 
     def merge(self, records: torch.Tensor | None, bases: Sequence[torch.Tensor] | None = None) -> None:
-        """Ends a step with the records of all micro-batches, which are the same on every worker. These may tell of
-        moves from other `bases`, which `begun` gave.
+        """Ends a step with the records of all micro-batches, which are the same on every worker.
+
+        `bases` are the initial values from which the records were made, as `begun` returned them, if not the step's.
         """
         if self._open and records is not None:
             given = {} if bases is None else {id(one): base for one, base in zip(self._all, bases, strict=True)}
@@ -298,8 +310,9 @@ class BufferMerger:
 
 
 def held_in(models: Sequence[nn.Module]) -> Iterator[_DeclaredBuffer]:
-    """All that is declared, and what is known: power iterations (Miyato et al., "Spectral Normalization for Generative
-    Adversarial Networks", ICLR 2018) depend on nothing but weights, so all micro-batches of a step come to the same.
+    """Yields all declared buffers, and those of spectral normalisation (Miyato et al., "Spectral Normalization for
+    Generative Adversarial Networks", ICLR 2018): power iterations depend only on the weights, so all micro-batches of a
+    step get the same result.
     """
     seen: set[nn.Module] = set()
     for others, model in zip(["", *[OTHERS] * len(models)], models, strict=False):
@@ -322,10 +335,10 @@ def held_in(models: Sequence[nn.Module]) -> Iterator[_DeclaredBuffer]:
 
 @contextmanager
 def unchanging(model: nn.Module) -> Iterator[None]:
-    """Raises ChangingBufferError where a forward changes what is declared, though the model is in eval mode."""
+    """Raises ChangingBufferError if a forward changes a declared buffer although the model is in eval mode."""
     held = list(held_in([model]))
     yield
     for one in held:
         if why := one.moved():
             one.restore()
-            raise ChangingBufferError(f"{why} in eval mode", "change it only where self.training is true")
+            raise ChangingBufferError(f"{why} in eval mode", "change it only if self.training is true")

@@ -1,10 +1,11 @@
-"""A loss over the whole global batch, with cached gradients of the outputs (GradCache).
+"""Computes a loss over the global batch, with cached gradients of the outputs (GradCache).
 
-A step has two runs. The first one, without gradients, gives the outputs of all micro-batches, which are gathered over
-the units; the loss is computed once on them, and its gradient there. In the second run each micro-batch is computed
-again, with the same random numbers, and its own loss is the product of its outputs with their part of that gradient: by
-the chain rule these losses together have the gradient of the one over the batch. The loss's own parameters, as a
-temperature, join in with the first micro-batch of the grid; whoever computes it tells loss, count and metrics.
+A step has two runs. The first run, without gradients, computes the outputs of all micro-batches, which are gathered
+over the units. Then the loss and its gradient with respect to the outputs are computed once. In the second run each
+micro-batch is computed again, with the same random numbers, and its own loss is the product of its outputs with their
+part of that gradient: by the chain rule, the sum of these losses has the gradient of the loss over the batch. The
+loss's own parameters, such as a temperature, are added to the first micro-batch of the grid; the worker that computes
+it reports loss, count and metrics.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from paceline.compute.microbatches import Chunk, MicroBatch, tensors_of
 from paceline.compute.verify import is_reentrant
 from paceline.errors import ChangingBufferError, LossError, UsageError, a
 
-_SAME = {torch.float64: 1e-9, torch.float32: 1e-4}  # as a part of a norm, what rounding may change in the second run
+_SAME = {torch.float64: 1e-9, torch.float32: 1e-4}  # the relative difference that rounding may make in the second run
 _COARSE = 2e-2  # in other precisions
-_ROWS = 'with loss_over="batch" let it return tensors whose first dimension is the row, in any nesting'
-_UNUSED = "compute it from what the forward returned, without detach(), item() or no_grad()"
-_SEEDED = "draw from torch's, Python's or numpy's global generators, and keep nothing from one call for the next"
+_ROWS = 'with loss_over="batch", return tensors whose first dimension is the rows, in any nesting'
+_UNUSED = "compute the loss from the forward's outputs, without detach(), item() or no_grad()"
+_SEEDED = "draw only from torch's, Python's or numpy's global generators, and keep no state from one call to the next"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def cached_loss(output: Any, by: CachedGrads) -> tuple[torch.Tensor, float]:
 
 
 def _differs(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """By more than rounding. Of what is not a number the loss will tell."""
+    """Returns whether two outputs differ by more than rounding. NaN never differs: the loss reports it."""
     most = _COARSE if torch.is_autocast_enabled(before.device.type) else _SAME.get(before.dtype, _COARSE)
     return (now.double() - before.double()).square().sum() > before.double().square().sum() * most**2
 
@@ -81,7 +82,8 @@ def gather_outputs(
     for worker, other in known:
         if other != known[0][1]:
             one, two = (f"{_describe_kinds(kind)} on worker {at}" for at, kind in (known[0], (worker, other)))
-            raise UsageError(f"the forward returns {one}, and {two}", "let only the number of rows differ")
+            what = f"the forward returns {one}, but {two}"
+            raise UsageError(what, "return the same dtypes and shapes except for the number of rows")
     columns = []
     for number, (dtype, inner) in enumerate(known[0][1] if known else []):
         none = torch.empty((0, *inner), dtype=getattr(torch, dtype), device=device)
@@ -103,13 +105,15 @@ def _rows_of(output: Any, rows: int) -> list[torch.Tensor]:
         if leaf is not None and not isinstance(leaf, torch.Tensor):
             raise UsageError(f"the forward returns {a(type(leaf).__name__)}", _ROWS)
         if leaf is not None and leaf.shape[:1] != (rows,):
-            what = f"the forward returns a tensor of shape {tuple(leaf.shape)} for a micro-batch of {rows} rows"
-            raise UsageError(what, f"{_ROWS}; what is one for all, as a temperature, the loss takes from the model")
+            rows_text = f"{rows} row{'s' if rows != 1 else ''}"
+            what = f"the forward returns a tensor of shape {tuple(leaf.shape)} for a micro-batch of {rows_text}"
+            raise UsageError(what, f"{_ROWS}; let the loss read values for all rows (a temperature) from the model")
     return tensors_of(output)
 
 
 def _describe_kinds(kinds: Sequence[Sequence[Any]]) -> str:
-    return ", ".join(f"rows of {'x'.join(map(str, inner)) or 'one'} {dtype}" for dtype, inner in kinds)
+    shapes = ((dtype, "x".join(map(str, inner))) for dtype, inner in kinds)
+    return ", ".join(f"rows of shape {shape} ({dtype})" if shape else f"rows of one {dtype}" for dtype, shape in shapes)
 
 
 def filled(like: Any, columns: Sequence[torch.Tensor]) -> Any:
@@ -119,7 +123,7 @@ def filled(like: Any, columns: Sequence[torch.Tensor]) -> Any:
 
 
 class GradCache:
-    """Makes the two runs of a step by a job's `runner`."""
+    """Executes the two runs of a step with a job's `runner`."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner, self.job = runner, runner.job
@@ -159,7 +163,7 @@ class GradCache:
 
         sums = self.runner.run([*map(with_cached_grads, micro_batches)], second, ready)
         if differences and bool(torch.stack(differences).any()):
-            what = f"the forward of step {options.step + 1} gives something else when run again from the same seeds"
+            what = f"the forward of step {options.step + 1} gives other results when run again with the same seeds"
             raise UsageError(what, _SEEDED)
         by_index = {one.index: one for one in micro_batches if not one.is_dummy}
         self._tell(sums, part, first=0 in by_index)
@@ -167,7 +171,8 @@ class GradCache:
         if not math.isfinite(float(part.total)):
             bad = [one for n, one in by_index.items() if not all(bool(x[slices[n]].isfinite().all()) for x in columns)]
             blameless = 0 in by_index and all(bool(x.isfinite().all()) for x in columns)
-            sums.bad_samples = [*Chunk(bad, None).sources, *(["what the forward gave is finite"] if blameless else [])]
+            finite = ["all outputs of the forward are finite"] if blameless else []
+            sums.bad_samples = [*Chunk(bad, None).sources, *finite]
         return sums
 
     def _judged(
@@ -187,13 +192,13 @@ class GradCache:
         moved = self.runner.guard.carried.moved(values=True) or self.runner.guard.detector.changed(values=False)
         if moved:
             what = f"the loss over the batch changes the {moved.removeprefix('the forward changes the ')}"
-            raise ChangingBufferError(what, "change it in the body of the loop")
+            raise ChangingBufferError(what, "change it in the training loop instead")
         part = Loss.of(result, Chunk([MicroBatch(0, rows, None, "the global batch")], None), True)
         if part.mean is None and not self.runner.counts.done:
             self.runner.counts.check(job.over, output, None, part.count, rows, self.runner.guard.models)
-        if any(map(is_reentrant, nodes_of(part.total))):  # whose gradients go to places that the graph does not show
+        if any(map(is_reentrant, nodes_of(part.total))):  # its gradients go to tensors that the graph does not show
             raise LossError(
-                "the loss over the batch calls checkpoint(..., use_reentrant=True)", "say use_reentrant=False"
+                "the loss over the batch calls checkpoint(..., use_reentrant=True)", "pass use_reentrant=False"
             )
         loss_params = [x for x in _leaves(part.total) if not any(x is leaf for leaf in leaves)]
         gradients = iter(
@@ -201,7 +206,7 @@ class GradCache:
         )
         grads = [next(gradients) if x.requires_grad else None for x in columns]
         if all(grad is None for grad in grads):
-            raise LossError("the loss does not depend on what the forward returned", _UNUSED)
+            raise LossError("the loss does not depend on the forward's outputs", _UNUSED)
         return part.detached(), grads, list(zip(loss_params, gradients, strict=True))
 
     def _tell(self, sums: StepSums, part: Loss, first: bool) -> None:
@@ -215,5 +220,5 @@ class GradCache:
 
 
 def _leaves(total: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that gradients of it go to."""
+    """Yields the leaf tensors that a loss depends on."""
     return (node.variable for node in nodes_of(total) if hasattr(node, "variable"))

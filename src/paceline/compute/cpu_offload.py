@@ -1,4 +1,4 @@
-"""Copies of parameters in host memory that optimizers hold, so their state is there, too (ZeRO-Offload)."""
+"""Keeps copies of parameters in host memory for optimizers, so that their state is there, too (ZeRO-Offload)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class CpuOffloadedParams:
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        """What optimizers do meanwhile to the copies, with the rows' gradients, is done to the rows. What somebody else
-        has done to the rows before, as a script that clips weights, is done to the copies first: by `param.data` that
-        leaves no trace in the row.
+        """Copies rows and gradients into the copies, lets optimizers update these in the context, and copies them back.
+
+        The first copy is always needed: a script may have changed the rows (clipped weights) through `param.data`,
+        which changes no version.
         """
         for row, copy in zip(self.rows, self.copies, strict=True):
             copy.detach().copy_(row.detach())

@@ -18,16 +18,16 @@ from paceline.compute.grad_hooks import nodes_of
 from paceline.errors import UsageError
 
 _CURES = {
-    "backward()": "return the loss, and for the gradient of anything else call torch.autograd.grad(value, inputs)",
-    "optimizer.step()": "leave it out: the trainer updates the weights once per step",
-    "zero_grad()": "leave it out: the trainer begins each step without gradients",
-    "GradScaler.scale()": 'return the loss as it is, and say plan="precision=fp16", which scales it itself',
+    "backward()": "return the loss; compute other gradients with torch.autograd.grad(value, inputs)",
+    "optimizer.step()": "remove the call: the trainer updates the weights once per step",
+    "zero_grad()": "remove the call: the trainer clears the gradients before each step",
+    "GradScaler.scale()": 'return the unscaled loss, and use plan="precision=fp16", which scales it',
 }
 _WHY = {
-    "backward()": "adds to the gradients that the trainer computes",
-    "optimizer.step()": "updates the weights in the middle of a step",
-    "zero_grad()": "drops the gradients that the trainer has computed in this step",
-    "GradScaler.scale()": "trains on a loss times the scale",
+    "backward()": "would add to the gradients that the trainer computes",
+    "optimizer.step()": "would update the weights in the middle of a step",
+    "zero_grad()": "would delete the gradients that the trainer has computed in this step",
+    "GradScaler.scale()": "would multiply the loss by its scale",
 }
 
 
@@ -36,7 +36,7 @@ _own_calls: list[bool] = []  # not empty while the trainer itself calls backward
 
 @contextmanager
 def allow_backward() -> Iterator[None]:
-    """Calls of backward() in here are the trainer's own, also in the middle of a forward."""
+    """Allows calls of backward() inside the context: they are the trainer's own, even during a forward."""
     _own_calls.append(True)
     try:
         yield
@@ -46,8 +46,9 @@ def allow_backward() -> Iterator[None]:
 
 @contextmanager
 def refuse_loop_calls(params: Sequence[torch.Tensor], gathered: bool) -> Iterator[None]:
-    """Raises UsageError for backward(), step(), zero_grad() and scale() that a loss or forward calls on the `params`,
-    which are trained. Where they are `gathered` for a forward, these are other tensors: any parameter is taken for one.
+    """Raises UsageError if a loss or forward calls backward(), step(), zero_grad() or scale() on the trained `params`.
+
+    If parameters are `gathered` for a forward, they are other tensors then, so any nn.Parameter counts as trained.
     """
     param_ids = {*map(id, params)}
 
@@ -103,7 +104,7 @@ def _several(tensors: Any) -> list[torch.Tensor]:
 
 
 def _leaves(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The tensors that the gradients of these go to."""
+    """Yields the tensors and the leaf tensors that they depend on."""
     for tensor in tensors:
         yield tensor
         yield from (node.variable for node in nodes_of(tensor) if hasattr(node, "variable"))

@@ -43,7 +43,7 @@ class Runner:
         self._sent: list[Bucket] = []
 
     def restore(self, void: bool = False) -> None:
-        """Restores buffers to where the step began, or if it is `void` its first try."""
+        """Restores buffers to the step's initial values. With `void`, the step is abandoned."""
         self.guard.restore(void)
 
     def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
@@ -64,8 +64,8 @@ class Runner:
             param.grad = None
         for name, param in self.frozen.items():
             if param.requires_grad:
-                what = f"{name} was frozen when the Trainer was made and is to be trained now"
-                raise UsageError(what, "make the Trainer while it is trainable, then freeze it until its time comes")
+                what = f"{name} requires gradients now, but was frozen when the Trainer was created"
+                raise UsageError(what, "create the Trainer while the parameter is trainable, and freeze it afterwards")
         if (begin := self.grad_sink.begin) is not None:
             begin(send, options.micro_batches)
         self._squares = 0.0
@@ -81,9 +81,9 @@ class Runner:
         try:
             parts = self._through([*dummies, *chunks], sums, options)
         except torch.OutOfMemoryError:
-            if options.merge == 1 or sent:  # what was sent cannot be taken back
+            if options.merge == 1 or sent:  # sent gradients cannot be taken back
                 raise
-            self.restore(void=True)  # a backward may have added a part of its gradients: all begins anew, one by one
+            self.restore(void=True)  # a backward may have added some gradients: start again, one micro-batch at a time
             self.grad_sink.abandon(again=True)
             sums = Runner.run(self, micro_batches, replace(options, merge=1), ready)
             sums.out_of_memory = True
@@ -135,12 +135,12 @@ class Runner:
                 if options.noise_sample == "first" and len(parts) == 1 and queue:
                     squared_norm = squares(param.grad for param in self.params if param.grad is not None)
                     sums.sq_norms = squared_norm, float(part.count)
-            elif not sums.failed:  # it is merged and may not be: its micro-batches one by one
+            elif not sums.failed:  # a merged chunk must not be merged: run its micro-batches one by one
                 queue.extendleft(Chunk([m], m.batch) for m in reversed(chunk.micro_batches))
         return parts
 
     def _run(self, chunk: Chunk, sums: StepSums, options: StepOptions, last: bool) -> Loss | None:
-        """Forward and backward of one chunk, the `last` of the step or not; None if it may not be computed so."""
+        """Runs forward and backward of one chunk; None if its micro-batches must run one by one."""
         guard = self.guard
         if sums.no_merge and len(chunk.micro_batches) > 1:
             return None
@@ -155,7 +155,7 @@ class Runner:
                 self._backward(part, options, last)
         except (*USERS_OWN, LossError) as error:
             if "backward through the graph a second time" in str(error):
-                add_hint(error, "the trainer calls backward(): leave it out of loss and forward")
+                add_hint(error, "the trainer calls backward(): do not call it in the loss or forward")
             if chunk.plain or self._sent or isinstance(error, torch.OutOfMemoryError):
                 raise
             guard.probe.give_up(chunk, sums, error)
@@ -190,7 +190,7 @@ class Runner:
         self.restore()
 
     def _forward(self, chunk: Chunk, sums: StepSums, options: StepOptions) -> Loss | None:
-        """Forward and loss of one chunk under the guard; None if it may not be computed so."""
+        """Runs forward and loss of one chunk under the guard; None if its micro-batches must run one by one."""
         guard = self.guard
         guard.before_forward(chunk, sums, options)
         with _explain_single_row(chunk, options), nullcontext() if guard.probe.done else guard.probe.hooks.watched():
@@ -198,7 +198,7 @@ class Runner:
         return part if guard.after_forward(chunk, sums, options) else None
 
     def _observed(self, sums: StepSums, chunk: Chunk) -> Loss:
-        """The loss of one chunk, from the buffers that the step began with where all micro-batches start from them."""
+        """Computes the loss of one chunk, from the step's initial buffers if all micro-batches start from them."""
         if sums.records is not None:
             self.guard.carried.restore()
         return self._loss(chunk).detached()
@@ -221,7 +221,7 @@ class Runner:
         return loss
 
     def user_code(self) -> AbstractContextManager[None]:
-        """The context of the user's loss and forward: in the first step it refuses the calls of a loop by hand."""
+        """Returns the context for the user's loss and forward; in the first step it refuses calls such as step()."""
         if self.guard.probe.done:
             return nullcontext()
         return refuse_loop_calls([*self.params, *self.job.local_params.values()], self.gathered)
@@ -254,7 +254,7 @@ def _explain_single_row(chunk: Chunk, options: StepOptions) -> Iterator[None]:
     except ValueError as error:
         if chunk.rows > 1 or "more than 1 value per channel" not in str(error):
             raise
-        raise UsageError(f"BatchNorm cannot normalise {chunk.source}, a single row", options.advice) from None
+        raise UsageError(f"BatchNorm cannot normalise a single row: {chunk.source}", options.advice) from None
 
 
 @dataclass
@@ -283,12 +283,12 @@ class Loss:
             metrics = result[2] if len(result) == 3 else {}
             refuse_no_count(count)
         else:
-            what = f"a tuple of {len(result)}" if isinstance(result, tuple) else a(type(result).__name__)
+            what = f"a tuple of length {len(result)}" if isinstance(result, tuple) else a(type(result).__name__)
             raise LossError(f"the loss returned {what}", LOSS_FORMS)
         if total.numel() != 1:
             raise LossError(f"the loss returned a tensor of shape {tuple(total.shape)}", LOSS_FORMS)
         if trainable and torch.is_grad_enabled() and not total.requires_grad:
-            cure = "compute it from the model's output, without detach(), item() or no_grad()"
+            cure = "compute the loss from the model's output, without detach(), item() or no_grad()"
             raise LossError("the loss does not depend on any trainable parameter", cure)
         if not isinstance(metrics, Mapping) or not all(map(is_pair, metrics.values())):
             raise LossError(f"the loss returned metrics {' '.join(repr(metrics).split()):.80}", LOSS_FORMS)

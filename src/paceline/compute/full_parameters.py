@@ -1,7 +1,6 @@
-"""Full copies of sharded parameters, for optimizers that need whole parameters.
+"""Gives optimizers full copies of sharded parameters.
 
-Every worker of the replica makes the same
-update of the copies.
+Every worker of the replica makes the same update of the copies.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class FullParameterCopies:
     @contextmanager
     def update(self) -> Iterator[None]:
         """Gathers values and gradients into the copies, then writes the updated copies back to shards. Collective."""
-        self._replica.declare("whole copies for the optimizer", check=False, kind="weights")
+        self._replica.declare("full copies of parameters for the optimizer", check=False, kind="weights")
         for names in self._batches():
             self._gather(names, [self._params[n] for n in names], [self.copies[n].detach() for n in names])
             used = [(n, grad) for n in names if (grad := self._params[n].grad) is not None]

@@ -1,7 +1,7 @@
 """Finds the user's gradient hooks, and weighs each micro-batch's mean gradient after they have seen it.
 
-A hook may do to a gradient what is not linear, as clipping is: then it matters what it is shown, and neither a sum
-over several micro-batches nor another scale will do.
+A hook may apply a nonlinear function to a gradient, such as clipping. Then it must see the mean gradient of one
+micro-batch: a sum over several micro-batches or another scale would change the result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class Hooks:
         for name, hooks in zip([name for name in self._params for _ in range(2)], params, strict=True):
             if hooks and not all(map(_is_internal, hooks.values())):
                 if self._gathered:
-                    raise UsageError(f"{name} of the model has a hook, which would not be called", "say zero=1")
+                    raise UsageError(
+                        f"the parameter {name} has a hook, which would not be called on a shard", "use zero=1"
+                    )
                 self._record_hook(f"a gradient hook on {name}")
         for name, those in self._modules:
             if those:
@@ -76,7 +78,7 @@ class Hooks:
 
     def _record_hook(self, where: str) -> None:
         if self._scaled:
-            raise UsageError(f"{where} would see gradients in the loss scale of fp16", "say precision=bf16")
+            raise UsageError(f"{where} would see gradients multiplied by the fp16 loss scale", "use precision=bf16")
         self.where = self.where or where
 
 
@@ -87,7 +89,9 @@ def _is_internal(hook: Any) -> bool:
 
 @contextmanager
 def weighed(params: Sequence[nn.Parameter], weight: float) -> Iterator[None]:
-    """Multiplies the gradients of a backward inside by `weight` after all hooks, and adds them to the former ones."""
+    """Multiplies the gradients of a backward in the context by `weight`, after all hooks, and adds them to earlier
+    ones.
+    """
     before = [param.grad for param in params]
     for param in params:
         param.grad = None

@@ -1,9 +1,9 @@
 """Estimates the gradient noise scale.
 
-McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1: gradients of fewer rows are longer
-than that of all, by their noise. So it is told from sums that are made anyway: each worker's own, before they are added
-up over all, or on one worker that of its first micro-batches, now and then. At a global batch of so many rows training
-takes twice the steps that it takes with all rows there are, and twice the rows that it takes with few at a time.
+McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1: the gradient of few rows has a
+larger norm than that of all rows, because of its noise. The estimate uses gradients that are computed anyway: each
+worker's sum before the reduction or, on one worker, that of the first micro-batches. At a global batch of as many rows
+as the noise scale, training takes twice the minimal number of steps and twice the minimal number of rows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.compute.job import StepOptions, StepSums, TrainingJob
 from paceline.plan import Plan
 
 EVERY = 10  # steps: the noise is measured in the last of every ten
-KEEP = 0.95  # of what was seen before, with each look
-LEAST = 10  # looks before it is told
-CHANGED = 1.2  # it is told again when it is another one by so much
+KEEP = 0.95  # the weight of earlier measurements at each new one
+LEAST = 10  # measurements before the scale is reported
+CHANGED = 1.2  # the scale is reported again when it has changed by this factor
 
 
 def squares(gradients: Iterable[torch.Tensor]) -> float:
@@ -38,22 +38,24 @@ def looked_at(step: int, plan: Plan, unit: int, workers: int, job: TrainingJob) 
 
 
 def noise_fields(sums: StepSums, options: StepOptions) -> dict[str, float]:
-    """Returns the fields of a step's vector with what this worker's sums tell of the noise."""
+    """Returns the fields of a step's vector with which the noise is estimated, from this worker's sums."""
     squared_norm, rows = sums.sq_norms
     return {"sq_norm": squared_norm * options.expected**2, "sq_norm_rows": rows, "sq_norm_squares": rows**2}
 
 
 @dataclass
 class GradNoiseScale:
-    """What steps tell of one trainer's gradients: `signal` and `noise` are the square of the true gradient's norm, and
-    the trace of the covariance of one row's or token's, each a mean over `looks`, recent ones first.
+    """Estimates the noise scale of one trainer's gradients.
+
+    `signal` is the squared norm of the true gradient, `noise` the trace of the covariance of the gradient of one row or
+    token. Both are means over `looks` measurements, weighted towards recent ones.
     """
 
     signal: float = 0.0
     noise: float = 0.0
     looks: int = 0
-    counts: float = 0.0  # what the losses count, rows or tokens,
-    rows: float = 0.0  # in so many rows
+    counts: float = 0.0  # the sum of the losses' counts (rows or tokens)
+    rows: float = 0.0  # the rows that they count
     _reported: float = 0.0
 
     def learn(self, agreed: Agreed, norm: float, rows: int) -> Iterator[dict[str, Any]]:
@@ -62,7 +64,7 @@ class GradNoiseScale:
         Yields the fields of a journal event if the scale changed by more than the factor CHANGED.
         """
         free = agreed.sq_norm_rows - agreed.sq_norm_squares / agreed.count if agreed.count > 0 else 0.0
-        if free <= 1e-9 * agreed.count:  # nobody looked, or all rows were one worker's
+        if free <= 1e-9 * agreed.count:  # no worker measured, or one worker had all rows
             return
         noise = (agreed.sq_norm - agreed.sq_norm_squares * norm**2) / free
         self.looks += 1
@@ -77,7 +79,7 @@ class GradNoiseScale:
 
     @property
     def scale(self) -> float:
-        """In rows; 0 while it is not known. Where noise hides the gradient it is infinite."""
+        """The noise scale in rows; 0 while it is unknown, infinite if noise hides the gradient."""
         if self.looks < LEAST or self.noise <= 0:
             return 0.0
         return self.noise / self.signal * self.rows / self.counts if self.signal > 0 else math.inf

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.comm.communicator import Group
 
 
-ELSEWHERE = object()  # what a forward gives where its output is on another worker
+ELSEWHERE = object()  # the result of a forward whose output is on another worker
 LOSS_FORMS = "return a scalar (the mean over the rows it was given), (sum, count) or (sum, count, {name: (sum, count)})"
 
 
@@ -31,20 +31,21 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
 
 class Judge:
-    """A loss with a context around each call; `call` is what the user gave."""
+    """A loss with a context around each call; `call` is the user's function."""
 
     def __init__(self, loss: Callable[[Any, Any], Any], context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.call = getattr(loss, "call", loss)
         self._loss, self._context = loss, context
 
     def __call__(self, output: Any, batch: Any) -> Any:
+        """Returns the loss of a micro-batch, or what else the script's function returns."""
         with self._context():
             return self._loss(output, batch)
 
 
 @dataclass
 class TrainingJob:
-    """What is trained, in the user's own objects, and where: the model is already on `device`.
+    """The user's model, loss and optimizers, and the device that they are on.
 
     `named` are the trainable parameters, `local_params` the tensors that this worker's optimizers hold for them: the
     parameters themselves or some of their rows, with `offload` as copies in host memory. The last `sparse` of them have
@@ -59,7 +60,7 @@ class TrainingJob:
     seed: int
     clip_norm: float | None = None
     over: Callable[[Any, Any], Any] | None = (
-        None  # the loss over a whole global batch; `loss` is each micro-batch's part
+        None  # the loss over a global batch; `loss` is then each micro-batch's share
     )
     precision: str | None = None
     exact: bool = False
@@ -71,39 +72,54 @@ class TrainingJob:
     local_params: dict[str, nn.Parameter] = field(default_factory=dict)
     cuts: dict[str, ShardingSpec] = field(default_factory=dict)
     local_cuts: dict[str, ShardingSpec] = field(default_factory=dict)
-    whole_copies: bool = False  # whether `local_params` are whole copies of the parameters that the cuts are of
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of whole parameters, under all of their names
-    assembled: bool = False  # of a model in stages all is here for the moment, to compare with
-    passing: bool = False  # a forward is under way through a stage of a model in stages
+    whole_copies: bool = False  # whether `local_params` are full copies of sharded parameters
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of full parameters, under all of their names
+    assembled: bool = False  # whether this worker has the full model now, for a comparison with the stages
+    passing: bool = False  # whether a forward runs through a pipeline stage now
     shard_index: int = 0
-    unit: int = 1  # workers who run its micro-batches together
-    inside: dict[str, int] = field(default_factory=dict)  # bytes they exchange in a micro-batch, by axis, once seen
-    ends: dict[str, int] = field(default_factory=dict)  # and at the end of a step
+    unit: int = 1  # the number of workers that compute a micro-batch together
+    inside: dict[str, int] = field(default_factory=dict)  # bytes that they exchange per micro-batch, by axis
+    ends: dict[str, int] = field(default_factory=dict)  # bytes that they exchange at the end of a step, by axis
     replica: Group | None = None
-    units: Group | None = None  # the workers who have the same place in theirs
+    units: Group | None = None  # the workers with the same rank in their units
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
-    gather_output: Callable[[Any], Any] = lambda output: output  # completes an output of which workers have parts
-    once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight  # one that all of a unit use alike
-    # Completes gradients of a micro-batch, by name, of which the workers of a unit have parts. Collective.
+    gather_output: Callable[[Any], Any] = lambda output: output  # gathers a sharded output
+    # Marks a weight that all workers of a unit use identically.
+    once: Callable[[nn.Parameter], torch.Tensor] = lambda weight: weight
+    # Sums the partial gradients of a micro-batch, by name, over the workers of a unit. Collective.
     add_up: Callable[[dict[str, torch.Tensor], Mapping[str, nn.Parameter]], None] = lambda gradients, named: None
-    # Where weights do not change meanwhile: what is gathered may be kept until the end.
+    # The parameters that a forward has computed with, by name: `named` unless they are gathered from other workers.
+    leaves: Callable[[], Mapping[str, nn.Parameter]] | None = None
+    # The workers that gather parameters from one another, and therefore make the same forwards and backwards.
+    gathering: Group | None = None
+    # Gathers the rows of a parameter that other workers hold. Collective where `gathering` is set.
+    gather_param: Callable[[torch.Tensor], torch.Tensor] = lambda param: param
+    # A context in which gradients are put into a dictionary by parameter name instead of being summed; None where they
+    # stay in the parameters.
+    capture: Callable[[dict[str, torch.Tensor]], AbstractContextManager[None]] | None = None
+    # A context in which weights do not change, so that gathered parameters may be kept until its end.
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
-    decisions: list[tuple[str, str]] = field(default_factory=list)  # made by layouts: what, why
+    decisions: list[tuple[str, str]] = field(default_factory=list)  # of layouts: the decision and its reason
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `StepSums`
 
     @property
     def kept_cuts(self) -> Mapping[str, ShardingSpec]:
-        """How what optimizers keep for each parameter is cut: none of it where they hold whole copies."""
+        """The sharding of the optimizers' state by parameter; empty if optimizers hold full copies."""
         return {} if self.whole_copies else self.local_cuts
 
     @property
+    def used_params(self) -> Mapping[str, nn.Parameter]:
+        """The trainable parameters as the last forward has used them, by name: autograd's leaves."""
+        return self.named if self.leaves is None else self.leaves()
+
+    @property
     def dense(self) -> list[nn.Parameter]:
-        """Those whose gradients are whole."""
+        """The parameters with dense gradients."""
         return [*self.named.values()][: len(self.named) - self.sparse]
 
     @property
     def in_rows(self) -> list[nn.Parameter]:
-        """The others."""
+        """The parameters with sparse gradients."""
         return [*self.named.values()][len(self.named) - self.sparse :]
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -117,10 +133,10 @@ class TrainingJob:
 class StepOptions:
     """The settings of one step: its number, the count that scales its gradients, its size, and how it may be executed.
 
-    `merge` is how many micro-batches a chunk may hold. `test_merging` asks for an observation of whether micro-batches
-    may be merged at all, `check_loss` to look once at the loss also where they may not, `record_buffers` for
-    BatchNorm's statistics per micro-batch, `reverse` for the opposite order of summation. `hooked`: somebody has
-    gradient hooks. `advice` says what helps against micro-batches of a single row. `fault_point` is called at the
+    `merge` is how many micro-batches a chunk may hold. `test_merging` tests whether micro-batches
+    may be merged, `check_loss` tests the loss once even if they may not, `record_buffers` records BatchNorm's
+    statistics per micro-batch, `reverse` reverses the order of summation. `hooked`: some worker has gradient hooks.
+    `advice` is the advice to the user for micro-batches of a single row. `fault_point` is called at the
     moments of a step at which faults may be injected, if there are any. `transaction` counts the team's transactions.
     `noise_sample`: measure the squared norm of this worker's gradients, of "all" or of the "first" of several chunks.
     """
@@ -146,11 +162,11 @@ class StepSums:
     """Sums over one worker's share of a step. Gradients stay in their buffers, as sums divided by `expected`.
 
     `no_merge`: micro-batches must run one by one, and `why`. `no_split`: they must not be divided among workers.
-    `failed`: a merged or divided chunk failed, and the step is repeated without. `news` are messages to the user by
-    kind: what, and why if it is a decision.
+    `failed`: a merged or divided chunk failed, and the step is repeated without merging or dividing. `news` are
+    messages to the user by kind: what, and why if it is a decision.
 
-    `records` are of what forwards leave in buffers, zero where another worker computed it; `out_of_memory` says
-    that the memory was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
+    `records` are the buffer changes of forwards, zero for those of other workers; `out_of_memory` says that the memory
+    was too small for merged chunks. With `exact`, `parts` has (number, loss, count, metrics) of each
     micro-batch, and `sums_overflowed` says that a gradient was too large for its sum. `bad_samples` names the samples
     whose loss is not finite. `waited` are the seconds in which this worker waited for other stages. `sq_norms` is the
     squared norm of the gradients of some rows, and their count in the loss.
@@ -158,7 +174,7 @@ class StepSums:
 
     loss: float = 0.0
     count: float = 0.0
-    computed: bool = False  # whether a micro-batch that counts was computed here
+    computed: bool = False  # whether this worker computed a micro-batch that is not a dummy
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
     unused: set[int] = field(default_factory=set)
     tested: bool = False

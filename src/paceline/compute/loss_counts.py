@@ -1,4 +1,4 @@
-"""Checks that a loss or metric returns a count beside its sum."""
+"""Checks that a loss or metric returns a valid count with its sum."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from paceline.compute.rng import RngState
 from paceline.errors import LossError, PacelineError, a
 
 _CURE = (
-    f"{LOSS_FORMS}; count is how many rows or tokens were summed, or the sum of their weights, "
-    "and an accuracy is a metric"
+    f"{LOSS_FORMS}; count is the number of summed rows or tokens, or the sum of their weights; "
+    "return an accuracy as a metric"
 )
-# What a mean gives for the parts of a micro-batch adds up to about twice its value: rounding is far from that.
+# The means of two parts of a micro-batch add up to about twice its mean: rounding is far smaller.
 _ROUNDING = 0.05
 
 
 def number_kind(value: Any) -> str:
-    """Names what a value is if it is no single real number, as in ``a dict``; empty where it is one."""
+    """Describes a value that is not a single real number (``a dict``); empty for a single real number."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             return f"a tensor of shape {tuple(value.shape)}"
@@ -44,7 +44,7 @@ def is_pair(value: Any) -> bool:
 
 
 def refuse_no_count(count: Any) -> None:
-    """Raises LossError where a loss returned something of another kind than a count. Reads no value from a device."""
+    """Raises LossError if a loss returned something other than a number as count. Reads no value from a device."""
     boolean = count.dtype == torch.bool if isinstance(count, torch.Tensor) else type(count).__name__ in _BOOLEANS
     if kind := "a bool" if boolean else number_kind(count):
         raise LossError(f"the loss returned {kind} as the count", _CURE)
@@ -56,21 +56,23 @@ _BOOLEANS = ("bool", "bool_")
 
 
 def refuse_metric_counts(metrics: Mapping[str, tuple[float, float]]) -> None:
-    """Raises LossError for a metric whose count is negative, or no number."""
+    """Raises LossError for a metric whose count is negative or NaN."""
     for name, (_, count) in metrics.items():
         if not count >= 0.0:
             raise LossError(f"the loss returned {count:g} as the count of its metric {name!r}", _CURE)
 
 
 class CountCheck:
-    """Compares the first count that is a float with the counts of its rows in two parts: they add up if it is a count
-    of rows, of tokens, or a sum of their weights, and do not if it is an accuracy. Then nothing more is compared.
+    """Checks the first count that is a float: the counts of two parts of the rows must add up to it.
+
+    They do for a count of rows or tokens and for a sum of weights, but not for an accuracy. Later counts are not
+    checked.
     """
 
     def __init__(self, streams: RngState, alone: bool) -> None:
         self.streams = streams
         self.alone = alone  # no other worker takes part in a forward
-        self.done = self.is_unknown = False  # the latter where the loss fails for a part of the rows
+        self.done = self.is_unknown = False  # `is_unknown`: the loss fails for a part of the rows
 
     def check(
         self,
@@ -81,7 +83,7 @@ class CountCheck:
         rows: int,
         models: Sequence[nn.Module],
     ) -> None:
-        """Raises LossError for what is no count. `models` are those that the loss may run."""
+        """Raises LossError if `count` is not a count. `models` are those that the loss may run."""
         floating = count.is_floating_point() if isinstance(count, torch.Tensor) else not _is_whole_kind(count)
         if not floating or (value := float(count)) == 0.0 or not math.isfinite(value):
             return
@@ -90,7 +92,7 @@ class CountCheck:
         if counts is None:
             self.done = self.is_unknown = True
             return
-        # Of a single row the second count is that of the row twice.
+        # For a single row, the second count is that of two copies of the row.
         expected, actual = (value, sum(counts)) if rows > 1 else (2 * counts[0], counts[1])
         if abs(actual - expected) > _ROUNDING * abs(expected):
             details = (
@@ -102,8 +104,8 @@ class CountCheck:
         self.done = True
 
     def refuse_values(self, counts: Sequence[float], losses: Sequence[float], sources: Sequence[object]) -> None:
-        """Raises LossError for a negative count, for one that is no finite number where the loss is one, and for a
-        fraction where nobody knows whether such counts add up. The text of each of the `sources` says which rows.
+        """Raises LossError for a negative count, for a count that is not finite although the loss is, and for a
+        fraction if it is unknown whether counts add up. `sources` name the rows.
         """
         for count, loss, source in zip(counts, losses, sources, strict=True):
             wrong = count < 0.0 or (not math.isfinite(count) and math.isfinite(loss))
@@ -113,7 +115,9 @@ class CountCheck:
     def _count_parts(
         self, loss: Callable[[Any, Any], Any], output: Any, batch: Any, rows: int, models: Sequence[nn.Module]
     ) -> list[float] | None:
-        """The counts of two halves of the rows, or of a single row and of it twice; None where a part fails."""
+        """Returns the counts of two halves of the rows, or of a single row and of two copies of it; None if a part
+        fails.
+        """
         halves: list[range | None] = [range(rows // 2), range(rows // 2, rows)] if rows > 1 else [range(1), None]
         mark = self.streams.snapshot()
         try:
@@ -133,7 +137,7 @@ def _is_whole_kind(count: Any) -> bool:
 
 @contextmanager
 def _at_rest(models: Sequence[nn.Module], alone: bool) -> Iterator[None]:
-    """Modules in eval mode, or refused where other workers would have to take part in their forward."""
+    """Puts modules into eval mode, or refuses their calls if other workers would have to take part in the forward."""
     training = [module for model in models for module in model.modules() if module.training]
     handles = [] if alone else [model.register_forward_pre_hook(_refuse_call) for model in models]
     for module in training:
@@ -148,11 +152,13 @@ def _at_rest(models: Sequence[nn.Module], alone: bool) -> Iterator[None]:
 
 
 def _refuse_call(module: nn.Module, args: Any) -> None:
-    raise RuntimeError("the loss runs a model of which workers have parts")
+    raise RuntimeError("the loss runs a model that is sharded over workers")
 
 
 def _rows(value: Any, rows: int, part: range | None) -> Any:
-    """The same nesting with a part of the rows of each tensor that has so many, or with all of them twice (None)."""
+    """Returns the same nesting with a part of the rows of each tensor that has `rows` rows, or all of them twice
+    (None).
+    """
 
     def take(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

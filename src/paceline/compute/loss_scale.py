@@ -14,7 +14,7 @@ FIRST, GROWTH = 65536.0, 2000
 
 @dataclass
 class LossScale:
-    """`scale` is tried in the next step; `good` steps in a row did not need a smaller one."""
+    """`scale` is tried in the next step; `good` is the number of consecutive steps without an overflow."""
 
     scale: float = FIRST
     good: int = 0
@@ -24,13 +24,13 @@ class LossScale:
         return scale / 2 if scale > 1 else None
 
     def took(self, scale: float) -> str:
-        """A step was made with this scale; says so if another one is tried from now on."""
+        """Records that a step was made with this scale. Returns the reason if the scale changes, else an empty text."""
         before, self.scale = self.scale, scale
         if scale < before:
             self.good = 0
-            return "the gradients overflowed with a larger one"
+            return "the gradients overflowed with a larger scale"
         self.good += 1
         if self.good < GROWTH:
             return ""
         self.scale, self.good = 2 * scale, 0
-        return f"{GROWTH} steps in a row did not overflow"
+        return f"the gradients did not overflow in {GROWTH} consecutive steps"

@@ -1,8 +1,8 @@
 """Learning-rate schedules: cosine, linear, WSD, plateau, and scaling with the global batch.
 
-For `schedule=` of the Trainer. Each warms up linearly over `warmup` steps, from 1 / (warmup + 1) on, so that no step is
-made with a rate of zero; after `steps` steps the last factor stays. The same as torch's SequentialLR of a LinearLR and
-the scheduler that is named.
+Pass one of these to `schedule=` of the Trainer. Each warms up linearly over `warmup` steps, starting at
+1 / (warmup + 1), so that no step has a rate of zero; after `steps` steps the last factor stays. Each is the same as
+torch's SequentialLR of a LinearLR and torch's scheduler of that kind.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ Factor = Callable[[int], float]
 
 def _checked(name: str, least: int, value: int, most: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        room = f"from {least} to {most}" if math.isfinite(most) else f"of {least} or more"
-        raise UsageError(f"{name}={value!r} is no number of steps of this schedule", f"give a whole number {room}")
+        limits = f"from {least} to {most}" if math.isfinite(most) else f"of at least {least}"
+        raise UsageError(
+            f"{name}={value!r} is not a valid number of steps for this schedule", f"use an integer {limits}"
+        )
 
 
 def _warmed(steps: int, warmup: int, then: Factor) -> Factor:
@@ -52,7 +54,7 @@ def cosine(steps: int, warmup: int = 0, floor: float = 0.0) -> Factor:
         UsageError: A number is out of range.
     """
     if not 0 <= floor <= 1:
-        raise UsageError(f"floor={floor!r} is no factor of the learning rate", "give a number from 0 to 1")
+        raise UsageError(f"floor= must be a number from 0 to 1, got {floor!r}", "pass a fraction of the learning rate")
     return _warmed(steps, warmup, lambda t: floor + (1 - floor) * (1 + math.cos(math.pi * t / (steps - warmup))) / 2)
 
 
@@ -114,14 +116,15 @@ def plateau(name: str, **options: Any) -> Plateau:
         UsageError: The name is not a text, or torch refuses an option.
     """
     if not isinstance(name, str) or not name:
-        what = f"plateau() is given {name!r:.60}, and the name of a value is wanted"
-        raise UsageError(what, 'write plateau("loss"), as evaluate() or log() names it')
+        what = f"plateau() needs the name of a value that evaluate() or log() reports, got {name!r:.60}"
+        raise UsageError(what, 'use for example plateau("loss")')
     made = Plateau(name, options)
     try:
         made.on(SGD([nn.Parameter()], lr=1.0))
     except (TypeError, ValueError) as error:
         known = "mode, factor, patience, threshold, threshold_mode, cooldown, min_lr, eps"
-        raise UsageError(f"plateau({name!r}) has wrong options: {error}", f"give options of torch's: {known}") from None
+        what = f"ReduceLROnPlateau rejects the options of plateau({name!r}): {error}"
+        raise UsageError(what, f"use only its options {known}") from None
     return made
 
 
@@ -129,7 +132,7 @@ _RATES = ("lr", "initial_lr", "max_lr", "min_lr")
 
 
 def follow_batch(rule: str, before: int, now: int, optimizers: Sequence[Any], schedulers: Sequence[Any]) -> str:
-    """Scales the learning rates of a global batch of so many rows `before` to one of so many `now`; what was done.
+    """Scales the learning rates after a change of the global batch from `before` to `now` rows; returns a message.
 
     `rule` is "linear", for SGD (Goyal et al., "Accurate, Large Minibatch SGD", 2017), or "sqrt", for Adam and its kin
     (Malladi et al., "On the SDEs and Scaling Rules for Adaptive Gradient Algorithms", NeurIPS 2022).
@@ -141,8 +144,9 @@ def follow_batch(rule: str, before: int, now: int, optimizers: Sequence[Any], sc
     queue = list(schedulers)
     while queue:
         scheduler = queue.pop()
-        queue += getattr(scheduler, "_schedulers", [])  # of one that has others inside
+        queue += getattr(scheduler, "_schedulers", [])  # of a scheduler that contains others
         for name in ("base_lrs", "_last_lr", "min_lrs"):
             if hasattr(scheduler, name):
                 setattr(scheduler, name, [rate * factor for rate in getattr(scheduler, name)])
-    return f"lr_scaling={rule}: learning rates times {factor:.6g}, for a global batch of {now} rows instead of {before}"
+    what = f"lr_scaling={rule}: learning rates multiplied by {factor:.6g}"
+    return f"{what}, because the global batch changed from {before} to {now} rows"

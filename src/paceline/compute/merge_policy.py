@@ -18,13 +18,16 @@ GAIN = 0.99
 
 
 class MergePolicy:
-    """Micro-batches start one by one. Once all workers agreed that they may be merged, the number in a chunk is
-    doubled while the measured seconds per row fall, within the device's memory. A later draw ends it for good.
+    """Chooses the number of micro-batches in a chunk.
+
+    Micro-batches first run one by one. Once all workers agree that they may be merged, the number in a chunk is doubled
+    while the measured seconds per row fall, within the device's memory. If a forward draws random numbers later, they
+    run one by one for good.
     """
 
     def __init__(self, device: torch.device, never: bool) -> None:
         self.size = 1
-        self.mixes = ""  # what is said of a loss that was seen not to be a sum over rows, or to keep something
+        self.mixes = ""  # the note on a loss that is not a sum over rows, or that keeps state
         self._cuda, self._never = device.type == "cuda", never
         self._verdict = ""
         self.undecided = True
@@ -32,25 +35,27 @@ class MergePolicy:
         self._seconds: dict[int, list[float]] = {}
 
     def learn(self, sums: StepSums, agreed: Agreed, seconds: float, rows: int, share: int) -> Decision | None:
-        """Takes what a step observed, and its measure: the `seconds` of so many `rows`, in `share` micro-batches here;
-        returns a decision if it makes one.
+        """Learns from a step: its observations, and its `seconds` for `rows` rows, in `share` local micro-batches.
+
+        Returns a decision with its reason if it makes one.
         """
         self.mixes = self.mixes or sums.news.get("keeps", sums.news.get("mixes", ("",)))[0]
         if agreed.no_merge and self._verdict != "strict":
             self._verdict, self.size, self.undecided = "strict", 1, False
             return (
                 "micro-batches are executed one by one",
-                sums.why or "another worker observed that they may not be merged",
+                sums.why or "another worker found that they must not be merged",
             )
         if agreed.tested and self.undecided:
             self._verdict, self.undecided = "merge", False
             return (
-                "micro-batches may be merged in execution",
-                "the forward drew no random numbers and changed no buffers, and the loss of two was the sum of theirs",
+                "micro-batches may be merged and computed together",
+                "the forward drew no random numbers and changed no buffers, and the loss of two micro-batches was the "
+                "sum of their losses",
             )
         if sums.out_of_memory:
             self.size, self._settled = max(1, self.size // 2), True
-            return f"micro-batches in a piece on worker 0: {self.size}", "more at a time ran out of memory"
+            return f"worker 0 computes {_counted(self.size)} at a time", "more at a time ran out of memory"
         if self._verdict == "merge" and not self._settled and not self._never and share:
             return self._measure(seconds / max(1, rows), share)
         return None
@@ -66,8 +71,8 @@ class MergePolicy:
             self.size = min(2 * self.size, share)
             return None
         self.size, self._settled = best, True
-        tried = ", ".join(f"{size}: {1e6 * min(times):.0f}" for size, times in sorted(self._seconds.items()))
-        return f"micro-batches in a piece on worker 0: {best}", f"microseconds per row by size: {tried}"
+        tried = ", ".join(f"{1e6 * min(times):.0f} µs for {size}" for size, times in sorted(self._seconds.items()))
+        return f"worker 0 computes {_counted(best)} at a time", f"a row took {tried} at a time"
 
     def _fits(self) -> bool:
         """Whether twice the activations would still fit the device."""
@@ -76,3 +81,7 @@ class MergePolicy:
         free, total = torch.cuda.mem_get_info()
         idle = free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated()
         return idle > 0.6 * total
+
+
+def _counted(number: int) -> str:
+    return "1 micro-batch" if number == 1 else f"{number} micro-batches"

@@ -17,28 +17,30 @@ from paceline.compute.rng import RngState
 if TYPE_CHECKING:
     from paceline.compute.job import StepOptions, StepSums, TrainingJob
 
-Computes = Callable[[Chunk], Any]  # has `total` and `count`
-# What a forward raises that was not made for other rows than a micro-batch has, or for being at rest.
+Computes = Callable[[Chunk], Any]  # the result has `total` and `count`
+# Errors of a forward that does not accept another number of rows than a micro-batch has, or eval mode.
 USERS_OWN = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, ArithmeticError, AssertionError)
-HOOKED = "a gradient hook is to see the gradient of one micro-batch"
-_SEES = "micro-batches are computed one by one, and it sees the gradient of the mean over a micro-batch"
+HOOKED = "a gradient hook must see the gradient of one micro-batch"
+_SEES = "micro-batches are computed one by one, and the hook sees the gradient of the mean over a micro-batch"
 _NOT_A_SUM = (
-    "the loss is not a sum over rows ({}), so it is the same on any number of workers, but not what plain PyTorch "
-    "computes over the whole batch; return (sum, count), or where it is to be over the whole batch, as a contrastive "
-    'one, say loss_over="batch" to the Trainer'
+    "the loss is not a sum over rows ({}). It is the same on any number of workers, but differs from the loss that "
+    'plain PyTorch computes over the full batch; return (sum, count), or pass loss_over="batch" to the Trainer for a '
+    "loss over the full batch (a contrastive loss)"
 )
-_AGAIN = "if it was a single failure, stop and resume the run: it tries again"
-_MOVES = "the loss of one micro-batch is another one when it is computed again"
+_AGAIN = "if the failure was temporary, stop and resume the run to try again"
+_MOVES = "the loss of one micro-batch changes when it is computed again"
 _KEEPS = (
-    f"{_MOVES} ({{}}, then {{}}): something that the loss or the model keeps moves{{}}, and the result depends on the "
-    "number of workers; keep it in a buffer of the model and say how it is merged with paceline.buffer, put it in "
-    "trainer.state and change it in the body of the loop, or train with one worker and micro= as large as global_batch="
+    f"{_MOVES} ({{}}, then {{}}): the loss or the model keeps state between calls{{}}, so the result depends on the "
+    "number of workers; keep the state in a buffer declared with paceline.buffer, or in trainer.state and change it in "
+    "the training loop, or train with one worker and micro= equal to global_batch="
 )
 
 
 class MergeProbe:
-    """What is known here of how micro-batches may be computed: the user's `hooks`, whether any were computed yet
-    (`done`), and whether forwards `change` what they should not.
+    """Tests how micro-batches may be computed.
+
+    `hooks` are the user's gradient hooks. `done`: a micro-batch was computed and tested. `change`: a forward changed a
+    buffer or parameter that is not merged.
     """
 
     def __init__(self, job: TrainingJob, streams: RngState, gathered: bool) -> None:
@@ -48,7 +50,7 @@ class MergeProbe:
         self._failed = ""
 
     def why(self, certain: str) -> str:
-        """Before a step: why micro-batches must stay alone, as far as that is known."""
+        """Returns why micro-batches must run one by one, as far as it is known before a step; else an empty text."""
         self.hooks.look()
         return certain or (HOOKED if self.hooks.where else self._failed)
 
@@ -60,12 +62,12 @@ class MergeProbe:
         """Forbids all workers to merge, or to divide, micro-batches after such a chunk failed."""
         sums.failed = True
         if len(chunk.micro_batches) > 1:
-            self._failed = sums.why = f"several micro-batches together fail {_describe_error(error)}"
+            self._failed = sums.why = f"several micro-batches together failed {_describe_error(error)}"
             sums.no_merge = True
-            _say_alone(sums, "several together", error)
+            _report_one_by_one(sums, "several micro-batches together", error)
         else:
-            _not_divided(sums, f"a part of one fails {_describe_error(error)}")
-            what = "micro-batches are not divided among workers from now on: a part of one failed"
+            _not_divided(sums, f"a part of a micro-batch failed {_describe_error(error)}")
+            what = "micro-batches are not divided among workers from now on: a part of a micro-batch failed"
             sums.news["apart"] = f"{what} {_describe_error(error)}; {_AGAIN}", ""
 
     def observe(
@@ -85,18 +87,18 @@ class MergeProbe:
         )
         if not micro_batches or sums.failed or not asked:
             return
-        # At rest, draws and BatchNorm do not hide what the loss does.
+        # In eval mode, random draws and BatchNorm do not hide differences of the loss.
         training = [m for model in models for m in model.modules() if m.training] if sums.no_merge else []
         for module in training:
             module.training = False
         mark = self.streams.snapshot()
         try:
-            with nullcontext() if self.hooks.where else torch.no_grad():  # without, none can be set
+            with nullcontext() if self.hooks.where else torch.no_grad():  # hooks need gradients
                 self._observe(loss, micro_batches[:2], sums, options.test_merging, first)
         finally:
             for module in training:
                 module.training = True
-        if self.streams.has_changed(mark):  # it is another loss each time
+        if self.streams.has_changed(mark):  # the loss draws random numbers, so it always differs
             sums.news.pop("mixes", None)
 
     def _observe(
@@ -113,14 +115,17 @@ class MergeProbe:
                 if single is None:
                     return
                 merged, *parts = (loss(chunk) for chunk in (together, *alone[1:]))
-            except USERS_OWN as error:  # a fixed number of rows, say, or gradients that the forward itself takes
-                if test and not sums.no_merge and "does not require grad" not in str(error):  # it is without, here
-                    _say_alone(sums, "two together", error)
-                sums.why, sums.no_merge = sums.why or f"two micro-batches together fail {_describe_error(error)}", True
+            except USERS_OWN as error:  # for example a fixed number of rows, or a forward that computes gradients
+                if (
+                    test and not sums.no_merge and "does not require grad" not in str(error)
+                ):  # they are off in this test
+                    _report_one_by_one(sums, "two micro-batches together", error)
+                sums.why = sums.why or f"two micro-batches together failed {_describe_error(error)}"
+                sums.no_merge = True
                 return
             sums.tested = test and not sums.no_merge
             if differ := self._differ(merged, [single, *parts]):
-                _mixes(sums, "two micro-batches together give {}, one by one {}".format(*differ))
+                _mixes(sums, "two micro-batches together give {}, one by one they give {}".format(*differ))
                 return
         try:
             halves = micro_batches[0].halves() if first or together is not None else []
@@ -129,15 +134,15 @@ class MergeProbe:
             differ = self._differ(single, [loss(half) for half in halves])
         except USERS_OWN as error:
             if test:
-                _not_divided(sums, f"a part of one fails {_describe_error(error)}")
+                _not_divided(sums, f"a part of a micro-batch failed {_describe_error(error)}")
             return
         if differ and together is None:
-            _mixes(sums, "a micro-batch gives {}, its rows in two parts {}".format(*differ))
+            _mixes(sums, "a micro-batch gives {}, in two parts its rows give {}".format(*differ))
         elif differ and test:
-            _not_divided(sums, "one gives {}, its rows in two parts {}".format(*differ))
+            _not_divided(sums, "a micro-batch gives {}, in two parts its rows give {}".format(*differ))
 
     def _one(self, loss: Computes, chunk: Chunk, sums: StepSums, first: bool) -> Any | None:
-        """The loss of one micro-batch, computed again the `first` time, with the same draws; None if it is another."""
+        """Computes the loss of one micro-batch, the `first` time twice with the same draws; None if the two differ."""
         mark, buffers = self.streams.snapshot(), getattr(getattr(self.job.loss, "call", None), "named_buffers", tuple)
         before = {name: buffer.clone() for name, buffer in buffers()} if first else {}
         one = loss(chunk)
@@ -147,7 +152,7 @@ class MergeProbe:
             return one
         moved = [repr(name) for name, now in buffers() if name in before and not torch.equal(before[name], now)]
         sums.why, sums.no_merge = sums.why or _MOVES, True
-        sums.news["keeps"] = _KEEPS.format(*differ, f", as its buffer {' and '.join(moved)}" if moved else ""), ""
+        sums.news["keeps"] = _KEEPS.format(*differ, f" (in its buffer {' and '.join(moved)})" if moved else ""), ""
         return None
 
     def _differ(self, merged: Any, parts: Sequence[Any], rounding: float = 1.0) -> tuple[str, str] | None:
@@ -176,7 +181,7 @@ def _describe_error(error: Exception) -> str:
     return f"at {raise_site(error)} ({type(error).__name__}: {message:.80})"
 
 
-def _say_alone(sums: StepSums, what: str, error: Exception) -> None:
+def _report_one_by_one(sums: StepSums, what: str, error: Exception) -> None:
     sums.news["alone"] = (
         f"micro-batches are computed one by one from now on: {what} failed {_describe_error(error)}; {_AGAIN}",
         "",

@@ -43,7 +43,7 @@ class MicroBatch:
     cached_grads: Any = None
 
     def take_part(self) -> bool:
-        """Leaves the rows of this worker's part; whether they can be told from the others."""
+        """Reduces the batch to this worker's part of the rows; False if the batch cannot be divided by rows."""
         if self.part is None:
             return True
         if not in_rows(self.batch, self.rows):
@@ -54,13 +54,13 @@ class MicroBatch:
         return True
 
     def is_part(self) -> None:
-        """The batch has no other rows than those of the part."""
+        """Marks the micro-batch as divided: its batch has only the rows of the part."""
         assert self.part is not None
         self.rows, self.numbers = len(self.part), self.numbers[self.part.start : self.part.stop]
         self.part, self.divided = None, True
 
     def halves(self) -> list[Chunk]:
-        """The rows as two workers could share them, in as unequal parts as there may be; none if they cannot."""
+        """Divides the rows into two parts, as unequal as workers may get them; empty if they cannot be divided."""
         grain = -(-self.rows // 8)
         parts = [replace(self, part=part) for part in (range(grain), range(grain, self.rows)) if part]
         return [Chunk([part], part.batch) for part in parts if len(parts) > 1 and part.take_part()]
@@ -75,19 +75,22 @@ class Chunk:
 
     @property
     def rows(self) -> int:
+        """The number of rows."""
         return sum(micro_batch.rows for micro_batch in self.micro_batches)
 
     @property
     def plain(self) -> bool:
-        """One micro-batch and all of it."""
+        """Whether this is one undivided micro-batch."""
         return len(self.micro_batches) == 1 and not self.micro_batches[0].divided
 
     @property
     def sources(self) -> list[str]:
+        """For each micro-batch, what an error message calls it."""
         return [str(m.source) or f"micro-batch {m.index}" for m in self.micro_batches]
 
     @property
     def source(self) -> str:
+        """What an error message calls all of it."""
         return ", ".join(self.sources)
 
     def __str__(self) -> str:
@@ -95,7 +98,7 @@ class Chunk:
 
     @property
     def noted(self) -> AddNote:
-        """The context of the chunk's computation, which adds the dataset rows to an exception that is raised in it."""
+        """Returns the context for computing the chunk, which adds the dataset rows to exceptions as a note."""
         return AddNote(self._rows_or_source)
 
     def _rows_or_source(self) -> str:
@@ -104,7 +107,7 @@ class Chunk:
 
 
 def rows_told(indices: Sequence[int], numbers: Sequence[int]) -> str:
-    """The rows of micro-batches by their numbers in the dataset, the first of them where they are many."""
+    """Describes the rows of micro-batches by their numbers in the dataset; of many only the first ones."""
     shown = ", ".join(map(str, numbers[:_SHOWN])) + (f" and {len(numbers) - _SHOWN} more" if numbers[_SHOWN:] else "")
     which = f"micro-batch{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
     return f"{which}: row{'s' if len(numbers) > 1 else ''} {shown} of the dataset" if numbers else ""
@@ -116,7 +119,7 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
 
 
 def in_rows(batch: Any, rows: int) -> bool:
-    """Whether all of a batch are tensors of so many rows, of which a part can be taken."""
+    """Whether all leaves of a batch are tensors of `rows` rows, so that it can be divided."""
     leaves = pytree.tree_leaves(batch)
     return bool(leaves) and all(isinstance(leaf, torch.Tensor) and leaf.shape[:1] == (rows,) for leaf in leaves)
 
@@ -130,25 +133,30 @@ def digest_of(batch: Any) -> str:
 
 
 def refuse_other_input(group: Group, given: Any, model: str, why: str) -> None:
-    """Refuses what workers of a group give a model that they compute together, where it is not the same. Part of the
-    entered collective.
+    """Raises UsageError if the workers of a group call a model that they compute together with different inputs.
+
+    `why` says which plan word makes them compute it together. Part of the entered collective.
     """
     digests = group.gather_json(digest_of(given))
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if other is not None:
         one, two = group.names[0], group.names[other]
-        what = f"worker {two} calls {model} with another input than worker {one}, and {why}"
-        cure = "they compute it together: give all of them the same, as torch.cat(paceline.join().gather(x)) is"
+        what = f"workers {one} and {two} call {model} with different inputs, but {why}, so they compute it together"
+        cure = "pass the same input on all of them, for example torch.cat(paceline.join().gather(x))"
         raise UsageError(what, cure)
 
 
 def rows_of(batch: Any) -> int:
-    """Rows of a batch: the common first dimension of its tensors. Raises UsageError where there is none."""
+    """Returns the number of rows of a batch: the common first dimension of its tensors. Raises UsageError if there is
+    no common one.
+    """
     sizes = {tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()}
     if len(sizes) != 1:
         raise UsageError(
-            f"the rows of the batch cannot be counted: first dimensions are {sorted(sizes) or 'missing'}",
-            "bring tensors whose first dimension is the row, all of one length",
+            f"the rows of the batch cannot be counted: the first dimensions of its tensors are {sorted(sizes)}"
+            if sizes
+            else "the rows of the batch cannot be counted: it has no tensor with dimensions",
+            "provide tensors with the rows as first dimension, all with the same number of rows",
         )
     return sizes.pop()
 
@@ -170,8 +178,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 def _columns(micro_batches: Sequence[MicroBatch]) -> tuple[list[tuple[torch.Tensor, ...]], Any]:
-    """The batches' tensors by their place in the first batch, and its nesting; no tensors if they are not alike but for
-    their rows, so that concatenation would not mean the same rows.
+    """Returns the batches' tensors by their position in the first batch, and its nesting. Returns no tensors if the
+    batches differ in more than their rows, so that they cannot be concatenated.
     """
     flat = [_flattened(micro_batch.batch) for micro_batch in micro_batches]
     for (leaves, spec), micro_batch in zip(flat, micro_batches, strict=True):
@@ -184,14 +192,14 @@ def _columns(micro_batches: Sequence[MicroBatch]) -> tuple[list[tuple[torch.Tens
 
 
 def _flattened(batch: Any) -> tuple[list[Any], Any]:
-    """Of a list of tensors, the usual batch, pytree makes the same in ten times the time."""
+    """Flattens a batch. For a list of tensors, the usual batch, pytree takes ten times as long."""
     if type(batch) is list and all(type(leaf) is torch.Tensor for leaf in batch):
         return batch, len(batch)
     return pytree.tree_flatten(batch)
 
 
 def join(micro_batches: Sequence[MicroBatch]) -> Chunk | None:
-    """One chunk of several micro-batches, or None if their batches cannot be concatenated."""
+    """Returns one chunk of several micro-batches, or None if their batches cannot be concatenated."""
     if len(micro_batches) == 1:
         return Chunk(list(micro_batches), micro_batches[0].batch)
     columns, spec = _columns(micro_batches)
@@ -202,7 +210,7 @@ def join(micro_batches: Sequence[MicroBatch]) -> Chunk | None:
 
 
 def merged(micro_batches: Sequence[MicroBatch], at_most: int) -> list[Chunk]:
-    """Pieces of up to `at_most` micro-batches each; what cannot be concatenated stays alone."""
+    """Returns chunks of up to `at_most` micro-batches; those that cannot be concatenated get a chunk each."""
     if at_most > 1 and micro_batches:
         # Equal chunks rather than full ones and a rest: 5 in chunks of at most 4 are 3 and 2.
         at_most = math.ceil(len(micro_batches) / math.ceil(len(micro_batches) / at_most))

@@ -37,12 +37,14 @@ class OptimizerUpdate:
         if self.hosted is not None:
             job.local_params = dict(zip(job.local_params, self.hosted.copies, strict=True))
         self.params = list(job.local_params.values())
-        self._looks = True  # at the optimizers' state, after the first update
+        self._looks = True  # whether to check the optimizers' state after the next update
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
         self.names = {id(param): name for name, param in [*frozen, *job.local_params.items()]}
 
     def use_full_parameters(self, replica: Group) -> None:
-        """Lets optimizers hold full copies of the sharded parameters, as they need for updates by whole norms."""
+        """Gives optimizers full copies of the sharded parameters, for updates that depend on the norm of a
+        parameter.
+        """
         job, rows = self.job, dict(zip(self.job.local_params, self.rows, strict=True))
         self.hosted = made = FullParameterCopies(rows, job.local_cuts, job.shard_index, replica, job.offload)
         job.local_params, job.whole_copies = made.copies, True
@@ -50,18 +52,21 @@ class OptimizerUpdate:
         self.names |= {id(copy): name for name, copy in made.copies.items()}
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
-        """Takes the optimizers over, made for the trainable parameters of the model as it lives here."""
+        """Takes over the optimizers, which were made for this worker's `local_params`. Raises UsageError for other
+        tensors.
+        """
         held = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
         if foreign := sum(id(param) not in self.names for param in held):
+            which = "is not a parameter" if foreign == 1 else "are not parameters"
             raise UsageError(
-                f"{foreign} of the optimizer's {len(held)} tensors are not parameters of the model",
-                "make it from the params it is given, and a loss with parameters a part of the model",
+                f"{foreign} of the optimizer's {len(held)} tensors {which} of the model",
+                "build it from the params passed to your function, and register a loss with parameters as a submodule",
             )
         self.job.optimizers, self.job.schedulers = optimizers, schedulers
 
     def apply(self, agreed: Agreed, options: StepOptions, norm: float) -> None:
-        """Changes the weights; `norm` is that of the mean gradient, for clipping. Where the loss counted nothing in the
-        whole global batch there is no mean: the optimizers rest, and the schedule goes on.
+        """Updates the weights. `norm` is the norm of the mean gradient, for clipping. If the loss counted nothing in
+        the global batch, the optimizers do nothing, but the schedule advances.
         """
         if agreed.count > 0:
             # The one division: gradients are sums/expected, and expected is right whenever the count did not change.
@@ -86,9 +91,7 @@ class OptimizerUpdate:
         self.follow_schedule(agreed)
 
     def follow_schedule(self, agreed: Agreed) -> None:
-        """The rates of the next step. One that follows a value moves when that is reported: see
-        session/reported_values.py.
-        """
+        """Advances the schedulers, except those that follow a reported value (see session/reported_values.py)."""
         for scheduler in self.job.schedulers:
             if not isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step()
@@ -111,7 +114,7 @@ class OptimizerUpdate:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state` returned, from shards or full tensors. Raises UsageError if the script makes others."""
+        """Restores what `state` returned, from shards or full tensors. Raises UsageError if the optimizers differ."""
         same_number("optimizers", len(state["optimizers"]), len(self.job.optimizers))
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):

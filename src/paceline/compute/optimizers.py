@@ -1,10 +1,10 @@
 """Optimizers that torch lacks: LARS, LAMB and delayed Nesterov momentum.
 
-`LARS` and `LAMB` are for large global batches: each tensor's step follows the
-norm of its weights.
+`LARS` and `LAMB` are for large global batches: each tensor's step is scaled by the norm of its weights.
 
-Both take parameters, or groups of such, as torch's do. Tensors of one dimension (biases, gains of norms) step without
-the ratio, as both papers' experiments do. A parameter is looked at as a whole, so not with `shard=`.
+Both take parameters or parameter groups, as torch's optimizers do. Tensors of one dimension (biases, gains of norms)
+are updated without the ratio, as in both papers' experiments. The norm is that of the full parameter, so with `shard=`
+the optimizers get full copies of the parameters.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from paceline.errors import UsageError
 
 
 def _ratio(above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-    """Of two norms; 1 where one of them is 0."""
+    """Returns the ratio of two norms; 1 if one of them is 0."""
     return torch.where((above > 0) & (below > 0), above / below, torch.ones_like(above))
 
 
 def _checked(**options: float) -> dict[str, Any]:
     for name, value in options.items():
-        if not 0 <= value < (1 if name in ("momentum", "beta1", "beta2") else float("inf")):
+        below_1 = name in ("momentum", "beta1", "beta2")
+        if not 0 <= value < (1 if below_1 else float("inf")):
             raise UsageError(
-                f"{name}={value!r} does not fit", "give a number of 0 or more, below 1 for momentum and betas"
+                f"{name} must be at least 0{' and less than 1' if below_1 else ''}, got {value!r}",
+                "change the argument of the optimizer",
             )
     return dict(options)
 
@@ -102,16 +104,16 @@ class LAMB(Optimizer):
 
 
 class DelayedNesterov(Optimizer):
-    """What `optimizer`, a torch.optim.SGD with nesterov=True, does on a parameter server with the plan word
-    `delayed=D`; groups and state are its own. Of the updates of a parameter, with ``g' = g + weight_decay * w``, each
-    makes a step of a part of the gradient, and each D-th one refreshes the momentum v by the mean of the last D, and
-    moves by it::
+    """The update of a parameter server with the plan word `delayed=D`, for a torch.optim.SGD with nesterov=True.
+
+    It uses the groups and the state of `optimizer`. With ``g' = g + weight_decay * w``, each update applies 1/D of the
+    gradient, and every D-th update also refreshes the momentum v with the mean of the last D gradients and applies it::
 
         w = w - lr * g' / D
-        v = momentum * v + (sum of the last D g') / D,    w = w - lr * momentum * v    in each D-th
+        v = momentum * v + (sum of the last D g') / D,    w = w - lr * momentum * v    in every D-th
 
-    So D updates from the same weights are one of SGD with their mean. Liu et al., "Asynchronous Local-SGD Training for
-    Language Modeling", 2024, the delayed Nesterov update, with c = 0: no momentum between.
+    So D updates from the same weights equal one update of SGD with their mean. Liu et al., "Asynchronous Local-SGD
+    Training for Language Modeling", 2024, the delayed Nesterov update, with c = 0: no momentum between.
     """
 
     def __init__(self, optimizer: Optimizer, delayed: int) -> None:
@@ -121,13 +123,13 @@ class DelayedNesterov(Optimizer):
 
     @staticmethod
     def refuse_others(optimizers: Iterable[Optimizer], delayed: int) -> None:
-        """Raises UsageError where one is none that this is for."""
+        """Raises UsageError if an optimizer is not SGD with nesterov=True."""
         for optimizer in optimizers:
             sgd = type(optimizer) is torch.optim.SGD
             if not sgd or not all(group["nesterov"] for group in optimizer.param_groups):
-                kind = f"{type(optimizer).__name__}{' without it' * sgd}"
-                what = f"delayed={delayed} is for torch.optim.SGD with nesterov=True, and the optimizer is {kind}"
-                raise UsageError(what, "take SGD with momentum= and nesterov=True, or leave delayed out")
+                kind = f"{type(optimizer).__name__}{' without nesterov=True' * sgd}"
+                what = f"delayed={delayed} needs torch.optim.SGD with nesterov=True, but the optimizer is {kind}"
+                raise UsageError(what, "use SGD with momentum= and nesterov=True, or leave delayed= out")
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:

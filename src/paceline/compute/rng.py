@@ -1,4 +1,4 @@
-"""Puts a seed into every random generator; saves and restores the generators that user code draws from."""
+"""Seeds, saves and restores the global random generators that user code draws from."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _Words = ctypes.c_uint32 * 625  # of a Mersenne Twister, with the number of thos
 
 
 def _find_python_words() -> Any:
-    """The memory of Python's global generator: the number of its words that are used up, and the words. None if it is
-    not where CPython has it.
+    """Returns the memory of Python's global generator: the number of used words, then the words. None if the memory is
+    not laid out as in CPython.
     """
     if sys.implementation.name != "cpython" or type(_PYTHON) is not random.Random:
         return None
@@ -29,8 +29,11 @@ def _find_python_words() -> Any:
 
 
 class _Numpy:
-    """The state of numpy's global generator. Its own functions make a number of each word; here they are copied from
-    the memory that it names, if they are there. A normal that is left of a pair is not: a draw takes it, or moves them.
+    """Reads and writes the state of numpy's global generator.
+
+    Numpy's own functions convert each word to a Python number; this class copies the words from the generator's memory
+    if possible. The second normal of a pair, which numpy keeps for the next draw, is not in that memory: it is read by
+    drawing a normal, which either returns it or uses words.
     """
 
     def __init__(self) -> None:
@@ -38,31 +41,29 @@ class _Numpy:
         self._words: Any = None
 
     def _look(self, generator: Any) -> None:
-        """Looks for the words of a generator: the first one, or another one that the script has set."""
+        """Finds the words of a generator: numpy's first one, or one that the script has set."""
         self._generator, self._words = generator, None
         if (state := generator.state)["bit_generator"] == "MT19937":
             words = _Words.from_address(generator.ctypes.state_address)
             self._words = words if words[:] == [*state["state"]["key"], state["state"]["pos"]] else None
 
     def snapshot(self, rand: Any) -> Any:
-        """The generator's state, to be compared by `has_changed` or brought back by `restore`."""
+        """Returns the generator's state, for `has_changed` and `restore`."""
         if rand._bit_generator is not self._generator:
             self._look(rand._bit_generator)
         if self._words is None:
             return json.dumps(rand.get_state(legacy=False), default=lambda array: array.tolist())
         words = bytes(self._words)
         left = rand.standard_normal()
-        if bytes(self._words) == words:  # it was left of a pair
+        if bytes(self._words) == words:  # it was the second normal of a pair
             self.restore(rand, (words, left))
             return words, left
-        rand.standard_normal()  # the other one of the pair
+        rand.standard_normal()  # the second normal of the pair
         ctypes.memmove(self._words, words, len(words))
         return words, None
 
     def has_changed(self, rand: Any, mark: Any) -> bool:
-        """Whether anything was drawn since `snapshot`. If no half of a pair of normals was left, every draw takes
-        words.
-        """
+        """Whether anything was drawn since `snapshot`. Every draw uses words, unless a second normal was left."""
         if rand._bit_generator is not self._generator:
             self._look(rand._bit_generator)
         if isinstance(mark, str) or mark[1] is not None or self._words is None:
@@ -78,7 +79,7 @@ class _Numpy:
         elif mark[1] is None and self._words is not None:
             now = bytes(self._words)
             rand.standard_normal()
-            if bytes(self._words) != now:  # nothing was left of a pair, and now the other one is
+            if bytes(self._words) != now:  # no second normal was left before, but there is one now
                 rand.standard_normal()
             ctypes.memmove(self._words, mark[0], len(mark[0]))
         else:
@@ -91,7 +92,7 @@ _PYTHON_WORDS = _find_python_words()
 
 
 class RngState:
-    """The global generators of torch (CPU and one device), `random`, and numpy where it is in use."""
+    """The global generators of torch (CPU and one device), `random`, and numpy if it is imported."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,7 +108,7 @@ class RngState:
         return RngState, (self._device,)  # a spawned loader process has global generators of its own
 
     def seed(self, seed: int) -> None:
-        """Starts every generator afresh from `seed`."""
+        """Seeds every generator."""
         for generator in self._generators:
             generator.manual_seed(seed)
         random.seed(seed)
@@ -115,7 +116,7 @@ class RngState:
             sys.modules["numpy"].random.seed(seed & 0xFFFFFFFF)
 
     def snapshot(self) -> tuple[Any, ...]:
-        """The generators' state, to be compared by `has_changed` or brought back by `restore`."""
+        """Returns the generators' state, for `has_changed` and `restore`."""
         marks: list[Any] = [generator.get_state() for generator in self._generators]
         if _PYTHON_WORDS is None:
             marks.append(random.getstate())
@@ -126,7 +127,7 @@ class RngState:
         return tuple(marks)
 
     def has_changed(self, mark: tuple[Any, ...]) -> bool:
-        """Whether anything was drawn since `snapshot`, as far as can be told: numpy may have come in between."""
+        """Whether anything was drawn since `snapshot`; also true if numpy was imported since."""
         count = len(self._generators)
         for generator, state in zip(self._generators, mark, strict=False):
             if not torch.equal(generator.get_state(), state):
@@ -146,19 +147,19 @@ class RngState:
         for generator, state in zip(self._generators, mark, strict=False):
             generator.set_state(state)
         words, normal = mark[count][0], mark[count][-1]
-        if not isinstance(words, bytes):  # of random.getstate()
+        if not isinstance(words, bytes):  # from random.getstate()
             random.setstate(mark[count])
         elif _PYTHON_WORDS is not None:
             ctypes.memmove(_PYTHON_WORDS, words, len(words))
             _PYTHON.gauss_next = normal
-        else:  # another worker's, which has them in memory
+        else:  # the state of another worker that reads the memory
             used, *numbers = _Words.from_buffer_copy(words)
             random.setstate((random.Random.VERSION, (*numbers, used), normal))
         if len(mark) > count + 1:
             _NUMPY.restore(sys.modules["numpy"].random.mtrand._rand, mark[count + 1])
 
     def changes_since(self, before: tuple[Any, ...]) -> list[Any]:
-        """The generators that have drawn since `snapshot`: pairs of number and current state, for JSON."""
+        """Returns the generators that have drawn since `snapshot`: pairs of number and current state, for JSON."""
         pairs = enumerate(zip(self.snapshot(), before, strict=False))
         return [[number, _encode_state(now)] for number, (now, old) in pairs if not _same(now, old)]
 
@@ -172,7 +173,7 @@ class RngState:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """What is drawn inside does not move the user's own streams outside."""
+        """Restores the generators after the context, so that draws inside do not affect the user's own streams."""
         mark = self.snapshot()
         try:
             yield

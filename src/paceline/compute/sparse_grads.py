@@ -1,6 +1,6 @@
 """Sparse gradients of embeddings: only touched rows travel.
 
-Each worker brings its own rows together and hands them to the others; what has come is added up in the order of ranks.
+Each worker sums the gradients of its own rows and sends them to the others; all add them up in the order of ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from paceline.comm.communicator import Group
 from paceline.comm.message_reader import damaged, decode_message
 from paceline.comm.shared_memory import raw_bytes
 
-_DENSE = -1  # in the place of row indices: the gradient is dense, since the script also uses the parameter otherwise
+_DENSE = -1  # instead of row indices: the gradient is dense, because the script also uses the parameter in another way
 
 
 def tables(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters, by the names of their modules, whose gradients are rows."""
+    """Yields the parameters with sparse gradients, by the names of their modules."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             yield name, module.weight
@@ -36,7 +36,7 @@ def rows_of(params: Iterable[Parameter]) -> list[torch.Tensor]:
 
 
 def add_up(params: Iterable[Parameter], group: Group) -> None:
-    """Makes their gradients the sums over all workers. Part of the entered collective."""
+    """Replaces the gradients by their sums over all workers. Part of the entered collective."""
     for param in params:
         param.grad = _summed(param, group)
 
@@ -65,7 +65,7 @@ def _is_dense(rows: torch.Tensor) -> bool:
 
 
 def combined(param: Parameter, rows: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The sum of all workers' gradients, from row indices and values, in rank order; None if nobody has rows."""
+    """The sum of all workers' gradients, from row indices and values, in rank order; None if no worker has rows."""
     if not any(map(len, rows)):
         return None
     union, positions, length = None, rows, len(param)
@@ -111,10 +111,10 @@ def unpack(data: bytearray, params: Sequence[Parameter], who: str) -> dict[int, 
     start, unpacked = data.find(b"\n") + 1, {}
     header = decode_message(data[: max(0, start - 1)], "rows", who)
     if wrong := next((number for number, _, _ in header if number >= len(params)), None):
-        raise damaged("rows", who, f"there is no parameter {wrong}")
+        raise damaged("rows", who, f"parameter {wrong} does not exist")
     size = sum(8 * count + params[number].dtype.itemsize * length for number, count, length in header)
     if size != len(data) - start:
-        raise damaged("rows", who, f"they are {len(data) - start} bytes, and not {size}")
+        raise damaged("rows", who, f"expected {size} bytes, got {len(data) - start}")
     rest = torch.frombuffer(data, dtype=torch.uint8)[start:].clone()  # numbers lie where they may
     for number, count, length in header:
         dtype = params[number].dtype
@@ -137,7 +137,7 @@ def put_weights(data: bytearray, params: Sequence[Parameter]) -> None:
 
 
 def steps_rows_alone(optimizer: Optimizer) -> bool:
-    """Whether the optimizer changes only the rows that a gradient has."""
+    """Whether the optimizer changes only the rows that are in a gradient."""
     plain = all(not group.get("momentum") and not group.get("weight_decay") for group in optimizer.param_groups)
     return type(optimizer) in (torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD) and plain
 

@@ -1,4 +1,4 @@
-"""Model and optimizer state by the user's parameter names, whole or sharded: resumes under any plan."""
+"""Saves and loads model and optimizer state by parameter name, so that a run resumes under any plan."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from paceline.base.sharding import RowShards, ShardedTensor, ShardingSpec
 from paceline.compute.job import TrainingJob
 from paceline.errors import UsageError
 
-_SIDE = 8  # elements: of the parameter that an optimizer is tried with
-# What code of the user may raise when it is called with small or fake tensors, for which it was not written.
+_SIDE = 8  # the length of each side of the small parameter that an optimizer is tried with
+# Errors that user code may raise when it is called with small or fake tensors, for which it was not written.
 PROBE_ERRORS = (
     RuntimeError,
     ValueError,
@@ -31,12 +31,16 @@ DEFERRED = "_paceline_deferred"  # the attribute of a parameter whose memory is 
 
 
 def same_number(what: str, saved: int, now: int) -> None:
-    """Raises UsageError if a checkpoint holds another number of something than the script makes."""
+    """Raises UsageError if a checkpoint holds a different number of something than the script creates."""
     if saved != now:
         raise UsageError(
-            f"the checkpoint holds {saved} {what}, the script makes {now}",
-            "make the same ones as in the run that is resumed, or start a new run",
+            f"the checkpoint holds {_counted(saved, what)}, but the script creates {now}",
+            "create the same ones as the run that you resume, or start a new run",
         )
+
+
+def _counted(number: int, plural: str) -> str:
+    return f"{number} {plural.removesuffix('s') if number == 1 else plural}"
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +50,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def marks_of(param: nn.Parameter) -> dict[str, Any]:
-    """The attributes that a script gave a parameter: optimizers' groups are made by such."""
+    """Returns the attributes that a script set on a parameter, by which it may choose optimizer groups."""
     bare = vars(nn.Parameter(param.detach(), requires_grad=False))  # some kinds of tensors have attributes themselves
     return {name: value for name, value in vars(param).items() if name not in bare and name != DEFERRED}
 
@@ -58,13 +62,18 @@ def marked(tensor: torch.Tensor, marks: Mapping[str, Any]) -> nn.Parameter:
     return param
 
 
+def placeholder(like: torch.Tensor, shape: Sequence[int], marks: Mapping[str, Any]) -> nn.Parameter:
+    """A parameter with the shape, but with the memory of a single element, which optimizers must not update."""
+    return marked(torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape)), marks)
+
+
 def refuse_state(module: nn.Module, whose: str) -> None:
-    """Refuses a script the `state_dict()` of a module with parts of weights. Our own parts read it with `keep_vars`."""
+    """Makes `state_dict()` of a module with sharded weights raise UsageError. The library itself uses `keep_vars`."""
 
     def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars:
-            what = f"state_dict() of {whose}, would have parts of weights"
-            raise UsageError(what, "export() writes it whole, and every checkpoint has it")
+            what = f"state_dict() of {whose}, would contain only this worker's shards"
+            raise UsageError(what, "write the full weights with export(), or read them from a checkpoint")
 
     module.register_state_dict_pre_hook(refuse)
 
@@ -74,7 +83,7 @@ def cut_in_rows(
 ) -> dict[str, ShardingSpec]:
     """The sharding of parameters when each worker's part under `cuts` is divided by rows among `count` units.
 
-    A parameter without a cut is first taken as whole on all workers of a `unit`.
+    A parameter without a sharding in `cuts` counts as full on all workers of a `unit`.
     """
     rows = cache(ShardingSpec.in_rows)  # they are large where workers are many, and shapes are few
     return {
@@ -131,18 +140,18 @@ def _probe_state(optimizer: Optimizer) -> dict[str, torch.Tensor] | None:
 def refuse_odd_state(optimizer: Optimizer, names: Mapping[int, str], cuts: Mapping[str, ShardingSpec]) -> None:
     """Raises UsageError if the state of a sharded parameter is neither a number nor has the shape of the shard.
 
-    Nobody could say which part of the full state such a tensor is.
+    For other shapes it is unknown which part of the full state a tensor is.
     """
     for param, state in optimizer.state.items():
         name = names.get(id(param), "")
         for key, value in state.items() if name in cuts else ():
             if isinstance(value, torch.Tensor) and value.numel() != 1 and value.shape != param.shape:
                 what = (
-                    f"{type(optimizer).__name__} keeps {key} of shape {tuple(value.shape)} for {name}, of which this "
-                    f"worker holds a piece of shape {tuple(param.shape)}: it can be neither saved nor moved"
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for {name}, but this "
+                    f"worker's shard of {name} has shape {tuple(param.shape)}: the state can be neither saved nor moved"
                 )
-                cure = "take an optimizer whose state has the shape of its parameter, such as AdamW, or a plan of data="
-                raise UsageError(what, f"{cure} alone")
+                cure = "use an optimizer whose state has the shape of its parameter (AdamW), or a plan with only data="
+                raise UsageError(what, cure)
 
 
 def optimizer_state(
@@ -182,7 +191,7 @@ def _own_pieces(
         return packed
     single = any(not cut.shape for cut in cuts.values())
     probe_state = _probe_state(optimizer) if single else None
-    # For a parameter without dimensions a count of steps looks like what is kept for its element.
+    # For a parameter without dimensions, a count of steps has the same shape as the state of its element.
     others = {"step"} if probe_state is None else {key for key, value in probe_state.items() if value.dim() == 0}
 
     def cut(name: str, key: str, value: Any) -> Any:
@@ -204,15 +213,20 @@ def in_pieces(tensors: Mapping[str, Any], cuts: Mapping[str, ShardingSpec], shar
 
 
 def model_state(job: TrainingJob) -> dict[str, Any]:
-    """A model's state dict with its pieces marked as such. Raises UsageError for a parameter that would be saved in
-    another shape than the whole one has.
+    """Returns a model's state dict, with shards as ShardedTensor. Raises UsageError for a parameter that would be saved
+    with another shape than the full parameter has.
     """
     state = in_pieces(job.model.state_dict(keep_vars=True), job.cuts, job.shard_index)
     for name in job.shapes.keys() & state.keys() if job.cuts else ():
         if (shape := tuple(state[name].shape)) != job.shapes[name]:
-            what = f"{name} would be saved with the shape {shape}, and the model was given with {job.shapes[name]}"
-            raise UsageError(what, "leave the shapes of parameters as they are once the Trainer is made")
+            what = f"{name} has shape {shape}, but had shape {job.shapes[name]} when the Trainer was created"
+            raise UsageError(what, "do not change the shapes of parameters after creating the Trainer")
     return state
+
+
+def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that are not trained, by each of their names."""
+    return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 _Path = tuple[Any, ...]
@@ -262,7 +276,7 @@ def own_copies(tree: Any, job: TrainingJob, full_paths: Sequence[Sequence[Any]] 
 
 
 def copies_like(saved: Any, given: Callable[[], Any], job: TrainingJob) -> Any:
-    """A script's value as it was saved, whose copies of parameters are whole where those of the `given` one are."""
+    """Returns a saved script value; its copies of parameters are full where those of the `given` value are."""
     return own_copies(saved, job, copies_in_pieces(given(), job)[1]) if job.cuts else saved
 
 
@@ -298,12 +312,17 @@ def load_model(model: nn.Module, saved: Mapping[str, Any], cuts: Mapping[str, Sh
         value, piece = state.get(name), cuts[name].at(shard_index) if name in cuts else None
         if value is None or piece is None or tuple(value.shape) not in (cuts[name].shape, piece.shape):
             continue
-        if tuple(value.shape) == cuts[name].shape:
-            piece.put(value, local(tensor))
-        else:
-            local(tensor).copy_(value)
+        put_full(value, tensor, cuts[name] if tuple(value.shape) == cuts[name].shape else None, shard_index)
         state[name] = tensor
     model.load_state_dict(state, strict=True)
+
+
+def put_full(full: torch.Tensor, tensor: torch.Tensor, cut: ShardingSpec | None, shard_index: int) -> None:
+    """Copies a full value into a tensor of the model. With a `cut`, the tensor is this worker's shard."""
+    if cut is None:
+        local(tensor).copy_(full)
+    else:
+        cut.at(shard_index).put(full, local(tensor))
 
 
 def load_optimizer(
@@ -324,8 +343,8 @@ def load_optimizer(
         if set(group_names) != set(old["params"]):
             differing = sorted(set(group_names) ^ set(old["params"]))
             raise UsageError(
-                f"parameter group of the optimizer differs from the checkpoint's in {', '.join(differing[:5])}",
-                "make the same groups as in the run that is resumed, or start a new run",
+                f"a parameter group of the optimizer differs from the checkpoint in {', '.join(differing[:5])}",
+                "create the same groups as the run that you resume, or start a new run",
             )
         numbers.update(zip(group_names, packed["params"], strict=True))
         groups.append({**packed, **{k: v for k, v in old.items() if k != "params"}})
@@ -335,7 +354,7 @@ def load_optimizer(
 
 
 def _copy(value: Any) -> Any:
-    """Torch's optimizers keep what they are given."""
+    """Copies a tensor, because torch's optimizers keep the tensors that they load."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -351,12 +370,15 @@ def hidden_in(optimizer: Optimizer) -> str:
     hidden = [name for name, tensor in reachable if not known & {id(tensor), tensor.data_ptr()}]
     if not hidden:
         return ""
-    kind, more = type(optimizer).__name__, f" and {len(hidden) - 1} more tensors" if len(hidden) > 1 else ""
-    return f"{kind} keeps {kind}{hidden[0]}{more} outside of its state_dict(): a resume or a worker's return loses them"
+    kind, more = type(optimizer).__name__, len(hidden) - 1
+    others = f" and {more} more tensor{'s' if more > 1 else ''}" if more else ""
+    lost = "they are" if more else "it is"
+    what = f"{kind} keeps {kind}{hidden[0]}{others} outside of its state_dict()"
+    return f"{what}: {lost} lost when the run resumes or a worker returns"
 
 
 def _tensors(value: Any, name: str, depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those in nestings, and in what optimizers hold of others, each with its name."""
+    """Yields the tensors in nested containers and in nested optimizers, each with its name."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif not depth:

@@ -1,7 +1,9 @@
 """Finds whether an optimizer updates elements, parameters or all parameters independently.
 
 The user's optimizers are made once more for small float64 parameters and tried over several steps: all parameters
-together, each parameter without the others, and the halves of parameters in optimizers of their own.
+together, each parameter without the others, and the halves of parameters in optimizers of their own. Two courses of
+gradients are tried: random ones of several scales, and those of a bowl whose bottom is far, since some optimizers
+couple elements only while gradients agree from step to step. Torch's optimizers with elementwise updates need no trial.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import io
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.compute.state_dict import PROBE_ERRORS, marked, marks_of
+from paceline.comm.torch_private import has_global_optimizer_hooks
+from paceline.compute.state_dict import PROBE_ERRORS, marked, marks_of, placeholder
 from paceline.errors import UsageError, first_line
 
 Make = Callable[[dict[str, nn.Parameter]], Sequence[Optimizer]]
@@ -25,10 +28,27 @@ Half = tuple[int, int]  # of each tensor: along the first (0) or the last (-1) d
 
 # The scale of the gradients of each step: large and small ones, since some optimizers clip or skip by a threshold.
 _SCALES = (1.0, 1.0, 0.3, 1e-2, 3.0, 1.0, 30.0, 0.1, 1.0, 1e-4, 1e3, 1.0)
-_MOST = 100  # steps: what an optimizer does every so many, or from then on, is waited for up to here
+_MOST = 100  # steps: options of an optimizer up to this number count as intervals that the trial waits for
 _EACH = 2  # of the parameters of a group that have equally many dimensions, and of groups with equal options
-_SIDES = (8, 8, 2)  # elements along the first dimensions of a parameter at most, and along each further one
+_SIDES = (64, 48, 2)  # elements along the first dimensions of a parameter at most, and along each further one
 _RATES = ("params", "param_names", "lr", "initial_lr", "weight_decay")  # groups that differ in these count as equal
+_FAR = 1e3  # the distance of the bowl's bottom, in lengths of the gradient
+
+# Optimizers of torch that update each element by itself, with any of their options.
+ELEMENTWISE = (
+    torch.optim.ASGD,
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+    torch.optim.SparseAdam,
+)
 
 
 class Scope(IntEnum):
@@ -41,11 +61,15 @@ class Scope(IntEnum):
 
 @dataclass(frozen=True)
 class Coupling:
-    """The largest scope among the optimizers of a trainer, the class of an optimizer that has it, and the reason."""
+    """The largest scope among the optimizers of a trainer, the class of an optimizer that has it, and the reason.
+
+    `names` are the parameters whose optimizers may have this scope. The other parameters have elementwise optimizers.
+    """
 
     scope: Scope
     kind: str = ""
     why: str = ""
+    names: frozenset[str] = frozenset()
 
 
 def find_coupling(
@@ -56,7 +80,7 @@ def find_coupling(
     device: torch.device,
     sparse: Collection[str] = (),
 ) -> Coupling:
-    """Tries optimizers like those `made` of `params`, which have these `shapes` where they are whole.
+    """Tries optimizers like those `made` of `params`, whose full shapes are `shapes`.
 
     `make` is the user's function, whose small tensors lie on the `device`. The gradients of the `sparse` parameters are
     sparse tensors. Optimizers that cannot be tried count as depending on all parameters.
@@ -68,16 +92,33 @@ def find_coupling(
         for group_index, group in enumerate(one.param_groups)
         for param in group["params"]
     }
+    unknown = [number for number, one in enumerate(made) if not is_elementwise(one)]
+    names = frozenset(name for name, (number, _) in groups.items() if number in unknown)
+    if not names:
+        return Coupling(Scope.ELEMENT)
     why = ""
     for build in (make, lambda tiny: _made_alike(made, groups, tiny)):
-        trial = _Trial(made, groups, params, shapes, build, device, sparse)
+        trial = _Trial(made, groups, params, shapes, build, device, sparse, names)
         try:
             with redirect_stdout(io.StringIO()):  # the user's function may print, and is called many times
-                return trial.judge()
+                return replace(trial.judge(), names=names)
         except (*PROBE_ERRORS, UsageError) as error:
             why = why or first_line(error)
-    kinds = ", ".join(dict.fromkeys(type(one).__name__ for one in made))
-    return Coupling(Scope.ALL, kinds, f"could not be tried on small tensors ({why})")
+    kinds = ", ".join(dict.fromkeys(type(made[number]).__name__ for number in unknown))
+    return Coupling(Scope.ALL, kinds, f"could not be tested on small tensors ({why})", names)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is one of torch's `ELEMENTWISE` ones, without hooks or methods that the script added."""
+    if type(optimizer) not in ELEMENTWISE or has_global_optimizer_hooks():
+        return False
+    try:
+        _refuse_unlike(
+            optimizer, type(optimizer)([nn.Parameter(torch.zeros(1, dtype=torch.float32))], **optimizer.defaults)
+        )
+    except PROBE_ERRORS:
+        return False
+    return True
 
 
 def _made_alike(
@@ -95,11 +136,11 @@ def _made_alike(
 
 
 def _refuse_unlike(one: Optimizer, other: Optimizer) -> None:
-    """Raises TypeError where one optimizer has more than its class and options give the other, as hooks."""
+    """Raises TypeError if an optimizer has attributes (such as hooks) that its class and options do not create."""
     kept = [{k: v for k, v in vars(made).items() if k not in ("state", "param_groups")} for made in (one, other)]
     sizes = [{k: len(v) if isinstance(v, Sized) else 0 for k, v in attributes.items()} for attributes in kept]
     if sizes[0] != sizes[1]:
-        raise TypeError(f"{type(one).__name__} is made by more than its class and options")
+        raise TypeError(f"{type(one).__name__} has state or hooks that its class and options do not create")
 
 
 class _Trial:
@@ -114,6 +155,7 @@ class _Trial:
         build: Make,
         device: torch.device,
         sparse: Collection[str],
+        names: frozenset[str],
     ) -> None:
         self.made, self.groups, self.build, self.sparse = made, groups, build, sparse
         self.drawn = [device] if device.type == "cuda" else []  # devices whose random numbers the optimizers may draw
@@ -123,7 +165,7 @@ class _Trial:
         self.values: dict[str, torch.Tensor] = {}
         self.slopes: dict[str, torch.Tensor] = {}
         self.others: dict[str, nn.Parameter] = {}
-        tried = _representatives(made, groups, shapes)
+        tried = names & _representatives(made, groups, shapes)
         for name, param in params.items():
             sides = [*_SIDES[:2], *[_SIDES[2]] * len(shapes[name])]
             shape = [min(size, side) for size, side in zip(shapes[name], sides, strict=False)]
@@ -132,78 +174,111 @@ class _Trial:
                 self.values[name] = torch.randn(shape, generator=chance, dtype=dtype).to(device)
                 self.slopes[name] = torch.randn(shape, generator=chance, dtype=dtype).to(device)
             else:
-                self.others[name] = marked(torch.zeros(shape, dtype=dtype, device=device), self.marks[name])
+                self.others[name] = placeholder(torch.empty(0, dtype=dtype, device=device), shape, self.marks[name])
 
     def judge(self) -> Coupling:
         """The largest scope. Raises one of PROBE_ERRORS where the trial fails."""
-        names, steps = [*self.values], len(_SCALES)
+        names, coupling = [*self.values], None
         if not names:
             return Coupling(Scope.ELEMENT)
-        together, reshaped = self._run(names, steps)
-        if coupling := self._depends_on_others(names, together, steps):
-            return coupling
-        coupling = self._depends_on_parameter(names, together, steps) or self._keeps_other_shapes(reshaped)
-        waits = [value for one in self.made for group in one.param_groups for value in group.values()]
-        waits = [v for v in waits if type(v) is int and steps - 2 < v <= _MOST]
-        if waits:
-            steps = max(waits) + 3
-            together, _ = self._run(names, steps)
-            if later := self._depends_on_others(names, together, steps):
-                return later
-            coupling = coupling or self._depends_on_parameter(names, together, steps)
+        for steps, in_bowl in self._courses():
+            together, reshaped = self._run(names, steps, in_bowl=in_bowl)
+            if on_others := self._depends_on_others(names, together, steps, in_bowl):
+                return on_others
+            coupling = coupling or self._depends_on_parameter(names, together, steps, in_bowl)
+            coupling = coupling or self._keeps_other_shapes(reshaped)
+        if coupling and (needs_all := self._needs_all_gradients(names)):
+            return needs_all
         return coupling or Coupling(Scope.ELEMENT)
 
+    def _courses(self) -> list[tuple[int, bool]]:
+        """The numbers of steps to try, and whether gradients are those of a bowl."""
+        steps = len(_SCALES)
+        numbers = {self.groups[name][0] for name in self.values}
+        tried = [one for number, one in enumerate(self.made) if number in numbers]
+        options = [value for one in tried for values in (vars(one), *one.param_groups) for value in values.values()]
+        waits = [value for value in options if type(value) is int and steps - 2 < value <= _MOST]
+        return [(steps, False), (steps, True), *([(max(waits) + 3, False)] if waits else [])]
+
     def _depends_on_others(
-        self, names: Sequence[str], together: Mapping[str, torch.Tensor], steps: int
+        self, names: Sequence[str], together: Mapping[str, torch.Tensor], steps: int, in_bowl: bool
     ) -> Coupling | None:
         for name in names if len(names) > 1 else ():
-            alone, _ = self._run([name], steps)
+            alone, _ = self._run([name], steps, in_bowl=in_bowl)
             if _apart(together[name], alone[name]):
-                return Coupling(Scope.ALL, self._kind(name), "updates each parameter by what the others are")
+                return Coupling(Scope.ALL, self._kind(name), "updates each parameter depending on the others")
         return None
 
     def _depends_on_parameter(
-        self, names: Sequence[str], together: Mapping[str, torch.Tensor], steps: int
+        self, names: Sequence[str], together: Mapping[str, torch.Tensor], steps: int, in_bowl: bool
     ) -> Coupling | None:
         shapes = {name: self.values[name].shape for name in names if name not in self.sparse}
         for dim in (0, -1):
             cut = [name for name, shape in shapes.items() if len(shape) > -dim and shape[dim] > 1]
-            halves = [self._run(cut, steps, (dim, which)) for which in (0, 1)] if cut else []
+            halves = [self._run(cut, steps, (dim, which), in_bowl) for which in (0, 1)] if cut else []
             for name in cut:
                 both = [half[name] for half, _ in halves]
                 if _apart(together[name], torch.cat(both, dim or 1)):
-                    return Coupling(Scope.PARAMETER, self._kind(name), "looks at a parameter as a whole")
+                    return Coupling(
+                        Scope.PARAMETER, self._kind(name), "updates each element depending on the full parameter"
+                    )
             if coupling := self._keeps_other_shapes([one for _, reshaped in halves for one in reshaped]):
                 return coupling
+        return None
+
+    def _needs_all_gradients(self, names: Sequence[str]) -> Coupling | None:
+        """Tries each parameter beside others without gradients, as on a worker that updates some of the parameters."""
+        together, _ = self._run(names, steps := len(_SCALES))
+        for name in names if len(names) > 1 else ():
+            why = "is not updated like that if other parameters have no gradients"
+            try:
+                alone, _ = self._run([name], steps, beside_others=True)
+                if not _apart(together[name], alone[name]):
+                    continue
+            except PROBE_ERRORS as error:
+                why = f"cannot be updated if other parameters have no gradients ({first_line(error)})"
+            return Coupling(Scope.ALL, self._kind(name), f"updates each parameter in a way that {why}")
         return None
 
     def _keeps_other_shapes(self, reshaped: Sequence[str]) -> Coupling | None:
         if not reshaped:
             return None
-        return Coupling(Scope.PARAMETER, self._kind(reshaped[0]), "keeps state of other shapes than its parameters'")
+        return Coupling(
+            Scope.PARAMETER, self._kind(reshaped[0]), "keeps state whose shape differs from its parameter's"
+        )
 
     def _kind(self, name: str) -> str:
         return type(self.made[self.groups[name][0]]).__name__
 
     def _run(
-        self, names: Sequence[str], steps: int, half: Half | None = None
+        self,
+        names: Sequence[str],
+        steps: int,
+        half: Half | None = None,
+        in_bowl: bool = False,
+        beside_others: bool = False,
     ) -> tuple[dict[str, torch.Tensor], list[str]]:
-        """How far each of these parameters, or a half of it, has moved after each step, and those for which state of
-        another shape is kept. Every run draws the same random numbers.
+        """Runs a trial of these parameters, or of a half of each. Every run draws the same random numbers.
+
+        The others are absent, or are there without gradients. Returns how far each has moved after each step, and the
+        parameters with state of another shape.
         """
         tiny = {name: marked(_half(self.values[name], half), self.marks[name]) for name in names}
         moved: dict[str, list[torch.Tensor]] = {name: [] for name in names}
         chance = torch.Generator()
         with torch.random.fork_rng(devices=self.drawn):
-            optimizers = self._built(tiny)
+            optimizers = self._built(tiny, beside_others)
             start = {name: param.detach().clone() for name, param in tiny.items()}
             for step in range(steps):
                 for name, param in tiny.items():
-                    # A common slope, as in training: quantities that only grow would stay as they are without it.
-                    chance.manual_seed(1 + step)
                     slope = self.slopes[name]
-                    noise = torch.randn(slope.shape, generator=chance, dtype=slope.dtype).to(slope)
-                    grad = _half((slope + 0.5 * noise) * _SCALES[step % len(_SCALES)], half)
+                    if in_bowl:
+                        grad = _half(slope, half) + (param.detach() - start[name]) / _FAR
+                    else:
+                        # A common slope, as in training: quantities that only grow would stay as they are without it.
+                        chance.manual_seed(1 + step)
+                        noise = torch.randn(slope.shape, generator=chance, dtype=slope.dtype).to(slope)
+                        grad = _half((slope + 0.5 * noise) * _SCALES[step % len(_SCALES)], half)
                     param.grad = grad.to_sparse(1) if name in self.sparse else grad
                 for one in optimizers:
                     one.step()
@@ -212,16 +287,18 @@ class _Trial:
             reshaped = [name for name, param in tiny.items() if any(_has_other_shape(one, param) for one in optimizers)]
         courses = {name: torch.stack(course) for name, course in moved.items()}
         if not all(course.isfinite().all() for course in courses.values()):
-            raise ArithmeticError("its steps are not finite")
+            raise ArithmeticError("its updates are not finite")
         return courses, reshaped
 
-    def _built(self, tiny: Mapping[str, nn.Parameter]) -> list[Optimizer]:
-        """Optimizers that hold these parameters alone. ValueError where the groups are not those of the user's."""
+    def _built(self, tiny: Mapping[str, nn.Parameter], beside_others: bool) -> list[Optimizer]:
+        """Builds optimizers that hold only these parameters, or all. Raises ValueError if the groups differ from the
+        user's.
+        """
         everything = {name: tiny.get(name) for name in self.marks}
         for name, param in everything.items():
             if param is None:
-                zeros = self.others[name] if name in self.others else torch.zeros_like(self.values[name])
-                everything[name] = marked(zeros.detach(), self.marks[name])
+                like = self.others[name] if name in self.others else self.values[name]
+                everything[name] = placeholder(like, like.shape, self.marks[name])
         params = {name: param for name, param in everything.items() if param is not None}
         optimizers = [*self.build(params)]
         held = {id(param): name for name, param in params.items()}
@@ -230,7 +307,9 @@ class _Trial:
             for group_index, group in enumerate(one.param_groups):
                 membership.update((held[id(param)], number, group_index) for param in group["params"])
         if membership != Counter((name, *where) for name, where in self.groups.items()):
-            raise ValueError("it makes other groups of small tensors")
+            raise ValueError("the function makes other groups for small tensors")
+        if beside_others:
+            return optimizers
         keep = {id(param) for param in tiny.values()}
         for one in optimizers:
             for group in one.param_groups:

@@ -16,13 +16,13 @@ from paceline.compute.grad_hooks import nodes_of
 from paceline.compute.microbatches import tensors_of
 
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5}
-_COARSE = 5e-2  # of other kinds of numbers
-_OF_ALL = 1e-2  # of the norm of all gradients: what a gradient smaller than that is compared with
+_COARSE = 5e-2  # for other dtypes
+_OF_ALL = 1e-2  # smaller gradients are compared with this fraction of the norm of all gradients
 
 
 def allowed(tensor: torch.Tensor) -> float:
     """The relative distance that rounding explains: by the tensor's dtype, and a coarse one under autocast."""
-    mixed = torch.is_autocast_enabled(tensor.device.type)  # a float32 may come of coarser numbers
+    mixed = torch.is_autocast_enabled(tensor.device.type)  # a float32 may be computed from coarser numbers
     return _COARSE if mixed else _ROUNDING.get(tensor.dtype, _COARSE)
 
 
@@ -125,7 +125,7 @@ def differentiate(sums: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) 
 
 
 def is_reentrant(node: Any) -> bool:
-    """Whether a node of autograd's graph stands for what checkpoint(use_reentrant=True) computes again."""
+    """Whether a node of autograd's graph is a recomputation by checkpoint(use_reentrant=True)."""
     return "CheckpointFunction" in node.name()
 
 
@@ -142,7 +142,7 @@ def weighing(model: nn.Module, sizes: list[int]) -> Iterator[None]:
     """
 
     def weigh(module: nn.Module, given: Any, output: Any) -> None:
-        with torch._C.DisableTorchFunction():  # whoever follows calls of the forward sees none of these
+        with torch._C.DisableTorchFunction():  # modes that track the forward must not see these calls
             sizes.extend(int(tensor.untyped_storage().nbytes()) for tensor in tensors_of(output))
 
     innermost = [module for module in model.modules() if next(module.children(), None) is None]

@@ -118,6 +118,7 @@ class Balance:
 
     @property
     def members(self) -> tuple[int, ...]:
+        """The first worker of each unit."""
         return self.workers[:: self.unit]
 
     @property
@@ -199,15 +200,18 @@ class Balance:
     def _tell(self, seconds: float) -> None:
         """Adds news about shares that were kept: the seconds they saved, and the speed that a coarse grid costs."""
         if self._before is not None:
-            self.news.append((self.text(), f"a step takes them {seconds:.2g} s instead of {self._before:.2g}"))
+            why = f"a step takes {seconds:.2g} s, with the shares before {self._before:.2g} s"
+            self.news.append((self.text(), why))
             self._before, self._untold["shares"] = None, self.news[-1]
         if not self._hinted and (used := self.coarse()):
             self._hinted = True
-            self.news.append((f"micro-batches of {self.grid.micro} rows are too coarse for these workers", used))
+            self.news.append((f"micro-batches of {self.grid.micro} rows are too large to balance these workers", used))
             self._untold["grid"] = self.news[-1]
 
     def settled(self) -> list[tuple[str, str]]:
         """Returns the news for the console, each once, after the shares have been kept for `SETTLED` seconds."""
+        if len(self.members) == 1:  # nothing is left to balance
+            self._untold.clear()
         if self._kept < SETTLED or not self._untold:
             return []
         news_to_show = [pair for pair in self._untold.values() if pair[0] != self._shown_shares]
@@ -316,7 +320,7 @@ class Balance:
             micro = micro // 2 if micro > 8 else micro - 1
             then = used_by(Grid(self.grid.global_batch, micro), costs)
         better = f"with the plan micro={micro}, which changes the mathematics, it would be {100 * then:.0f} %"
-        return f"{100 * used:.0f} % of their speed is used, {better}"
+        return f"{100 * used:.0f} % of their speed is used; {better}"
 
     def unit_of(self, member: int) -> str:
         """The numbers of a unit's workers, as text."""
@@ -336,7 +340,7 @@ class Balance:
         who, much = (", ".join(texts[:-1]) + f" and {texts[-1]}" for texts in (units, percent))
         whose = "workers" if self.unit == 1 else "the units of workers"
         what = f"{whose} {who} compute {much} % of each global batch"
-        alone = f"; without {ranks(idle)} the others are done earlier" if idle else ""
+        alone = f"; the others finish earlier without {ranks(idle)}" if idle else ""
         return what + alone
 
 

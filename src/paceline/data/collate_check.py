@@ -45,5 +45,5 @@ class Collated:
         at = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code is not None else ""
         name, rows = getattr(collate, "__name__", type(collate).__name__), micro_batch.rows
         which = rows_told([micro_batch.index], micro_batch.numbers) or micro_batch.source
-        what = f"{name}{at} made {made} rows of the {rows} of {which}, and the mean over them counts as {rows}"
-        return f"{what}; let the loss return (sum, count)"
+        what = f"{name}{at} made {made} rows of the {rows} of {which}, but their mean is weighted with {rows}"
+        return f"{what}; return (sum, count) from the loss"

@@ -41,21 +41,19 @@ _LOADING_ERRORS = (
     ArithmeticError,
     OSError,
 )
-_SAME = (
-    "give all workers the same data in the same order: sort the names of files, seed what is split or made at random"
-)
+_SAME = "use the same data in the same order on all workers: sort file names, and seed random splits and generated data"
 _WHOLE_STREAM = (
-    "yield the same rows in the same order on every worker: Paceline deals them out, so an iterable dataset must not "
-    "divide itself by rank, RANK or WORLD_SIZE"
+    "yield the same rows in the same order on every worker: Paceline distributes them, so an iterable dataset must "
+    "not split itself by rank, RANK or WORLD_SIZE"
 )
 _DRAWN = (
-    "rows of the iterable dataset came out differently when read twice, by random numbers other than those of torch, "
-    "random and numpy, and cannot be compared among the workers"
+    "rows of the iterable dataset differed when read twice, because of random numbers other than those of torch, "
+    "random and numpy; they cannot be compared between workers"
 )
-_SEED_OWN = "give its own generators the same seed on every worker, or rows may be trained on twice"
+_SEED_OWN = "seed these generators equally on every worker, or rows may be used twice"
 
-_SAME_LATER = f"{_SAME}; what the loop changes in the dataset belongs into trainer.state, which a new worker is given"
-_ORDER = "give all workers the same seed= and an order= that depends on its arguments alone"
+_SAME_LATER = f"{_SAME}; keep what the loop changes in the dataset in trainer.state, which new workers receive"
+_ORDER = "use the same seed= on all workers, and an order= that depends only on its arguments"
 
 
 class Fingerprint:
@@ -113,8 +111,8 @@ class Fingerprint:
         if known and not all(newcomers):
             return ""  # only the new workers differ, and they raise
         number, usual, deviating = difference
-        what = f"workers disagree about the dataset: row {feed.grid.global_batch * step + number} of what it yields"
-        raise DatasetError(f"{what} is another one on {deviating} than on {usual}", _WHOLE_STREAM)
+        what = f"workers disagree about the dataset: row {feed.grid.global_batch * step + number} that it yields"
+        raise DatasetError(f"{what} differs between {deviating} and {usual}", _WHOLE_STREAM)
 
     def _judge(self, group: Group, samples: list[dict[str, Any]], cure: str) -> str:
         """Compares the `samples` of all workers; returns and raises as `compare`."""
@@ -140,10 +138,10 @@ class Fingerprint:
                 filter(None, (parted(everyone, exact), *(parted(members, floats) for members in alike))), None
             ):
                 usual, deviating = (ranks(names[rank] for rank in members) for members in split)
-                raise DatasetError(f"row {row} of the dataset is another one on {deviating} than on {usual}", cure)
+                raise DatasetError(f"row {row} of the dataset differs between {deviating} and {usual}", cure)
         which = f"row{'s' if len(drawn) > 1 else ''} {', '.join(map(str, drawn))} of the dataset"
-        what = "came out differently when loaded twice, by random numbers other than those of torch, random and numpy"
-        return f"{which} {what}, and cannot be compared among the workers" if drawn else ""
+        what = "differed when loaded twice, because of random numbers other than those of torch, random and numpy"
+        return f"{which} {what}; they cannot be compared between workers" if drawn else ""
 
 
 def first_rows(feed: Feed) -> list[list[str]]:
@@ -206,7 +204,7 @@ def same_lengths(lengths: Sequence[int | None], group: Group, what: str) -> None
     """Raises DatasetError if the dataset has different lengths on some workers."""
     if split := parted(range(group.size), lengths):
         each = [f"{lengths[members[0]]} rows on {ranks(group.names[rank] for rank in members)}" for members in split]
-        cure = "give all workers the same whole dataset: its rows are dealt out to them"
+        cure = "pass the same complete dataset on all workers: Paceline distributes its rows"
         raise DatasetError(f"{what} has {' and '.join(each)}", cure)
 
 
@@ -237,7 +235,7 @@ def compare_rows(group: Group, source: Source, tell: Callable[..., None], what: 
             ],
         ):
             usual, deviating = (ranks(group.names[rank] for rank in members) for members in split)
-            raise DatasetError(f"row {row} of {what} is another one on {deviating} than on {usual}", _SAME)
+            raise DatasetError(f"row {row} of {what} differs between {deviating} and {usual}", _SAME)
     if digests:
         with suppress(TypeError):  # a list, for example, has no weak references and is compared each time
             _compared[id(source.dataset)] = source.dataset

@@ -103,24 +103,27 @@ class Source:
         """Checks a user's dataset and options; returns them as a source. Raises DatasetError and UsageError."""
         for name in options:
             if name in _FIXED:
-                raise UsageError(f"loader option {name!r} is decided by the grid", f"use {_FIXED[name]}")
+                raise UsageError(f"Paceline sets the loader option {name!r} itself", f"use {_FIXED[name]}")
         arrays = isinstance(dataset, tuple) and all(hasattr(part, "shape") for part in dataset)
         if arrays or isinstance(dataset, type | str | bytes | Mapping):
             what = f"the class {dataset.__name__}" if isinstance(dataset, type) else a(type(dataset).__name__)
-            cure = "of a class an instance, of a dict one value as data['train'], of tensors TensorDataset(*tensors)"
-            raise DatasetError(f"{what} is not a dataset, which has rows by number", f"give {cure}")
+            cure = (
+                "an instance of the class; one value of the dict, for example data['train']; for tensors"
+                " TensorDataset(*tensors)"
+            )
+            raise DatasetError(f"{what} is not a dataset", f"pass {cure}")
         if isinstance(dataset, DataLoader):
-            cure = "give the dataset itself; collate=, order= and loader= of steps() say the rest"
+            cure = "pass the dataset itself; steps() has collate=, order= and loader= for the rest"
             raise DatasetError("a DataLoader is not a dataset: its items are batches, not rows", cure)
         iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         if iterable and not hasattr(dataset, "__iter__"):
             cure = "give it __len__ and __getitem__, or __iter__"
             raise DatasetError(f"{a(type(dataset).__name__)} is not a dataset", cure)
         if iterable and order is not None:
-            raise UsageError("an iterable dataset has its own order", "leave order= out")
+            raise UsageError("an iterable dataset defines its own order", "remove order=")
         rows = None if iterable else len(dataset)
         if rows == 0:
-            raise DatasetError("the dataset has no rows", "check how it was made")
+            raise DatasetError("the dataset has no rows", "check how it was created")
         return Source(dataset, rows, seed, collate or default_collate, order or sample_index, options)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
@@ -391,9 +394,9 @@ class Feed:
         epoch = self._next_epoch // self.grid.batches(self.source.rows or 0) - 1
         if self._length is not None and (now := len(self.source.dataset)) != self._length:
             raise DatasetError(
-                f"the dataset has {now} rows at the start of epoch {self.source.first_epoch + epoch}, and had "
+                f"the dataset has {now} rows at the start of epoch {self.source.first_epoch + epoch}, but had "
                 f"{self._length} when the loop over steps() began",
-                "write one loop over steps(dataset, epochs=1) for each epoch, and change the length between the loops",
+                "write one loop over steps(dataset, epochs=1) per epoch, and change the length between the loops",
             )
 
     def grid_of(self, step: int) -> tuple[int, int, tuple[range, ...]]:
@@ -519,7 +522,7 @@ class Feed:
             self._forks_each_epoch = bool(self._state.unseen) and not options.get("persistent_workers")
             self._until = self._end_of_epoch(start) if self._forks_each_epoch else None
             if self._until is not None:
-                what = "loader processes are forked anew at each epoch, from which on they see what the script changes"
+                what = "loader processes are restarted at each epoch and then see what the script has changed"
                 self.news.setdefault(what, f"{self._state.unseen} cannot be compared from step to step")
         slots, rows = self.source.filled(self.slots(start, self._dealt)), _Rows(self.source)
         if options == {"num_workers": 0}:  # a DataLoader would do the same, but costs more time than small rows
@@ -553,7 +556,7 @@ class Feed:
         self._state = None
         if self._asked:
             self.news.setdefault(
-                "loader processes are forked anew where the script changes the dataset between steps", f"{name} changed"
+                "loader processes are restarted when the script changes the dataset between steps", f"{name} changed"
             )
         else:
             del self.options["num_workers"]
@@ -584,9 +587,11 @@ class Feed:
         state, self._state, self._open = self._state, None, False
         if not typical or state is None or not sys.platform.startswith("linux"):  # elsewhere processes are not forked
             return
-        held = f"loading held each step up by {1000 * typical:.0f} ms (loader={{'num_workers': N}} overrides)"
+        held = f"loading delayed each step by {1000 * typical:.0f} ms (loader={{'num_workers': N}} overrides)"
         if state.unseen:
-            what = "rows are loaded in the step: a process that loads ahead might miss a change of the dataset"
+            what = (
+                "rows are loaded within the step, because a process that loads ahead could miss a change of the dataset"
+            )
             self.news[what] = f"{state.unseen} cannot be compared; {held}"
         elif name := state.changed():
             self._try_again(name, self._next)
@@ -594,7 +599,7 @@ class Feed:
             self.options["num_workers"] = 1
             self._moved = self._next
             self._iterator = self._loader(self._next)
-            self.news["rows are loaded ahead of need by a process of their own"] = held
+            self.news["rows are loaded ahead by a separate process"] = held
 
     def take_news(self) -> list[tuple[str, str]]:
         """Returns the decisions since the last call and their reasons, each decision once."""
@@ -608,7 +613,7 @@ class Feed:
         self._returns = self._returns + 1 if step - self._moved < self.WORTH else 1
         self._tries, self._open = [], self._returns < self.RETURNS
         again = "for now" if self._open else "from now on"
-        self.news[f"rows are loaded in the step {again}: the dataset changes between steps"] = f"{name} changed"
+        self.news[f"rows are loaded within the step {again}: the dataset changes between steps"] = f"{name} changed"
 
 
 class _EndOfEpoch:
@@ -642,8 +647,8 @@ class _Numbered(IterableDataset[Any]):
                 outside = streams.snapshot()
                 streams.restore(inside)
             if empty:
-                cure = "give an iterable that starts again at each iter()"
-                raise DatasetError(f"the dataset gave no rows in epoch {epoch}", cure)
+                cure = "pass an iterable that restarts at each iter()"
+                raise DatasetError(f"the dataset yielded no rows in epoch {epoch}", cure)
             yield epoch, _EndOfEpoch()
 
 
@@ -721,8 +726,11 @@ class _RowStream:
         """Collates this worker's share of a global batch."""
         self.reach(step)
         if self._state is not None and (name := self._state.changed()):
-            what = "an iterable dataset read by a loader process is changed between steps: seen from the next epoch on"
-            self._feed.news.setdefault(what, f"{name} changed; leave num_workers= out, and each step sees it")
+            what = (
+                "an iterable dataset read by a loader process was changed between steps; the change takes effect in"
+                " the next epoch"
+            )
+            self._feed.news.setdefault(what, f"{name} changed; without num_workers= each step sees changes")
         cuts, epoch = self._grid.cut(len(self._rows)), self._epoch
         streams, share = RngState(torch.device("cpu")), []
         for index, part, dummy in share_of(assignment, self._grid, len(self._rows)):

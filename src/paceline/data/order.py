@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _IntOrTensor = TypeVar("_IntOrTensor", int, "Tensor")
 
-_CURE = "give an int, or a tensor of integers as from torch.arange"
+_CURE = "pass an int, or a tensor of integers, for example from torch.arange"
 LARGEST = 2**40  # half an index fits 20 bits, so no product below reaches 2**63
 
 
@@ -47,7 +47,7 @@ def sample_index(position: int | Tensor, size: int, seed: int = 0, epoch: int = 
     Raises UsageError for a size or a position out of range, and for a position that is not an integer.
     """
     if not 1 <= size <= LARGEST:
-        raise UsageError(f"a dataset of {size} samples has no order", "give a size from 1 to 2**40")
+        raise UsageError(f"a dataset of {size} samples has no sample order", "use a size from 1 to 2**40")
     # plain ints, because the cache takes 1, 1.0 and True for the same key
     cipher = _cipher(index(size), index(seed), index(epoch))
     if isinstance(position, int):
@@ -59,7 +59,7 @@ def sample_index(position: int | Tensor, size: int, seed: int = 0, epoch: int = 
     try:
         return _index(index(position), cipher)
     except TypeError:
-        raise UsageError(f"a position is {a(type(position).__name__)}", _CURE) from None
+        raise UsageError(f"a position must be an integer, got {a(type(position).__name__)}", _CURE) from None
 
 
 def _index(value: int, cipher: _Cipher) -> int:
@@ -75,7 +75,7 @@ def _indices(position: Tensor, cipher: _Cipher) -> Tensor:
     import torch
 
     if position.is_floating_point() or position.is_complex() or position.dtype == torch.bool:
-        raise UsageError(f"positions are of {position.dtype}", _CURE)
+        raise UsageError(f"positions must be integers, got {position.dtype}", _CURE)
     values = position.reshape(-1).to(torch.int64)
     outside = (values < 0) | (values >= cipher.size)
     if outside.any():
@@ -87,7 +87,9 @@ def _indices(position: Tensor, cipher: _Cipher) -> Tensor:
 
 
 def _out_of_range(position: int, size: int) -> UsageError:
-    return UsageError(f"position {position} is outside an epoch of {size} samples", f"give one from 0 to {size - 1}")
+    return UsageError(
+        f"position {position} is outside an epoch of {size} samples", f"use a position from 0 to {size - 1}"
+    )
 
 
 @lru_cache(maxsize=64)

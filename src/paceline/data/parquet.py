@@ -44,7 +44,9 @@ class ParquetRows:
             paths = sorted(info.path for info in infos if info.is_file and info.base_name[0] not in "_.")
             ends = [parquet.read_metadata(path, filesystem=self._store) for path in paths]
         except (OSError, ArrowException) as error:
-            raise DatasetError(f"{self.url} cannot be read ({first_line(error)})", "see its path and rights") from error
+            raise DatasetError(
+                f"{self.url} cannot be read ({first_line(error)})", "check its path and permissions"
+            ) from error
         names = set(ends[0].schema.to_arrow_schema().names) if ends else set()
         if missing := [name for name in columns or () if ends and name not in names]:
             what = f"{self.url} has no column {missing[0]}"
@@ -54,7 +56,7 @@ class ParquetRows:
         self._groups = [(path, group) for (path, _, group), size in zip(cut, sizes, strict=True) if size]
         self._starts: list[int] = [0, *accumulate(filter(None, sizes))]
         if not self._groups:
-            raise DatasetError(f"{self.url} holds no rows of Parquet", "give the folder that the table was written to")
+            raise DatasetError(f"{self.url} contains no Parquet rows", "pass the folder that the table was written to")
         self._files: tuple[int, dict[str, Any]] = (0, {})  # (process id, {path: open file})
         self._read: OrderedDict[int, tuple[int, dict[str, Any]]] = OrderedDict()  # {row group: (bytes, its columns)}
         self._shuffled: tuple[Any, list[int], list[int]] = (None, [], [])
@@ -80,7 +82,10 @@ class ParquetRows:
         UsageError if `size` is not the number of rows.
         """
         if size != len(self):
-            raise UsageError(f"an order of {len(self)} rows is asked for {size}", "give the rows themselves to steps()")
+            raise UsageError(
+                f"this order is for {len(self)} rows, but the dataset has {size}",
+                "pass the ParquetRows object itself to steps()",
+            )
         if self._shuffled[0] != (seed, epoch):
             groups = [int(sample_index(turn, len(self._groups), seed, epoch)) for turn in range(len(self._groups))]
             sizes = (self._starts[group + 1] - self._starts[group] for group in groups)

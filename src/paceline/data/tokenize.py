@@ -38,7 +38,7 @@ from paceline.errors import DatasetError, FormatError, LaunchError, UsageError, 
 PIECE = 1 << 20  # bytes of text that a process tokenizes at once
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 MADE_FROM, PROGRESS, TOKENIZER = "made-from.json", "progress.json", "tokenizer.json"
-AGAIN = "the same command goes on where it was"
+AGAIN = "the same command continues"
 _STOPS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}  # which end us in order, and the same command goes on
 
 
@@ -81,7 +81,9 @@ def tokenize(
     cannot be read, LaunchError where another process writes to `out` or a process of ours was killed.
     """
     if shard_tokens < 1 or (workers is not None and workers < 1):
-        raise UsageError("--workers and --shard-tokens must be at least 1", "give larger numbers, or none")
+        raise UsageError(
+            "--workers and --shard-tokens must be at least 1", "use larger numbers, or leave these options out"
+        )
     files = _find(inputs)
     model, text, name = _tokenizer(tokenizer)
     ids = model.get_vocab()
@@ -89,9 +91,9 @@ def tokenize(
         end = next((token for token in ENDS if token in ids), None)
         if end is None:
             cure = 'give it as --end TOKEN; --end "" writes none'
-            raise UsageError(f"{name} has none of the usual tokens for the end of a document", cure)
+            raise UsageError(f"{name} has no known end-of-document token", cure)
     if end and end not in ids:
-        raise UsageError(f"--end {end!r} is not in the vocabulary of {name}", "give a token that is")
+        raise UsageError(f"--end {end!r} is not in the vocabulary of {name}", "use a token of its vocabulary")
     vocabulary = max(ids.values()) + 1
     recipe = _Recipe(model, "uint16" if vocabulary <= 1 << 16 else "uint32", field, ids[end] if end else None)
     source = {
@@ -103,18 +105,18 @@ def tokenize(
     try:
         with ExitStack() as stack:
             _lock(out, stack)
-            index, before = _begin(out, source, text), " (it was whole before)"
+            index, before = _begin(out, source, text), " (it was already complete)"
             if index is None:
                 made, before = _make(out, files, recipe, shard_tokens, workers or len(os.sched_getaffinity(0))), ""
                 if not made["shards"]:
-                    raise DatasetError("there is no text in the inputs", "give files that are not empty")
+                    raise DatasetError("the inputs contain no text", "pass files that are not empty")
                 index = head | {"tokenizer": source["tokenizer"]} | made
                 _write(out / INDEX, index)
             for rest in (PROGRESS, ".lock"):
                 (out / rest).unlink(missing_ok=True)
             return _summary(out, index) + before
     except OSError as error:
-        raise DatasetError(f"{out} cannot be written ({first_line(error)})", f"see to that; {AGAIN}") from error
+        raise DatasetError(f"{out} cannot be written ({first_line(error)})", f"repair that; {AGAIN}") from error
 
 
 def _summary(out: Path, made: dict[str, Any]) -> str:
@@ -132,8 +134,8 @@ def _find(inputs: Sequence[str]) -> dict[str, tuple[int, int]]:
         elif not os.path.exists(given):
             matches = sorted(glob.glob(given, recursive=True))
         if not matches:
-            what = f"there is no text in {in_one_line(given)}"
-            raise UsageError(what, "give .txt or .jsonl files, folders of them, or globs")
+            what = f"found no text in {in_one_line(given)}"
+            raise UsageError(what, "pass .txt or .jsonl files, folders of them, or globs")
         paths |= dict.fromkeys(matches)
     for path in paths:
         if Path(path).suffix not in (".txt", ".jsonl"):
@@ -147,7 +149,7 @@ def _tokenizer(given: str) -> tuple[Any, bytes, str]:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise UsageError("the library tokenizers is not installed", "pip install 'paceline[text]'") from None
+        raise UsageError("the library `tokenizers` is not installed", "pip install 'paceline[text]'") from None
     path = Path(given)
     if path.is_file():
         text, name = path.read_bytes(), path.name
@@ -156,18 +158,20 @@ def _tokenizer(given: str) -> tuple[Any, bytes, str]:
         except (FormatError, KeyError, TypeError, IndexError):
             known = False
         if not known:
-            what = f"{in_one_line(given)} is no tokenizer"
-            raise UsageError(what, "give a tokenizer.json of Hugging Face's tokenizers")
+            what = f"{in_one_line(given)} is not a tokenizer"
+            raise UsageError(what, "pass a tokenizer.json of Hugging Face's tokenizers")
         model = Tokenizer.from_str(text.decode())
     elif path.suffix == ".json" or path.exists():
-        what = f"there is no tokenizer in {in_one_line(given)}"
-        raise UsageError(what, "give a tokenizer.json, or a name on the hub as gpt2")
+        what = f"found no tokenizer in {in_one_line(given)}"
+        raise UsageError(what, "pass a tokenizer.json, or a name on the hub, for example gpt2")
     else:
         try:
             model = Tokenizer.from_pretrained(given)
         except (OSError, ValueError) as error:
             what = f"the tokenizer {in_one_line(given)} could not be fetched ({first_line(error)})"
-            raise UsageError(what, "give a tokenizer.json, or a name on Hugging Face's hub as gpt2") from error
+            raise UsageError(
+                what, "pass a tokenizer.json, or a name on Hugging Face's hub, for example gpt2"
+            ) from error
         text, name = model.to_str().encode(), given
     model.no_truncation()  # both may be left from a training of short texts
     model.no_padding()
@@ -184,18 +188,18 @@ def _lock(out: Path, stack: ExitStack) -> None:
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        raise LaunchError(f"another process writes to {out}", "wait for its end, or give another --out") from None
+        raise LaunchError(f"another process writes to {out}", "wait until it ends, or use another --out") from None
 
 
 def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any] | None:
     """Checks that `out` was begun with the same `source`, or begins it; returns the index if it is complete."""
     if not (out / MADE_FROM).exists():
         if any(not path.name.startswith(".") for path in out.iterdir()):
-            raise UsageError(f"{out} holds something else", "give a new folder as --out")
+            raise UsageError(f"{out} contains other files", "use a new folder as --out")
         _write(out / MADE_FROM, source)
     from paceline.base.file_types import MadeFrom  # needs msgspec
 
-    before = read_json(out / MADE_FROM, MadeFrom, str(out / MADE_FROM), "give a new folder as --out")
+    before = read_json(out / MADE_FROM, MadeFrom, str(out / MADE_FROM), "use a new folder as --out")
     differences = [
         f"{name} was {before['options'].get(name)!r} and is {value!r}"
         for name, value in source["options"].items()
@@ -209,11 +213,11 @@ def _begin(out: Path, source: dict[str, Any], tokenizer: bytes) -> dict[str, Any
     differences += [f"{path} is missing" for path in old if path not in new]
     differences += [f"{path} has changed" for path in new if path in old and old[path] != new[path]]
     if not differences and list(old) != list(new):
-        differences.append("the inputs have another order")
+        differences.append("the order of the inputs differs")
     if differences:
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
-        what = f"{out} was begun otherwise: {', '.join(differences[:3])}{more}"
-        raise UsageError(what, "give what was given then, or another --out")
+        what = f"{out} was started with other options: {', '.join(differences[:3])}{more}"
+        raise UsageError(what, "repeat the earlier options, or choose another --out")
     if not (out / TOKENIZER).exists():  # for those who decode
         with _replacing(out / TOKENIZER) as file:
             file.write(tokenizer)
@@ -246,7 +250,7 @@ def _make(
     if (out / PROGRESS).exists():
         from paceline.base.file_types import TokenProgress  # needs msgspec
 
-        cure = "remove it: the same command begins anew"
+        cure = "remove it; then the same command starts from the beginning"
         progress = read_json(out / PROGRESS, TokenProgress, str(out / PROGRESS), cure)
         position, shards = dict(progress["next"]), [dict(shard) for shard in progress["shards"]]
     with ExitStack() as stack:
@@ -315,11 +319,11 @@ def _pieces(paths: list[str], sizes: list[int], file: int, offset: int) -> Itera
                     data = source.read(min(PIECE, size - offset))
                     data += source.readline(size - offset - len(data))
                     if not data:
-                        raise DatasetError(f"{path} has become shorter", f"bring it back; {AGAIN}")
+                        raise DatasetError(f"{path} is shorter than before", f"restore it; {AGAIN}")
                     yield _Piece(which, path, offset, data, offset + len(data) == size)
                     offset += len(data)
         except OSError as error:
-            raise DatasetError(f"{path} cannot be read ({first_line(error)})", f"see to that; {AGAIN}") from error
+            raise DatasetError(f"{path} cannot be read ({first_line(error)})", f"repair that; {AGAIN}") from error
         offset = 0
 
 
@@ -354,8 +358,8 @@ def _tokenized(
                     raise DatasetError(*problem)
                 yield piece, tokens, documents
     except BrokenProcessPool:
-        what = "a process that tokenizes was killed, most likely because memory ran out"
-        raise LaunchError(what, f"give fewer --workers; {AGAIN}") from None
+        what = "a tokenizing process was killed, probably because memory ran out"
+        raise LaunchError(what, f"use fewer --workers; {AGAIN}") from None
 
 
 _recipe: _Recipe  # set in each tokenizing process
@@ -398,7 +402,7 @@ def _decoded(data: bytes, piece: _Piece, offset: int = 0) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         at = piece.offset + offset + error.start
-        raise DatasetError(f"{piece.path} is not UTF-8 at byte {at}", "convert it, as with iconv") from None
+        raise DatasetError(f"{piece.path} is not UTF-8 at byte {at}", "convert it, for example with iconv") from None
 
 
 def _fields(piece: _Piece) -> Iterator[str]:
@@ -412,11 +416,9 @@ def _fields(piece: _Piece) -> Iterator[str]:
             except (ValueError, RecursionError):
                 record = None
             if not isinstance(record, dict):
-                raise DatasetError(f"{where} is no JSON object", "repair or remove it")
+                raise DatasetError(f"{where} is not a JSON object", "repair or remove this line")
             if not isinstance(record.get(field), str):
-                raise DatasetError(
-                    f"{where} has no text in {field!r}", f"--field says where it is: {', '.join(record)}"
-                )
+                raise DatasetError(f"{where} has no text in {field!r}", f"set --field to one of: {', '.join(record)}")
             # Half a surrogate pair, which JSON can write, is no text: it becomes U+FFFD.
             yield record[field].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         offset += len(line) + 1

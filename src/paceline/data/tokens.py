@@ -64,9 +64,9 @@ class Tokens:
     ) -> None:
         url, self.length = os.fspath(url), index(length)
         if self.length < 1:
-            raise UsageError(f"rows of {length} tokens cannot be trained on", "give a length of at least 1")
+            raise UsageError(f"length={length} is too small", "use a length of at least 1")
         if dtype is not None and dtype not in DTYPES:
-            raise UsageError(f"dtype={dtype!r} is no type of tokens", f"give one of {', '.join(DTYPES)}")
+            raise UsageError(f"dtype={dtype!r} is not a token type", f"use one of {', '.join(DTYPES)}")
         self._store: _Local | _Remote
         if re.match(r"[A-Za-z][\w+.-]*:(//|:)", url):
             self._store = _Remote(url, dict(storage_options or {}))
@@ -84,7 +84,7 @@ class Tokens:
         self.dtype, self.tokens = self._dtype.name, int(self._starts[-1])
         if self.tokens <= self.length:
             what = f"{url} holds {self.tokens} tokens, and a row of length {self.length} needs {self.length + 1}"
-            raise DatasetError(what, "give a smaller length, or more text")
+            raise DatasetError(what, "use a smaller length, or more text")
 
     def _open_folder(self, url: str, dtype: str | None) -> None:
         root = self._store.root(url)
@@ -92,7 +92,7 @@ class Tokens:
         self._index = read_index(self._store.read_all(f"{root}/{INDEX}", where), where)
         name = self._index["dtype"]
         if dtype not in (None, name):
-            raise UsageError(f"the tokens of {url} are {name}, not {dtype}", "leave dtype= out")
+            raise UsageError(f"the tokens of {url} are {name}, not {dtype}", "remove dtype=")
         self._dtype = np.dtype(name).newbyteorder("<")
         self.vocabulary, self.end = self._index["vocabulary"], self._index["end"]
         shards = self._index["shards"]
@@ -100,8 +100,8 @@ class Tokens:
         self._starts = [0, *accumulate(shard["tokens"] for shard in shards)]
         for shard, size in zip(shards, self._store.sizes(self._paths, "shard of " + url), strict=True):
             if size != shard["bytes"]:
-                what = f"{shard['file']} of {url} has {size} bytes, and its index says {shard['bytes']}"
-                raise DatasetError(what, "copy it again, or make the folder again with `paceline tokenize`")
+                what = f"{shard['file']} of {url} has {size} bytes instead of {shard['bytes']}"
+                raise DatasetError(what, "copy it again, or create the folder again with `paceline tokenize`")
 
     def _open_file(self, url: str, dtype: str | None) -> None:
         path = self._store.root(url)
@@ -111,18 +111,21 @@ class Tokens:
             (head,) = self._store.ranges([(path, 0, min(size, 4096))])
             self._dtype, self._offset, count = _npy_header(head.tobytes(), url)
             if self._offset + count * self._dtype.itemsize != size:
-                what = f"{url} has {size} bytes, and its header tells of {count} tokens of {self._dtype.name}"
-                raise DatasetError(what, "write or copy it again")
+                what = f"{url} has {size} bytes, and its header gives {count} tokens of {self._dtype.name}"
+                raise DatasetError(what, "write or copy the file again")
             if dtype not in (None, self._dtype.name):
-                raise UsageError(f"the tokens of {url} are {self._dtype.name}, not {dtype}", "leave dtype= out")
+                raise UsageError(f"the tokens of {url} are {self._dtype.name}, not {dtype}", "remove dtype=")
         elif dtype is None:
-            raise UsageError(f"{url} does not say what its tokens are", 'give dtype=, as "uint16" for nanoGPT\'s files')
+            raise UsageError(
+                f"{url} does not declare the type of its tokens",
+                'pass dtype=, for example "uint16" for nanoGPT\'s files',
+            )
         else:
             self._dtype = np.dtype(dtype).newbyteorder("<")
             count, rest = divmod(size, self._dtype.itemsize)
             if rest:
-                what = f"{url} has {size} bytes, which is no multiple of the {self._dtype.itemsize} of {dtype}"
-                raise DatasetError(what, "give the dtype that it was written with, or copy it again")
+                what = f"{url} has {size} bytes, not a multiple of the {self._dtype.itemsize} of {dtype}"
+                raise DatasetError(what, "pass the dtype that it was written with, or copy it again")
         self._starts = [0, count]
 
     def __len__(self) -> int:
@@ -153,7 +156,9 @@ class Tokens:
         the vocabulary. UsageError: a single file has nothing to be compared with.
         """
         if not self._index:
-            raise UsageError(f"{self._paths[0]} has no index to be compared with", "verify a folder with tokens.json")
+            raise UsageError(
+                f"{self._paths[0]} has no index to verify it against", "verify() needs a folder with tokens.json"
+            )
         for path, shard in zip(self._paths, self._index["shards"], strict=True):
             digest, most = hashlib.sha256(), 0
             for start in range(0, shard["bytes"], _BLOCK):
@@ -161,10 +166,10 @@ class Tokens:
                 digest.update(block)
                 most = max(most, int(block.view(self._dtype).max()))
             if digest.hexdigest() != shard["sha256"]:
-                raise DatasetError(f"{path} has another SHA-256 than its index says", "copy it again")
+                raise DatasetError(f"{path} does not have the SHA-256 of its index", "copy it again")
             if most >= self._index["vocabulary"]:
                 what = f"{path} holds the token {most}, and the vocabulary has {self._index['vocabulary']}"
-                raise DatasetError(what, "make the folder again with `paceline tokenize`")
+                raise DatasetError(what, "create the folder again with `paceline tokenize`")
 
     def _row(self, row: int) -> int:
         row_index = index(row) + (len(self) if row < 0 else 0)
@@ -197,14 +202,16 @@ def read_index(text: bytes, where: str) -> dict[str, Any]:
         token_index = parse(text, where)
         version = token_index["format"]
     except (FormatError, KeyError, TypeError, IndexError):
-        raise DatasetError(f"{where} is no index of tokens", "make it with `paceline tokenize`") from None
+        raise DatasetError(f"{where} is not a token index", "create it with `paceline tokenize`") from None
     if version != FORMAT:
-        what = f"{where} has format version {version}, and this Paceline reads {FORMAT}"
-        raise DatasetError(what, "update Paceline, or make the folder again with `paceline tokenize`")
+        what = f"{where} has format version {version}, but this version of Paceline reads version {FORMAT}"
+        raise DatasetError(what, "upgrade Paceline, or create the folder again with `paceline tokenize`")
     wrong = find_wrong(token_index, TokenIndex)
     if wrong or any(s["bytes"] != s["tokens"] * np.dtype(token_index["dtype"]).itemsize for s in token_index["shards"]):
         why = f" ({wrong})" if wrong else ""
-        raise DatasetError(f"{where} contradicts itself or lacks a part{why}", "make it again with `paceline tokenize`")
+        raise DatasetError(
+            f"{where} is incomplete or contradicts itself{why}", "create it again with `paceline tokenize`"
+        )
     return dict(token_index)
 
 
@@ -216,10 +223,10 @@ def _npy_header(head: bytes, where: str) -> tuple[np.dtype[Any], int, int]:
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(file)
     except ValueError:
-        raise DatasetError(f"{where} is no .npy file", "write it with numpy.save") from None
+        raise DatasetError(f"{where} is not a .npy file", "create it with numpy.save") from None
     if len(shape) != 1 or dtype.name not in DTYPES:
         what = f"{where} holds {dtype.name} of shape {shape}, not a row of tokens"
-        raise DatasetError(what, f"save one dimension of {', '.join(DTYPES)}")
+        raise DatasetError(what, f"save one dimension of type {', '.join(DTYPES)}")
     return dtype, file.tell(), shape[0]
 
 
@@ -228,17 +235,17 @@ def _reading(where: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        cure = "give a token file, or a folder that `paceline tokenize` has finished"
-        raise DatasetError(f"there is no {error.filename or where}", cure) from None
+        cure = "pass a token file, or a folder that `paceline tokenize` has finished"
+        raise DatasetError(f"{error.filename or where} does not exist", cure) from None
     except failures() as error:
-        raise DatasetError(f"{where} cannot be read ({first_line(error)})", "see to that, and start again") from error
+        raise DatasetError(f"{where} cannot be read ({first_line(error)})", "repair that, and start again") from error
 
 
 def _check_length(data: Any, span: Span) -> Any:
     path, start, stop = span
     if len(data) != stop - start:
-        what = f"{path} gave {len(data)} bytes where {stop - start} were asked for"
-        raise DatasetError(what, "copy it to this machine: it has changed, or its server knows no ranges of bytes")
+        what = f"{path} returned {len(data)} bytes instead of {stop - start}"
+        raise DatasetError(what, "copy it to this machine: it has changed, or its server does not support byte ranges")
     return data
 
 
@@ -302,7 +309,7 @@ class _Remote:
                 self._system, root = fsspec.core.url_to_fs(self.url, **self.options)
             except (ImportError, ValueError) as error:
                 what = f"fsspec cannot read {self.url} ({first_line(error)})"
-                raise UsageError(what, "install what it names, or copy the files to this machine") from None
+                raise UsageError(what, "install the named package, or copy the files to this machine") from None
             self._root, self._pid = root.rstrip("/"), os.getpid()
         return self._system
 
@@ -321,7 +328,7 @@ class _Remote:
         with _reading(where):
             sizes = self._opened().sizes(list(paths))
         if None in sizes:
-            what = f"the server does not say how large {paths[sizes.index(None)]} is"
+            what = f"the server does not report the size of {paths[sizes.index(None)]}"
             raise DatasetError(what, "copy the files to this machine")
         return list(sizes)
 

@@ -58,8 +58,8 @@ def _without_gradients() -> Iterator[None]:
         if "does not require grad" in str(error):
             add_hint(
                 error,
-                "evaluate() and predict() compute without gradients: put what needs them, and the forward that they go "
-                "through, under `with torch.enable_grad():`",
+                "evaluate() and predict() compute without gradients: put the code that needs gradients, including "
+                "the forward, under `with torch.enable_grad():`",
             )
         raise
 
@@ -142,8 +142,8 @@ def evaluate(sweep: EvalPass, metric: Any) -> dict[str, Any]:
     compare_rows(group, sweep.source, sweep.team.world.tell, "the dataset of evaluate()")
     rows, base, first, over_batch = 0, 0, list[list[str]](), sweep.job.over is not None
     if over_batch and sweep.grid is None:
-        what = "the metric is over whole global batches, as the loss is, and the Trainer knows none"
-        raise UsageError(what, "give global_batch= to the Trainer")
+        what = 'with loss_over="batch" the metric needs complete global batches, but this Trainer has no global batch'
+        raise UsageError(what, "pass global_batch= to the Trainer")
     with MetricObjects.of(metric, sweep.job.device) or Means(metric) as metrics, sweep.resting():
         feed = sweep.feed(8 * group.size, over_batch)
         for number, (_, count, micro_batches) in enumerate(feed.all(sweep.get_assignment())):
@@ -181,7 +181,7 @@ class Means:
         for name, (_, count) in sums.items():
             if not count >= 0.0:
                 what = f"the metric returned {count:g} as the count of {name!r} for {rows} row{'s' if rows > 1 else ''}"
-                raise MetricError(what, "return {name: (sum, count)} with the number of rows that were summed")
+                raise MetricError(what, "return {name: (sum, count)}, where count is the number of summed rows")
         self._sums[number] = sums
 
     def together(self, group: Group, micro_batches: int) -> dict[str, float]:
@@ -192,8 +192,8 @@ class Means:
         all_names = [tuple(names) for worker in group.gather_json(own_names) for names in worker]
         if len(set(all_names)) > 1:
             one, other = sorted(set(all_names))[:2]
-            what = f"the metric returned {list(one)} for some rows and {list(other)} for others"
-            raise MetricError(what, "return the same names everywhere, with count 0 where there is nothing to count")
+            what = f"the metric returned {list(one)} for some rows, but {list(other)} for others"
+            raise MetricError(what, "return the same names for all rows, with count 0 where there is nothing to count")
         names = all_names[0]
         table = torch.zeros(micro_batches, 2 * len(names), dtype=torch.float64)
         for index, sums in self._sums.items():

@@ -51,12 +51,12 @@ class MetricObjects:
         if not good and callable(metric) and not isinstance(metric, type):
             return None
         if not good:
-            cure = "give a function that returns {name: (sum, count)}, or an object with update, compute and reset"
+            cure = "pass a function that returns {name: (sum, count)}, or an object with update, compute and reset"
             if isinstance(metric, type):
-                cure = f"write {metric.__name__}(), which makes one of the class"
+                cure = f"write {metric.__name__}(), which creates an object of the class"
             elif arguments is not None:
                 cure = "write (metric, lambda output, batch: (output, batch[1])): the object comes first"
-            raise MetricError(f"{metric!r:.60} is no metric", cure)
+            raise MetricError(f"{metric!r:.60} is not a metric", cure)
         return MetricObjects(named, arguments, device)
 
     def __init__(
@@ -68,13 +68,13 @@ class MetricObjects:
         for name, one in named.items():
             takes = list(inspect.signature(one.update).parameters)
             if arguments is None and takes[:2] != ["output", "batch"]:
-                what = f"{name}.update({', '.join(takes)}) does not say what it takes of output and batch"
+                what = f"{name}.update({', '.join(takes)}) does not tell which of output and batch it needs"
                 raise MetricError(what, "write evaluate(dataset, (metric, lambda output, batch: (output, batch[1])))")
             one = one.to(device) if hasattr(one, "to") else one
             inner = one.named_modules() if hasattr(one, "named_modules") else [("", one)]
             stateful = {f"{name} {path}": part for path, part in inner if hasattr(part, "_reductions")}
             if not any(part._reductions for part in stateful.values()):
-                what = f"{name} does not say how its states merge"
+                what = f"{name} does not declare how its states are merged"
                 raise MetricError(what, "give it _defaults and _reductions, as torchmetrics.Metric.add_state does")
             self.parts |= stateful
         self._states: dict[int, tuple[int, _States]] = {}  # rows and states of each micro-batch
@@ -102,7 +102,7 @@ class MetricObjects:
         if not (why := unfit(one.update, *args, **words)[0]):
             return
         takes = ", ".join(inspect.signature(one.update).parameters)
-        whence = "output and batch" if self._arguments is None else "what the function beside it returns"
+        whence = "output and batch" if self._arguments is None else "the result of the function passed with it"
         what = f"{name}.update({takes}) cannot be called with {whence}: {why}"
         cure = "let the function return a tuple in this order, or a dict with these names"
         example = f"write (metric, lambda output, batch: (...)) with a function that returns ({takes})"
@@ -146,7 +146,7 @@ class MetricObjects:
                     row_states = [(0, sums[key] + start) for _, sums in gathered if key in sums]
                     row_states = row_states or [(rows, held[key]) for _, rows, held in states]
                     merged = pytree.tree_map_only(
-                        torch.Tensor, lambda t: t.to(self._device), _merged(row_states, start, how)
+                        torch.Tensor, lambda t: t.to(self._device), merge_states(row_states, start, how)
                     )
                     setattr(part, state, merged)
                 if hasattr(part, "_update_count"):
@@ -170,7 +170,7 @@ def _word(how: Any) -> str:
     return word if word in _WORDS else ""
 
 
-def _merged(row_states: list[tuple[int, Any]], start: Any, how: Any) -> Any:
+def merge_states(row_states: list[tuple[int, Any]], start: Any, how: Any) -> Any:
     """Merges one state of all micro-batches, each with its number of rows, in grid order."""
     if isinstance(start, list):
         return [item for _, items in row_states for item in items]

@@ -42,7 +42,8 @@ def predicted(run: Run, sweep: EvalPass, path: Path | None = None) -> Iterator[t
     for step in run.results.take():
         if step != run.trainers.step or run.team.world.newcomer:
             run.reporter.say(
-                f"predict() of step {step} is not done again: the weights are of step {run.trainers.step}", once=True
+                f"predict() of step {step} is not repeated: the weights are those of step {run.trainers.step}",
+                once=True,
             )
             return
     try:
@@ -153,8 +154,8 @@ def _plain(output: Any) -> Any:
         return (tuple if isinstance(output, tuple) else list)(map(_plain, output))
     if output is None or isinstance(output, (bool, int, float, str)):
         return output
-    cure = "give a forward= that returns tensors, or tuples, lists and mappings of them"
-    raise UsageError(f"the output has {a(type(output).__name__)}, which predict() cannot hand on", cure)
+    cure = "use a forward= that returns tensors, or tuples, lists and mappings of tensors"
+    raise UsageError(f"the output contains {a(type(output).__name__)}, which predict() cannot return", cure)
 
 
 class _File:
@@ -162,7 +163,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         if path.suffix not in (".npy", ".safetensors"):
-            raise UsageError(f"predict() cannot write {path}", "name a file that ends in .npy or .safetensors")
+            raise UsageError(f"predict() cannot write {path}", "use a file name that ends in .npy or .safetensors")
         self._path, self._array, self._rows = path, path.suffix == ".npy", 0
         self._kinds: dict[str, TensorInfo] = {}  # of a row
         self._parts: dict[str, IO[bytes]] = {}
@@ -177,7 +178,10 @@ class _File:
         if kinds != self._kinds:
             kinds_text = ", ".join(f"{name} {_describe_kind(tensor)}" for name, tensor in named.items())
             what = f"rows {rows.start}-{rows.stop - 1} cannot be written to {self._path}: {kinds_text}"
-            cure = "return a tensor, or for .safetensors a mapping, of one entry a row, alike for all rows"
+            cure = (
+                "return a tensor (for .safetensors a mapping of tensors) with one entry per row and the same shape"
+                " for all rows"
+            )
             raise UsageError(what, cure)
         for name, tensor in named.items():
             if name not in self._parts:
@@ -216,11 +220,12 @@ class _File:
 
 
 def _numpy(dtype: torch.dtype) -> str:
-    """Returns numpy's name of a dtype; empty if numpy has none."""
+    """Returns numpy's name of a dtype; empty if numpy has none. One that another library adds cannot be in a file."""
     try:
-        return numpy.dtype(str(dtype).removeprefix("torch.")).str
+        known = numpy.dtype(str(dtype).removeprefix("torch."))
     except TypeError:
         return ""
+    return known.str if known.isbuiltin == 1 else ""
 
 
 def _describe_kind(value: Any) -> str:

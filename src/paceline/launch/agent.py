@@ -31,6 +31,7 @@ from paceline.launch.outcome import RunOutcome
 from paceline.launch.output import Output
 from paceline.launch.preflight import at_launch
 from paceline.launch.processes import Child, end_sessions
+from paceline.launch.raw import GRACE
 from paceline.launch.run_folder import RunFolder
 from paceline.launch.serving import Serving
 from paceline.launch.traffic import Traffic
@@ -39,21 +40,21 @@ from paceline.observe.progress import Progress
 from paceline.team.coordinator_client import AWAY, CoordinatorClient
 from paceline.team.etcd_lease import Lease
 
-# Seconds a failure waits for other failures, for the cause of a lost peer, for the end of what says it fails.
+# Seconds to wait after a failure: for other failures, for the cause of a lost peer, for a failing process to end.
 OTHERS, CAUSE, EXIT = 1.0, 3.0, 10.0
-FAREWELL, PATIENCE = 5.0, 60.0  # seconds for the other hosts to end when the run is cut short, and else
-TWICE = 3.0  # seconds after which another SIGTERM is meant: job managers may send one to a group and its members
+FAREWELL, PATIENCE = 5.0, 60.0  # seconds for the other hosts to end: when the run is cut short, otherwise
+TWICE = 3.0  # seconds after which a second SIGTERM counts: job managers may signal a group and its members
 UNUSED = 60.0  # seconds after which workers that have not joined a team are reported
-LOOK = 0.5  # seconds between two looks at whether the coordinator is there
-GIVEN_UP = 6.0  # seconds without a coordinator, after which workers that all have ended are not waited for
+LOOK = 0.5  # seconds between two checks of the coordinator
+GIVEN_UP = 6.0  # seconds without a coordinator after which an agent whose workers have all ended stops waiting
 
 
 class Agent:
     """Handles all events of one host in one loop: events, output, ends and stops of workers, the coordinator's orders,
     and signals to this process.
 
-    `numbers` are those of its workers. The coordinator that it runs, or may run one day, listens on `standby`;
-    `serving` is the process for metrics and the live page beside it.
+    `numbers`: the numbers of its workers. `standby`: the socket of the coordinator that this agent runs, or may run
+    later. `serving`: the process that serves metrics and the live page on the coordinator's host.
     """
 
     def __init__(
@@ -73,30 +74,30 @@ class Agent:
         self._coordinator: CoordinatorProcess | None = None
         store, standby_address = link.run.get("store"), standby.getsockname()[:2]
         self._lease = Lease(store, standby_address) if store else None
-        self._held_back = False  # without the lease: our workers wait
-        self._stop: int | None = None  # the signal that asked for a polite stop
-        self._stopping = math.inf  # when it came
+        self._held_back = False  # this host has lost the lease, so its workers wait
+        self._stop: int | None = None  # the signal that asked for a stop with a checkpoint
+        self._stopping = math.inf  # monotonic seconds of that signal
         self._at_once = self._over = self._leaving = self._away = False
-        self._lines = 0  # the version of the orders with the last line that was shown
-        self._coming: dict[str, Any] = {}  # who is sent the state, as the workers were told
-        self._profile: dict[str, Any] = {}  # asked for last
-        self._merge: dict[str, Any] | None = None  # of islands, as the workers were told
-        self._servers: dict[str, Any] = {}  # where they are, as the workers were told
-        self._number = (0, 0)  # epoch and number of the generation that the workers were told
-        self._failing: dict[int, str] = {}  # whose failure ends the run, and how they failed
-        self._since: dict[int, float] = {}  # when that was known
-        self._wanted: dict[int, dict[str, Any]] = {}  # of each worker the life that it should be in
-        self._ending_first: list[Worker] = []  # processes that must have ended before others take their places
+        self._lines = 0  # the version of the orders whose line was printed last
+        self._coming: dict[str, Any] = {}  # who receives the state, as last sent to the workers
+        self._profile: dict[str, Any] = {}  # the last profile request
+        self._merge: dict[str, Any] | None = None  # the merge of islands, as last sent to the workers
+        self._servers: dict[str, Any] = {}  # the parameter servers, as last sent to the workers
+        self._number = (0, 0)  # epoch and number of the generation last sent to the workers
+        self._failing: dict[int, str] = {}  # workers whose failure ends the run, and how they failed
+        self._since: dict[int, float] = {}  # monotonic seconds at which that became known
+        self._wanted: dict[int, dict[str, Any]] = {}  # the life of each worker that the coordinator wants
+        self._ending_first: list[Worker] = []  # processes that must end before their workers start again
         logs = folder / "logs"
         logs.mkdir(mode=0o700, exist_ok=True)
-        # Where both are the terminal, output must not tear the progress line; else bytes stay bytes.
+        # If both streams are the terminal, output must not break the progress line; otherwise bytes pass unchanged.
         raw = None if options.quiet or (sys.stderr.isatty() and sys.stdout.isatty()) else 1
         self._output = Output(logs, numbers, self.say, raw)
         self._workers = Workers(options, folder, numbers, self._output, journal, self._on_event, self.say)
         self._hangs = Hangs(self._workers, options, folder, journal, self._output, self.say)
         self._recorder = Recorder(self._workers, folder, link)
         self._script = _Script(Path(options.script))
-        self._declined: dict[int, dict[str, Any]] = {}  # what is reported of workers that were not started again
+        self._declined: dict[int, dict[str, Any]] = {}  # the reports of workers that were not started again
         self._report: dict[str, Any] = {}
         self._epoch, self._traffic = link.epoch, Traffic()
         self._standby_address: tuple[str, int] = standby_address
@@ -104,7 +105,7 @@ class Agent:
         self._run_folder = RunFolder(folder, link.token, journal, self._output, options.checkpoints, self.say)
 
     def run(self, wakeup: socket.socket) -> int:
-        """Runs the workers to their end and returns the exit code. No process is left. `wakeup` delivers signal
+        """Runs the workers to their end and returns the exit code. No process remains. `wakeup` delivers signal
         numbers.
         """
         self._unused = time.monotonic() + UNUSED
@@ -127,7 +128,7 @@ class Agent:
                     key.data()
                 self._output.tick(time.monotonic())
                 self._hangs.look(time.monotonic(), self._stop is not None)
-                if now >= self._unused:
+                if now >= self._unused and not self._options.raw:
                     self._ending.warn_of_strangers(self._workers.all)
                     self._unused = math.inf
                 self._look_at_the_link()
@@ -146,20 +147,20 @@ class Agent:
         printed; they have no other effect. UsageError: an address cannot be served.
         """
         served, output_fd = self._serving.start(self._folder, self._standby_address[0]), self._serving.output_fd
-        if served is None or served is self._served or served.status is not None:  # it ended in an attempt before
+        if served is None or served is self._served or served.status is not None:  # it ended during an earlier attempt
             return
 
         def ends() -> None:
             status = served.status or 0
-            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with {status}"
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
             self._forget_served()
-            self.say(f"the process that serves figures {how}: the run goes on without it", always=True)
+            self.say(f"the process for metrics and the live page {how}; the run continues without it", always=True)
 
         def says() -> None:
             if not (text := os.read(output_fd, 1 << 12)):
                 self._workers.selector.unregister(output_fd)
             for line in text.decode().splitlines():
-                self.say(f"{line}: the run goes on without it", always=True)
+                self.say(f"{line}; the run continues without it", always=True)
 
         self._served = served
         self._workers.selector.register(served.pidfd, selectors.EVENT_READ, ends)
@@ -168,13 +169,13 @@ class Agent:
     def _forget_served(self) -> None:
         """Stops watching the process that serves metrics."""
         for descriptor in () if self._served is None else (self._served.pidfd, self._serving.output_fd):
-            with suppress(KeyError):  # it has said all
+            with suppress(KeyError):  # its output has ended, and was unregistered
                 self._workers.selector.unregister(descriptor)
         self._served = None
 
     @property
     def in_pieces(self) -> bool:
-        """Whether a model was split over several workers, all of them of this agent."""
+        """Whether a model was split over several workers, and all workers belong to this agent."""
         parted = any(worker.report()["replica"] > 1 for worker in self._workers.all)
         return parted and (self._link.newest or {}).get("agents", 1) <= 1
 
@@ -184,7 +185,7 @@ class Agent:
         where = f", run folder {named(self._folder)}"
         if not self._ending.first:
             host, port = self._link.address
-            where = f" for the run at {host}:{port}, {ranks(self._workers.numbers)}{where}"
+            where = f" for the run at {host}:{port}, as {ranks(self._workers.numbers)}{where}"
         self.say(f"{plural(self._options.workers, 'worker')}{what}{where}")
         for doubt in self._workers.doubts:
             self.say(doubt)
@@ -204,7 +205,14 @@ class Agent:
         if always or not self._options.quiet:
             self._progress.line(text)
 
+    @property
+    def was_stopped(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self._stop is not None
+
     def _done(self) -> bool:
+        # A script that trains by itself gets as long to end after a signal as under torchrun.
+        self._at_once |= self._options.raw and time.monotonic() > self._stopping + GRACE
         if self._at_once or self._over or time.monotonic() >= self._deadline:
             return True
         if self._workers.preparing or self._ending_first:
@@ -214,10 +222,10 @@ class Agent:
         if any(worker.alive and not worker.out and not worker.serves for worker in self._workers.all):
             return False  # they wait to be admitted
         if self._coordinator is not None and not self._failing and self._link.newest.get("agents", 1) > 1:
-            return False  # others train on, and our coordinator with them
+            return False  # other hosts continue to train, and need our coordinator
         return self._link.settled(self._report) or self._link.away > GIVEN_UP
 
-    # ---- hearing
+    # ---- events and signals
 
     def _on_event(self, worker: Worker, event: dict[str, Any]) -> None:
         kind = event["event"]
@@ -254,9 +262,12 @@ class Agent:
             saves = any(worker.events.keys() & {"phase", "step"} for worker in self._workers.all)  # they train
             how = "stopping after this step and saving" if saves else "stopping"
             self.say(f"{how}; press Ctrl-C again to stop at once", always=True)
+        # A script that trains by itself gets the signal that the user sent, as under torchrun.
+        raw = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        sent = raw if self._options.raw else signal.SIGUSR2
         for worker in self._workers.all:
-            if worker.alive and not worker.serves:  # one that has not come to its trainer yet just ends
-                worker.process.signal(signal.SIGUSR2)
+            if worker.alive and not worker.serves:  # a worker without a trainer yet just ends
+                worker.process.signal(sent)
 
     def _leave(self, number: int) -> None:
         """Asks the workers of this host to leave the run."""
@@ -308,7 +319,7 @@ class Agent:
         if orders["merge"] != self._merge:
             self._merge = orders["merge"]
             messages.append({"merge": self._merge})
-        # None: a coordinator that was started again has not heard of them yet.
+        # Empty: a restarted coordinator does not know the servers yet.
         if orders["servers"] and (orders["servers"] != self._servers or messages):
             self._servers = orders["servers"]
             messages.append({"servers": self._servers})
@@ -331,8 +342,8 @@ class Agent:
             self._move(tuple(orders["moved"]))
 
     def _want(self, workers: Mapping[int, Mapping[str, Any]]) -> None:
-        """Starts and kills workers until each is in the life that the coordinator wants, and none that is out goes on.
-        A worker is started again only after its last process has ended.
+        """Starts and kills workers until each is in the life that the coordinator wants, and no worker that is out
+        runs. A worker is started again only after its last process has ended.
         """
         together, self._ending_first = {}, []
         for number, wanted in workers.items():
@@ -343,7 +354,7 @@ class Agent:
                 continue
             self._workers.lose(worker)
             if worker.alive and "failed" not in worker.events:
-                worker.process.signal(signal.SIGKILL)  # or it would wake up in a team that is gone, and end its step
+                worker.process.signal(signal.SIGKILL)  # otherwise it could wake up and end a step of its old team
             if worker.life == life or number in self._declined:
                 continue
             if worker.alive:
@@ -354,7 +365,7 @@ class Agent:
                 self._start_again({number: life}, partial(self._workers.again, number, life))
         if any(self._workers.now[number].alive for number in together):
             return
-        if together and self._stop is not None:  # nobody has anything to save
+        if together and self._stop is not None:  # no worker has anything to save
             self._at_once = True
         elif together:
             self._start_again(together, partial(self._workers.start, together))
@@ -368,14 +379,14 @@ class Agent:
             self._want(self._wanted)
 
     def _start_again(self, lives: Mapping[int, int], start: Callable[[], None]) -> None:
-        """Starts lost workers in their next lives, or prints why not."""
+        """Starts lost workers in their next lives, or prints why that is not possible."""
         error = None
-        if self._leaving or self._stop is not None:  # the coordinator had not heard of it yet
+        if self._leaving or self._stop is not None:  # the coordinator did not know of it yet
             error = ""
         elif what := self._script.changed():
-            cure = "start the same command again" + (" to use it" if what == "has changed" else " once it is there")
-            how = f"{in_one_line(self._options.script)} {what} since the run began: {cure}"
-            error = f"{ranks(sorted(lives))} {'is' if len(lives) == 1 else 'are'} not started again: {how}"
+            cure = "to use the new script, start" if what.startswith("has changed") else "restore it, then start"
+            how = f"{in_one_line(self._options.script)} {what}; {cure} the same command again"
+            error = f"{ranks(sorted(lives))} {'is' if len(lives) == 1 else 'are'} not restarted: {how}"
         else:
             try:
                 start()
@@ -396,12 +407,12 @@ class Agent:
 
     @property
     def _deadline(self) -> float:
-        """Monotonic seconds until which the agent waits for more about failures."""
+        """Monotonic seconds until which the agent waits for further reports about failures."""
         return min((since + self._patience(number) for number, since in self._since.items()), default=math.inf)
 
     def _patience(self, number: int) -> float:
         worker = self._workers.now.get(number)
-        if worker is None or worker.stopped < math.inf:  # which says nothing more
+        if worker is None or worker.stopped < math.inf:  # it will report nothing more
             return OTHERS
         lost = worker.events.get("failed", {}).get("kind") == "PeerLostError"
         return EXIT if worker.alive else CAUSE if lost else OTHERS
@@ -409,17 +420,17 @@ class Agent:
     def _look_at_the_link(self) -> None:
         if self._coordinator is not None:
             self._coordinator.tend(self._link.answered)
-        away = self._link.away > AWAY and (self._coordinator is None or self._away)  # our own is replaced
+        away = self._link.away > AWAY and (self._coordinator is None or self._away)  # ours is restarted
         if away and not self._away:
             host, port = self._link.home
-            then = f"if its host is lost, `paceline run --take-over {quoted(short(self._folder))}` goes on without it"
-            then = then if self._lease is None else "if its host is lost, etcd gives it to another one"
-            what = self._link.trouble or f"no word from the coordinator at {host}:{port}"
-            self.say(f"{what}: this host's workers wait for it; {then}")
+            then = f"if that host is lost, run `paceline run --take-over {quoted(short(self._folder))}` to continue"
+            then = then if self._lease is None else "if that host is lost, etcd assigns the coordinator to another host"
+            what = self._link.trouble or f"the coordinator at {host}:{port} does not answer"
+            self.say(f"{what}; the workers of this host wait for it; {then}")
         elif self._away and not away:
-            self.say(f"the coordinator {'is back' if self._link.epoch == self._epoch else 'is another one now'}")
+            self.say(f"the coordinator {'answers again' if self._link.epoch == self._epoch else 'was replaced'}")
         self._away, self._epoch = away, self._link.epoch if not away else self._epoch
-        self._at_once |= self._leaving and self._link.away > GIVEN_UP  # nobody is there whom the workers could leave
+        self._at_once |= self._leaving and self._link.away > GIVEN_UP  # no coordinator to report to
         asked = self._folder / TAKE_OVER
         if asked.exists():
             try:
@@ -427,38 +438,40 @@ class Agent:
                     self._keep(self._link.epoch + 1, self._link.home)
                     self.say("this host takes over the coordinator")
             finally:
-                asked.unlink()  # only now: whoever asked then looks for the new address
+                asked.unlink()  # only now, because `take_over` then looks for the new address
         if self._lease is not None:
             self._look_at_the_lease(self._lease, away)
 
     def _look_at_the_lease(self, lease: Lease, away: bool) -> None:
-        """With an etcd: runs the coordinator if this host has the lease, and only then."""
+        """With etcd: runs the coordinator if, and only if, this host has the lease."""
         if self._coordinator is not None and not lease.held:
             self._hold_back(True)
-            self.say("etcd does not answer, or has given the run to another host: this host's workers wait")
+            self.say("etcd does not answer, or assigned the run to another host; the workers of this host wait")
             self._coordinator.close()
             self._coordinator = None
-        if self._held_back and self._link.home != self._standby_address:  # the link found the one that has it
+        if self._held_back and self._link.home != self._standby_address:  # the link found the host with the lease
             self._taken_over(self._link.home)
         lease.wanted = self._coordinator is None and (away or self._held_back)
         if self._coordinator is not None or not lease.wanted:
             return
         if lease.held and lease.epoch is not None:
             self._keep(lease.epoch, None if self._held_back else self._link.home, again=True)
-            self.say("etcd answers again" if self._held_back else "this host takes over the coordinator, says etcd")
+            self.say(
+                "etcd answers again" if self._held_back else "this host takes over the coordinator, as etcd decided"
+            )
             self._hold_back(False)
         elif lease.holder is not None and lease.holder not in (self._link.address, self._standby_address):
             self._move(lease.holder)
 
     def _hold_back(self, on: bool) -> None:
-        """Makes the workers wait between two steps (`on`), or go on."""
+        """Makes the workers wait between two steps (`on`), or continue."""
         self._held_back = on
         for worker in self._workers.all:
             if worker.alive:
                 worker.tell({"wait": on})
 
     def _keep(self, epoch: int, before: tuple[str, int] | None, again: bool = False) -> None:
-        """Starts a coordinator on this host: as successor of the one at `before`, or `again`."""
+        """Starts a coordinator on this host: as the successor of the one at `before`, or the same one `again`."""
         run = {**self._link.run, "script": self._options.script}
         newest = self._link.newest.get("generation") or {"number": 0, "members": list(range(run["workers"]))}
         generation = [newest["number"], newest["members"]]
@@ -473,10 +486,10 @@ class Agent:
             try:
                 self.serve()
             except (UsageError, OSError) as error:
-                self.say(f"nobody serves figures now: {error}", always=True)
+                self.say(f"metrics and the live page cannot be served any more: {error}", always=True)
 
     def _move(self, address: tuple[str, int]) -> None:
-        """Connects to another host that has taken over the coordinator; our workers join it as new ones."""
+        """Connects to another host that has taken over the coordinator; our workers join it as new workers."""
         if address == self._standby_address:
             return
         if self._coordinator is not None or self._held_back:
@@ -488,7 +501,7 @@ class Agent:
 
     def _taken_over(self, address: tuple[str, int]) -> None:
         host, port = address
-        self.say(f"the host at {host}:{port} has taken over: this host's workers come to it as new ones")
+        self.say(f"the host at {host}:{port} has taken over; the workers of this host join it as new workers")
         self._ending.first = self._held_back = False
         self._forget_served()
         self._serving.stop()
@@ -515,13 +528,13 @@ class Agent:
         self._standby.close()
         self._workers.close()
         if self._ending.failures(self._workers.all, self._stop, self._failing):
-            self._output.failing(self._output.shown)  # what it still holds back came of the failure
-        self._run_folder.restore()  # the report goes there
+            self._output.failing(self._output.shown)  # the output that is still held back belongs to the failure
+        self._run_folder.restore()  # because the report is written there
         self._run_folder.close()
         self._output.close()
         if left and not any(worker.killed for worker in self._workers.all):
             names = ", ".join(f"{name} ({pid})" for pid, name in left.items())
-            self.say(f"ended what the workers left running: {names}")
+            self.say(f"ended processes that the workers left running: {names}")
 
     def _see_off(self) -> None:
         """Waits until the other hosts have the last orders of our coordinator and end by themselves."""
@@ -537,17 +550,17 @@ class Agent:
 
 
 class _Script:
-    """A file that all workers must run alike."""
+    """The script, which must stay the same for all workers of a run."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._text = read_file(path)
 
     def changed(self) -> str:
-        """How the file has changed since the start, in words; empty if it has not."""
+        """Describes how the file has changed since the start; empty if it has not changed."""
         try:
-            return "has changed" if read_file(self._path) != self._text else ""
+            return "has changed since the run began" if read_file(self._path) != self._text else ""
         except FileNotFoundError:
-            return "is gone"
+            return "was deleted"
         except OSError as error:
             return f"cannot be read ({error.strerror})"

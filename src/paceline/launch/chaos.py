@@ -1,6 +1,6 @@
 """`paceline chaos`: kills workers on purpose and shows that nothing was lost.
 
-Workers are lost on purpose; then it shows what was lost with them, and the cost.
+It injects faults into a short run, compares it with an undisturbed run, and prints the differences and the cost.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
 from paceline.team.fault_injection import APART, Fault, parse_faults, read_log
 
-KINDS = ("kill", "kill", "kill", "stop", "raise", "exit")  # one of them is drawn
+KINDS = ("kill", "kill", "kill", "stop", "raise", "exit")  # faults are drawn from these
 MOMENTS = ("loading", "forward", "backward", "reduced")
-FIRST = 2  # steps before the first loss
+FIRST = 2  # steps before the first fault
 
 
 def chaos(options: LaunchOptions, steps: int, losses: int, seed: int, faults: str) -> int:
-    """Trains twice, undisturbed and with losses, and prints each loss and how far the weights are apart.
+    """Trains twice, without and with faults, and prints each fault and how far the weights are apart.
 
-    Returns 0 if nothing was lost. UsageError: nobody would be left to go on, or a fault cannot be read.
+    Returns 0 if nothing was lost. UsageError: no worker would be left to continue, or a fault cannot be parsed.
     """
     workers, plan = options.workers, options.plan
     if workers < 2:
-        raise UsageError("a lone worker has nobody to go on without it", "give --workers 2 or more")
+        raise UsageError("with one worker, no other worker can continue after a loss", "use --workers 2 or more")
     schedule = parse_faults(faults) if faults else draw(workers, steps, losses, seed)
     if outside := [str(fault) for fault in schedule if fault.worker >= workers]:
-        raise UsageError(f"there is no such worker: {', '.join(outside)}", f"name workers 0 to {workers - 1}")
+        raise UsageError(f"{', '.join(outside)}: the workers are 0 to {workers - 1}", "name one of them")
     with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as folder, Kept() as kept:
         options = replace(options, max_restarts=2 * len(schedule), kept=kept)
-        say(f"{plural(steps, 'step')} undisturbed ...")
+        say(f"{plural(steps, 'step')} without faults ...")
         calm = Case.run(Path(folder, "calm"), options, steps)
         say(f"{plural(steps, 'step')} with {', '.join(map(str, schedule))} ...")
         text = ("" if faults else APART) + ",".join(map(str, schedule))
@@ -68,25 +68,27 @@ def draw(workers: int, steps: int, losses: int, seed: int) -> list[Fault]:
 def _verdict(
     calm: Case, wild: Case | None, folder: Path, schedule: Sequence[Fault], steps: int, exact: bool, code: int
 ) -> int:
-    """Prints the verdict on the run in `folder`, which ended with exit code `code`; `wild` is None if it has left no
-    weights. Returns 0 if nothing was lost, which the last line says as well.
+    """Prints the verdict on the run in `folder`, which ended with exit code `code`; `wild` is None if the run left no
+    weights. Returns 0 if nothing was lost, and otherwise 1.
     """
     tell, events = partial(say, out=sys.stdout), read_journal(folder)
     fired = {str(entry["fault"]): entry for entry in read_log(folder)}
-    tell(f"\n{'loss':24} {'noticed after':>14} {'team formed after':>18} {'back after':>11}")
+    tell(f"\n{'fault':24} {'detected after':>14} {'team formed after':>18} {'back after':>11}")
     for fault in schedule:
         tell(_row(fault, fired.get(str(fault)), events))
-    # Not the sum of the journal's records: what worker 0 had not written yet goes with it, and its steps do not.
+    # Not the sum of the records in the journal: records that worker 0 had not written yet are lost with it.
     counted = wild.steps if wild is not None else max((e["step"] for e in effective_steps(events)), default=0)
     took = [duration(_seconds(one)) for one in (folder, calm.folder)]
-    tell(f"time     {took[0]} for {plural(steps, 'step')}, undisturbed {took[1]}")
+    tell(f"time     {took[0]} for {plural(steps, 'step')}, {took[1]} without faults")
     tell(
-        f"steps    {plural(counted, 'step')} counted, each once" if counted == steps else f"steps    {counted} counted"
+        f"steps    {plural(counted, 'step')} counted, each exactly once"
+        if counted == steps
+        else f"steps    {counted} of {steps} counted"
     )
     limit = 0.0 if exact else LIMIT.get(calm.dtype, 1e-2)
     distance = math.inf if wild is None else apart(calm.weights(), wild.weights())
     if wild is not None:
-        more = "" if exact else "; with `exact` it would be 0"
+        more = "" if exact else "; 0 with `exact` in the plan"
         tell(f"weights  {distance:.1e} apart, relative to their norm{more}")
     lost = _lost(code, wild is not None, counted == steps and distance <= limit)
     tell(f"lost     {lost or 'nothing'}")
@@ -98,13 +100,13 @@ def _lost(code: int, has_weights: bool, same: bool) -> str:
     if not has_weights:
         return f"the run: it ended before its last step, with exit code {code}"
     if not same:
-        return "NOT nothing: run `paceline check` to see whether the script is to blame"
+        return "the runs differ: use `paceline check` to find out whether the script is the cause"
     return f"no step, but the run ended with exit code {code}: see above" if code else ""
 
 
 def _row(fault: Fault, entry: dict[str, Any] | None, events: Sequence[dict[str, Any]]) -> str:
     if entry is None:
-        return f"{fault!s:24} did not happen: the run ended before this worker and another one were there"
+        return f"{fault!s:24} did not happen: the run ended before this worker and at least one other had joined"
 
     def after(kind: str, is_member: bool | None = None) -> str:
         later = (e for e in events if e["event"] == kind and e["at"] >= entry["at"])

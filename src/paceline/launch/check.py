@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import in_one_line, say
+from paceline.base.text import plural
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.fork_server import Kept
 from paceline.launch.local import launch
@@ -21,20 +22,20 @@ from paceline.team.coordinator import STOPPED
 
 FLOOR = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1e-2, "float16": 1e-3}
 LIMIT = {"float64": 1e-9, "float32": 1e-3}  # beyond this it is not rounding
-MARGIN = 10.0  # N workers may differ by this much more than another order of summation does
+MARGIN = 10.0  # N workers may differ this many times more than another order of summation
 
 
 def check(options: LaunchOptions, steps: int) -> int:
     """Prints three differences and a verdict; returns 0 if the training is the same, 1 if not.
 
-    A difference is that of `apart`. UsageError: the plan says that it is not.
+    A difference is defined by `apart`. UsageError: the plan itself changes the result.
     """
     results, workers = [], options.workers
     if (plan := Plan.parse(options.plan or "")).in_windows:
-        what = f"with {plan.several} the result depends on who is how fast, and is not that of one worker"
+        what = f"with {plan.several} the result depends on the speed of the workers, unlike with one worker"
         raise UsageError(what, f"check the script without {plan.several.partition('=')[0]}")
     with tempfile.TemporaryDirectory(prefix="paceline-check-") as folder, Kept() as kept:
-        # A worker lost in so few steps is to be seen; but servers are told of to those who may be started again.
+        # In so few steps a lost worker must be visible; but servers need workers that may be started again.
         several = replace(options, max_restarts=int("server=" in (options.plan or "")), kept=kept)
         alone = replace(several, workers=1, plan=None)
         cases = (
@@ -43,7 +44,7 @@ def check(options: LaunchOptions, steps: int) -> int:
             (f"{workers} workers", several, False),
         )
         for number, (name, options, reverse) in enumerate(cases):
-            say(f"{steps} steps with {name} ...")
+            say(f"{plural(steps, 'step')} with {name} ...")
             results.append(Case.run(Path(folder) / str(number), options, steps, reverse))
         return _verdict(results, workers, steps)
 
@@ -81,13 +82,13 @@ class Case:
         code, answer = rehearse(folder, options, {"steps": steps, "reverse": reverse}, **environment)
         if code or not answer:
             why = f"exit code {code}" if code else f"it ended before step {steps}"
-            what = f"{in_one_line(options.script)} could not be checked with {options.workers} worker(s): {why}"
-            raise LaunchError(what, "see above, or give --steps a smaller number")
+            what = f"{in_one_line(options.script)} could not be checked with {plural(options.workers, 'worker')}: {why}"
+            raise LaunchError(what, "see the output above, or use fewer --steps")
         return Case(folder / "run", **answer)
 
     def weights(self) -> dict[str, Any]:
         """The weights at the end of the run, by parameter name."""
-        from safetensors.torch import load_file  # needs torch, which takes its time
+        from safetensors.torch import load_file  # imports torch, which is slow
 
         return dict(load_file(self.folder.parent / "out.safetensors"))
 
@@ -107,8 +108,8 @@ def _verdict(results: list[Case], workers: int, steps: int) -> int:
     limit = max(MARGIN * rounding, FLOOR.get(dtype, 1e-6))
     steady = rounding <= LIMIT.get(dtype, 1e-2)
     same = steady and difference <= limit
-    tell(f"after {steps} steps, norm of the difference over all weights, relative to their norm:")
-    tell(f"  {'one worker, and one worker summing in another order':52} {rounding:.1e}   (what rounding looks like)")
+    tell(f"after {plural(steps, 'step')}, norm of the difference of all weights, relative to their norm:")
+    tell(f"  {'one worker, and one worker summing in another order':52} {rounding:.1e}   (rounding error)")
     tell(f"  {f'one worker, and {workers} workers':52} {difference:.1e}")
     tell(f"  {f'one worker in another order, and {workers} workers':52} {cross:.1e}")
     mixes = results[0].mixes
@@ -117,12 +118,12 @@ def _verdict(results: list[Case], workers: int, steps: int) -> int:
     elif not steady:
         tell("verdict: two runs with one worker already differ by more than rounding")
         tell(
-            "  Look for what is drawn outside of the seeds: data made at random by the script, the time, a process id."
+            "  Look for values that do not depend on the seeds: random data made by the script, the time, a process id."
         )
     else:
         worst = sorted(one, key=lambda name: -float((one[name] - many[name]).norm()))[:3]
-        tell(f"verdict: NOT the same training; furthest apart: {', '.join(worst)}")
-        tell("  Look for what depends on the worker: rows drawn outside of the dataset, state kept in the forward.")
+        tell(f"verdict: NOT the same training; largest differences: {', '.join(worst)}")
+        tell("  Look for code that depends on the worker: rows from outside of the dataset, state in the forward.")
     if mixes and not same:
-        tell(f"  Besides, {mixes}")
+        tell(f"  Also, {mixes}")
     return 0 if same and not mixes else 1

@@ -22,35 +22,34 @@ from paceline.errors import LaunchError, UsageError
 from paceline.launch.processes import Child, die_with_us
 from paceline.team.coordinator_client import AWAY
 
-TAKE_OVER = "take-over"  # in the run folder: a wish that this host's agent keeps the coordinator from now on
+TAKE_OVER = "take-over"  # a file in the run folder: asks the agent of this host to take over the coordinator
 ADDRESS = "coordinator.json"  # in the run folder: where it listens
-PATIENCE = 5.0  # seconds for the agent to see that it is to take over
-OFTEN, WITHIN = 5, 10.0  # so many ends within so many seconds are too many
-WORKED = 4  # and so many times as many of coordinators that have answered before: somebody else ended them
-LONGEST = 10.0  # seconds that it may be silent at most; while it starts twice as many each time
-OWN_PAUSE = 1.0  # seconds between two looks, after which it is we who stood still
+PATIENCE = 5.0  # seconds for the agent to notice that file
+OFTEN, WITHIN = 5, 10.0  # this many ends within this many seconds are too many
+WORKED = 4  # an end counts 1/4 if the coordinator had answered before: another program killed it
+LONGEST = 10.0  # seconds of silence after which it is replaced; doubled with each start without an answer
+OWN_PAUSE = 1.0  # seconds between two looks above which this process itself was suspended
 
 
 def take_over(folder: Path) -> str:
-    """Asks the agent that uses `folder` to keep the coordinator from now on. UsageError: there is none to take over."""
+    """Asks the agent that uses `folder` to take over the coordinator. UsageError: that is not possible."""
     before = _epoch(folder)
     asked = folder / TAKE_OVER
     if not (folder / "lock").exists():
-        raise UsageError(f"{in_one_line(folder)} is no run folder", "give that of a `paceline run --join` on this host")
+        what = f"{in_one_line(folder)} is not a run folder"
+        raise UsageError(what, "pass that of a `paceline run --join` on this host")
     asked.touch(0o600)
     end = time.monotonic() + PATIENCE
     while asked.exists() and time.monotonic() < end:
         time.sleep(0.05)
     if asked.exists():
         asked.unlink()
-        raise UsageError(
-            f"nobody uses {in_one_line(folder)}",
-            "start `paceline run --join` again, or resume from its checkpoint",
-        )
+        what = f"no `paceline run` is using {in_one_line(folder)}"
+        raise UsageError(what, "start `paceline run --join` again, or resume the run from its checkpoint")
     if _epoch(folder) == before:
-        what = "there is nothing to take over: the coordinator answers, or an etcd decides who keeps it"
-        raise UsageError(what, "see `curl HOST:PORT/status`")
-    return "this host keeps the coordinator now; the others come to it by themselves"
+        what = "this host cannot take over the coordinator: it still answers, or etcd decides which host runs it"
+        raise UsageError(what, "check it with `curl HOST:PORT/status`")
+    return "this host runs the coordinator now; the other hosts connect to it by themselves"
 
 
 def _epoch(folder: Path) -> int:
@@ -58,20 +57,20 @@ def _epoch(folder: Path) -> int:
 
 
 def listening_at(folder: Path) -> dict[str, Any]:
-    """Where the coordinator of a run listens, by its folder. OSError: it is not there; FormatError."""
+    """Reads the address of the coordinator from a run folder. OSError: the file is missing. FormatError: damaged."""
     from paceline.base.file_types import Listening  # needs msgspec
 
-    cure = "restore it, or give HOST:PORT of the coordinator with --token-file"
+    cure = "restore it, or pass HOST:PORT of the coordinator with --token-file"
     return dict(read_json(folder / ADDRESS, Listening, str(folder / ADDRESS), cure))
 
 
 class CoordinatorProcess:
-    """Starts a coordinator of an `epoch` on a listening socket. `given` is what it is told: of the `run`, the last
-    `generation` that is known here, the address of the coordinator `before`, if one is taken over from, and whether
-    there was one (`again`). `say` prints a line, `restore` puts back what is missing in the run folder.
+    """Runs a coordinator of an `epoch` on a listening socket, and replaces it when it fails.
 
-    One that is stopped or silent is ended before another takes its place, so it needs no higher epoch: that of a host
-    which takes over at the same time counts.
+    `given`: the facts about the `run`, the last known `generation`, the address of the coordinator `before` that it
+    takes over from, if any, and whether there was one (`again`). `say` prints a line; `restore` repairs the run folder.
+    A failed coordinator is killed before its replacement starts, so the replacement keeps the epoch. A host that takes
+    over at the same time has a higher epoch, and wins.
     """
 
     def __init__(
@@ -90,10 +89,10 @@ class CoordinatorProcess:
         host, port = listener.getsockname()[:2]
         self._given = {**given, "folder": str(folder), "since": (folder / NAME).stat().st_size, "address": [host, port]}
         self._log = os.open(folder / "logs" / "coordinator.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._ends: list[tuple[float, float]] = []  # when, and how much of an end it is
+        self._ends: list[tuple[float, float]] = []  # monotonic seconds and weight of each end
         self._gaps: deque[float] = deque(maxlen=40)  # seconds between two of its answers
-        self._patience, self._last_reason = LONGEST, ""  # while it starts; why it was replaced the last time
-        self._trains = bool(given["again"])  # whether there was one that answered, and so workers that go on
+        self._patience, self._last_reason = LONGEST, ""  # allowed silence of a start; why it was replaced last
+        self._trains = bool(given["again"])  # whether a coordinator has answered before, so that workers are training
         address_file = folder / f".{ADDRESS}"
         address_file.write_text(json.dumps({"host": host, "port": port, "epoch": self._given["epoch"]}))
         address_file.chmod(0o600)
@@ -103,7 +102,7 @@ class CoordinatorProcess:
     def _start(self, again: bool) -> None:
         command = [sys.executable, "-m", "paceline.team.coordinator_server", str(self._listener.fileno())]
         self._restore()
-        token, write = os.pipe()  # the file in the run folder may be gone, and arguments can be read by others
+        token, write = os.pipe()  # the file in the run folder may be missing, and other users can read arguments
         os.write(write, self._token)
         os.close(write)
         try:
@@ -117,18 +116,18 @@ class CoordinatorProcess:
                 preexec_fn=die_with_us(),
             )
         except OSError as error:
-            cure = "see `ulimit -a`, or take fewer workers"
+            cure = "check `ulimit -a`, or use fewer workers"
             raise LaunchError(f"the coordinator cannot be started ({error.strerror})", cure) from error
         finally:
             os.close(token)
         self._process: Child | None = Child(process.pid, process)
         self._began = self._answered = self._looked = self._awake = time.monotonic()
-        self._why = ""  # why we ended it
-        self._selector.register(self._process.pidfd, selectors.EVENT_READ, lambda: None)  # wakes who then tends it
+        self._why = ""  # why we killed it
+        self._selector.register(self._process.pidfd, selectors.EVENT_READ, lambda: None)  # wakes the loop: `tend`
 
     def tend(self, answered: float) -> None:
-        """Replaces it where it has ended, is stopped, or does not answer. `answered`: when it did last, in monotonic
-        seconds. To be called again and again: while we stand still ourselves its silence means nothing.
+        """Replaces the coordinator if it has ended, is stopped, or does not answer. `answered`: monotonic seconds of
+        the last answer. Call it regularly: the coordinator's silence does not count while this process is suspended.
         """
         if self._process is None:
             return
@@ -150,7 +149,7 @@ class CoordinatorProcess:
             self._replace(self._process, "does not answer")
 
     def _replace(self, process: Child, why: str) -> None:
-        """Ends it; another one is started when it has ended."""
+        """Kills the coordinator; a new one is started when it has ended."""
         self._why = self._why or why
         process.signal(signal.SIGKILL)
 
@@ -164,10 +163,10 @@ class CoordinatorProcess:
         if sum(weight for _, weight in self._ends) >= OFTEN:
             what = f"the coordinator ended {len(self._ends)} times within {WITHIN:.0f} s ({how})"
             raise LaunchError(what, f"read {log}")
-        why, then = self._why or f"ended ({how})", "; training goes on" if self._trains else ""
+        why, then = self._why or f"ended ({how})", "; training continues" if self._trains else ""
         if why != self._last_reason:
             self._last_reason = why
-            self._say(f"the coordinator {why} and is started again{then}")
+            self._say(f"the coordinator {why} and is restarted{then}")
         self._start(again=True)
 
     def _forget(self) -> None:
@@ -178,7 +177,7 @@ class CoordinatorProcess:
             process.reap()
 
     def close(self) -> None:
-        """Ends the coordinator. Before the selector is closed."""
+        """Kills the coordinator. Call it before the selector is closed."""
         if self._process is not None:
             self._process.signal(signal.SIGKILL)
         self._forget()

@@ -24,7 +24,7 @@ from paceline.team.stack_requests import packed
 
 IN = "waiting in "  # a collective
 ANSWER = 1.0  # seconds that stacks may take
-_LOADS = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}dataloader.py")  # in the stack of who waits for a child
+_LOADS = (f"{os.sep}multiprocessing{os.sep}", f"{os.sep}dataloader.py")  # in the stack of a wait for a loader
 
 
 def family_of(worker: Worker) -> list[int]:
@@ -34,10 +34,10 @@ def family_of(worker: Worker) -> list[int]:
 
 
 def take_stacks(asked: Sequence[tuple[HeartbeatView, int]], until: float) -> list[str]:
-    """The stacks of processes, each with the heartbeat that it writes to. A text is empty if the process does not write
-    stacks, or has not written them before `until` (monotonic seconds).
+    """Collects the stacks of processes, which are `asked` with the heartbeat page that each writes to. A text is empty
+    if the process cannot write stacks, or has not written them before `until` (monotonic seconds).
     """
-    waits: dict[int, tuple[int, int]] = {}  # by place: held up before, and how often it was not since
+    waits: dict[int, tuple[int, int]] = {}  # by index: threads that hold the signal back, looks without more
     for index, (pulse, pid) in enumerate(asked):
         if SIGNAL is not None and catches(pid, SIGNAL, int(pulse[WRITES])):
             pulse.clear()
@@ -57,8 +57,8 @@ def take_stacks(asked: Sequence[tuple[HeartbeatView, int]], until: float) -> lis
 
 @dataclass(frozen=True)
 class Standing:
-    """What a worker does: the stacks of its processes by process id, the line of the user's code (or that of its loader
-    process `loader`, if it waits for one), and its last collectives.
+    """The activity of a worker: the stacks of its processes by process id, the line of the user's code (or the line of
+    its loader process `loader`, if it waits for one), and its last collectives.
     """
 
     worker: Worker
@@ -69,6 +69,7 @@ class Standing:
 
     @property
     def text(self) -> str:
+        """The stacks of all its processes."""
         parts = (f"process {pid}:\n{text.strip() or 'no stack'}\n" for pid, text in self.stacks.items())
         return "\n".join(parts)
 
@@ -78,7 +79,7 @@ class Standing:
         return called(self.worker.rank) + (f".{self.worker.life}" if self.worker.life else "")
 
     def about(self) -> dict[str, Any]:
-        """The first line of the file of collectives: which worker and process they are of."""
+        """The first line of the file of collectives: the worker and the process that it describes."""
         number, life, pid = self.worker.rank, self.worker.life, self.worker.process.pid
         return {"worker": number, "life": life, "host": socket.gethostname(), "pid": pid, "at": round(time.time(), 6)}
 
@@ -108,13 +109,13 @@ class Standing:
         if self.worker.stopped < math.inf:
             return "stopped (SIGSTOP)"
         if not main:
-            return "silent: it begins, or ends, or holds back the signal"
+            return "no stack: it is starting, is ending, or blocks the signal"
         if waits is not None and re.search(r'paceline/comm/progress_engine\.py", line \d+ in finish', main):
             return f"{IN}{waits['name']}" + (f" ({waits['group']})" if waits["group"] != "team" else "")
         if self.loader is not None:
             return f"waiting for its loader process {self.loader}"
         if self.worker.pulse[WAITS]:
-            return "waiting for others"
+            return "waiting for other workers"
         within = read_within(main)
         return f"computing, in {within}" if within else "in user code"
 
@@ -133,7 +134,7 @@ def standing(worker: Worker, text: str, until: float) -> Standing:
 
 
 def look_at(workers: Sequence[Worker]) -> list[Standing]:
-    """Describes what these workers do; of one that has ended or is stopped, it has the collectives only."""
+    """Describes the activity of these workers. An ended or stopped worker has only its collectives."""
     until = time.monotonic() + ANSWER
     alive = [worker for worker in workers if worker.alive and worker.stopped == math.inf]
     asked = zip(alive, take_stacks([(worker.pulse, worker.process.pid) for worker in alive], until), strict=True)
@@ -146,7 +147,7 @@ class Recorder:
 
     def __init__(self, workers: Workers, folder: Path, link: CoordinatorClient) -> None:
         self._workers, self._folder, self._link = workers, folder, link
-        self._kept: set[tuple[int, int]] = set()  # number and life of those that have ended
+        self._kept: set[tuple[int, int]] = set()  # number and life of the ended workers that were recorded
         self._failed, self._asked = False, 0
 
     def look(self, end: bool = False) -> None:

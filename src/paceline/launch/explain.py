@@ -15,9 +15,9 @@ from paceline.plan import Plan
 
 
 def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> PlanExplanation:
-    """Explains a plan for `workers` workers, or for as few as it takes. With a script, which one worker runs up to its
-    first step, the explanation has figures. PlanError, UsageError: as in a run. LaunchError: the script ends before its
-    first step.
+    """Explains a plan for `workers` workers (default: as few as the plan needs). With a script, one worker runs it up
+    to its first step, and the explanation has figures. PlanError, UsageError: as in a run. LaunchError: the script ends
+    before its first step.
     """
     plan = Plan.parse(text)
     workers = workers or plan.mesh(1).replica * (plan.data or 1)
@@ -30,7 +30,7 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> P
         code, answer = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})
     if code or not answer:
         why = f"exit code {code}" if code else "it ended before its first step"
-        raise LaunchError(f"{in_one_line(options.script)} could not be run up to its first step: {why}", "see above")
+        raise LaunchError(f"{in_one_line(options.script)} did not reach its first step: {why}", "see the output above")
     if "refused" in answer:
         raise UsageError(*answer["refused"])
     return PlanExplanation.of(answer)

@@ -23,19 +23,19 @@ from paceline.base.environment import inherited_warm
 from paceline.launch.forked_worker import GO, PID_BYTES, POOL, PROGRAM, fixed, receive, send
 from paceline.launch.processes import Child, adopt_orphans, die_with_us
 
-PATIENCE = 10.0  # seconds for an answer, which takes some hundredths
-OFTEN = 3  # so many ends of the warm process are too many
-LAST = 2000  # bytes of what it printed, of which the last line may be told
+PATIENCE = 10.0  # seconds for an answer, which usually takes a few hundredths
+OFTEN = 3  # this many ends of the warm process are too many
+LAST = 2000  # bytes of its output that are kept, to show the last line
 
 
 class ColdError(Exception):
-    """A worker cannot be forked: it must be started from nothing. Says why."""
+    """A worker cannot be forked and must start with an interpreter of its own. The text says why."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """A worker to be: the `program` that an interpreter is given, its environment and folder, and what it inherits:
-    where it writes, and descriptors by the variable that tells their number.
+    """A worker to start: the `program` for the interpreter, its environment and folder, and what it inherits: the
+    `streams` for its output, and descriptors by the environment variable that holds their number (`numbered`).
     """
 
     name: str
@@ -47,7 +47,7 @@ class Wanted:
 
 
 class Kept:
-    """The warm process that a run leaves to the next one of the same command; it ends with the `with` block."""
+    """Holds the warm process that a run leaves to the next run of the same command, until the `with` block ends."""
 
     def __init__(self) -> None:
         self._left: tuple[Child, socket.socket, dict[str, str]] | None = None
@@ -63,7 +63,7 @@ class Kept:
         self._left = process, agent, environment
 
     def take(self, environment: dict[str, str]) -> tuple[Child, socket.socket] | None:
-        """Returns the stored process if it was started with the same environment; else ends it."""
+        """Returns the stored process if it was started with the same environment; otherwise ends it."""
         left, self._left = self._left, None
         if left is None:
             return None
@@ -81,9 +81,9 @@ def _end(process: Child, agent: socket.socket) -> None:
 
 
 class ForkServer:
-    """Keeps one warm process alive, which forks workers. `words` are for its command line, `environment` is that of the
-    workers. `changed` is called when the process can fork, or the reason why it cannot is known; `say` prints a line.
-    `kept`: the process that an earlier run has left is used, and left there again at the end.
+    """Keeps one warm process alive, which forks workers. `words`: the end of its command line. `environment`: the
+    environment of the workers. `changed` is called when the process can fork, or when it is known why it never will;
+    `say` prints a line. `kept`: provides the process of an earlier run, and receives the process at the end.
     """
 
     def __init__(
@@ -96,15 +96,15 @@ class ForkServer:
         kept: Kept | None = None,
     ) -> None:
         self._words, self._given, self._selector, self._kept = list(words), environment, selector, kept
-        self.environment = fixed(environment)  # what counts of it
+        self.environment = fixed(environment)  # the variables that matter at the start of a process
         self._changed, self._say = changed, say
         self.ready = False
         self.trouble: str | None = None  # why it will never fork
-        self.sessions: set[int] = set()  # of all warm processes: what they leave behind we adopt
+        self.sessions: set[int] = set()  # of all warm processes: we adopt the processes that they leave behind
         self._ends = 0
-        self._printed = b""  # the end of it
+        self._printed = b""  # the end of its output
         self._process: Child | None = None
-        self._output: FileIO | None = None  # what it prints, where we started it
+        self._output: FileIO | None = None  # its output, if we started it
         adopt_orphans()
         left = kept.take(self.environment) if kept is not None else None
         inherited = inherited_warm()
@@ -116,13 +116,13 @@ class ForkServer:
             self._start()
 
     def fork(self, wanted: Wanted) -> Child:
-        """The worker, which begins its program now. ColdError: it cannot be done now, and no process of it will run.
+        """Forks a worker, which begins its program. ColdError: that is not possible now, and no such process will run.
 
-        The worker waits at a gate until we know its number, and ends when the gate closes. So whatever happens to the
-        warm process meanwhile, either the worker is known here, or it never runs a line of the program.
+        The worker waits at a gate until we know its process id, and ends when the gate closes. So if the warm process
+        fails meanwhile, either we know the worker, or it never runs a line of the program.
         """
         if not self.ready or self._process is None:
-            raise ColdError(self.trouble or "there is no warm process at the moment")
+            raise ColdError(self.trouble or "the warm process is not ready at the moment")
         gate, workers_end = socket.socketpair()
         with gate:
             gate.settimeout(PATIENCE)
@@ -131,9 +131,9 @@ class ForkServer:
             if trouble is not None:
                 raise ColdError(trouble)
             if (pid := self._await_worker(gate)) is None:
-                raise ColdError("the warm process, or its copy, ended while it forked")
-            child = Child(pid)  # it cannot be another one: whoever has ended stays until we reap it
-            with suppress(OSError):  # it has ended meanwhile, which we hear of as of every worker
+                raise ColdError("the warm process or the new worker ended during the fork")
+            child = Child(pid)  # no other process has this id: an ended process stays until we reap it
+            with suppress(OSError):  # it has ended meanwhile, which is noticed like the end of any worker
                 gate.send(GO)
             return child
 
@@ -153,7 +153,7 @@ class ForkServer:
         except OSError:
             answer = None
         if answer is None:
-            process.signal(signal.SIGKILL)  # what it may have forked comes to the gate, or the gate closes with it
+            process.signal(signal.SIGKILL)  # a worker that it has forked arrives at the gate, or the gate closes
             return None
         trouble: str | None = answer[0]["trouble"]
         return trouble
@@ -167,7 +167,7 @@ class ForkServer:
         return int(pid_bytes) if pid_bytes else None
 
     def look(self) -> None:
-        """Kills a warm process that was stopped by a signal: it serves nobody."""
+        """Kills a warm process that was stopped by a signal, because it cannot fork."""
         if self._process is not None and self._process.look(os.WSTOPPED) is not None:
             self._process.signal(signal.SIGKILL)
 
@@ -188,7 +188,7 @@ class ForkServer:
             self._output.close()
         self.ready = False
 
-    # ---- its life
+    # ---- start and end
 
     def _start(self) -> None:
         agent_end, warm_end = socket.socketpair()
@@ -237,8 +237,8 @@ class ForkServer:
             self._forget(self._output)
 
     def _hear(self) -> None:
-        """Handles the first message of the warm process: its imports are done. Without a message it is about to end."""
-        if self._process is None:  # it has, in the same turn of the loop
+        """Handles the first message of the warm process: its imports are done. Without one, it is about to end."""
+        if self._process is None:  # it has ended in the same turn of the loop
             return
         self._selector.unregister(self._socket)
         try:
@@ -261,7 +261,7 @@ class ForkServer:
         self._ends += 1
         how = f"exit code {status}" if status >= 0 else signal.Signals(-status).name
         if was_ready and self._ends < OFTEN:
-            self._say(f"the warm process ended ({how}), and another one is started")
+            self._say(f"the warm process ended ({how}); a new one is started")
             self._start()
             return
         times = "" if self._ends == 1 else f" {self._ends} times"

@@ -29,48 +29,49 @@ from typing import Any, NoReturn
 from paceline.base.console import say
 from paceline.base.environment import World, assume, worker_environment
 from paceline.base.heartbeat import HEARTBEAT
+from paceline.comm.autoload import register
 from paceline.launch.processes import die_with, name_process
 
-# Neither what lies where the agent was started nor what lies beside this file is to be found by an import.
+# Imports must find neither files in the folder in which the agent was started nor files next to this one.
 PROGRAM = (
     "import sys; sys.path[0] or sys.path.pop(0); bare = {*sys.modules}; "
     "from paceline.launch.forked_worker import main; main(bare)"
 )
-# Variables that libraries read while they are loaded, and never again.
+# Variables that libraries read only while they are loaded.
 READ_ONCE = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH_", "ATEN_", "MALLOC_", "THP_"),
 )
-# And those that the interpreter, the C library and its loader read first of all.
+# Variables that the interpreter, the C library and its loader read at the start of a process.
 READ_FIRST = ("PYTHON", "GLIBC_TUNABLES", "LD_", "LC_", "LANG")
 POOL = "OPENBLAS_NUM_THREADS"  # unless it is 1, numpy starts threads when it is imported
-_LIMITS = (POOL, "GOTO_NUM_THREADS", "OMP_NUM_THREADS")  # what OpenBLAS takes its threads from, the first that is set
+_LIMITS = (POOL, "GOTO_NUM_THREADS", "OMP_NUM_THREADS")  # OpenBLAS uses the first that is set
 _IMPORTS = (
     "paceline.trainer",
     "paceline.comm.message_types",
     "torch._dynamo",
 )  # the last one as soon as there is an optimizer
-MODULE = "-m"  # what stands before a module's name
+MODULE = "-m"  # the option before the name of a module
 WARM = "paceline warm", ["paceline: a warm process"]  # its name, its command line
-_MOST = 16  # descriptors with a message
-GO = b"!"  # what a worker waits for at its gate, before it does anything of the script's
-PID_BYTES = 32  # of a message with a process id, at most
-_LOADED: set[str] = set()  # the modules that every worker begins with
+_MOST = 16  # descriptors in one message at most
+GO = b"!"  # the message that a worker waits for at its gate before it runs the script
+PID_BYTES = 32  # bytes of a message with a process id, at most
+_LOADED: set[str] = set()  # the modules that are imported in every worker from the start
 
 
 class _FailedError(BaseException):
-    """The script failed and has said so: the interpreter ends with 1, or by the signal that it took note of."""
+    """The script failed and its traceback was printed: the interpreter exits with 1, or by the signal that it noted."""
 
 
 @dataclass(frozen=True)
 class Began:
-    """What the process had from its start: modules, and the variables that count then."""
+    """State of the process at its start: the imported modules, and the variables that are read only then."""
 
     modules: set[str]
     environment: dict[str, str]
 
 
-# ---- what is said on the socket
+# ---- messages on the socket
 
 
 def send(to: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -85,7 +86,7 @@ def send(to: socket.socket, message: Mapping[str, Any], descriptors: Sequence[in
 
 
 def receive(of: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Receives a message and its descriptors, which this process owns then. None: the other end is closed."""
+    """Receives a message and its descriptors, which this process must close. None: the other end is closed."""
     try:
         mark, descriptors, _, _ = socket.recv_fds(of, 1, _MOST)
     except ConnectionResetError:
@@ -99,7 +100,7 @@ def receive(of: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that count at the start of a process and not afterwards."""
+    """The variables that are read only at the start of a process."""
     return {n: v for n, v in environment.items() if n.startswith((*READ_ONCE, *READ_FIRST)) and n != POOL}
 
 
@@ -107,14 +108,14 @@ def fixed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def main(bare: set[str]) -> None:
-    """From the imports to the agent's end; in each worker, to the end of its script. `bare`: the modules of every
-    interpreter from its start.
+    """Imports torch and serves the agent until its end; in a forked worker, returns when the script has ended. `bare`:
+    the modules that every interpreter has imported at its start.
     """
-    began = Began(bare, fixed(worker_environment()))  # torch adds to both while it is imported
+    began = Began(bare, fixed(worker_environment()))  # before the import of torch, which adds modules and variables
     loaded: dict[str, int] = {}
     last = sys.modules["paceline"]._last
-    atexit.unregister(last)  # it came with the import of this file, and would find its modules gone
-    atexit.register(_leave_whole, loaded)  # before all others, so that it comes after them
+    atexit.unregister(last)  # it was registered by the import of this file, and would find its modules removed
+    atexit.register(_leave_whole, loaded)  # registered before all others, so that it runs after them
     atexit.register(last)
     load()
     loaded_names = sys.modules.keys() - bare
@@ -126,20 +127,20 @@ def main(bare: set[str]) -> None:
 
 
 def load() -> None:
-    """Imports all that a training script will, which takes the time; what is there then is shared by all workers."""
+    """Imports the modules that training scripts need, which is slow; all workers share the memory of these modules."""
     gc.disable()
     for name in _IMPORTS:
         import_module(name)
-    _LOADED.update(sys.modules)  # not in each worker, which writes to what it goes through, and so copies it
+    _LOADED.update(sys.modules)  # here, because iterating in each worker writes to the pages, and so copies them
     gc.enable()
-    gc.freeze()  # a collection would write to each object, and so copy it
-    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # they take torch's operators back, one by one
+    gc.freeze()  # a garbage collection would write to each object, and so copy its page
+    for finalizer in [*getattr(weakref.finalize, "_registry", ())]:  # unregistering torch's operators is slow
         finalizer.atexit = False
 
 
 def _leave_whole(loaded: Mapping[str, int]) -> None:
-    """Modules that a script left as they were when they were `loaded` here (with so many names) are not taken to pieces
-    at its end: whatever is written to is copied first, and that takes longer than many a script.
+    """Keeps the interpreter from tearing down modules that the script has not changed since they were `loaded` here (by
+    their number of names). A teardown writes to shared pages, which copies them, and takes longer than a short script.
     """
     for name, names in loaded.items():
         module = sys.modules.get(name)
@@ -149,27 +150,27 @@ def _leave_whole(loaded: Mapping[str, int]) -> None:
 
 
 def _has_nanobind(names: Iterable[str]) -> bool:
-    """Whether one of these modules is made with nanobind, as Triton is that comes with torch 2.15."""
+    """Whether one of these modules was built with nanobind, like the Triton of torch 2.15."""
     modules = [module for name in names if isinstance(module := sys.modules.get(name), ModuleType)]
     return any(type(value).__module__ == "nanobind" for module in modules for value in vars(module).values())
 
 
 class _QuietEnd:
-    """Turns stderr off when the interpreter frees it with the contents of `sys`, which it frees last.
+    """Turns stderr off when the interpreter frees this object with the contents of `sys`, which it frees last.
 
-    After that nanobind reports every object that is still there as a leak, in 30 lines. Objects of modules that are
-    left whole are there on purpose. Finalizers of a script have run by then, and can write to stderr.
+    After that, nanobind reports every remaining object as a leak, in 30 lines. Objects of modules that are not torn
+    down remain on purpose. Finalizers of the script have run by then, so they could still write to stderr.
     """
 
     def __init__(self) -> None:
         self._nothing = os.open(os.devnull, os.O_WRONLY)
 
-    def __del__(self, redirect: Callable[[int, int], object] = os.dup2) -> None:  # its module may be gone
+    def __del__(self, redirect: Callable[[int, int], object] = os.dup2) -> None:  # `os` may be removed by then
         redirect(self._nothing, 2)
 
 
 def serve(agent: socket.socket, began: Began) -> None:
-    """Forks a worker for each request, until the agent is gone; in each worker, to the end of its script."""
+    """Forks a worker for each request until the agent ends; in a forked worker, returns when the script has ended."""
     os.set_inheritable(agent.fileno(), False)
     send(agent, {"environment": began.environment})
     while (request := receive(agent)) is not None:
@@ -180,7 +181,7 @@ def serve(agent: socket.socket, began: Began) -> None:
             try:
                 between = _fork()
             except OSError as error:
-                reply = {"trouble": f"it cannot fork ({error.strerror})"}
+                reply = {"trouble": f"the warm process cannot fork ({error.strerror})"}
             else:
                 if between:
                     agent.close()
@@ -192,7 +193,7 @@ def serve(agent: socket.socket, began: Began) -> None:
 
 
 def _fork() -> int:
-    """In the worker, the process between us, which ends at once; here 0. OSError: there can be no worker."""
+    """Forks twice. Returns 0 here, and in the worker the id of the process between. OSError: the fork failed."""
     between = os.fork()
     if between == 0:
         between = os.getpid()
@@ -205,49 +206,53 @@ def _fork() -> int:
         os._exit(0)
     _, status = os.waitpid(between, 0)
     if code := os.waitstatus_to_exitcode(status):
-        raise OSError(code, os.strerror(code) if code > 0 else "its child was killed")
+        raise OSError(code, os.strerror(code) if code > 0 else "its child process was killed")
     return 0
 
 
+# A thread of the allocator that pyarrow brings along; jemalloc takes care of it in each fork.
+FORKS_WELL = "jemalloc_bg_thd"
+
+
 def _in_the_way(agent: socket.socket, descriptors: Sequence[int]) -> str | None:
-    """What a worker would inherit and must not, in words; None if there is nothing. It is checked before each fork."""
-    tasks = os.listdir("/proc/self/task")
-    if len(tasks) > 1:
-        names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks if int(task) != os.getpid()]
-        return f"it has threads ({', '.join(names)})"
+    """Describes state that a worker must not inherit; None if there is none. It is checked before each fork."""
+    tasks = [task for task in os.listdir("/proc/self/task") if int(task) != os.getpid()]
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in tasks]
+    if names := [name for name in names if name != FORKS_WELL]:
+        return f"the warm process has other threads ({', '.join(names)})"
     torch = sys.modules["torch"]
     for accelerator in ("cuda", "xpu", "mtia"):
         if getattr(torch, accelerator).is_initialized():
-            return f"it has initialised {accelerator}"
+            return f"the warm process has initialised {accelerator}"
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     if tracker is not None and tracker._resource_tracker._fd is not None:
-        return "it has multiprocessing's resource tracker"
+        return "the warm process has started the resource tracker of multiprocessing"
     expected = {0, 1, 2, agent.fileno(), *descriptors}
     for name in os.listdir("/proc/self/fd"):
         path = Path("/proc/self/fd", name)
-        if int(name) not in expected and path.is_symlink():  # else it was that of the listing
-            return f"it has opened {os.readlink(path)}"
+        if int(name) not in expected and path.is_symlink():  # otherwise it was the descriptor of the listing itself
+            return f"the warm process has opened {os.readlink(path)}"
     return None
 
 
 def _of_the_script(given: Mapping[str, Any], began: Began) -> str | None:
-    """Why a script cannot run in a copy of this process as in a process of its own; None if it can."""
-    import zipfile  # the agent imports this file, too, and does without
+    """Why a script would not run in a copy of this process as in a fresh interpreter; None if it would."""
+    import zipfile  # imported here because the agent, which imports this file too, does not need it
 
     script = Path(given["folder"], given["program"][0])
     if zipfile.is_zipfile(script):
-        return f"{script} is an archive"
+        return f"{script} is a zip archive"
     if sys.flags.safe_path:
         return None
     folder = _first_path(given["program"], given["folder"])
     try:
-        beside = {path.name.partition(".")[0]: path for path in Path(folder).iterdir()}
+        neighbours = {path.name.partition(".")[0]: path for path in Path(folder).iterdir()}
     except OSError:
         return None
-    for name in sorted((beside.keys() & sys.modules.keys()) - began.modules):
+    for name in sorted((neighbours.keys() & sys.modules.keys()) - began.modules):
         script_spec, loaded_spec = PathFinder.find_spec(name, [folder]), sys.modules[name].__spec__
         if script_spec and script_spec.origin and (loaded_spec is None or script_spec.origin != loaded_spec.origin):
-            return f"{beside[name]} has the name of a module that is imported already"
+            return f"{neighbours[name]} has the name of a module that the warm process has imported"
     return None
 
 
@@ -275,15 +280,16 @@ def become(given: Mapping[str, Any]) -> None:
     environment = {**given["environment"], **dict(zip(given["numbered"], map(str, numbered), strict=True))}
     assume(environment)
     HEARTBEAT.take()
+    register()  # torch was imported before this process became a worker
     _seed_anew()
     _limit_pool(environment)
-    if "LD_PRELOAD" not in environment:  # it may be there for what it does at the end
+    if "LD_PRELOAD" not in environment:  # a preloaded library may have exit handlers that must run
         _end_after_the_script()
     run(given["program"], given["name"], environment)
 
 
 def _pass(gate: socket.socket) -> None:
-    """Tells the agent which process this is, and waits until it knows; ends where it does not want to know."""
+    """Sends the agent the id of this process and waits for its answer; exits if the agent does not answer."""
     go = b""
     with gate, suppress(OSError):
         gate.send(str(os.getpid()).encode())
@@ -293,7 +299,7 @@ def _pass(gate: socket.socket) -> None:
 
 
 def run(program: Sequence[str], name: str, environment: dict[str, str]) -> None:
-    """From here on this process is what an interpreter makes of a `program`, as in `Wanted`."""
+    """Turns this process into an interpreter that runs a `program`, as in `Wanted`."""
     script, *arguments = program
     module = arguments.pop(0) if script == MODULE else ""
     sys.argv = [script, *arguments]
@@ -302,15 +308,15 @@ def run(program: Sequence[str], name: str, environment: dict[str, str]) -> None:
     if not sys.flags.safe_path:
         sys.path.insert(0, _first_path(program, os.getcwd()))
     _watch(environment)
-    main = sys.modules["__main__"] = ModuleType("__main__")  # that of before would never be collected
+    main = sys.modules["__main__"] = ModuleType("__main__")  # replaces the former one, which would never be collected
     vars(main).update(__annotations__={}, __builtins__=sys.modules["builtins"], __loader__=BuiltinImporter)
     del main
     _run(script, module)
 
 
 def _run(script: str, module: str) -> None:
-    """To the end of a script, or of a module. The interpreter itself runs it, so that tracebacks, exits and signals are
-    its own.
+    """Runs a script or a module to its end. The interpreter itself runs it, so that tracebacks, exits and signals are
+    those of ``python SCRIPT``.
     """
     text = f"import runpy; runpy._run_module_as_main({module!r})".encode()
     library, run = ctypes.CDLL(None), ctypes.pythonapi.PyRun_AnyFileExFlags
@@ -327,24 +333,24 @@ def _run(script: str, module: str) -> None:
 
 
 def _seed_anew() -> None:
-    """What was drawn from the system once, when it was imported, and would be the same in all workers. Python's own
-    generator sees to itself.
+    """Seeds the generators that torch and numpy seeded during their import, and that would be equal in all workers.
+    Python's own generator seeds itself after a fork.
     """
     sys.modules["torch"].default_generator.seed()
     sys.modules["numpy"].random.seed()
 
 
 def _end_after_the_script() -> None:
-    """The process is gone before the destructors of torch's libraries run, which take most of the time that its end
-    takes. C calls what is to be called at the end from the last one backwards: so what the script loads comes first.
+    """Ends the process before the destructors of torch's libraries run, which take most of the time of an exit. C calls
+    exit handlers in reverse order, so those of libraries that the script loads still run.
     """
     libc = ctypes.CDLL(None)
-    libc.on_exit(libc._exit, None)  # it is given the exit code
+    libc.on_exit(libc._exit, None)  # `_exit` receives the exit code
     libc.__cxa_atexit(libc.fflush, None, None)
 
 
 def _limit_pool(environment: Mapping[str, str]) -> None:
-    """Gives numpy the threads that it would have taken."""
+    """Gives numpy the number of threads that it would use in a fresh interpreter."""
     asked = next((environment[name] for name in _LIMITS if environment.get(name, "").isdecimal()), "")
     threads = int(asked) if asked else len(os.sched_getaffinity(0))
     paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "openblas" in line}

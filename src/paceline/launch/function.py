@@ -1,7 +1,7 @@
 """`paceline.launch(function)`: runs a Python function on several workers.
 
-The function travels by cloudpickle to an agent's standard input, here or over an engine, and what it returns comes back
-from its standard output. This is the one place where anything is unpickled, and it is nobody's but the caller's own. No
+The function is pickled with cloudpickle and sent to the standard input of an agent, on this host or over an engine. The
+return value comes back from its standard output. Only here are values unpickled, and only values of the caller. No
 torch.
 """
 
@@ -24,9 +24,9 @@ from paceline.launch.engines.engine import Engine, Host
 from paceline.launch.engines.launcher import HostJob, Launcher
 
 T = TypeVar("T")
-# What pickle raises for values that it cannot pack, and their own methods for it.
+# Exceptions of pickle, and of the values' own pickling methods, for values that cannot be pickled.
 UNPICKLABLE = (TypeError, ValueError, AttributeError, RuntimeError, pickle.PickleError)
-LARGE = 100_000_000  # bytes that a function may carry without a word
+LARGE = 100_000_000  # bytes of a pickled function above which a note is printed
 WAIT = 300  # seconds for an engine to place all hosts, and then for these to answer
 
 
@@ -39,22 +39,39 @@ def launch(
     where: str = "local",
     hosts: int | None = None,
 ) -> T:
-    """Calls ``function(*arguments)`` on workers of this machine, as `paceline run` starts them, and returns what that
-    of worker 0 returns. `run_dir`: the same one again resumes (default: a new one under ``runs/``).
+    """Calls ``function(*arguments)`` on workers, and returns what worker 0 returns.
 
-    `where`: ``"local"``, or ``"ray"`` or ``"spark"``: nodes of the cluster of Ray that this process has come to, or
-    executors of its session of Spark; `hosts`: on how many of them (default: one for each worker).
+    It does what `paceline run` does, from a notebook or a script. Output goes to the standard streams of this process.
+    Ctrl-C stops the workers with a checkpoint, a second one at once.
 
-    Output goes to our standard streams. Ctrl-C stops the workers after a step and with a checkpoint, twice at once, and
-    is raised then. LaunchError: they failed, and said why, or have no place. UsageError: the function cannot be sent.
+    Args:
+        function: What each worker calls; it makes the `Trainer`.
+        arguments: Its arguments; they and the function travel to the workers by value.
+        workers: The number of workers.
+        plan: How the work is spread, as with `paceline run --plan`.
+        run_dir: The run folder; the same folder resumes its run (default: a new one in ``runs/``).
+        where: ``"local"`` (this machine), ``"ray"`` (nodes of the Ray cluster that this process is connected to) or
+            ``"spark"`` (executors of its Spark session).
+        hosts: The number of nodes or executors (default: one per worker).
+
+    Returns:
+        The value that worker 0 returns.
+
+    Raises:
+        LaunchError: The workers failed, or there is no place for them.
+        UsageError: The function cannot be sent.
+        KeyboardInterrupt: Ctrl-C was pressed.
+
+    Example:
+        >>> losses = paceline.launch(train, 3e-4, workers=2, plan="local=8")
     """
     name = getattr(function, "__name__", type(function).__name__)
     if where not in ("local", "ray", "spark"):
-        raise UsageError(f"where={where!r} is no place for workers", 'say "local", "ray" or "spark"')
+        raise UsageError(f"where={where!r} is not supported", 'use "local", "ray" or "spark"')
     hosts = hosts or (workers if where != "local" else 1)
     if workers % hosts or (where == "local" and hosts > 1):
-        cure = "give each as many, on this machine all"
-        raise UsageError(f"{plural(workers, 'worker')} cannot be on {plural(hosts, 'host')}", cure)
+        cure = 'choose workers= as a multiple of hosts=, which must be 1 with where="local"'
+        raise UsageError(f"{plural(workers, 'worker')} cannot be divided among {plural(hosts, 'host')}", cure)
     run_dir = run_dir or f"runs/{name.strip('<>')}-{time.strftime('%Y%m%d-%H%M%S')}"
     call = _packed(function, arguments, name)
     elsewhere = f", where={where!r}" if where != "local" else ""
@@ -73,15 +90,15 @@ def launch(
     if code == 130:
         raise KeyboardInterrupt
     if code:
-        raise LaunchError(f"{name} ended with exit code {code}", f"see above, or {run_dir}/logs")
+        raise LaunchError(f"{name} ended with exit code {code}", f"see the output above, or {run_dir}/logs")
     if not launcher.value:
-        what = f"{name} ended the process of worker 0 with exit code 0, and so returned nothing"
-        raise LaunchError(what, f"return from it instead of sys.exit() or os._exit(); its output is in {run_dir}/logs")
+        what = f"{name} ended the process of worker 0 with exit code 0 and returned no value"
+        raise LaunchError(what, f"return from it instead of calling sys.exit() or os._exit(); see {run_dir}/logs")
     try:
         return pickle.loads(launcher.value)  # type: ignore[no-any-return]
     except (*UNPICKLABLE, ImportError, LookupError, EOFError) as error:
-        what = f"what {name} returned cannot be made again here ({type(error).__name__}: {first_line(error)})"
-        cure = f"return numbers, text or tensors of the CPU; what it saved is in {run_dir}"
+        what = f"the value that {name} returned cannot be unpickled here ({type(error).__name__}: {first_line(error)})"
+        cure = f"return numbers, text or CPU tensors; files that it saved are in {run_dir}"
         raise LaunchError(what, cure) from error
 
 
@@ -100,7 +117,7 @@ def _ray(asked: dict[str, Any]) -> Engine:
 
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
-        raise UsageError("there is no Ray here", "call ray.init(address=...) before")
+        raise UsageError('where="ray" needs a process that is connected to Ray', "call ray.init(address=...) first")
     return Ray({**asked, "address": ray.get_runtime_context().gcs_address})
 
 
@@ -110,7 +127,7 @@ def _spark(asked: dict[str, Any]) -> Engine:
     sql = sys.modules.get("pyspark.sql")
     session = sql and sql.SparkSession.getActiveSession()
     if not session:
-        raise UsageError("there is no session of Spark here", "make one before, by SparkSession.builder.getOrCreate()")
+        raise UsageError('where="spark" needs a Spark session', "call SparkSession.builder.getOrCreate() first")
     return Spark(asked, session.sparkContext)
 
 
@@ -126,26 +143,26 @@ def _packed(function: Callable[..., Any], arguments: tuple[Any, ...], name: str)
     try:
         packed: bytes = cloudpickle.dumps((function, arguments))
     except UNPICKLABLE as error:
-        cure = "make inside of the function what cannot travel: files, locks, a Trainer, a loader"
+        cure = "create objects that cannot be pickled inside the function: files, locks, a Trainer, a loader"
         raise UsageError(f"{name} cannot be sent to workers ({first_line(error)})", cure) from error
     if len(packed) > LARGE:
         carried: dict[str, Any] = {f"argument {at}": value for at, value in enumerate(arguments)}
-        with suppress(TypeError):  # it is no function of Python's, as a functools.partial
+        with suppress(TypeError):  # not a Python function, for example a functools.partial
             seen = inspect.getclosurevars(inspect.unwrap(function))
             carried = {**seen.globals, **seen.nonlocals, **carried}
         sizes = {}
         for part, value in carried.items():
-            with suppress(*UNPICKLABLE):  # it does not travel: the function is of a module, which has it there
+            with suppress(*UNPICKLABLE):  # it is not sent: the worker imports the module of the function, which has it
                 sizes[part] = len(cloudpickle.dumps(value))
         largest = max(sizes, key=lambda name: sizes[name], default="")
         what = f"{name} carries {len(packed) / 1e6:,.0f} MB to each worker"
-        which = f", of which {largest} has {sizes[largest] / 1e6:,.0f}" if largest else ""
-        say(f"note: {what}{which}; load it inside of the function")
+        which = f", {sizes[largest] / 1e6:,.0f} MB of it in {largest}" if largest else ""
+        say(f"note: {what}{which}; load large data inside the function instead")
     return packed
 
 
 def _called(call: str, result: str) -> None:
-    """What a worker does."""
+    """Calls the pickled function in a worker; worker 0 writes its return value to the file `result`."""
     with open(call, "rb") as file:
         function, arguments = pickle.load(file)
     value = function(*arguments)
@@ -157,7 +174,9 @@ def _called(call: str, result: str) -> None:
         except UNPICKLABLE as error:
             name = getattr(function, "__name__", type(function).__name__)
             what = f"{name} returned {a(type(value).__name__)}, which cannot be sent back ({first_line(error)})"
-            raise UsageError(what, "return numbers, text or tensors, and keep what cannot travel inside") from error
+            raise UsageError(
+                what, "return numbers, text or tensors instead of objects that cannot be pickled"
+            ) from error
         with open(result, "wb") as file:
             file.write(packed)
 

@@ -23,17 +23,17 @@ from paceline.launch.output import Output
 from paceline.launch.workers import Worker, Workers
 
 LOOK = 0.5  # seconds between two looks
-MOST = 1.0  # of those between two looks, so many count: were they more, it was us who stood still
-SLOW = 10  # usual steps that one may take
-UNATTENDED = 1800.0  # seconds after which a worker is ended where nobody looks at the console
-BUSY = 0.5  # of the time: who computes so long, or would if there were a core, does not wait
+MOST = 1.0  # seconds that count between two looks at most: if more have passed, this process was suspended
+SLOW = 10  # a step may take this many times its usual time
+UNATTENDED = 1800.0  # seconds after which a worker is killed if the console is not a terminal
+BUSY = 0.5  # share of the time: a process that computes, or waits for a core, for more than that is busy
 
 
 @dataclass
 class _Watch:
-    """The progress of a process: its heartbeats when it last made progress, and the seconds since (`stood`). `reports`
-    counts the reports about it. It had stood for `asked` seconds when it was asked to stop. At `halfway` to the next
-    report, its processes had used `computed` seconds of CPU time.
+    """The progress of a process: its heartbeats when it last made progress, and the seconds since then (`stood`).
+    `reports`: the number of reports about it. `asked`: the value of `stood` when the process was asked to stop.
+    `computed`: the CPU seconds of its processes when `stood` was `halfway`, between two reports.
     """
 
     beats: float = -1.0
@@ -47,8 +47,8 @@ class _Watch:
 class Hangs:
     """Finds workers of an agent that make no progress, reports them and ends them. `say` prints a line.
 
-    A worker that waits for others does not count: the one for which all wait does not wait itself. Neither do workers
-    under a debugger, in `main_first` or stopped by a signal, nor our own stop.
+    Excluded are workers that wait for others, because the worker that all wait for does not wait itself; workers under
+    a debugger, in `main_first` or stopped by a signal; and time in which this process was suspended.
     """
 
     def __init__(
@@ -63,9 +63,11 @@ class Hangs:
         self._workers, self._folder, self._journal, self._output, self._say = workers, folder, journal, output, say
         given = options.hang_timeout
         self._patience = standstill()
-        self._timeout = float(given) if given is not None else 0.0 if sys.stderr.isatty() else UNATTENDED
-        self._off = options.debug is not None  # somebody thinks, and all wait
-        self._alone_here = options.join is None  # others than those at this console are told by the coordinator
+        # With --raw only collectives show progress: a long evaluation of worker 0 alone must not be ended unasked.
+        unattended = 0.0 if sys.stderr.isatty() or options.raw else UNATTENDED
+        self._timeout = float(given) if given is not None else unattended
+        self._off = options.debug is not None  # a user is debugging, and all other workers wait
+        self._alone_here = options.join is None  # otherwise the coordinator prints the reports elsewhere
         self._watches: dict[int, _Watch] = {}  # by process
         self._looked = time.monotonic()
 
@@ -75,8 +77,8 @@ class Hangs:
         return math.inf if self._off else self._looked + LOOK
 
     def look(self, now: float, stopping: bool) -> None:
-        """Looks for progress of all workers; reports those without, and ends them in the end. `stopping`: the run was
-        asked to stop.
+        """Checks the progress of all workers; reports workers without progress, and finally kills them. `stopping`: the
+        run was asked to stop.
         """
         if now < self.due:
             return
@@ -112,7 +114,7 @@ class Hangs:
 
     def _limits(self, pulse: HeartbeatView, watch: _Watch) -> tuple[float, float]:
         """Seconds without progress until the next report, and until the worker is ended."""
-        slow, first = SLOW * pulse[USUAL], 1 if pulse[DONE] else 2  # a first step compiles, reads, warms up
+        slow, first = SLOW * pulse[USUAL], 1 if pulse[DONE] else 2  # a first step also compiles, reads and warms up
         tell = max(self._patience, slow) * first * 2.0**watch.reports
         end = max(self._timeout, slow) * first if self._timeout else math.inf
         if watch.asked is not None:
@@ -120,7 +122,7 @@ class Hangs:
         return tell, end
 
     def _examine(self, worker: Worker, watch: _Watch, seconds: float) -> Hung:
-        """Finds out where a worker stands and whether it computes. All its stacks go to its log; the stacks and
+        """Determines at which line a worker is, and whether it computes. All its stacks go to its log; the stacks and
         collectives of all workers go into the run folder.
         """
         until, now, pid = time.monotonic() + ANSWER, computed(family_of(worker)), worker.process.pid
@@ -139,7 +141,7 @@ class Hangs:
         line = str(hung.code_line) if hung.code_line is not None else None
         about = {"worker": worker.rank, "life": worker.life, "host": socket.gethostname(), "pid": worker.process.pid}
         self._journal.write("hang", **about, seconds=hung.seconds, line=line, busy=hung.busy, ended=ended)
-        if ended:  # what is said of it is what is said of any loss
+        if ended:  # it is then reported like any lost worker
             worker.hung = hung
             worker.process.signal(signal.SIGKILL)
             return

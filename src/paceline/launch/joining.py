@@ -18,6 +18,7 @@ from typing import Any
 from paceline.base.console import in_one_line, say
 from paceline.base.environment import address_towards
 from paceline.base.schema import read_file
+from paceline.base.text import plural
 from paceline.base.tracebacks import short
 from paceline.errors import FormatError, LaunchError, UsageError
 from paceline.launch.coordinator_process import listening_at
@@ -26,15 +27,15 @@ from paceline.team.auth import NAME, read_token
 from paceline.team.coordinator_client import CoordinatorClient, RefusedError, UnsignedError
 from paceline.team.join_options import TermsError
 
-LONGEST = 30  # lines of a difference that are shown
-# What to do where something answers that has not the run's token.
-NO_TOKEN = f"see whether the run still goes on there, or copy the file {NAME} of its folder here again"
-NAMELESS = 0.5  # seconds between two questions for a name
+LONGEST = 30  # lines of a script difference that are shown
+# What to do if a program answers that does not know the token of the run.
+NO_TOKEN = f"check whether the run is still running there, or copy the file {NAME} of its run folder here again"
+NAMELESS = 0.5  # seconds between two attempts to resolve a name
 
 
 def likeness(options: LaunchOptions, text: bytes | None = None) -> dict[str, Any]:
-    """The facts that all agents of a run must have in common. `text`: the content of the script, if it is not to be
-    read.
+    """The facts that all agents of a run must have in common. `text`: the content of the script, if it should
+    not be read.
     """
     return {
         "script": hashlib.sha256(read_file(options.script) if text is None else text).hexdigest(),
@@ -63,7 +64,7 @@ def _version_of_torch() -> str:
 
 
 def introduction(options: LaunchOptions, folder: Path, numbers: list[int], standby: socket.socket) -> dict[str, Any]:
-    """The first message of an agent. `standby`: the socket on which its own coordinator listens, or may one day."""
+    """The first message of an agent. `standby`: the socket of the coordinator that this host runs, or may run later."""
     host = socket.gethostname()
     return {
         "agent": f"{host} ({secrets.token_hex(4)})",
@@ -77,32 +78,32 @@ def introduction(options: LaunchOptions, folder: Path, numbers: list[int], stand
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """`HOST:PORT`, or `HOST` with a port that is free."""
+    """Parses `HOST:PORT`; `HOST` without a port means any free port. UsageError: the text is not an address."""
     host, _, port = text.rpartition(":") if ":" in text else (text, "", "0")
     if not re.fullmatch("[!-~]+", host) or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
-        raise UsageError(f"{text!r} is no address", "give HOST:PORT, as 10.0.0.7:29400")
+        raise UsageError(f"{text!r} is not an address", "use HOST:PORT, for example 10.0.0.7:29400")
     return host, int(port)
 
 
 def listen(options: LaunchOptions) -> socket.socket:
-    """The coordinator's socket: on the loopback unless others are to come."""
+    """Opens the socket of the coordinator: on the loopback, unless --listen names an address for other hosts."""
     host, port = address_of(options.listen) if options.listen else ("127.0.0.1", 0)
     if host in ("0.0.0.0", "::", "*"):
-        raise UsageError(f"--listen {host} is every address", "give the one at which the other hosts reach this one")
+        raise UsageError(f"--listen {host} means all addresses", "use the one at which the other hosts reach this host")
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
     except OSError as error:
-        cure = "give an address of this host, and a port that is free"
+        cure = "use an address of this host and a free port"
         raise UsageError(f"--listen {options.listen}: {error.strerror}", cure) from error
     listener.listen(256)
     return listener
 
 
 def stand_by(towards: tuple[str, int], patience: float = 0.0) -> socket.socket:
-    """A socket at the address from which the coordinator is reached, for one that takes over. Nobody answers yet. The
-    coordinator's name may be known to nobody for so many seconds.
+    """Binds a socket at the address from which the coordinator is reached, in case this host takes it over. It does
+    not listen yet. For `patience` seconds, the name of the coordinator may be unknown. LaunchError: no route.
     """
     standby, end = socket.socket(), time.monotonic() + patience
     try:
@@ -117,7 +118,7 @@ def stand_by(towards: tuple[str, int], patience: float = 0.0) -> socket.socket:
     except OSError as error:
         standby.close()
         host, port = towards
-        raise LaunchError(f"there is no way to {host}:{port} ({error.strerror})", "see `ip route`") from error
+        raise LaunchError(f"{host}:{port} cannot be reached ({error.strerror})", "check `ip route`") from error
     return standby
 
 
@@ -131,18 +132,17 @@ def find(options: LaunchOptions) -> tuple[tuple[str, int], bytes, Path | None]:
         try:
             address = listening_at(folder)
         except OSError:
-            raise UsageError(
-                f"no run to join was started in {in_one_line(folder)}", "start it first, without --join"
-            ) from None
+            what = f"no run was started in {in_one_line(folder)}"
+            raise UsageError(what, "start the run first, without --join") from None
         token = Path(options.token_file) if options.token_file else folder / NAME
         return (address["host"], address["port"]), read_token(token), folder
     if ":" not in options.join:
-        cure = "give the run's folder, or HOST:PORT of its coordinator and --token-file"
-        raise UsageError(f"there is no folder {options.join}", cure)
+        cure = "pass the run folder, or HOST:PORT of its coordinator with --token-file"
+        raise UsageError(f"the folder {options.join} does not exist", cure)
     if options.token is not None:
         return address_of(options.join), options.token, None
     if options.token_file is None:
-        raise UsageError("a run at HOST:PORT needs its token", f"copy the file {NAME} of its folder: --token-file FILE")
+        raise UsageError("a run at HOST:PORT needs its token", f"copy its file {NAME} here, and pass --token-file FILE")
     return address_of(options.join), read_token(Path(options.token_file)), None
 
 
@@ -155,26 +155,26 @@ def join(options: LaunchOptions, link: CoordinatorClient) -> tuple[LaunchOptions
         numbers = _introduced(link, options.patience)
     except UnsignedError as error:
         if error.code == 401:
-            cure = f"copy the file {NAME} of its folder here again"
-            raise UsageError(f"the run at {host}:{port} refuses this token", cure) from None
+            cure = f"copy the file {NAME} of its run folder here again"
+            raise UsageError(f"the run at {host}:{port} rejects this token", cure) from None
         raise LaunchError(str(error), NO_TOKEN) from None
     except (TermsError, FormatError) as error:
         why = error.what if isinstance(error, FormatError) else error
-        cure = "see that the run and this command use the same Paceline"
+        cure = "use the same version of Paceline as the run"
         raise LaunchError(f"the run at {host}:{port} cannot be joined: {why}", cure) from None
     except RefusedError as refused:
         differs = refused.reply.get("differs")
         if not differs:
-            raise LaunchError(f"the run at {host}:{port} refuses to be joined: {refused}", "see its console") from None
+            raise LaunchError(f"the run at {host}:{port} cannot be joined: {refused}", "see its console") from None
         script = refused.reply.get("script", "")
         what = [_difference(options, name, run_value, local_value, script) for name, run_value, local_value in differs]
-        raise UsageError("; ".join(what), "bring the same here, and join again") from None
+        raise UsageError("; ".join(what), "make this host equal to the run, and join again") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no answer"
-        cure = "see whether it still runs"
-        if options.on_listening is not None:  # it does
-            cure = "let the hosts reach each other on all ports, or launch with --tunnel where only ssh is open"
-        raise LaunchError(f"there is no run to join at {host}:{port} ({why})", cure) from error
+        cure = "check whether the run is still running"
+        if options.on_listening is not None:  # the launcher knows that it runs
+            cure = "open all ports between the hosts, or use --tunnel if only ssh is open"
+        raise LaunchError(f"no run answers at {host}:{port} ({why})", cure) from error
     run = link.run
     given = {name: run["given"][name] for name in GIVEN if getattr(options, name) is None}
     rules = {name: run[name] for name in ("max_restarts", "min_workers")}
@@ -187,11 +187,11 @@ def _introduced(link: CoordinatorClient, patience: float) -> list[int]:
     while True:
         try:
             return link.introduce()
-        except UnsignedError as error:  # another program may have the port until then
+        except UnsignedError as error:  # until the run begins, another program may use the port
             if time.monotonic() > end or error.code == 401:
                 raise
             if not has_warned:
-                say(f"{in_one_line(error)}: waiting for the run to begin there")
+                say(f"{in_one_line(error)}; waiting for the run to begin there")
             has_warned = True
         except OSError:
             if time.monotonic() > end:
@@ -205,5 +205,5 @@ def _difference(options: LaunchOptions, name: str, run_value: Any, local_value: 
     run_lines, local_lines = script.splitlines(), read_file(options.script).decode(errors="replace").splitlines()
     lines = list(difflib.unified_diff(run_lines, local_lines, "script of the run", "script here", lineterm="", n=1))
     if len(lines) > LONGEST:
-        lines[LONGEST:] = [f"... and {len(lines) - LONGEST} lines more"]
-    return "\n".join(["the script differs from the run's:", *lines])
+        lines[LONGEST:] = [f"... and {plural(len(lines) - LONGEST, 'more line')}"]
+    return "\n".join(["the script differs from the script of the run:", *lines])

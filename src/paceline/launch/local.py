@@ -31,15 +31,18 @@ from paceline.base.environment import (
 )
 from paceline.base.journal import Journal
 from paceline.base.terminal import Terminal
+from paceline.base.text import plural
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url, storage_at
 from paceline.errors import LaunchError, UsageError
 from paceline.launch.agent import Agent
+from paceline.launch.foreign_scripts import refuse_foreign
 from paceline.launch.fork_server import Kept
 from paceline.launch.joining import address_of, find, introduction, join, likeness, listen, stand_by
 from paceline.launch.mirror import mirror
 from paceline.launch.notify import Notifier
 from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
 from paceline.observe.loggers import TensorBoard
 from paceline.observe.progress import Progress
@@ -49,18 +52,20 @@ from paceline.team.auth import keep_token, make_token, read_token
 from paceline.team.coordinator_client import CoordinatorClient
 from paceline.team.etcd_lease import parse_store
 
-PORT, PATIENCE = 29400, 300.0  # of the first of several nodes; seconds in which it is to begin
+PORT, PATIENCE = 29400, 300.0  # the port of the first of several nodes; seconds for it to start
 FULL = errno.ENOSPC, errno.EDQUOT
-FILES = 8  # that are open for a worker: three pipes, two sockets, its log, its pidfd, its pulse
+FILES = 8  # open files per worker: three pipes, two sockets, its log, its pidfd, its pulse
 
 
 def launch(options: LaunchOptions) -> int:
     """Runs the script with its workers on this machine until all have ended; returns the exit code.
 
-    0 finished, 2 usage or plan, 75 stopped politely, 130 Ctrl-C, 128 + signal where a worker was killed by
-    one, else the failing worker's own. To be called from the main thread. UsageError: the options cannot
-    work. LaunchError: the run folder is in use, or the workers cannot be started.
+    Exit codes: 0 finished, 2 usage or plan error, 75 stopped with a checkpoint, 130 Ctrl-C, 128 + N if signal N killed
+    a worker, otherwise the exit code of the worker that failed. Call it from the main thread. UsageError: the options
+    cannot work. LaunchError: the run folder is in use, or the workers cannot be started.
     """
+    if options.raw:
+        refuse_options(options)
     if options.nodes is not None:
         options = _as_node(options)
     _check(options)
@@ -71,34 +76,34 @@ def launch(options: LaunchOptions) -> int:
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            what = f"this process may have {most:,} open files, and the run needs more"
-            raise LaunchError(what, "raise the limit before, as by `ulimit -n 1024`") from error
+            what = f"the run needs more open files than the limit of this process, {most:,}"
+            raise LaunchError(what, "raise the limit first, for example with `ulimit -n 1024`") from error
         if error.errno not in FULL:
             raise
-        what = f"the run folder {options.run_dir or 'below runs/'} could not be written to: {error.strerror}"
-        raise LaunchError(what, "free some space or choose another --run-dir") from error
+        what = f"the run folder {options.run_dir or 'in runs/'} cannot be written: {error.strerror}"
+        raise LaunchError(what, "free some space, or choose another --run-dir") from error
 
 
 def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier) -> int:
-    """A run of our own, begun again where it is to be."""
+    """Runs a new or resumed run of this command, and restarts it after a loss that it cannot survive."""
     with mirror(options.mirror) as variables, Kept() as kept:
         environment = {**options.environment, **variables}
         kept = options.kept or kept
         options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
-        source = "what is in memory" if variables else "the last checkpoint"
+        source = "the state in memory" if variables else "the last checkpoint"
+        source = "the script's own checkpoints, if it loads any" if options.raw else source
         restarts = 0
         with Serving(options.metrics, options.page, trainjob_server(), partial(_say, options)) as serving:
             while True:
-                code, in_pieces = _begin(options, compared, serving, notifier)
+                code, again = _begin(options, compared, serving, notifier)
                 restarts += 1
-                # Of several replicas one goes on; the last one, if of several workers, cannot without one of them.
-                again = in_pieces or bool(variables)
-                killed = 128 < code != 130
-                if not again or not killed or restarts > options.max_restarts:  # too often
+                # With several replicas another one continues, but the last one cannot lose a worker if it has several.
+                killed = options.raw or 128 < code != 130
+                if not (again or variables) or not killed or restarts > options.max_restarts:
                     notifier.end(_folder(options), code)
                     return code
-                notifier.failed, options = False, replace(options, begin=1)
-                say(f"starting again with {source} ({restarts} of {options.max_restarts})")
+                notifier.failed, options = False, replace(options, begin=1, restarts=restarts)
+                say(f"restarting from {source} ({restarts} of {options.max_restarts})")
 
 
 def _say(options: LaunchOptions, text: str) -> None:
@@ -107,20 +112,19 @@ def _say(options: LaunchOptions, text: str) -> None:
 
 
 def _as_node(options: LaunchOptions) -> LaunchOptions:
-    """The first node listens, the others join it, at a port that all know, with folders of their own in its run folder.
-
-    Where their number may change (Kubernetes) they wait as long as whoever started them lets them; and where the first
-    one is replaced, the others come to the next one of its name.
+    """Options of a node of `--nodes auto`. The first node listens at a fixed port. The others join it, each with a
+    folder of its own in the run folder. If the number of nodes may change (Kubernetes), they wait for the first one
+    without a limit; if the first node is replaced, they join the new node of the same name.
     """
     rank, count, first, gpus = read_nodes()
     token = take_token()
     if options.token_file is not None:
         token = read_token(Path(options.token_file))
     if token is None or len(token) < 32:
-        cure = "give all nodes the same --token-file or PACELINE_TOKEN, of 32 characters or more"
-        raise UsageError("--nodes auto needs a secret that the nodes share", cure)
+        cure = "pass the same --token-file, or set the same PACELINE_TOKEN, of at least 32 characters on all nodes"
+        raise UsageError("--nodes auto needs a secret that all nodes share", cure)
     if not first and count != 1:
-        raise UsageError("the variables of this node do not say where the first one is", "say --listen and --join")
+        raise UsageError("the variables of this node do not name the first node", "use --listen and --join instead")
     where: dict[str, Any] = {"join" if rank else "listen": f"{first}:{PORT}"} if count != 1 else {}
     where |= {"metrics": None, "page": None} if rank else {}
     if rank and options.run_dir is not None:
@@ -132,7 +136,9 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
 
 
 def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier) -> tuple[int, bool]:
-    """Begins or resumes a run. Returns its exit code and whether a model was split over workers of this host alone."""
+    """Starts or resumes a run. Returns its exit code, and whether it may help to start all workers again: a model was
+    split over workers of this host only, or workers of --raw failed.
+    """
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
     folder = _folder(options)
@@ -152,17 +158,24 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
             name: getattr(options, name)
             for name in ("script", "workers", "max_restarts", "min_workers", "begin", "store")
         }
+        if options.raw:  # the loss of one worker ends all: `_launch` restarts them together
+            link.run |= {"max_restarts": 0}
+            argv = [options.script, *options.arguments]
+            about = {"script": options.script, "module": options.module, "argv": argv, "began": time.time()}
+            journal.write("start", workers=options.workers, hosts=1, raw=True, **about)
         link.run |= {"same": likeness(options), "given": given}
         link.run["served"] = [options.metrics, options.page, str(folder.absolute())]
         with Progress(Terminal(stderr=True), live=None if options.debug is None else False) as progress:
+            progress.max_steps = options.max_steps
             agent = Agent(options, folder, journal, progress, link, numbers, listener, serving)
             agent.serve()
             with signals() as wakeup:
-                return agent.run(wakeup), agent.in_pieces
+                code = agent.run(wakeup)
+                return code, (code != 0 and not agent.was_stopped) if options.raw else agent.in_pieces
 
 
 def _join(options: LaunchOptions, notifier: Notifier) -> int:
-    """Starts workers for a run that was begun elsewhere. Returns the exit code."""
+    """Starts workers for a run that another command has started. Returns the exit code."""
     address, token, folder = find(options)
     has_own_folder = folder is None
     if folder is None:
@@ -177,7 +190,7 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
         Progress(Terminal(stderr=True)) as progress,
     ):
         if has_own_folder:
-            keep_token(folder, token)  # it may be this host that is joined one day
+            keep_token(folder, token)  # this host may take over the coordinator later
         agent = Agent(options, folder, journal, progress, link, numbers, standby, serving)
         if options.on_listening is not None:
             options.on_listening(link.address)
@@ -195,14 +208,14 @@ def _made() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in FULL:  # which `launch` says
+        if error.errno in FULL:  # `launch` reports it
             raise
-        raise LaunchError(f"the run folder cannot be made ({error})", "give another --run-dir") from error
+        raise LaunchError(f"the run folder cannot be created ({error})", "choose another --run-dir") from error
 
 
 @contextmanager
 def _held(folder: Path, patience: float, notifier: Notifier) -> Iterator[Journal]:
-    """The journal of a folder that nobody else uses meanwhile: who did before has so many seconds to end."""
+    """Locks a run folder and yields its journal. An earlier user of the folder has `patience` seconds to end."""
     with _made():
         lock = hold_lock(folder, min(patience, PATIENCE))
     try:
@@ -223,21 +236,21 @@ def _open(folder: Path, notifier: Notifier) -> Iterator[Journal]:
 
 
 def _check(options: LaunchOptions) -> None:
-    """Refuses what can be refused before any worker starts."""
+    """Checks the options before any worker starts. UsageError: an option cannot work."""
     if not Path(options.script).is_file():
         how = "is not a file" if Path(options.script).exists() else "does not exist"
-        raise UsageError(
-            f"the script {in_one_line(options.script)} {how}", "give the path of the Python file that trains"
-        )
+        raise UsageError(f"the script {in_one_line(options.script)} {how}", "pass the path of a Python training script")
+    if not (options.raw or options.join or options.again or options.temporary):
+        refuse_foreign(Path(options.script), options.workers)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // FILES
     if options.workers > most:
-        what = f"{options.workers:,} workers need more open files than this process may have"
-        raise UsageError(what, f"take at most {most:,} workers on this host, or see `ulimit -n`")
+        what = f"{options.workers:,} workers need more open files than the limit of this process"
+        raise UsageError(what, f"use at most {plural(most, 'worker')} on this host, or raise `ulimit -n`")
     if options.min_workers > options.workers and options.listen is None and options.join is None:
-        what = f"--min-workers {options.min_workers} does not fit {options.workers} workers"
-        raise UsageError(what, f"give 1 to {options.workers}")
+        what = f"--min-workers {options.min_workers} is more than --workers {options.workers}"
+        raise UsageError(what, f"use at most --min-workers {options.workers}")
     if options.debug is not None and not 0 <= options.debug < options.workers:
-        raise UsageError(f"there is no worker {options.debug} to debug", f"give 0 to {options.workers - 1}")
+        raise UsageError(f"--debug {options.debug} does not name a worker", f"use 0 to {options.workers - 1}")
     if options.plan is not None:
         Plan.parse(options.plan).validate(options.workers)
     if options.shares is not None:
@@ -249,26 +262,26 @@ def _check(options: LaunchOptions) -> None:
         TensorBoard()
     check_serving(options.metrics, options.page)
     if options.join is not None and (options.metrics or options.page):
-        what = "a run is served beside its coordinator, and --join comes to one"
-        raise UsageError(what, "give --metrics and --page to the command that begins it")
+        what = "--join cannot be combined with --metrics or --page, which belong to the command that starts the run"
+        raise UsageError(what, "pass --metrics and --page to that command")
     if options.store is not None:
         parse_store(options.store)
     if options.save_every is not None:
         parse_save_every(options.save_every)
     if Path(options.run_dir or ".").is_file():
-        raise UsageError(f"--run-dir {in_one_line(options.run_dir)} is a file", "give a folder, or leave it out")
+        raise UsageError(f"--run-dir {in_one_line(options.run_dir)} is a file", "name a folder, or leave --run-dir out")
     if not _is_utf8(options.run_dir or ""):
-        what = f"--run-dir {options.run_dir!a} is no UTF-8, and checkpoints cannot be read from such a path"
-        raise UsageError(what, "give another name")
+        what = f"--run-dir {options.run_dir!a} is not valid UTF-8, and checkpoints cannot be read from a path like this"
+        raise UsageError(what, "choose another name")
     if is_url(options.run_dir or ""):
-        what = f"--run-dir {in_one_line(options.run_dir)} is no folder, and logs and the journal need one"
-        raise UsageError(what, f"give --checkpoints {in_one_line(options.run_dir)} instead")
+        what = f"--run-dir {in_one_line(options.run_dir)} is not a local folder, which logs and the journal need"
+        raise UsageError(what, f"use --checkpoints {in_one_line(options.run_dir)} instead")
     if options.checkpoints is not None:
         storage_at(options.checkpoints)
 
 
 def _is_utf8(path: str) -> bool:
-    """Whether a path is one that programs which want UTF-8 can open."""
+    """Whether a path is valid UTF-8, which some libraries need to open it."""
     try:
         os.fsencode(path).decode()
     except UnicodeDecodeError:
@@ -290,8 +303,8 @@ def _new_folder(stem: str) -> Path:
 
 @contextmanager
 def signals() -> Iterator[socket.socket]:
-    """SIGINT, SIGTERM, SIGUSR1, SIGUSR2 and SIGHUP (unless ignored, as under nohup) and SIGCHLD, which tells of workers
-    that are stopped, are only written, as numbers, to this socket. In another thread than the main one none comes.
+    """Yields a socket that receives the numbers of signals, which have no other effect: SIGINT, SIGTERM, SIGUSR1,
+    SIGUSR2, SIGCHLD, and SIGHUP unless it is ignored, as under nohup. Outside of the main thread it receives nothing.
     """
     wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD]
     wanted = [number for number in wanted if signal.getsignal(number) is not signal.SIG_IGN]

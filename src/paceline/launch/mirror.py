@@ -13,22 +13,22 @@ from pathlib import Path
 
 MEMORY = Path("/dev/shm")
 PREFIX = "paceline-mirror-"
-# Waits for the end of its standard input, which is ours, however we end. Workers may be writing for a moment longer.
+# Waits for the end of its standard input, which comes however this process ends. Workers may write a moment longer.
 _REMOVE = 'read -r _; for _ in 1 2 3 4 5; do rm -rf -- "$1" && exit; sleep 0.2; done'
 
 
 @contextmanager
 def mirror(steps: int | None) -> Iterator[dict[str, str]]:
-    """The variables that tell a worker of it; without `steps` none. It is gone afterwards, also where this process is
-    killed: another one, which hears of it, removes it then. What neither could remove, as when both are killed, the
-    next run does.
+    """Creates the folder of the mirror in memory, and yields the environment variables that name it to workers (none
+    without `steps`). The folder is removed afterwards; if this process is killed, a helper process removes it. If both
+    are killed, the next run removes it.
     """
     remove_abandoned()
     if steps is None:
         yield {}
         return
     folder = MEMORY / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
-    made = folder.with_name(f".{folder.name}")  # others see it once it is locked
+    made = folder.with_name(f".{folder.name}")  # renamed once it is locked, so that others never see it unlocked
     made.mkdir(mode=0o700)
     lock = _lock(made)
     made.rename(folder)
@@ -48,7 +48,7 @@ def mirror(steps: int | None) -> Iterator[dict[str, str]]:
 
 
 def remove_abandoned() -> None:
-    """Removes mirrors that no process holds, as their locks tell to all containers that share the memory."""
+    """Removes mirrors that no process has locked. The locks hold across all containers that share the memory."""
     for path in MEMORY.glob(f"{PREFIX}*"):
         lock = _lock(path)
         if lock is not None:
@@ -57,7 +57,7 @@ def remove_abandoned() -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the lock of a folder until it is closed; None: another process does, or another user."""
+    """Locks a folder; the descriptor holds the lock until it is closed. None: another process or user has it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -18,8 +18,8 @@ def find_module(name: str) -> str:
     candidates = _candidates(_find(first), rest) if all((first, *rest)) else iter(())
     file = next((path for path in candidates if path.is_file()), None)
     if file is None:
-        cure = "give its name as `python -m` takes it, as package.train; for a file leave -m out"
-        raise UsageError(f"there is no module {shown(name)} to run", cure)
+        cure = "use a name that `python -m` accepts, for example package.train; to run a file, leave -m out"
+        raise UsageError(f"the module {shown(name)} does not exist or cannot be run", cure)
     return os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
 
 

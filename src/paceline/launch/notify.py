@@ -18,19 +18,19 @@ from paceline.errors import UsageError
 from paceline.observe.summary import Summary
 from paceline.team.coordinator import STOPPED
 
-PATIENCE = 60.0  # seconds that it may take
+PATIENCE = 60.0  # seconds that the command may take
 POLITE = (0, STOPPED, 130)  # exit codes of runs that did not fail
 
 
 class Notifier(AbstractContextManager["Notifier"]):
-    """Starts the `command`, if there is one, by a shell of its own for each event, with a JSON object on its standard
-    input; nobody waits for it but the end of `paceline run`. `say` prints a line where it fails.
+    """Starts the `command`, if given, in a shell of its own for each event, with a JSON object on its standard input.
+    Only the end of `paceline run` waits for it. `say` prints a line if the command fails.
     """
 
     def __init__(self, command: str | None, script: str, say: Callable[[str], None]) -> None:
         self.command, self._script, self._say = command, script, say
         self._threads: list[threading.Thread] = []
-        self.failed = False  # a failure was notified of
+        self.failed = False  # whether the command was started for a failure
 
     def journal(self, folder: Path) -> Journal:
         """The journal of a run; events that are written to it start the command."""
@@ -44,14 +44,14 @@ class Notifier(AbstractContextManager["Notifier"]):
         thread.start()
 
     def end(self, folder: Path, code: int) -> None:
-        """Starts the command for the end of the run with this exit code, unless its failure was notified of already."""
+        """Starts the command for the end of the run with this exit code, unless it was started for the failure."""
         if self.command is None or self.failed:
             return
         event = "end" if code in POLITE else "failure"
         try:
             summary = Summary(folder)
             step, what = summary.steps_done, summary.ending
-        except (UsageError, OSError):  # the folder is gone
+        except (UsageError, OSError):  # the folder is missing
             step, what = None, f"ended with exit code {code}"
         self.start(event, folder, step=step, worker=None, what=what, code=code)
 
@@ -66,11 +66,11 @@ class Notifier(AbstractContextManager["Notifier"]):
             except subprocess.TimeoutExpired:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-                self._say(f"the --notify command took longer than {PATIENCE:g} s for the {event}, and was ended")
+                self._say(f"the --notify command for the {event} took longer than {PATIENCE:g} s and was killed")
                 return
         if process.returncode:
             how = f"exit code {process.returncode}" if process.returncode > 0 else f"signal {-process.returncode}"
-            self._say(f"the --notify command failed for the {event} ({how})")
+            self._say(f"the --notify command for the {event} failed ({how})")
 
     def __exit__(self, *_: object) -> None:
         for thread in self._threads:

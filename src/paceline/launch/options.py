@@ -7,33 +7,35 @@ from dataclasses import dataclass, field
 
 from paceline.launch.fork_server import Kept
 
-# Options of a run that those who join it take over. Its workers get them as PACELINE_PLAN and so on.
+# Options of a run that joining agents take over. Workers get them as PACELINE_PLAN and so on.
 GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "tensorboard", "heal")
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """What `paceline run` was asked for.
+    """The options of `paceline run`.
 
-    `script`: the file that trains; `module`: its name, where it is to run as ``python -m`` runs it. `against`: the
-    folder of a run to compare the speed with. `debug`: the rank whose standard streams are the terminal's own, for pdb
-    (its log stays empty). `quiet`: the console shows only how the run ended, and that only where it did not finish;
-    `verbose`: it ends with all figures of the report.
-    `cold_start`: each worker imports for itself what it needs; `kept`: where a run leaves its warm process for the next
-    one of the same command. `checkpoints`: a folder or URL for them, other than the run folder's own; of which the
-    newest `keep` stay; `mirror`: steps between two copies of a lone worker's state in memory; `tensorboard`: whether
-    its files are written; `heal`: whether workers take a majority's weights; `metrics`, `page`: where Prometheus
-    scrapes the run, and its live page; `notify`: a shell command that hears of a failure, a hang and the end.
-    `environment`: further variables for the workers. `max_restarts`: how often workers that were lost to one cause are
-    started again; 0: any loss ends the run. With fewer than `min_workers` it pauses, and until there were `begin` once.
-    `hang_timeout`: seconds after which a worker that does nothing is ended; 0: never, None: as the console is. `join`:
-    the run folder or HOST:PORT of a run that these workers are to join, `token_file` its token; `listen`: the address
-    at which other hosts reach this one; `store`: the etcd that decides who keeps the coordinator. `nodes`: ``auto``
-    where each node starts by itself; `token`: the run's own, where no file holds it; `patience`: seconds in which the
-    run to join may begin; `on_listening` is called with the coordinator's address once it listens; `again`: the command
-    that continues this run, if it is not `paceline run`; `temporary`: whether the run folder is removed at the end, as
-    that of a rehearsal; `epoch`: of the coordinator that begins, higher than that of an earlier one which agents may
-    still know by its name. `address` and `size` (workers that the run began with) are determined by the agent.
+    - `script`, `arguments`: the training script and its arguments; `module`: its name, if it runs with ``python -m``.
+    - `against`: the folder of a run to compare the speed with. `debug`: the rank that gets the terminal, for pdb.
+    - `quiet`: print only how the run ended, and only if it did not finish; `verbose`: print the full report at the end.
+    - `cold_start`: each worker imports torch itself; `kept`: passes the warm process to the next run of this command.
+    - `checkpoints`: a folder or URL for checkpoints outside of the run folder; `keep`: how many of the newest remain;
+      `mirror`: steps between two copies of the state in memory.
+    - `tensorboard`: whether TensorBoard files are written; `heal`: whether workers take the weights of a majority.
+    - `metrics`, `page`: addresses; `notify`: a shell command for failures, hangs and the end; `environment`: variables.
+    - `max_restarts`: how often workers that were lost to one cause are restarted; 0: any loss ends the run.
+    - `min_workers`: with fewer workers the run pauses; `begin`: it waits until there were this many workers once.
+    - `raw`: the script trains by itself over torch.distributed, as one static team; `restarts`: how often all of its
+      workers were restarted before.
+    - `hang_timeout`: seconds without progress after which a worker is killed; 0: never; None: depends on the console.
+    - `join`: the run folder or HOST:PORT of the run to join; `token_file`: the file with its token.
+    - `listen`: the address at which other hosts reach this one; `store`: the etcd that assigns the coordinator.
+    - `nodes`: ``auto`` if each node starts this command by itself; `token`: the token of the run, if it is in no file;
+      `patience`: seconds in which the run to join may begin.
+    - `on_listening`: called with the coordinator's address once it listens. `again`: the command that continues this
+      run, if it is not `paceline run`. `temporary`: the run folder is removed at the end, as for a rehearsal.
+    - `epoch`: the epoch of the first coordinator, higher than that of an earlier one that agents may still know.
+    - `address`, `size`: our address and the number of workers at the start of the run; set by the agent.
     """
 
     script: str
@@ -61,6 +63,8 @@ class LaunchOptions:
     environment: Mapping[str, str] = field(default_factory=dict)
     cold_start: bool = False
     max_restarts: int = 10
+    raw: bool = False
+    restarts: int = 0
     hang_timeout: int | None = None
     min_workers: int = 1
     begin: int = 1
@@ -73,6 +77,7 @@ class LaunchOptions:
     patience: float = 0.0
     on_listening: Callable[[tuple[str, int]], None] | None = None
     again: str | None = None
+    separated: bool = False  # whether the arguments came after --
     temporary: bool = False
     epoch: int = 1
     address: str = "127.0.0.1"
@@ -80,5 +85,5 @@ class LaunchOptions:
 
     @property
     def program(self) -> list[str]:
-        """What the interpreter is given."""
+        """The command line of the interpreter: script or module, and arguments."""
         return [*(["-m", self.module] if self.module else [self.script]), *self.arguments]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import Coloured, command_line, in_one_line, printable
+from paceline.base.environment import FUNCTION
 from paceline.base.journal import Event, Journal
 from paceline.base.memory import advice
 from paceline.base.tracebacks import named, short
@@ -24,30 +25,31 @@ from paceline.observe.report import write_report
 from paceline.team.coordinator import STOPPED
 
 INTERRUPTED = 130
-FUNCTION = "paceline.launch.function"  # the module that calls a function
-NOT_USED = "no Trainer was made and paceline.join() was not called"
-INSTEAD = "make a paceline.Trainer, or run it with plain python"
-VANISHED = "ended with exit code 0 in the midst of its script, without a word"
+NOT_USED = "no Trainer was created and paceline.join() was not called"
+INSTEAD = "create a paceline.Trainer, add --raw if the script uses torch.distributed, or run it with plain python"
+RAW = "checkpoints are those of the script itself\nstart again with"
+VANISHED = "exited with code 0 in the middle of its script, without an error message"
 
 
 class RunOutcome:
-    """Determines and prints how the run ended. Workers whose loss the run has survived do not count."""
+    """Determines and prints how the run ended. Workers that were lost without ending the run do not count."""
 
     def __init__(
         self, options: LaunchOptions, folder: Path, journal: Journal, output: Output, say: Callable[..., None]
     ) -> None:
         self._options, self._folder, self._journal, self._output, self._say = options, folder, journal, output, say
         self._coloured = sys.stderr.isatty()
-        self.first = options.join is None  # this agent's workers began the run, and wrote its journal
-        self._events: ChainMap[str, Any] = ChainMap()  # of all workers, the last of each kind, members first
+        self.first = options.join is None  # whether the workers of this agent started the run, and wrote its journal
+        self._events: ChainMap[str, Any] = ChainMap()  # of all workers, the last of each kind; members win
 
     def failures(self, workers: Sequence[Worker], stop: int | None, failing: Mapping[int, str]) -> list[Worker]:
-        """The workers that failed, also those of which only the coordinator knows (`failing`). None if a stop came
-        before some worker had installed its signal handler: it just ended.
+        """The workers that failed, including those that only the coordinator knows of (`failing`). The list is empty if
+        a stop came before some worker had installed its signal handler: the signal just ended that worker. With --raw
+        a signal ends every worker, in whatever way its script does.
 
-        Besides the workers that ended the run, it has those that raised the same exception before and were replaced.
+        The list has the workers that ended the run, and replaced workers that raised the same exception before.
         """
-        if any(stop is not None and worker.status == -signal.SIGUSR2 for worker in workers):
+        if stop is not None and (self._options.raw or any(worker.status == -signal.SIGUSR2 for worker in workers)):
             return []
         fine = (0, STOPPED, None)
         failed = [
@@ -60,8 +62,8 @@ class RunOutcome:
         return [w for w in failed if w in final or (exception_of(w) is not None and exception_of(w) in exceptions)]
 
     def verdict(self, workers: Sequence[Worker], stop: int | None, at_once: bool, left: bool, orders: Event) -> int:
-        """Prints how the run ended and returns the exit code, which is 0 only if the run is finished. `left`: these
-        workers were asked to leave the run; `orders`: the last orders of the coordinator.
+        """Prints how the run ended and returns the exit code, which is 0 only if the run is finished. `left`: the
+        workers of this host were asked to leave the run; `orders`: the last orders of the coordinator.
         """
         own_ranks, failing_entries = {worker.rank for worker in workers}, orders.get("failing", ())
         failing = {number: why for number, _, why in failing_entries if number in own_ranks}
@@ -72,17 +74,21 @@ class RunOutcome:
         if at_once:
             self._say(self._how_stopped("stopped at once"), always=True)
             return asked
+        if stop is not None and self._options.raw:
+            self._journal.write("stopped", why=signal.Signals(stop).name)
+            self._say(self._how_stopped("stopped"), always=True)
+            return asked
         if stop is not None and failures and all(worker.hung for worker in failures):
             hung = ", ".join(f"worker {worker.rank} {worker.exit_text}" for worker in failures)
-            self._say(self._how_stopped(f"stopped; {hung}, and was ended"), always=True)
+            self._say(self._how_stopped(f"stopped; {hung}, and was killed"), always=True)
             return asked
         if failures:
             return self._failed(workers, failures, failing)
         for number, agent, why in (entry for entry in failing_entries if entry[0] not in own_ranks and stop is None):
-            self._say(f"worker {number} of {agent} {why}, which ended the run: see there", always=True)
+            self._say(f"worker {number} on {agent} {why}, which ended the run: see that host's console", always=True)
             return 1
         if left:
-            self._say(f"left the run, which goes on\ncome back with: {self._command()}", always=True)
+            self._say(f"left the run, which continues without this host\nrejoin with: {self._command()}", always=True)
             return asked
         well = all(worker.status == 0 for worker in workers) if workers else orders.get("finished", False)
         finished = well and not failing_entries
@@ -90,10 +96,10 @@ class RunOutcome:
             self._say(self._how_stopped("stopped"), always=True)
             return asked
         size = self._size
-        if stop is None and size != 1 and strangers(everyone):
+        if stop is None and size != 1 and not self._options.raw and strangers(everyone):
             what = f"{self._name} ended without using paceline: {NOT_USED}"
             each = f"{size} workers did the same work {size} times"
-            work = each if size else "each worker did the same work by itself"
+            work = each if size else "each worker did the same work on its own"
             self._say(f"{what}, so {work}; {INSTEAD}", always=True)
             return 1
         return self._finished(workers) if finished else self._unknown()
@@ -115,17 +121,22 @@ class RunOutcome:
         """Prints a note if workers have run for long and none has joined a team."""
         if self._size != 1 and strangers(workers):
             what = f"note: no worker has used paceline yet: {NOT_USED}"
-            self._say(f"{what}; if {self._name} never does, each worker does the same work by itself", always=True)
+            self._say(f"{what}; unless {self._name} does this, each worker does the same work on its own", always=True)
 
     def _finished(self, workers: Sequence[Worker]) -> int:
         name, events = self._name, self._events
-        if not self.first or not workers:  # others ended it
-            self._say("the run has ended; its report is in the folder of its first worker")
+        if not self.first or not workers:  # other hosts ended the run
+            self._say("the run has ended; its report is in the run folder on the host that started the run")
             return 0
-        if "join" not in events:
-            self._say(f"note: {name} ended without using paceline, which trained and saved nothing")
+        if self._options.raw:
+            if "join" not in events and self._size != 1:
+                what = f"note: {name} ended without a process group of torch.distributed"
+                self._say(f"{what}, so each of the {self._size} workers did its work on its own")
+            self._journal.write("finished")
+        elif "join" not in events:
+            self._say(f"note: {name} ended without using paceline, so Paceline trained and saved nothing")
         elif events["join"].get("trainer") and not events.keys() & {"phase", "finished"}:
-            self._say(f"note: {name} made a Trainer and never asked it for steps")
+            self._say(f"note: {name} created a Trainer but ran no training step")
         if "phase" in events and not events.get("finished", {}).get("already") and not self._options.quiet:
             self._say(self._report())
         if "stopped" in events:
@@ -137,11 +148,13 @@ class RunOutcome:
         try:
             return write_report(self._folder, colour=self._coloured, short=not self._options.verbose)
         except (UsageError, OSError) as error:
-            return f"{self._name} finished; its report cannot be written: {error}"
+            return f"{self._name} finished, but its report cannot be written: {error}"
 
     def _how_stopped(self, how: str) -> str:
         if self._options.temporary:
             return f"{how}\nstart again with: {self._command()}"
+        if self._options.raw:
+            return f"{how}\n{RAW}: {self._command()}"
         stop_event = self._events.get("stopped", {})
         newest = self._newest_checkpoint()
         again = "continue with"
@@ -149,17 +162,17 @@ class RunOutcome:
         if checkpoint and (self.first or (self._folder / checkpoint).exists()):
             saved = f" after step {stop_event['step']}; saved {named(self._folder / checkpoint)}"
         elif checkpoint:
-            saved = f" after step {stop_event['step']}; saved {checkpoint} in the folder of the run's first worker"
+            saved = f" after step {stop_event['step']}; saved {checkpoint} on the host that started the run"
         elif newest is not None:
-            saved = f"; the last checkpoint is of step {newest}"
+            saved = f"; the last checkpoint is from step {newest}"
         else:
             saved, again = "; no checkpoint was written", "start again with"
         return f"{how}{saved}\n{again}: {self._command()}"
 
     def _unknown(self) -> int:
-        """Prints that no member of the team is left here and the end of the run is not known. Returns 1."""
-        what = "no worker is left here, and there is no word that the run is finished"
-        cure = "see the console where it began; if it ended there, start it again, then run"
+        """Prints that this host has no member of the team left and does not know how the run ended. Returns 1."""
+        what = "all workers of this host have ended, but the coordinator has not reported that the run is finished"
+        cure = "see the console of the host that started the run; if the run ended there, start it again, then run"
         logs = "" if self._options.temporary else f"logs: {named(self._folder / 'logs')}{os.sep}\n"
         text = f"{what}\n{logs}next: {cure} `{self._command()}`"
         self._say(f"\n{text}", always=True)
@@ -169,7 +182,7 @@ class RunOutcome:
     def _failed(self, workers: Sequence[Worker], failed: Sequence[Worker], failing: Mapping[int, str]) -> int:
         failures = []
         for worker in failed:
-            status = worker.status or 1  # it said so and did not end, or ended without saying anything
+            status = worker.status or 1  # it reported a failure but still runs, or exited with 0 silently
             failed_event, grown = worker.events.get("failed", {}), worker.memory.grown()
             why = VANISHED if worker.exited_silently else "" if worker.status or failed_event else failing[worker.rank]
             failure = Failure(
@@ -185,7 +198,7 @@ class RunOutcome:
             failures.append(failure)
         stopped = [worker.rank for worker in workers if worker.killed and worker not in failed]
         cause, host = culprit(failures), socket.gethostname()
-        if cause.step is None:  # it did not say
+        if cause.step is None:  # the worker did not report it
             cause.step = workers[0].events.get("step", {}).get("step")
         logs = None if self._options.temporary else Path(named(self._folder / "logs"))
         text = failure_block(cause, failures, stopped, host, logs, self._then(cause))
@@ -200,16 +213,18 @@ class RunOutcome:
         """The command that continues the run, and the step from which it continues."""
         if self._options.temporary:
             return f"then run `{self._command()}`"
+        if self._options.raw:
+            return f"then run `{self._command()}`: it continues from the script's own checkpoints, if it loads any"
         newest = self._newest_checkpoint()
-        goes_on = "starts anew: no checkpoint was written" if newest is None else f"continues from step {newest}"
-        if cause.kind == "CheckpointError" and "found" not in self._events:  # it looked for one, in vain
-            goes_on = "continues from the newest checkpoint that can be read, and fails like this as long as none can"
+        goes_on = "starts over: no checkpoint was written" if newest is None else f"continues from step {newest}"
+        if cause.kind == "CheckpointError" and "found" not in self._events:  # it found no checkpoint that it can read
+            goes_on = "continues from the newest readable checkpoint, and fails again if no checkpoint is readable"
         return f"then run `{self._command()}`: it {goes_on}"
 
     def _newest_checkpoint(self) -> int | None:
         manifests = (self._folder / "checkpoints").glob("step-" + 12 * "[0-9]" + "/manifest.json")
         known = [int(path.parent.name.removeprefix("step-")) for path in manifests]
-        if "saved" in self._events:  # perhaps elsewhere
+        if "saved" in self._events:  # possibly in another folder (--checkpoints)
             known.append(self._events["saved"]["step"])
         return max(known, default=None)
 
@@ -231,12 +246,17 @@ class RunOutcome:
             "--mirror": options.mirror,
             "--steps": options.max_steps if done < (options.max_steps or 0) else None,
         }
-        flags = [part for name, value in given.items() if value is not None for part in (name, str(value))]
-        return command_line(["paceline", "run", *flags, *options.program])
+        if options.raw:
+            given |= {"--max-restarts": options.max_restarts or None, "--hang-timeout": options.hang_timeout}
+        flags = ["--raw"] if options.raw else []
+        flags += [part for name, value in given.items() if value is not None for part in (name, str(value))]
+        cut = len(options.program) - len(options.arguments)
+        separator = ["--"] if options.separated else []
+        return command_line(["paceline", "run", *flags, *options.program[:cut], *separator, *options.arguments])
 
 
 def strangers(workers: Sequence[Worker]) -> bool:
-    """Whether scripts run or have run to their end without any worker joining a team: they do not use Paceline."""
+    """Whether scripts run, or have ended well, and no worker has joined a team: they do not use Paceline."""
     run = [worker for worker in workers if worker.status in (0, None) and not worker.killed and not worker.serves]
     return bool(run) and not any("join" in worker.events for worker in workers)
 

@@ -18,7 +18,7 @@ from paceline.base.tracebacks import TRACEBACK
 
 WARNING = re.compile(r"^(?P<where>.+?:\d+): (?P<category>\w*Warning): (?P<text>.*)$")
 COLLECT = 2.0  # seconds to wait for the next worker with the same warning
-HOLD = 3.0  # seconds to wait whether a worker that printed a traceback dies of it
+HOLD = 3.0  # seconds to wait whether a worker that printed a traceback ends
 LONGEST = 1 << 16  # bytes of a line without an end
 
 
@@ -34,15 +34,14 @@ class _Feed:
 
 
 class Output:
-    """Takes what the workers write. All of it goes to ``worker-K.log`` as it comes.
+    """Distributes the output of the workers. All of it goes to ``worker-K.log`` as it arrives.
 
-    Shown are the lines of worker 0, or of whoever leads the team after it, and each distinct warning of any worker
-    once, with the workers that raised it.
-    From a traceback on, its standard error is held back: if it dies of it, the failure block tells;
-    else it is shown after all.
+    The console shows the lines of worker 0, or of the worker that leads the team after it, and each distinct warning
+    of any worker once, with the workers that raised it. From a traceback on, standard error of the shown worker is
+    held back: if the worker ends, the failure text contains the error; otherwise the lines are shown later.
 
-    `show` prints one line on the console. `raw`: a file descriptor that its standard output is copied
-    to byte by byte instead (where that is a file or a pipe and not the terminal).
+    `show` prints one line on the console. `raw`: a file descriptor to which standard output of the shown worker is
+    copied byte by byte instead (if it is a file or a pipe and not the terminal).
     """
 
     def __init__(self, logs: Path, workers: Sequence[int], show: Callable[[str], None], raw: int | None) -> None:
@@ -50,7 +49,7 @@ class Output:
         self._logs, self._feeds = logs, dict[int, _Feed]()
         for rank in workers:
             self.open(rank)
-        self._warnings: dict[str, set[int]] = {}  # by text; kept when shown, so as not to show them again
+        self._warnings: dict[str, set[int]] = {}  # workers by text; kept, so that it is shown only once
         self._due: dict[str, float] = {}  # when to show a warning
         self._held: list[str] | None = None
         self._release = 0.0
@@ -63,7 +62,7 @@ class Output:
             self._feeds[rank] = _Feed(_open_log(self._logs / f"{called(rank)}.log"))
 
     def reopen(self) -> bool:
-        """Creates log files again that are gone. Returns whether there were any. OSError: they cannot be written."""
+        """Creates missing log files again. Returns whether any were missing. OSError: they cannot be written."""
         has_reopened = False
         for rank, feed in self._feeds.items():
             path = self._logs / f"{called(rank)}.log"
@@ -85,11 +84,11 @@ class Output:
         except OSError as error:
             if not self._log_lost:
                 self._log_lost = True
-                self._show(f"the workers' logs are incomplete ({error.strerror}); free space on that disk")
+                self._show(f"the logs of the workers are incomplete ({error.strerror}); free some space on that disk")
         if rank == self.shown and stream == "stdout" and self._raw is not None and self._raw >= 0:
             try:
                 _write_all(self._raw, data)
-            except OSError:  # the reader is gone: no reason to end the training
+            except OSError:  # the reader has ended, which must not end the training
                 self._raw = -1
         *lines, rest = (feed.rest[stream] + data).split(b"\n")
         if len(rest) > LONGEST:
@@ -129,7 +128,7 @@ class Output:
         self._due[text] = time.monotonic() + (COLLECT if len(workers) < len(self._feeds) else 0.0)
 
     def deadline(self) -> float:
-        """When `tick` wants to be called next, on the monotonic clock."""
+        """The monotonic time at which `tick` must be called next."""
         release = [self._release] if self._held is not None and not self._failing else []
         return min([*self._due.values(), *release], default=float("inf"))
 
@@ -145,7 +144,7 @@ class Output:
 
     def again(self, rank: int) -> None:
         """Forgets the last lines of a worker, because another process takes its place."""
-        if rank in self._feeds:  # else that was on another host
+        if rank in self._feeds:  # otherwise the process before was on another host
             self._feeds[rank].tail.clear()
             self._feeds[rank].errors.clear()
 
@@ -182,7 +181,7 @@ class Output:
 def _open_log(path: Path) -> int:
     """Opens a log to append to it; after the lines of an earlier start, a line marks the beginning of this one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Not waiting where a pipe lies in its place that nobody reads.
+    # Non-blocking, in case the path is a pipe that no process reads.
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
     os.set_blocking(log, True)
     if os.fstat(log).st_size:

@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from paceline.base.environment import (
+    CONTRADICT,
     address_towards,
     gloo_interface,
     gpus,
@@ -34,17 +35,17 @@ from paceline.base.text import plural, size_of
 from paceline.errors import PacelineError
 
 SHM = Path("/dev/shm")
-LEAST_SHM = 1 << 30  # bytes from which on nothing is said
-COPIED = 32 << 20  # bytes of the copy that is tried
-FILES = 1024  # descriptors that hundreds of workers and loaders are short of
-SLOW = 0.5  # seconds of a flush, above which it is reported
+LEAST_SHM = 1 << 30  # bytes below which a note is given
+COPIED = 32 << 20  # bytes of the test copy
+FILES = 1024  # open files below which a note is given: hundreds of workers and loaders need more
+SLOW = 0.5  # seconds of a flush above which a note is given
 TORCH = (2, 13)
 _SIOCGIFADDR = 0x8915  # of netdevice(7)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. With a `cure` a run may fail, with a `note` it may be slow; else all is well."""
+    """The result of one check. With a `cure` a run may fail, with a `note` it may be slow; otherwise all is well."""
 
     what: str
     cure: str = ""
@@ -64,14 +65,14 @@ def checkup(folder: Path) -> Iterator[Finding]:
 
 
 def at_launch() -> Iterator[str]:
-    """The warnings that are printed when a run begins: of those checks that take no time."""
+    """The warnings that are printed when a run begins, from the checks that take no time."""
     for finding in (*_room(), *_graphics()):
         if finding.cure or finding.note:
             yield f"{finding.what}: {finding.cure or finding.note}"
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python, torch and Paceline, which all hosts must have in common."""
+    """The versions of Python, torch and Paceline, which must be the same on all hosts."""
     version_of = {"python": ".".join(map(str, sys.version_info[:3]))}
     for name in ("torch", "paceline"):
         try:
@@ -94,30 +95,30 @@ def _cores() -> Iterator[Finding]:
     with suppress(OSError):
         flags = Path("/proc/cpuinfo").read_text()
     kind = next((name for name, flag in (("AVX-512", "avx512f"), ("AVX2", "avx2")) if f" {flag}" in flags), "")
-    with suppress(OSError, ValueError):  # of a container
+    with suppress(OSError, ValueError):  # the quota of a container
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         if quota != "max" and int(quota) < count * int(period):
-            what = f"{plural(count, 'core')}, of which a quota gives {int(quota) / int(period):g}"
-            yield Finding(what, note="start no more workers than that")
+            what = f"{plural(count, 'core')}, limited to {int(quota) / int(period):g} by a quota"
+            yield Finding(what, note="start at most one worker per available core")
             return
     yield Finding(plural(count, "core") + (f" with {kind}" if kind else ""))
 
 
 def _memory() -> Iterator[Finding]:
-    yield Finding(f"{size_of(memory_free())} of memory free")
+    yield Finding(f"{size_of(memory_free())} of free memory")
 
 
 def _room() -> Iterator[Finding]:
-    """Checks the space in shared memory, through which loader processes hand over rows."""
+    """Checks the space in shared memory, through which loader processes pass rows."""
     if not SHM.is_dir():
-        yield Finding(f"there is no {SHM}", "mount a tmpfs there: loader processes hand rows over in it")
+        yield Finding(f"{SHM} does not exist", "mount a tmpfs there: loader processes pass rows through it")
         return
     free = shutil.disk_usage(SHM).free
-    what, cure = f"{size_of(free)} free in {SHM}", "docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
+    what, cure = f"{size_of(free)} free in {SHM}", "use docker run --shm-size=8g, or a memory emptyDir in Kubernetes"
     if free < 2 * COPIED:
         yield Finding(what, cure)
     else:
-        yield Finding(what, note="" if free >= LEAST_SHM else f"loader processes hand rows over in it; {cure}")
+        yield Finding(what, note="" if free >= LEAST_SHM else f"loader processes pass rows through it; {cure}")
 
 
 def _copy() -> Iterator[Finding]:
@@ -128,41 +129,41 @@ def _copy() -> Iterator[Finding]:
     with tempfile.TemporaryFile(dir=SHM) as file:
         file.truncate(COPIED)
         with mmap.mmap(file.fileno(), COPIED) as memory:
-            memory[:] = pattern  # its pages are made
+            memory[:] = pattern  # allocates the pages
             began = time.perf_counter()
             memory[:] = pattern
             took = time.perf_counter() - began
             same = hashlib.blake2b(memory).digest() == hashlib.blake2b(pattern).digest()
     speed = f"{COPIED / took / 1e9:.1f} GB/s"
     yield Finding(
-        f"a copy through shared memory is right, {speed}" if same else "a copy through shared memory differs",
-        "" if same else "test this machine's memory: nothing that is computed on it can be trusted",
+        f"a copy through shared memory is correct, {speed}" if same else "a copy through shared memory is corrupted",
+        "" if same else "test the memory of this machine: no result computed on it can be trusted",
     )
 
 
 def _graphics() -> Iterator[Finding]:
     count = gpus()
     if count and (torch := versions()["torch"]).endswith("+cpu"):
-        yield Finding(f"{plural(count, 'GPU')}, and torch {torch} knows no CUDA", "install torch for CUDA")
+        yield Finding(f"{plural(count, 'GPU')}, but torch {torch} does not support CUDA", "install torch with CUDA")
     elif count:
         yield Finding(plural(count, "GPU"))
 
 
 def own_address() -> str:
-    """The address at which other hosts reach this one: that of its default route, else that of its first network, else
-    an empty text.
+    """The address at which other hosts reach this one: the address of its default route, otherwise that of its first
+    network interface, otherwise an empty text.
     """
     with suppress(OSError):
-        return address_towards("192.0.2.1")  # an address of documentation
+        return address_towards("192.0.2.1")  # an address reserved for documentation
     return next(iter(_network_addresses()), "")
 
 
 def _network_addresses() -> list[str]:
-    """The addresses of this host's interfaces but the loopback, in the order of interfaces."""
+    """The addresses of the interfaces of this host except the loopback, in the order of the interfaces."""
     addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
+            with suppress(OSError):  # the interface has no address
                 answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 addresses.append(socket.inet_ntoa(answer[20:24]))
     return [address for address in addresses if not address.startswith("127.")]
@@ -180,9 +181,9 @@ def _address() -> Iterator[Finding]:
     name, address, chosen = socket.gethostname(), reached_at() or own_address(), gloo_interface()
     names = [interface for _, interface in socket.if_nameindex()]
     if chosen and not any(one.strip() in names for one in chosen.split(",")):
-        yield Finding(f"GLOO_SOCKET_IFNAME={chosen}", f"there is no such interface, but {', '.join(names)}; unset it")
+        yield Finding(f"GLOO_SOCKET_IFNAME={chosen} is not an interface", f"unset it, or use one of {', '.join(names)}")
     if not address:
-        yield Finding(f"{name} has no address in a network", note="workers of this host alone can meet")
+        yield Finding(f"{name} has no network address", note="only workers on this host can connect to each other")
         return
     with socket.socket() as listener:
         listener.bind((address, 0))
@@ -190,16 +191,17 @@ def _address() -> Iterator[Finding]:
     with suppress(OSError):
         resolved = socket.gethostbyname(name)
     loops = resolved.startswith("127.")
-    more = f"the name {name} means {resolved} here; Paceline takes the address, other tools may not" if loops else ""
-    alone = "" if _has_default_route() else ", in its own network: there is no default route"
-    yield Finding(f"{name} is reached at {address}{alone}", note=more)
+    more = f"{name} resolves to {resolved} here; Paceline uses the address, other tools may not" if loops else ""
+    alone = "" if _has_default_route() else ", only in its own network: this host has no default route"
+    yield Finding(f"other hosts reach {name} at {address}{alone}", note=more)
 
 
 def _files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < FILES:
         yield Finding(
-            f"{soft} open files a process", note=f"ulimit -n {min(hard, 65536)}, for many workers and loaders"
+            f"at most {soft} open files per process",
+            note=f"run ulimit -n {min(hard, 65536)} for many workers and loaders",
         )
 
 
@@ -215,30 +217,30 @@ def _disk(folder: Path) -> Iterator[Finding]:
             took = time.perf_counter() - began
     except OSError as error:
         yield Finding(
-            f"{existing_folder} cannot be written ({error.strerror})", "give --run-dir, or --checkpoints, elsewhere"
+            f"{existing_folder} cannot be written ({error.strerror})", "choose another --run-dir or --checkpoints"
         )
         return
     free = size_of(shutil.disk_usage(existing_folder).free)
     what = f"{free} free in {existing_folder}, a flush takes {1000 * took:.0f} ms"
-    yield Finding(what, note="checkpoints will take long" if took > SLOW else "")
+    yield Finding(what, note="writing checkpoints will be slow" if took > SLOW else "")
 
 
 def _start() -> Iterator[Finding]:
-    """Reports which launcher has started us, as `python train.py` and `paceline run --nodes auto` would see it."""
+    """Reports which launcher started this process, as `python train.py` and `paceline run --nodes auto` see it."""
     try:
         world = read_world()
         if world.launcher != "none":
-            yield Finding(f"{world.launcher}'s variables: `python train.py` is worker {world.rank} of {world.size}")
+            yield Finding(f"started by {world.launcher}: `python train.py` is worker {world.rank} of {world.size}")
         elif (job := slurm_job()) is not None:
-            yield Finding(f"Slurm's job {job.number} on {job.nodes}: `paceline launch slurm train.py` uses it")
+            yield Finding(f"in Slurm job {job.number} on {job.nodes}: `paceline launch slurm train.py` uses its nodes")
         else:
-            yield Finding("nobody has started workers: `python train.py` trains alone")
+            yield Finding("no launcher found: `python train.py` trains with one worker")
     except PacelineError as error:
         yield Finding(error.what, error.cure)
     try:
         number, count, first, _ = read_nodes()
-        of = f" of {count}" if count else ""  # else that may change
-        yield Finding(f"node {number}{of} at {first}: `paceline run --nodes auto train.py` on each makes a team")
+        of = f" of {count}" if count else ""  # otherwise the number may change
+        yield Finding(f"node {number}{of} at {first}: start `paceline run --nodes auto train.py` on each node")
     except PacelineError as error:
-        if "disagree" in error.what:
+        if CONTRADICT in error.what:  # otherwise no such launcher has started this
             yield Finding(error.what, error.cure)

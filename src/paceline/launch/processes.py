@@ -18,7 +18,7 @@ from paceline.base.environment import memory_groups
 from paceline.base.memory import machine_memory
 
 _PDEATHSIG, _NAME, _SUBREAPER = 1, 15, 36  # PR_SET_... of linux/prctl.h
-_DEAD = "ZX"  # states in proc(5): ended and not yet reaped, and gone
+_DEAD = "ZX"  # states in proc(5): zombie (not reaped yet), and dead
 
 
 def _prctl() -> Any:
@@ -28,25 +28,25 @@ def _prctl() -> Any:
 
 
 def die_with_us() -> Callable[[], None]:
-    """What a child calls between fork and exec so that it is killed when the thread that forked it ends."""
-    return partial(die_with, os.getpid(), _prctl())  # looked up here: after the fork only the bare call is safe
+    """Returns a function that a child calls between fork and exec, so that it dies with the thread that forked it."""
+    return partial(die_with, os.getpid(), _prctl())  # looked up before the fork: after it, only the call itself is safe
 
 
 def die_with(parent: int, prctl: Any = None) -> None:
-    """This process is killed when its parent ends, which must be that one."""
+    """Makes the kernel kill this process when its parent ends. Exits at once if `parent` is not the parent any more."""
     (prctl or _prctl())(_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before the call
         os._exit(1)
 
 
 def name_process(name: str, command: Sequence[str]) -> None:
-    """What ``top`` calls this process, of which the kernel keeps 15 bytes, and the command line that ``ps`` shows and
-    ``pgrep -f`` looks through, which has as much room as the one that it was started with.
+    """Sets the name of this process that ``top`` shows (15 bytes), and the command line that ``ps`` and ``pgrep -f``
+    use. The new command line is cut to the length of the original one.
     """
     text = ctypes.create_string_buffer(os.fsencode(name)[:15])
     _prctl()(_NAME, ctypes.addressof(text), 0, 0, 0)
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5); zero where they are not shown
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end of proc(5); zero if they are hidden
     words = b"\0".join(map(os.fsencode, command))[: max(0, end - start - 1)]
     if start:
         ctypes.memset(start, 0, end - start)
@@ -59,11 +59,11 @@ def adopt_orphans() -> None:
 
 
 class Child:
-    """A child process of ours, started (`process`) or adopted. Nobody else can get its number before it is reaped."""
+    """A child process, started (`process`) or adopted. No other process can get its id before it is reaped."""
 
     def __init__(self, pid: int, process: subprocess.Popen[bytes] | None = None) -> None:
         self.pid, self.pidfd = pid, os.pidfd_open(pid)
-        self._process = process  # which would reap it if it were collected
+        self._process = process  # kept, because Popen would reap the process if it were collected
 
     def signal(self, number: int) -> None:
         """Sends the process a signal, if it still exists."""
@@ -74,12 +74,12 @@ class Child:
         """News of the process: its end (WEXITED), a stop (WSTOPPED) or its continuation (WCONTINUED); None without."""
         try:
             return os.waitid(os.P_PIDFD, self.pidfd, at | os.WNOHANG | (os.WNOWAIT if at & os.WEXITED else 0))
-        except ChildProcessError:  # it has ended, which was not asked for
+        except ChildProcessError:  # it has ended, and `at` did not ask for that
             return None
 
     @property
     def status(self) -> int | None:
-        """How the process ended, as in subprocess; None: it runs. It is not reaped."""
+        """The exit status of the process, as in subprocess; None while it runs. The process is not reaped."""
         info = self.look(os.WEXITED)
         if info is None:
             return None
@@ -123,7 +123,7 @@ def ended(pid: int) -> bool:
 
 
 def _stat(pid: int) -> tuple[str, list[str]]:
-    """A process's name; and its state, parent, group and session. OSError: there is none."""
+    """The name of a process, and its state, parent, group and session. OSError: it does not exist."""
     file = os.open(f"/proc/{pid}/stat", os.O_RDONLY)
     try:
         head, _, rest = os.read(file, 4096).decode(errors="replace").rpartition(")")

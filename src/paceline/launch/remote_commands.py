@@ -33,7 +33,8 @@ def stop(run: str, token_file: str | None, wait: bool) -> int:
     """
     address, token, folder = _find_run(run, token_file)
     reply = _ask(address, token, "/stop", {}, "stopped")
-    say(f"{in_one_line(run)} has done {plural(reply['step'], 'step')}: it stops after the one under way, and saves")
+    done = f"has done {plural(reply['step'], 'step')}; it saves and stops after the current step"
+    say(f"{in_one_line(run)} {'stops' if _is_raw(folder) else done}")
     while wait and _answers(address, token):
         time.sleep(LOOK)
     if wait:
@@ -61,19 +62,22 @@ def profile(run: str, steps: int, workers: str | None, token_file: str | None) -
     `stop`, or the run ends before.
     """
     address, token, folder = _find_run(run, token_file)
+    if _is_raw(folder):
+        what = f"{in_one_line(run)} was started with --raw, and Paceline does not see the steps of its script"
+        raise UsageError(what, "use torch.profiler in the script, or see `paceline stacks`")
     requested = [parse_whole("--workers ", number, 0) for number in workers.split(",")] if workers is not None else None
     reply = _ask(address, token, "/profile", {"steps": steps, "workers": requested}, "profiled")
     profiled = reply["workers"]
     say(f"profiling {plural(steps, 'step')} of {ranks(profiled)}")
     run_folder = folder or Path(reply["folder"])
     if folder is None:
-        say(f"it will be in {run_folder / PROFILES / str(reply['asked'])} on the hosts of these workers")
+        say(f"the profile will be in {run_folder / PROFILES / str(reply['asked'])} on the hosts of these workers")
         return 0
     while missing := [worker for worker in profiled if not profile_of(run_folder, reply["asked"], worker).exists()]:
         if not _answers(address, token):
-            what = f"{in_one_line(run)} has ended before there was a profile of {ranks(missing)}"
+            what = f"{in_one_line(run)} ended before {ranks(missing)} had written a profile"
             raise LaunchError(
-                what, "ask for fewer steps; what workers on other hosts have written is in their run folders"
+                what, "profile fewer steps; profiles of workers on other hosts are in the run folders there"
             )
         time.sleep(LOOK)
     for worker in profiled:
@@ -81,11 +85,16 @@ def profile(run: str, steps: int, workers: str | None, token_file: str | None) -
     return 0
 
 
+def _is_raw(folder: Path | None) -> bool:
+    """Whether the run in this folder was started with --raw."""
+    return folder is not None and any(event.get("raw") for event in read_journal(folder) if event["event"] == "start")
+
+
 def _find_run(run: str, token_file: str | None) -> tuple[tuple[str, int], bytes, Path | None]:
     """The address of a run's coordinator, its token, and the run folder if it is on this host."""
     if Path(run).is_dir() and not (Path(run) / ADDRESS).exists():
-        what = f"no run was started in {in_one_line(run)}, or it keeps no coordinator"
-        raise UsageError(what, "give the folder of one that goes on")
+        what = f"no run was started in {in_one_line(run)}, or its coordinator is on another host"
+        raise UsageError(what, "pass the run folder on the host of its coordinator")
     return find(LaunchOptions(script="", join=run, token_file=token_file))
 
 
@@ -98,17 +107,18 @@ def _ask(address: tuple[str, int], token: bytes, path: str, what: Any, to_be: st
         with Wire(address, token) as wire:
             return ask_once(wire, path, what, 0)
     except RefusedError as refused:
-        raise UsageError(f"the run at {where} refuses to be {to_be}: {refused}", "see its console") from None
+        raise UsageError(f"the run at {where} cannot be {to_be}: {refused}", "see the console of the run") from None
     except UnsignedError as error:
         if error.code == 401:
-            cure = "copy the file token of its folder here again"
-            raise UsageError(f"the run at {where} refuses to be {to_be}: a wrong token", cure) from None
+            cure = "copy the file token of its run folder here again"
+            raise UsageError(f"the run at {where} cannot be {to_be}: the token is wrong", cure) from None
         raise LaunchError(str(error), NO_TOKEN) from None
     except FormatError as error:
         raise LaunchError(error.what, error.cure) from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "no answer"
-        raise LaunchError(f"no run answers at {where} ({why})", "it has ended, or see `paceline report`") from error
+        cure = "if the run has ended, `paceline report RUN` shows how"
+        raise LaunchError(f"no run answers at {where} ({why})", cure) from error
 
 
 def _answers(address: tuple[str, int], token: bytes) -> bool:
@@ -132,9 +142,8 @@ def logs(run: str, follow: bool, lines: int | None) -> int:
     """
     folder = Path(run)
     if not (folder / "logs").is_dir():
-        raise UsageError(
-            f"there are no logs in {in_one_line(folder)}", "give the folder of a run that was begun, on its host"
-        )
+        what = f"{in_one_line(folder)} contains no logs"
+        raise UsageError(what, "pass the folder of a run that was started on this host")
     read: dict[Path, int] = {}
     while True:
         ended = not (follow and _runs(folder))

@@ -22,15 +22,15 @@ from paceline.team.auth import keep_token
 from paceline.team.reading_key import KEY, TARGETS, reading_key
 
 PAUSE = 1.0  # seconds between two looks
-SMALL = (ADDRESS, PAGE, TARGETS, KEY)  # files that are put back as they were last
+SMALL = (ADDRESS, PAGE, TARGETS, KEY)  # files that are restored with their last content
 LOCK = "lock"
 
 
 class RunFolder:
-    """An agent's folder. `say` prints a line; `output` writes its logs, `checkpoints` is where else checkpoints go.
+    """The run folder of an agent. `say` prints a line; `output` writes the logs; `checkpoints`: where else they go.
 
-    What others can delete is all in memory, or in files that are still open: the token, the addresses, the journal.
-    Logs and checkpoints of before are not, and the line says so.
+    The token, the addresses and the journal are in memory or in open files, so they can be written again. Earlier logs
+    and checkpoints are not, and the printed line says so.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class RunFolder:
         self._folder, self._token, self._journal, self._output, self._say = folder, token, journal, output, say
         elsewhere = checkpoints is not None and is_url(checkpoints)
         self._checkpoints = None if elsewhere else Path(checkpoints) if checkpoints else folder / "checkpoints"
-        self._held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # so nobody else gets its number
-        self._contents: dict[str, tuple[int, bytes]] = {}  # of small files: when they were written, and what
+        self._held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # kept open, so that its inode number is not reused
+        self._contents: dict[str, tuple[int, bytes]] = {}  # of small files: time of the last change, and content
         self._locks = self._is_locked_by_us()
-        self._lock: int | None = None  # of a folder that was made again
-        self._seen: int | None = None  # the folder of checkpoints, once there is one
+        self._lock: int | None = None  # the lock of a folder that was created again
+        self._seen: int | None = None  # a descriptor of the checkpoint folder, once it exists
         self._failed = False
         self._due = 0.0
 
@@ -71,7 +71,7 @@ class RunFolder:
         except (OSError, LaunchError) as error:
             why = getattr(error, "strerror", None) or str(error)
             lines = [] if self._failed else [f"the run folder {short(self._folder)} cannot be written ({why})"]
-            lines = [f"{line}: training goes on without its journal, logs and report" for line in lines]
+            lines = [f"{line}; training continues without its journal, logs and report" for line in lines]
             self._failed = True
         for line in lines:
             self._say(line, always=True)
@@ -82,15 +82,14 @@ class RunFolder:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(self._held)
             self._held = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-            then = "training goes on, and journal, token and logs are written there again"
-            lines.append(
-                f"the run folder {where} was deleted or moved: {then}; earlier logs and checkpoints are missing"
-            )
+            then = "training continues, and the journal, token and logs are written there again"
+            text = f"the run folder {where} was deleted or moved: {then}; earlier logs and checkpoints are missing"
+            lines.append(text)
         if self._locks and not (self._folder / LOCK).exists():
             self._lock = hold_lock(self._folder)
         files = self._restore_token() + self._restore_small()
         if self._journal.put_back():
-            files.append("journal.jsonl (whole)")
+            files.append("journal.jsonl (complete)")
         if self._output.reopen():
             files.append("logs (without earlier lines)")
         if files and not gone:
@@ -98,7 +97,7 @@ class RunFolder:
         if self._lost_checkpoints() and not gone:
             checkpoint_folder = short(self._checkpoints or self._folder)
             what = f"the folder {checkpoint_folder} was deleted or moved"
-            lines.append(f"{what}: training goes on; earlier checkpoints are missing")
+            lines.append(f"{what}: training continues, but earlier checkpoints are missing")
         self._failed = False
         return lines
 
@@ -129,7 +128,7 @@ class RunFolder:
         return restored
 
     def _lost_checkpoints(self) -> bool:
-        """Whether the folder of checkpoints existed and is gone now, or has been replaced by another one."""
+        """Whether the folder of checkpoints has been deleted, or replaced by another one."""
         if self._checkpoints is None or (self._seen is not None and _is_same(self._checkpoints, self._seen)):
             return False
         lost = self._seen is not None

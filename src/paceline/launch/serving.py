@@ -24,8 +24,8 @@ from paceline.launch.joining import address_of
 from paceline.launch.processes import Child
 from paceline.team.reading_key import KEY, reading_key, write_targets
 
-FAREWELL = 12.0  # seconds to tell of the end: in a pod all ends with us
-BUSY = 20.0  # seconds to wait for a port where an ended run may still serve its last figures
+FAREWELL = 12.0  # seconds for the process to report the end: in a pod, all processes end with us
+BUSY = 20.0  # seconds to wait for a port at which a run that has ended may still serve its last metrics
 PAGE = "page"  # in the run folder: the address of the live page, with its key
 ALL = ("0.0.0.0", "::", "*")
 
@@ -35,11 +35,11 @@ def check_serving(metrics: str | None, page: str | None) -> None:
     for option, address in (("--metrics", metrics), ("--page", page)):
         if address is not None and ":" not in address:
             host, _ = address_of(address)
-            raise UsageError(f"{option} {address} has no port", f"give {option} {host}:PORT, as {host}:9464")
+            raise UsageError(f"{option} {address} has no port", f"use {option} {host}:PORT, for example {host}:9464")
         if address is not None:
             address_of(address)
     if metrics is not None and find_spec("prometheus_client") is None:
-        what = "--metrics cannot be served: the package prometheus_client is not installed"
+        what = "--metrics needs the package prometheus_client, which is not installed"
         raise UsageError(what, "pip install 'paceline[prometheus]'")
 
 
@@ -69,7 +69,7 @@ class Serving(AbstractContextManager["Serving"]):
         if self._child is not None or (self._metrics is None and self._page is None and self._trainjob is None):
             return self._child
         if self._begun is not None:
-            check_serving(self._metrics, self._page)  # what is installed on this host
+            check_serving(self._metrics, self._page)  # checks what is installed on this host
         key, begun = reading_key(folder), self._begun or folder
         shared = begun != folder and _has(begun, key)
         given: dict[str, Any] = {"folder": str(folder.absolute()), "run": begun.absolute().name, "targets": []}
@@ -88,7 +88,7 @@ class Serving(AbstractContextManager["Serving"]):
             log = os.open(logs / "serving.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.observe.server", json.dumps(given)],
-                stdin=subprocess.PIPE,  # whose end is the run's
+                stdin=subprocess.PIPE,  # its end tells the process that the run has ended
                 stdout=subprocess.PIPE,
                 stderr=log,
                 pass_fds=[given[name] for name in ("metrics", "page") if name in given],
@@ -111,15 +111,14 @@ class Serving(AbstractContextManager["Serving"]):
             for folder in folders:
                 write_targets(folder, given["targets"])
             where = named(folders[0] / KEY)
-            self._say(f"figures for Prometheus: http://{host}:{port}/metrics, with the key in {where}")
+            self._say(f"metrics for Prometheus: http://{host}:{port}/metrics; the key is in {where}")
             return
         for folder in folders:
             replace_file(folder / PAGE, f"http://{host}:{port}/#{key}\n")
-        where = named(folders[0] / PAGE)
-        self._say(f"live page: http://{host}:{port}/, whose address with its key is in {where}")
+        self._say(f"live page: http://{host}:{port}/#{key}")
 
     def stop(self, patience: float = 0.0) -> None:
-        """Stops serving on this host. Prints messages of the process that come within so many seconds."""
+        """Stops serving on this host. Prints the messages of the process that arrive within `patience` seconds."""
         if self._process is not None and self._child is not None:
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -130,7 +129,7 @@ class Serving(AbstractContextManager["Serving"]):
                 self._say(text.decode().strip())
             os.close(self.output_fd)
             os.close(self._child.pidfd)
-            self._process.returncode = 0  # it is not waited for
+            self._process.returncode = 0  # keeps Popen from waiting for it
         self._process, self._child, self.output_fd = None, None, -1
 
     def __exit__(self, *_: object) -> None:
@@ -138,7 +137,7 @@ class Serving(AbstractContextManager["Serving"]):
 
 
 def _has(folder: Path, key: str) -> bool:
-    """Whether this host has the run folder of another host, too: a folder with the same key."""
+    """Whether this host also sees the run folder of another host: the folder has the same key."""
     try:
         return read_file(folder / KEY).decode(errors="replace").strip() == key
     except OSError:
@@ -167,9 +166,9 @@ def _listener(option: str, address: str, say: Callable[[str], None], patience: f
         except OSError as error:
             listener.close()
             if error.errno != errno.EADDRINUSE or time.monotonic() > end:
-                cure = "give an address of this host, and a port that is free"
+                cure = "use an address of this host and a free port"
                 raise UsageError(f"{option} {address}: {error.strerror}", cure) from error
         if not has_warned:
-            say(f"{address} is in use: an ended run may serve its last figures there for 15 seconds, waiting for it")
+            say(f"{address} is in use; waiting, because a run that has ended serves its last metrics for 15 seconds")
         has_warned = True
         time.sleep(0.1)

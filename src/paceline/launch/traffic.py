@@ -1,7 +1,7 @@
 """Reads the bytes sent to other hosts from the kernel's TCP statistics.
 
-Asked over netlink (man 7 sock_diag), which needs no privilege: nothing in the workers has to count, and whatever they
-send is counted, whoever sends it.
+The statistics come over netlink (man 7 sock_diag), which needs no privilege. Workers do not count anything themselves,
+and all of their traffic is included.
 """
 
 from __future__ import annotations

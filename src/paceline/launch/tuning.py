@@ -11,10 +11,10 @@ from paceline.base.console import shown
 from paceline.base.environment import threads_asked
 from paceline.base.text import plural
 
-KEEP = str(1 << 36)  # bytes: more than any tensor, so that freed memory is used again instead of being given back
+KEEP = str(1 << 36)  # bytes: more than any tensor, so that freed memory is reused instead of returned to the kernel
 _GLIBC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 HUGE = "THP_MEM_ALLOC_ENABLE"  # torch's own: tensors of 2 MB and more lie in huge pages
-# From where on a copy writes past the cache. glibc takes it from a cache that a virtual machine shares with others.
+# The size from which a copy bypasses the cache. The default of glibc depends on a cache that virtual machines share.
 PAST = "glibc.cpu.x86_non_temporal_threshold=0x400000"
 _PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -22,9 +22,9 @@ _PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 def surround(
     workers: int, given: Mapping[str, str], cores: Sequence[int]
 ) -> tuple[dict[str, str], list[list[int]], list[tuple[str, str]]]:
-    """Variables for every worker, each one's cores (none: it may use all), and what was done, with the reason.
+    """Returns the variables for all workers, the cores of each (empty: all), and (choice, reason) pairs for the log.
 
-    What is set in `given` already, which is the user's environment, stays.
+    Variables that the user's environment `given` already sets are kept.
     """
     variables: dict[str, str] = {}
     done: list[tuple[str, str]] = []
@@ -34,20 +34,21 @@ def surround(
     variables |= {name: str(each) for name, number in asked.items() if number is None}
     if "OMP_NUM_THREADS" not in given:
         variables["OMP_NUM_THREADS"] = str(each)
-        done.append((f"{each} thread{'s' * (each > 1)} each", f"{len(cores)} cores shared by {workers}"))
+        reason = f"{plural(len(cores), 'core')} shared by {plural(workers, 'worker')}"
+        done.append((f"{each} thread{'s' * (each > 1)} each", reason))
     pins: list[list[int]] = [[] for _ in range(workers)]
     if 1 < workers <= len(cores):
         pins = [list(cores[rank * each : (rank + 1) * each]) for rank in range(workers)]
-        done.append((f"pinned to {each} core{'s' * (each > 1)} each", "a worker that moves leaves its cache behind"))
+        done.append((f"pinned to {each} core{'s' * (each > 1)} each", "a worker that changes cores loses its cache"))
     if platform.libc_ver()[0] == "glibc" and not any(name in given for name in (*_GLIBC, "GLIBC_TUNABLES")):
         variables |= dict.fromkeys(_GLIBC, KEEP)
         variables["GLIBC_TUNABLES"] = PAST
-        memory.append("freed memory is kept for reuse, or each step would fault the same pages in again")
-        memory.append("large copies write past the cache, or they would first read what they overwrite")
+        memory.append("freed memory is kept for reuse, because each step would otherwise fault the same pages in again")
+        memory.append("large copies bypass the cache, because they would otherwise read the memory that they overwrite")
     if HUGE not in given and _PAGES.exists() and "[never]" not in _PAGES.read_text():
         variables[HUGE] = "1"
-        memory.append("large tensors lie in huge pages, or each 4 kB of them would be a page fault")
-    if "PYTHONHASHSEED" not in given:  # sets of text come in one order on all workers, as a model may register them
+        memory.append("large tensors use huge pages, because each 4 kB of them would otherwise be a page fault")
+    if "PYTHONHASHSEED" not in given:  # sets of strings get the same order on all workers, for models that use them
         variables["PYTHONHASHSEED"] = "0"
     if memory:
         done.append(("memory tuned", "; ".join(memory)))
@@ -60,14 +61,14 @@ def doubts(workers: int, given: Mapping[str, str], cores: Sequence[int]) -> list
     for name, number in threads_asked(given).items():
         what = f"{name}={shown(given[name])}"
         if number is None:
-            texts.append(f"{what} is no number of threads: each worker has {each} instead")
+            texts.append(f"{what} is not a number of threads; each worker uses {each} instead")
         elif number > each:
             whose = f"{plural(workers, 'worker')} on {plural(len(cores), 'core')}"
-            texts.append(f"{what} is more threads than cores, for {whose}: {each} would be faster; unset it for that")
+            texts.append(f"{what} is more threads than cores, for {whose}; unset it to use {each}, which is faster")
     return texts
 
 
 def pin(pid: int, cores: Sequence[int]) -> None:
-    """Binds a process that has just started, and all that it starts, to cores."""
+    """Binds a process that has just started, and its future children, to cores."""
     if cores:
         os.sched_setaffinity(pid, cores)

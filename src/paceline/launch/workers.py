@@ -31,23 +31,24 @@ from paceline.launch.fork_server import ColdError, ForkServer, Wanted
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.output import Output
 from paceline.launch.processes import Child, MemoryKills, die_with_us, ended, reap_strangers
+from paceline.launch.raw import hold_port, worker_variables
 from paceline.launch.tuning import doubts, pin, surround
 from paceline.team.coordinator import STOPPED
 
 CHUNK = 1 << 16
-DRAIN = 100  # pieces that are read at most of what an ended worker left: its children may go on writing
+DRAIN = 100  # pieces that are read at most from an ended worker, because its children may continue to write
 
-STILL = 0.3  # seconds that a worker may be stopped before the others go on without it
-LOOKED, SHOWN = 100, 5  # the last lines of a lost worker's log: to look through, to show
-FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that another worker would raise as well
+STILL = 0.3  # seconds that a worker may be stopped before the others continue without it
+LOOKED, SHOWN = 100, 5  # last lines of a lost worker's log: lines to search, lines to show
+FINAL = (*USAGE, *WEIGHTS, "WorkersDifferError")  # exceptions that a new process would raise again
 
 
 @dataclass
 class Worker:
-    """One worker process. `status` is as in subprocess; None while it runs. `store` is the address
-    of its store, in case it becomes the first of a generation. A `newcomer` began outside of the team; a worker that is
-    `out` has left it or was lost. `life` counts the processes that were started for this worker before; `loaders` are
-    the ids of its loader processes.
+    """One worker process. `status`: as in subprocess, None while it runs. `store`: the address of its store, in case it
+    becomes the first worker of a generation. `newcomer`: it started outside of the team. `out`: it has left the team or
+    was lost. `life`: the number of processes that were started for this worker before. `loaders`: the ids of its loader
+    processes.
     """
 
     rank: int
@@ -58,15 +59,15 @@ class Worker:
     store: tuple[str, int]
     output: Output
     pulse: HeartbeatView
-    pipes: dict[int, Callable[[bytes], None]] = field(default_factory=dict)  # by descriptor: who takes what arrives
+    pipes: dict[int, Callable[[bytes], None]] = field(default_factory=dict)  # by descriptor: takes the data
     status: int | None = None
-    ended: float = math.inf  # monotonic seconds of its end, or of its word that it fails
+    ended: float = math.inf  # monotonic seconds of its end, or of its report that it fails
     stopped: float = math.inf  # monotonic seconds of when it was stopped
-    is_suspended: bool = False  # stopped for so long that the others should go on
+    is_suspended: bool = False  # stopped for longer than `STILL`, so that the others continue without it
     newcomer: bool = False
     out: bool = False
     killed: bool = False
-    hung: Hung | None = None  # it did nothing, and so we ended it
+    hung: Hung | None = None  # set if it made no progress and was killed
     stands: str = ""  # for other consoles than ours: the line at which it makes no progress
     events: dict[str, dict[str, Any]] = field(default_factory=dict)  # the last one of each kind
     loaders: set[int] = field(default_factory=set)
@@ -74,6 +75,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
+        """Whether its process runs."""
         return self.status is None
 
     @property
@@ -88,7 +90,7 @@ class Worker:
 
     @property
     def exited_silently(self) -> bool:
-        """Whether it ended well and without a word, though its script had made a Trainer."""
+        """Whether it exited with 0 without reporting its end, although its script had created a Trainer."""
         return self.status == 0 and "trainer" in self.events.get("join", {}) and "ended" not in self.events
 
     @property
@@ -101,7 +103,7 @@ class Worker:
         if self.status >= 0:
             return f"ended with exit code {self.status}"
         if self.status == -signal.SIGKILL and self.memory.grown():
-            return "was killed for want of memory"
+            return "was killed by the out-of-memory killer"
         how = SIGNALS[-self.status][0].partition(":")[0] if -self.status in SIGNALS else "killed"
         return f"was {how}" if how.startswith(("killed", "ended")) else how
 
@@ -143,7 +145,7 @@ class Worker:
         }
 
     def _loss(self, event: dict[str, Any] | None) -> dict[str, list[str]]:
-        """The cause and the end of the log, which other consoles print if the team goes on without this worker."""
+        """The cause and the end of the log, which other consoles print if the team continues without this worker."""
         if self.hung is not None:
             event = {"what": self.hung.doing}
         elif event is None and self.status not in (None, 0):
@@ -194,11 +196,12 @@ class Workers:
         self._options, self._folder, self.numbers, self._output = options, folder, list(numbers), output
         self._journal, self._on_event, self._say = journal, on_event, say
         self.selector = selectors.DefaultSelector()
-        self.all: list[Worker] = []  # those of before, too
+        self.all: list[Worker] = []  # including earlier processes
         self._warm: ForkServer | None = None
-        self._begin: Callable[[], None] | None = None  # what waits for the warm process
+        self._begin: Callable[[], None] | None = None  # called once the warm process is ready
         self._began = time.time()
-        self._cold: set[str] = set()  # why workers started cold, as was said
+        self._port = hold_port(options.address) if options.raw else None  # of worker 0's store, with --raw
+        self._cold: set[str] = set()  # the reasons for cold starts that were printed
         given = worker_environment() | dict(options.environment)
         cores = sorted(os.sched_getaffinity(0))
         self._variables, self._pins, self.done = surround(options.workers, given, cores)
@@ -263,7 +266,7 @@ class Workers:
         return listener
 
     def _start(self, rank: int, life: int, listener: socket.socket, store: tuple[str, int], newcomer: bool) -> None:
-        local_rank = self.numbers.index(rank) if rank in self.numbers else None  # of a parameter server
+        local_rank = self.numbers.index(rank) if rank in self.numbers else None  # None for a parameter server
         few = len(self.numbers) < max(self._options.min_workers, self._options.begin)
         self._output.open(rank)
         pipes = {name: os.pipe() for name in ("stdout", "stderr", "events")}
@@ -271,7 +274,7 @@ class Workers:
         pulse = HeartbeatView()
         descriptors = {"EVENTS": pipes["events"][1], "ORDERS": worker_end.fileno(), "STORE": listener.fileno()}
         descriptors["PULSE"] = pulse.fd
-        if not self._options.max_restarts:
+        if not self._options.max_restarts or self._options.raw:
             del descriptors["ORDERS"]
         wanted = Wanted(
             f"paceline {called(rank).removeprefix('worker-')}",
@@ -283,7 +286,8 @@ class Workers:
                 PACELINE_HOLD="1" if few and not newcomer else None,
                 PACELINE_STORE=f"{store[0]}:{store[1]}",
                 PACELINE_BEGAN=str(self._began),
-                **({"CUDA_VISIBLE_DEVICES": ""} if local_rank is None else {}),  # GPUs are for workers
+                **({"CUDA_VISIBLE_DEVICES": ""} if local_rank is None else {}),  # only workers use GPUs
+                **self._raw_variables(rank),
             ),
             (pipes["stdout"][1], pipes["stderr"][1]),
             {f"PACELINE_{name}_FD": descriptor for name, descriptor in descriptors.items()},
@@ -291,7 +295,7 @@ class Workers:
         try:
             process = self._fork(wanted) or self._execute(wanted, has_terminal=self._options.debug == rank)
         except OSError as error:
-            cure = "see `ulimit -a`, or take fewer workers"
+            cure = "check `ulimit -a`, or use fewer workers"
             raise LaunchError(f"worker {rank} cannot be started ({error.strerror})", cure) from error
         finally:
             worker_end.close()
@@ -305,6 +309,12 @@ class Workers:
         )
         worker.newcomer = newcomer
         self._take_in(worker, {name: read for name, (read, _) in pipes.items()})
+
+    def _raw_variables(self, rank: int) -> Mapping[str, str]:
+        """The variables that torchrun would set for a worker, with --raw."""
+        if self._port is None:
+            return {}
+        return worker_variables(self._options, self._folder.name, rank, self._port.getsockname())
 
     def _fork(self, wanted: Wanted) -> Child | None:
         if self._warm is None:
@@ -355,7 +365,7 @@ class Workers:
             self._journal.write("worker", worker=worker.rank, **fields)
 
     def lose(self, worker: Worker) -> None:
-        """Marks a worker as lost: the others go on without it."""
+        """Marks a worker as lost: the others continue without it."""
         if not worker.out:
             worker.out = True
             self._note(worker, "lost", worker.exit_text)
@@ -371,19 +381,19 @@ class Workers:
             PACELINE_RUN_DIR=str(self._folder.absolute()),
             PACELINE_AGENT=str(os.getpid()),
             PYTHONUNBUFFERED="1",
-            PACELINE_WARM=None,  # it is this agent's
+            PACELINE_WARM=None,  # belongs to this agent
             **seat,
         )
         environment |= {name: str(value) for name, value in given.items() if value is not None}
         environment |= options.environment
-        environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in compiled code leaves its Python stack
+        environment.setdefault("PYTHONFAULTHANDLER", "1")  # a crash in compiled code prints the Python stack
         return environment | self._variables
 
-    # ---- hearing
+    # ---- events
 
     def _read(self, worker: Worker, fd: int) -> bool:
         """Reads one piece from a pipe; False if nothing is there now."""
-        if fd not in worker.pipes:  # its worker ended, and was drained, in the same turn of the loop
+        if fd not in worker.pipes:  # its worker ended and was drained in the same turn of the loop
             return False
         try:
             data = os.read(fd, CHUNK)
@@ -414,7 +424,7 @@ class Workers:
                 kind = event.get("event")
                 if not isinstance(kind, str) or find_wrong(event, EVENTS.get(kind, dict[str, Any])):
                     continue
-            except FormatError:  # the script's own writing to a wrong descriptor
+            except FormatError:  # the script has written to a wrong descriptor
                 continue
             worker.events[kind] = event
             worker.loaders |= {*(event["pids"] if kind == "loaders" else ())}
@@ -423,7 +433,7 @@ class Workers:
             self._on_event(worker, event)
 
     def _ended(self, worker: Worker) -> None:
-        # Not reaped yet: as long as it is a zombie, nobody else can get its number, which names its session.
+        # Not reaped yet: as long as it is a zombie, no process can get its id, which is also that of its session.
         status = worker.process.status
         if status is None:
             return
@@ -468,4 +478,6 @@ class Workers:
             worker.pulse.close()
             for fd in worker.pipes:
                 os.close(fd)
+        if self._port is not None:
+            self._port.close()
         self.selector.close()

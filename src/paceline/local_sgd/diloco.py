@@ -35,7 +35,7 @@ class DiLoCo:
     def __init__(self, replica: Replica, group: Group, mesh: Mesh, plan: Plan) -> None:
         self.islands = Islands(replica, group, mesh, plan.local or 1)
         self.outer = outer_optimizer(plan.outer or OUTER, self.islands.params)
-        self.peak_bytes = 0, 0  # of weights beside those in the model, and of optimizer states
+        self.peak_bytes = 0, 0  # of weights in addition to those in the model, and of optimizer states
         self._sums = IslandSums([], [], [])
 
     def begin_round(self) -> None:

@@ -47,7 +47,7 @@ class IslandCheckpoint:
     def meet(self, done: int) -> Iterator[str]:
         """Exchanges the tensor shapes of all islands' states before a checkpoint. Collective."""
         islands, group = self.islands, self.islands.group
-        group.declare("what islands keep", check=False, kind="islands")
+        group.declare("the states of islands", check=False, kind="islands")
         spec_names = {id(cut): name for name, cut in islands.replica.job.local_cuts.items()}
         is_everywhere = islands.consolidated_after == islands.steps
         specs = {}
@@ -97,7 +97,7 @@ class IslandCheckpoint:
         return unflatten(skeleton, made)
 
     def load(self, saved: Mapping[str, Any], steps: int) -> None:
-        """Loads a `state` of full tensors after `steps` steps, which is empty if it is of another plan."""
+        """Loads a `state` of full tensors after `steps` steps, which is empty if the plan differs."""
         islands, job = self.islands, self.islands.replica.job
         if steps != islands.steps:
             islands.commit(steps)
@@ -111,15 +111,18 @@ class IslandCheckpoint:
 
 
 def describe_changed_islands(saved: Mapping[str, Any], count: int, streams: bool) -> str:
-    """Returns a message if the saved islands go on in another way, as `count` islands; else an empty text.
+    """Returns a message if the islands continue differently from how they were saved; else an empty text.
 
     `streams` is whether fragments are merged one by one, so that islands have weights of their own between rounds.
     """
     before = saved.get("count", count)
     if before != count:
-        return f"{before} islands are {count} from here: each goes on with what the optimizer of island 0 keeps"
+        return (
+            f"the number of islands changes from {before} to {count}: "
+            "each continues with the optimizer state of island 0"
+        )
     if not streams and any("weights" in tree.get("fragments", {}) for tree in (saved.get("each") or {}).values()):
-        return "islands go on from the weights that were merged last"
+        return "islands continue from the last merged weights"
     return ""
 
 

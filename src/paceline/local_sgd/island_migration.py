@@ -94,7 +94,7 @@ def copy_sole_states(islands: Islands, steps: int, merged: Collection[int]) -> N
     count, size = len(mesh.replicas), mesh.replica
     if count == 1:
         return
-    group.declare("copies of what islands keep", check=False, kind="islands")
+    group.declare("copies of island states", check=False, kind="islands")
     computes, hosts = group.gather_json(islands.local_islands)[::size], group.hosts
     for number in range(count):
         others = [other % count for other in range(number + 1, number + count)]
@@ -125,15 +125,15 @@ def _bring_state(islands: Islands, island: int, replicas: Sequence[int], holds: 
     """
     group, size, message, origin = islands.group, islands.mesh.replica, "", island
     if not any(island in held for held in holds):
-        message = f"island {island} was lost with what its optimizer keeps: it goes on with "
+        message = f"the optimizer state of island {island} was lost: it continues with "
         saved = pack(islands.read_saved_island(island)) if group.rank == 0 else None
         if saved := unpack(group.broadcast_bytes(saved, 0)):
             step, at, tree = saved
             if island in islands.local_islands:
                 islands.inner_states[island] = InnerOptimizerState.from_tree(tree, at)
-            return f"{message}that of the checkpoint of step {step}"
+            return f"{message}the state from the checkpoint of step {step}"
         origin = min(i for held in holds for i in held)
-        message += f"a copy of what that of island {origin} does"
+        message += f"a copy of the state of island {origin}"
     holders = [number for number, held in enumerate(holds) if origin in held]
     for number in replicas:
         if number in holders and origin == island:
@@ -178,8 +178,8 @@ def _bring_progress(
             islands.progress.pop(island, None)
             islands.lost_rows[island] = rows
             yield (
-                f"what island {island} had made since it was late is lost, {plural(rows, 'row')} of "
-                f"{plural(made, 'step')}: it goes on from the merged weights"
+                f"the unmerged work of island {island} was lost, {plural(rows, 'row')} of {plural(made, 'step')}: "
+                "it continues from the merged weights"
             )
             continue
         for number in (number for number in replicas_with[island] if has[number] != has[source]):

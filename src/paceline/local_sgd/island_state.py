@@ -346,7 +346,7 @@ class Islands:
     def measure(self, outer: Optimizer, merge_tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
         """Returns the bytes of islands at their peak, which is at the end of a merge.
 
-        They are the bytes of weights beside those in the model, `merge_tensors` among them, and of optimizer states.
+        They are the bytes of weights outside the model, `merge_tensors` among them, and of optimizer states.
         """
         of_islands = [*(one.weights or () for one in self.progress.values())]
         of_islands += [one.origin or () for one in self.progress.values()]

@@ -28,8 +28,8 @@ class MergeQuorum:
         """Begins a round among `groups` worker groups."""
         self.waits = self.least is not None and groups > 1 and self.run.team.transactions.elastic
         if self.least is not None and groups > 1 and not self.waits:
-            what = f"quorum={self.least} has no coordinator here"
-            self.run.reporter.say(f"{what}, which decides who is late: merges wait for all islands", once=True)
+            text = f"quorum={self.least} has no effect without a coordinator: merges wait for all islands"
+            self.run.reporter.say(text, once=True)
 
     @property
     def decided(self) -> list[int] | None:
@@ -82,12 +82,12 @@ class MergeQuorum:
             self._times[island] += 1
             if self._times[island] & (self._times[island] - 1):  # at the 1st, 2nd, 4th, 8th, ... time
                 continue
-            which = "without" if island in outcome["late"] else "with"
-            text = f"the merge after step {step} is {which} island {island}"
+            verb = "excludes" if island in outcome["late"] else "includes"
+            text = f"the merge after step {step} {verb} island {island}"
             if island in missed:
-                text += f", which came too late for {_describe_rows(missed[island])}: they are not trained on"
+                text += f", which missed {_describe_rows(missed[island])}: these rows are not used"
             if times := self._times[island] - 1:
-                text += f"; so it was {plural(times, 'time')} before"
+                text += f"; the island was late {plural(times, 'time')} before"
             self.run.reporter.say(text)
 
 
@@ -96,8 +96,8 @@ def report_dropped_rows(run: Run, trainer: int, late: Mapping[Any, Sequence[int]
     for island, (steps, rows) in late.items():
         run.reporter.journal.write("uncounted", trainer=trainer, step=done, island=int(island), rows=rows)
         run.reporter.say(
-            f"island {island} was late when {when}: the {plural(rows, 'row')} of the "
-            f"{plural(steps, 'step')} that it had begun are not trained on, and it goes on from the merged weights"
+            f"island {island} was late when {when}: its unmerged work is dropped, {plural(rows, 'row')} of "
+            f"{plural(steps, 'step')}, and it continues from the merged weights"
         )
 
 

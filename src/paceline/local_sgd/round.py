@@ -1,8 +1,8 @@
 """One local-SGD round: the steps of all islands and their merge, as one transaction.
 
-A turn of the user's loop is a round. What a lost team has done in it is done again by whoever gets its islands, from
-the round's start; what others have done stays. A round that is asked to stop is broken off: nothing of it counts, and
-the checkpoint is that of its start.
+A turn of the user's loop is a round. If a worker group is lost, the group that takes over its islands repeats the round
+for them; the other islands keep their work. A round that is asked to stop is abandoned: nothing of it counts, and the
+checkpoint has the state at its start.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from paceline.train.turn_reports import BrokenOffError, exchange_reports
 
 
 def build_local_sgd(context: StepContext) -> LocalSgd:
-    """Builds the strategy of a trainer whose plan says `local`.
+    """Builds the strategy of a trainer whose plan has `local`.
 
     Raises UsageError if the loss needs the whole global batch, or an island would get no micro-batch.
     """
@@ -58,14 +58,14 @@ def build_local_sgd(context: StepContext) -> LocalSgd:
     batches = 0 if grid is None else len(grid.cut(grid.global_batch))
     wrong, cure = "", ""
     if job.over is not None:
-        wrong, cure = 'loss_over="batch" needs the whole global batch at once', "leave one of the two out"
+        wrong, cure = 'loss_over="batch" needs the full global batch at once', 'remove local= or loss_over="batch"'
     elif grid is not None and batches < count:
-        wrong = f"its global batch of {grid.global_batch} rows is {batches} micro-batches, and each island needs one"
+        wrong = f"each island needs a micro-batch, and the global batch of {grid.global_batch} rows has {batches}"
         micro = max(1, grid.global_batch // count)
         cure = (
-            f"say micro={micro}, which changes the mathematics"
+            f"set micro={micro}, which changes the mathematics"
             if grid.global_batch >= count
-            else f"say local={batches}"
+            else f"set local={batches}"
         )
     if wrong:
         raise UsageError(f"local={count}: {wrong}", cure)
@@ -74,19 +74,19 @@ def build_local_sgd(context: StepContext) -> LocalSgd:
     parts = sorted({len(part) for part in deal(batches, [1.0] * count)}, reverse=True) if grid is not None else []
     each = " or ".join(map(str, parts))
     what = f"{count} islands, merged every {plan.every} steps by {plan.outer or OUTER}{diloco.description}"
-    run.reporter.say(f"{what}, with {each} of the micro-batches of each global batch")
-    why = "the plan says local=: the result is that of so many, whoever computes them"
+    run.reporter.say(f"{what}; micro-batches of each island in a global batch: {each}")
+    why = "the plan has local=: the result depends on the number of islands, not on the number of workers"
     if plan.quorum:
-        what += f"; a merge waits for {plan.quorum} of them and a grace window"
-        why = "the plan says quorum=: the result also depends on who is late, of which the journal has all"
+        what += f"; a merge waits for {plan.quorum} of the islands, and then for a grace window"
+        why = "the plan has quorum=: the result also depends on which islands are late; the journal records them"
     run.reporter.decide(context.trainer, what, why)
-    return LocalSgd(context, diloco, MergeQuorum(run, context.trainer, count, plan.quorum or 0))
+    return LocalSgd(context, diloco, MergeQuorum(run, context.trainer, count, plan.quorum))
 
 
 def local_sgd_round(strategy: LocalSgd, batches: Batches) -> Step:
     """Makes one round of local SGD: the steps of all islands, each by itself, and the merge of their weights.
 
-    Returns it as a step of as many steps as an island has made. Raises BrokenOffError if all workers stop instead.
+    Returns it as one Step that counts the steps of an island. Raises BrokenOffError if all workers stop instead.
     """
     context, diloco, islands, quorum = strategy.context, strategy.diloco, strategy.islands, strategy.quorum
     step = begin_step(context, batches.title.format(context.done + 1))
@@ -225,7 +225,7 @@ class LocalSgd:
         return {**common, "islands": self._checkpoint.state(done)}
 
     def load(self, saved: dict[str, Any], newcomer: bool) -> None:
-        """Loads a state, and says if it changes the mathematics, as another number of islands does."""
+        """Loads a state, and reports a change of the mathematics, such as a different number of islands."""
         context, run = self.context, self.context.run
         context.replica.load(saved)
         context.done, context.expected = saved["steps"], saved["expected"]
@@ -235,7 +235,7 @@ class LocalSgd:
         if newcomer and "each" in kept:
             report_dropped_rows(run, context.trainer, kept.get("late") or {}, context.done, "the checkpoint was taken")
         if newcomer and "optimizers" in saved:
-            change = f"training goes on in {self.islands.count} islands, each with what the optimizer keeps"
+            change = f"training continues in {self.islands.count} islands, each with a copy of the optimizer state"
         if change:
             run.reporter.say(f"changed mathematics: {change}")
 
@@ -277,7 +277,7 @@ class LocalSgd:
             self._sizes.append(portion.rows)
             for island in due:
                 if context.transactions.interrupted:
-                    raise ReformedError("another generation forms", "wait")
+                    raise ReformedError("another generation is forming", "wait")
                 before, ready = ready, [i for i in isles.local_islands if isles.progress[i].steps >= every]
                 if isles.is_reporter and ready != before:
                     quorum.report(step.number, (), ready, last=False)
@@ -384,14 +384,14 @@ def _describe_progress(one: IslandProgress) -> list[Any]:
 
 
 def leave_islands(context: StepContext, saved: Mapping[str, Any]) -> None:
-    """Goes on without islands, from island 0's optimizer state in `saved`, the islands' state of a checkpoint."""
+    """Continues without islands, from island 0's optimizer state in `saved`, the islands' state of a checkpoint."""
     inner = unstack_first(saved["each"]["0"])
     context.replica.updater.load(inner)
     context.expected = inner["expected"]
     state = InnerOptimizerState.from_tree(inner, context.done)
     state.advance_schedules(context.replica, context.done)  # the island may have been late
     context.reporter.say(
-        "changed mathematics: training goes on without islands, with what the optimizer of island 0 keeps; "
-        "that of the others and of the merges is dropped"
+        "changed mathematics: training continues without islands, with the optimizer state of island 0; "
+        "the states of the other islands and of the outer optimizer are dropped"
     )
     report_dropped_rows(context.run, context.trainer, saved.get("late") or {}, context.done, "the checkpoint was taken")

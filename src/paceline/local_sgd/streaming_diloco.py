@@ -50,7 +50,7 @@ from paceline.train.replica import Replica
 def divide_into_fragments(job: TrainingJob, plan: Plan) -> list[slice]:
     """Divides the parameters into the plan's fragments, and returns the slice of each.
 
-    A fragment has whole blocks of the model and parameters beside them, in the model's order, so that the largest
+    A fragment has complete blocks of the model and parameters outside blocks, in the model's order, so that the largest
     fragment is as small as can be. Raises PlanError if there are more fragments than blocks and such parameters.
     """
     count, blocks, units = plan.fragments or 1, list(blocks_of(job.model)), list[tuple[str, int, int]]()
@@ -63,8 +63,8 @@ def divide_into_fragments(job: TrainingJob, plan: Plan) -> list[slice]:
         else:
             units.append((unit, size, 1))
     if len(units) < count:
-        what = f"fragments={count}: the model has {len(units)} blocks and parameters beside them"
-        raise PlanError(what, f"say fragments={len(units)} or less")
+        what = f"fragments={count}: the model has only {len(units)} blocks and parameters outside blocks"
+        raise PlanError(what, f"set fragments={len(units)} or less")
     starts = even([size for _, size, _ in units], count)
     firsts = [sum(params for *_, params in units[:start]) for start in (*starts, len(units))]
     return [slice(first, end) for first, end in pairwise(firsts)]
@@ -112,7 +112,7 @@ class StreamingDiLoCo:
         self.islands = Islands(replica, group, mesh, plan.local or 1)
         self._outer_word = plan.outer or OUTER
         self.outer = outer_optimizer(self._outer_word, self.islands.params)
-        self.peak_bytes = 0, 0  # of weights beside those in the model, and of optimizer states
+        self.peak_bytes = 0, 0  # of weights in addition to those in the model, and of optimizer states
         self._fragments, self._delay = divide_into_fragments(replica.job, plan), plan.delay or 0
         count, every = len(self._fragments), plan.every or 1
         self._due_steps = [(number + 1) * every // count for number in range(count)]
@@ -122,8 +122,8 @@ class StreamingDiLoCo:
         code = None if plan.outer_codec is None else coded_sum(plan.outer_codec).code
         self._quantized = None if code is None else QuantizedOuterSync(code, self.islands)
         self.description = f", in {count} fragments" if count > 1 else ""  # of how islands are merged, for users
-        self.description += f", whose sums travel for {plural(self._delay, 'step')}" if self._delay else ""
-        self.description += f", as {plan.outer_codec}" if plan.outer_codec else ""
+        self.description += f", with a delay of {plural(self._delay, 'step')}" if self._delay else ""
+        self.description += f", sent as {plan.outer_codec}" if plan.outer_codec else ""
         self._anchor: list[torch.Tensor] = []  # of each parameter
         self._merged: list[MergedFragment] = []
         self._in_flight: InFlightFragment | None = None
@@ -270,7 +270,7 @@ class StreamingDiLoCo:
 
     @torch.no_grad()
     def _extra_state(self, island: int) -> dict[str, Any]:
-        """Returns what an island keeps for the next round beside its inner optimizer state."""
+        """Returns the state that an island keeps for the next round in addition to its inner optimizer state."""
         islands, extra = self.islands, dict[str, Any]()
         if self.repeats_rounds:
             extra["counts"] = self._counts_since_merge(island)
@@ -302,7 +302,7 @@ class QuantizedOuterSync:
         self._block_bytes = code.encode(torch.zeros(1, BLOCK, dtype=torch.float32)).numel()
 
     def start(self, flight: InFlightFragment, names: Sequence[str], deltas: Mapping[int, list[torch.Tensor]]) -> None:
-        """Starts the sum of the named parameters, of which `deltas` has those of local islands. Collective.
+        """Starts the sum of the named parameters; `deltas` has the values of local islands. Collective.
 
         An island without deltas, as in a round that is broken off, sends zeros.
         """

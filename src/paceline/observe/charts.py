@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 
 from paceline.base.console import markup
 from paceline.base.text import number
 
 Points = Sequence[tuple[float, float]]
-WIDTH, HEIGHT = 360, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 22  # room for the ticks' labels
+WIDTH, HEIGHT = 360, 206
+LEFT, RIGHT, TOP, BOTTOM = 46, 14, 8, 38  # room for the labels of ticks and of the x axis
+X_NAMES = {"s": "training time (s)", "min": "training time (min)", "h": "training time (h)"}
 SHOWN = 240  # points in a chart, at most
 PARTS = {"compute": 0, "reduce": 1, "data": 2, "update": 3, "other": 5}
-PARTS |= {"load and compute": 0, "reduce, wait and others": 1}  # for workers of which only computing is known
+PARTS |= {"load and compute": 0, "reduce, wait and others": 1}  # for workers with only a known compute time
 COLOURS = 6
+MOST = 240  # points of a smoothed curve
 SMOOTH_FROM = 20  # fewer points are not smoothed
 
 
@@ -37,7 +38,7 @@ def ticks(low: float, high: float, count: int = 4, integers: bool = False) -> li
 
 
 def label(value: float, step: float) -> str:
-    """A tick's label, with as many digits as tell it from a neighbour `step` away."""
+    """A tick's label, with enough digits to distinguish it from a neighbour `step` away."""
     if value == 0:
         return "0"
     if abs(value) >= 1e12 or step < 1e-4:
@@ -50,14 +51,32 @@ def label(value: float, step: float) -> str:
 
 
 def smooth(points: Points) -> list[tuple[float, float]]:
-    """A centred moving average over a fortieth of the points, narrower at the ends, which stay in place."""
-    half, last = len(points) // 80 + 1, len(points) - 1
-    sums = list(accumulate((value for _, value in points), initial=0.0))
-    reach = [min(half, index, last - index) for index in range(len(points))]
-    return [
-        (x, (sums[index + wide + 1] - sums[index - wide]) / (2 * wide + 1))
-        for index, ((x, _), wide) in enumerate(zip(points, reach, strict=True))
-    ]
+    """A local linear fit (LOWESS) over an eighth of the points, at least nine.
+
+    At both ends the window is moved instead of cut, so that it has as many points there, and a line is fitted instead
+    of a mean taken: the curve neither lags behind a slope nor collapses onto the last point. Returns at most `MOST`
+    points: of more, the means of consecutive ones are smoothed.
+    """
+    size = -(-len(points) // MOST)
+    groups = [points[at : at + size] for at in range(0, len(points), size or 1)]
+    means = [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
+    wide = 2 * max(4, len(means) // 16) + 1
+    starts = [max(0, min(index - wide // 2, len(means) - wide)) for index in range(len(means))]
+    return [(x, _fitted(means[start : start + wide], x)) for start, (x, _) in zip(starts, means, strict=True)]
+
+
+def _fitted(window: Points, at: float) -> float:
+    """The value at `at` of a line through these points, the nearer ones with more weight."""
+    reach = max(abs(x - at) for x, _ in window)
+    weights = [(1 - (abs(x - at) / (1.1 * reach)) ** 3) ** 3 if reach > 0 else 1.0 for x, _ in window]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, window, strict=True)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, window, strict=True)) / total
+    variance = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, window, strict=True))
+    if variance <= 1e-12 * total * reach**2:
+        return mean_y
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, window, strict=True)) / variance
+    return mean_y + slope * (at - mean_x)
 
 
 def thin(points: Points, most: int = SHOWN) -> list[tuple[float, float]]:
@@ -98,12 +117,14 @@ def _frame(
         text = label(value, rows[1] - rows[0] if len(rows) > 1 else 0.1)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{text}</text>')
-    parts.append(f'<text x="{LEFT - 12}" y="{HEIGHT - 7}" text-anchor="end">{markup(x_name)}</text>')
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    about = markup(X_NAMES.get(x_name, x_name))
+    parts.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 5}" text-anchor="middle">{about}</text>')
     columns = ticks(left, max(xs), 3, integers=x_name == "step")
     for value in columns:
         x, _ = at(value, low)
         text = label(value, columns[1] - columns[0] if len(columns) > 1 else 1)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 7}" text-anchor="middle">{text}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{text}</text>')
     return parts, at, high - low
 
 
@@ -112,7 +133,7 @@ def _drawn(points: Points, at: Callable[[float, float], tuple[float, float]], he
     ys = [y for _, y in points]
     bends = sum(abs(a - 2 * b + c) for a, b, c in zip(ys, ys[1:], ys[2:], strict=False))
     noisy = len(points) >= SMOOTH_FROM and bends > 0.01 * height * len(ys)
-    curve = thin(smooth(smooth(points)) if noisy else points, 2 * SHOWN)
+    curve = smooth(points) if noisy else thin(points, 2 * SHOWN)
     return " ".join(f"{x:.1f},{y:.1f}" for x, y in (at(*point) for point in curve))
 
 
@@ -161,7 +182,7 @@ def bars(name: str, edges: Sequence[float], counts: Sequence[int]) -> str:
     """Draws a histogram; `edges` has one entry more than `counts`."""
     described = f"{name}: {sum(counts):,} values from {number(edges[0])} to {number(edges[-1])}"
     corners = [(edges[0], 0.0), *zip(edges[1:], map(float, counts), strict=True)]
-    parts, at, _ = _frame(described, corners, "", from_zero=True, apart=True)
+    parts, at, _ = _frame(described, corners, "value", from_zero=True, apart=True)
     for left, right, count in zip(edges, edges[1:], counts, strict=False):
         (x, y), (end, floor) = at(left, count), at(right, 0.0)
         title = f"<title>{number(left)} to {number(right)}: {count:,}</title>"

@@ -1,4 +1,4 @@
-"""`paceline doctor RUN`: says why a run is slow or failed.
+"""`paceline doctor RUN`: finds out why a run is slow or has failed.
 
 The model of a step, which answers what-ifs: worker w needs F seconds for its update, and its *pace* T is the seconds it
 would need to compute all rows of a global batch alone: D seconds of T are waiting for rows, the rest is forward and
@@ -6,10 +6,11 @@ backward. All workers wait for the slowest, and C seconds (the overhead) are add
 with each worker's T and C in that record: rows are assigned so that all workers would end together at their median T,
 and the step takes max(F + T * part) + C of the slowest worker. The median over the records is the result.
 
-With the loader fixed, D of the same record is subtracted from T: a worker that computes a part of a micro-batch loads
-all of it, so with few rows both grow. An added worker behaves as the median worker did in other records. Twice the
-link halves the seconds that sums between hosts take: those that worker 0 spends on sums without waiting for the slowest
-worker. Only records of the current team count, without the first tenth and always without the first one. No torch.
+With instant data loading, D of the same record is subtracted from T: a worker that computes a part of a micro-batch
+loads all of it, so with few rows both grow. An added worker behaves as the median worker did in other records. A link
+twice as fast halves the seconds of reductions between hosts: those that worker 0 spends on reductions without waiting
+for the slowest worker. Only records of the current team count, without the first tenth and always without the first
+one. No torch.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ SLOW = 1.35  # a worker is slow from this multiple of the others' median pace on
 OFTEN = 0.7  # and if it was the slowest in this part of the records
 ENOUGH = 3, 8  # records, and steps in these, that a verdict needs
 LOADER, LINK = 0.4, 1 / 3  # part of a worker's seconds, and of a step, from which on these are a cause
-APART = 0.1  # part of a worker's seconds: workers that wait for rows so much longer than others are named alone
+APART = 0.1  # part of a worker's seconds: if some workers wait for rows this much longer, only these are named
 LEAST = 0.002  # seconds of a step below which a cause is ignored
-FEW = 0.02  # part of a global batch below which a record says nothing about a worker
+FEW = 0.02  # part of a global batch below which a record is ignored for a worker
 LESS = 0.9  # of a step: what-ifs that save less are shown only for the verdict
 SEVERAL = 3  # checkpoints: fewer do not count as a cost, even if one took long
 COSTLY, LONG = 0.1, 60.0  # part of the wall clock from which on a cost is reported, and the least seconds of a run
 COSTS = {
-    "saving": ("checkpoints", "save more seldom (--save-every), or to a faster disk"),
-    "redone": ("steps that were made again", "see the losses, or resume from newer checkpoints (--save-every)"),
-    "hand-over": ("handing the state to newcomers", "see the losses"),
-    "forming": ("forming teams anew", "see the losses"),
+    "saving": ("checkpoints", "save less often (--save-every), or to a faster disk"),
+    "redone": ("repeated steps", "find out why workers were lost, or save more often (--save-every)"),
+    "hand-over": ("sending the state to new workers", "find out why workers were lost"),
+    "forming": ("forming new teams", "find out why workers were lost"),
 }
 KINDS = (
     (r"is not finite", "not finite", "a loss or gradient is NaN or infinite"),
-    (r"is another one on|of their norm away", "diverged", "workers do not have the same weights any more"),
-    (r"hung at", "hang", "code of the script's hung"),
-    (r"out-of-memory|want of memory|OutOfMemory", "memory", "memory ran out"),
-    (r"workers do not meet", "mismatch", "workers called different collectives"),
+    (r"differs from that on|of their norm", "diverged", "the workers' weights differ"),
+    (r"hung at", "hang", "the script hung"),
+    (r"out-of-memory|OutOfMemory", "memory", "a worker ran out of memory"),
+    (r"workers called different collectives", "mismatch", "workers called different collectives"),
 )
 
 
@@ -76,7 +77,7 @@ class Verdict:
 class UsualStep:
     """Median seconds of a step, and of what it consists of, in the model that the module describes.
 
-    `overhead` is C, `link` the seconds of sums between hosts; by worker, `pace` is T, `loading` D and `fixed` F,
+    `overhead` is C, `link` the seconds of reductions between hosts; by worker, `pace` is T, `loading` D and `fixed` F,
     `slowest` the part of the records in which it was the slowest, and `parts` its current part of the rows. `records`
     hold (C, T by worker, D by worker). `known` says whether there are enough records for a verdict.
     """
@@ -126,23 +127,25 @@ class UsualStep:
     def what_if(self) -> dict[str, float]:
         """Predicts the seconds of a step for each hypothetical change, by its name."""
         predictions = {
-            "loader fixed": (fast_loading := self.with_fast_loading()).predict_step_seconds(fast_loading.pace)
+            "with instant data loading": (fast_loading := self.with_fast_loading()).predict_step_seconds(
+                fast_loading.pace
+            )
         }
         if len(self.pace) > 1:
             worst = max(self.pace, key=lambda worker: self.pace[worker])
-            predictions["rows dealt by speed"] = self.predict_step_seconds(self.pace)
+            predictions["with rows assigned by speed"] = self.predict_step_seconds(self.pace)
             without = {worker: seconds for worker, seconds in self.pace.items() if worker != worst}
             predictions[f"without worker {worst}"] = self.predict_step_seconds(without)
             usual = sorted(self.pace, key=lambda worker: self.pace[worker])[(len(self.pace) - 1) // 2]
             pace = {**self.pace, -1: self.pace[usual], -2: self.pace[usual]}
-            predictions["two more workers"] = self.predict_step_seconds(pace, {-1: usual, -2: usual})
+            predictions["with two more workers"] = self.predict_step_seconds(pace, {-1: usual, -2: usual})
         if self.link > 0:
-            predictions["twice the link"] = self.step_seconds - self.link / 2
+            predictions["with a link twice as fast"] = self.step_seconds - self.link / 2
         return predictions
 
 
 def doctor(folder: Path) -> str:
-    """The verdict on a run as text for the terminal. Raises UsageError if `folder` is no run folder."""
+    """The verdict on a run as text for the terminal. Raises UsageError if `folder` is not a run folder."""
     summary = Summary(folder)
     steps = usual_step(summary)
     diagnosis = verdict(summary, steps)
@@ -150,15 +153,15 @@ def doctor(folder: Path) -> str:
     if steps is not None and diagnosis.kind in ("", "worker", "loader", "link"):
         prediction_of_kind = {
             "worker": f"without worker {diagnosis.worker}",
-            "loader": "loader fixed",
-            "link": "twice the link",
+            "loader": "with instant data loading",
+            "link": "with a link twice as fast",
         }
         faster = {
             what: s
             for what, s in steps.what_if().items()
             if s < LESS * steps.step_seconds or what == prediction_of_kind.get(diagnosis.kind)
         }
-        faster_text = "".join(f", {what} {a_step(s)}" for what, s in sorted(faster.items(), key=lambda item: item[1]))
+        faster_text = "".join(f"; {a_step(s)} {what}" for what, s in sorted(faster.items(), key=lambda item: item[1]))
         lines.append(f"a step takes {a_step(steps.step_seconds)}{faster_text}")
     return "\n".join(in_one_line(line) for line in [*lines, *([f"next: {diagnosis.cure}"] if diagnosis.cure else [])])
 
@@ -292,34 +295,34 @@ def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:
         name = max(costs, key=lambda name: costs[name])
         if costs[name] > COSTLY * wall_seconds:
             what, cure = COSTS[name]
-            lost = tuple(f"worker {e.get('workers')} {e.get('why')}" for e in summary.lost[-3:])
+            lost = tuple(f"{ranks(e.get('workers') or [])} {e.get('why')}" for e in summary.lost[-3:])
             diagnosis = Verdict(
                 name, f"{what} took {costs[name] / wall_seconds:.0%} of {duration(wall_seconds)}", None, lost, cure
             )
-    return diagnosis or Verdict("", f"nothing is wrong: {summary.ending}")
+    return diagnosis or Verdict("", f"no problem found: {summary.ending}")
 
 
 def _failed(summary: Summary) -> Verdict:
     event: Event = summary.outcome or {}
     cause = str(event.get("cause"))
     kind, what = next(
-        ((kind, what) for pattern, kind, what in KINDS if re.search(pattern, cause)), ("failed", "it failed")
+        ((kind, what) for pattern, kind, what in KINDS if re.search(pattern, cause)), ("failed", "the run failed")
     )
     named = re.search(r"\bworkers? (\d+)", cause)
     worker = int(named[1]) if named and kind in ("not finite", "diverged") else event.get("worker")
     if kind == "mismatch":
         worker, left_out = _find_deviating_worker(summary.folder, cause)
-        kind, what = ("skipped", "a collective was left out") if left_out else (kind, what)
+        kind, what = ("skipped", "a worker skipped a collective") if left_out else (kind, what)
     who = "" if worker is None else f" ({ranks([worker])})"
     cure = re.findall(r"^next: (.*)$", str(event.get("text")), re.M)
-    return Verdict(kind, f"{what}{who}", worker, (cause,), cure[-1] if cure else "see its log")
+    return Verdict(kind, f"{what}{who}", worker, (cause,), cure[-1] if cure else "read the worker's log")
 
 
 def _find_deviating_worker(folder: Path, cause: str) -> tuple[int | None, bool]:
-    """The worker that is in another collective than most, and whether it has skipped the collective of the others.
+    """The worker that is in a different collective than most, and whether it has skipped the collective of the others.
 
-    It has skipped it if it has ended, or if the flight recorder shows that it went on to a collective that followed
-    theirs, or the one before, at an earlier time.
+    A worker that has ended has skipped it. So has a worker whose flight recorder shows that it went on to a collective
+    that at an earlier time followed theirs, or followed the previous one.
     """
     positions = [([*map(int, members.split(", "))], ended) for members, ended in re.findall(_WHERE, cause)]
     fewest = min((len(members) for members, _ in positions), default=0)
@@ -352,7 +355,9 @@ def _hangs(event: Event) -> Verdict:
     """The verdict on a run whose worker makes no progress now."""
     worker, busy = event["worker"], "busy" if event.get("busy") else "waiting"
     line = f"no progress for {event['seconds']:.0f} s: {busy} at {event.get('line') or 'an unknown line'}"
-    return Verdict("hang", f"worker {worker} hangs", worker, (line,), f"see RUN/stacks/worker-{worker}.txt")
+    return Verdict(
+        "hang", f"worker {worker} hangs", worker, (line,), f"read its stack in RUN/stacks/worker-{worker}.txt"
+    )
 
 
 def _of_others(seconds: Mapping[int, float], worker: int) -> float:
@@ -375,16 +380,19 @@ def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
     apart = [w for w in loaders if more[w] > max(APART * steps.pace[w], max(more.values()) / 2)]
     if loaders := apart or loaders:
         evidence = tuple(
-            f"worker {w} takes {a_step(steps.pace[w] / count)} for an equal part of the rows, and waits for these"
-            f" {a_step(steps.loading[w] / count)} of that"
+            f"worker {w} needs {a_step(steps.pace[w] / count)} for an equal share of the rows,"
+            f" including {a_step(steps.loading[w] / count)} waiting for data"
             for w in sorted(loaders, key=lambda worker: -steps.loading[worker])[:8]
         )
         where = ", ".join(sorted({hosts(worker) for worker in loaders} - {""}))
-        what = f"loading holds training up: {ranks(loaders)}" + (f" on {where}" if where else "")
-        cure = "more loader workers (loader={'num_workers': N}), a faster disk, or less work for a row"
+        what = f"data loading slows training down: {ranks(loaders)}" + (f" on {where}" if where else "")
+        cure = "use more loader workers (loader={'num_workers': N}), a faster disk, or less work per row"
         worst = max(loaders, key=lambda worker: steps.loading[worker])
         candidates.append(
-            (steps.step_seconds - steps.what_if()["loader fixed"], Verdict("loader", what, worst, evidence, cure))
+            (
+                steps.step_seconds - steps.what_if()["with instant data loading"],
+                Verdict("loader", what, worst, evidence, cure),
+            )
         )
     if count > 1:
         worst = max(steps.pace, key=steps.compute_seconds)
@@ -392,18 +400,20 @@ def _slow(summary: Summary, steps: UsualStep) -> Verdict | None:
         ratio, often = steps.compute_seconds(worst) / usual, steps.slowest[worst]
         if ratio > SLOW and often >= OFTEN and steps.compute_seconds(worst) > LEAST * count:
             evidence = (
-                f"for the same rows it takes {ratio:.2f} times as long as the others, and was the slowest in"
+                f"for the same rows it takes {ratio:.2f} times as long as the other workers, and it was the slowest in"
                 f" {often:.0%} of the records",
-                f"it has {steps.parts[worst]:.0%} of the rows",
+                f"it computes {steps.parts[worst]:.0%} of the rows",
             )
             what = f"worker {worst} is slow" + (f" (on {hosts(worst)})" if hosts(worst) else "")
-            cure = f"see what else runs on {hosts(worst) or 'its host'} (`top`), its clock rate and cooling"
+            cure = f"check {hosts(worst) or 'its host'} for other programs (`top`), a low clock rate and poor cooling"
             as_others = steps.predict_step_seconds({**steps.pace, worst: usual + steps.loading[worst]})
             candidates.append((steps.step_seconds - as_others, Verdict("worker", what, worst, evidence, cure)))
     if steps.link > max(LEAST, LINK * steps.step_seconds):
-        evidence = (f"sums between hosts take {a_step(steps.link)} of a step of {a_step(steps.step_seconds)}",)
-        cure = "a codec (codec=bf16, int8), local steps (local=N every=H), a larger global batch, or a faster network"
+        evidence = (f"reductions between hosts take {a_step(steps.link)} of a step of {a_step(steps.step_seconds)}",)
+        cure = (
+            "use a codec (codec=bf16, int8), local steps (local=N every=H), a larger global batch or a faster network"
+        )
         candidates.append(
-            (steps.link, Verdict("link", "the link between hosts holds training up", None, evidence, cure))
+            (steps.link, Verdict("link", "the link between hosts slows training down", None, evidence, cure))
         )
     return max(candidates, key=lambda candidate: candidate[0])[1] if candidates else None

@@ -1,16 +1,18 @@
-"""Serves the live page of a run: the frame, its script, and what has changed.
+"""Serves the live page of a run: its frame, its script, and the panels of the report whenever they change.
 
-Served from the journal alone, and only read. No torch.
+The process only reads the journal. It does not import torch.
 
-    GET /           the page, which holds nothing of the run
-    GET /session    with the reading key as bearer token: a cookie for what follows
-    GET /view       the report's panels up to an event of the journal, whose number is told; ?open= of very many workers
-                    what is to be opened, again and again, find= whom to mark, and seeks=true to open it
-    GET /events     server-sent events: that number, whenever there are more
-    GET /journal    ?from=N with the key as bearer token: the journal from that byte on, for `paceline watch HOST:PORT`
+    GET /           the frame of the page, without any data of the run
+    GET /session    with the reading key as bearer token: sets a cookie that the following requests need
+    GET /view       the report's panels; the header X-Event has the number of the journal's last event in them. For a
+                    large team, each ?open= names an entry to show opened, find= a worker or host to mark, and
+                    seeks=true opens the marked entry
+    GET /events     server-sent events: the number of the last event whenever there are new ones, and "ended" after the
+                    run's end
+    GET /journal    ?from=N with the key as bearer token: the journal from byte N on, for `paceline watch HOST:PORT`
 
-The key stands in the address behind #, which a browser sends to nobody. Host and Origin must be ours, so that no other
-page can ask, also by a name that it lets point here.
+The key is in the fragment of the address (behind #), which browsers do not send to servers. Requests with another Host
+or Origin are refused, so that no other web page can read the run, not even through a name that resolves to this host.
 """
 
 from __future__ import annotations
@@ -41,32 +43,57 @@ from paceline.observe.page import STYLE, Chosen, around, team_of
 from paceline.observe.summary import Newest, Summary
 from paceline.team.auth import ANSWER, is_signature, read_authorization, sign, sign_answer
 
-OFTEN = 1.0  # seconds for which a view is not made anew
+OFTEN = 1.0  # seconds between two renderings of the panels
 SESSIONS, STREAMS, VIEWS = 1000, 600, 64
-ASKS = "/view", "/events", "/journal"  # for a session, the last one for the key
-PIECE = 1 << 20  # bytes of the journal at a time
+ASKS = "/view", "/events", "/journal"  # they need a session; the last one needs the key
+PIECE = 1 << 20  # bytes of the journal in one answer, at most
 SCRIPT = """
 (async () => {
   const live = document.querySelector("#live"), main = document.querySelector("main");
-  const say = (text) => { if (live.textContent !== text) live.textContent = text; };
+  const say = (text, kind = "") => {
+    if (live.textContent !== text) live.textContent = text;
+    live.className = kind;
+  };
+  const clock = () => new Date().toLocaleTimeString([], {hour12: false});
+  const address = "Open the complete address of this page: the console of the run and the file \\"page\\" in the run " +
+    "folder show it.";
   const key = location.hash.slice(1);
   if (key) {
     history.replaceState(null, "", location.pathname);
-    const told = await fetch("/session", {headers: {Authorization: "Bearer " + key}});
-    if (!told.ok) return say("this key is not the one of the run");
+    const session = await fetch("/session", {headers: {Authorization: "Bearer " + key}});
+    if (!session.ok) return say("The key in this address does not belong to this run. " + address, "bad");
   }
   const find = document.querySelector("#find"), opened = new Set();
-  let shown = -1, wanted = 0, busy = false, stale = false, sought = "", seeks = false;
-  const put = (fresh) => {  // what has not changed stays as it is, for who reads it
-    const at = main.contains(document.activeElement) ? document.activeElement.closest("details")?.dataset.of : null;
+  let shown = -1, wanted = 0, busy = false, stale = false, sought = "", seeks = false, ended = false, lost = false;
+  const state = () => main.querySelector("[data-state]")?.dataset.state;
+  const report = () => {  // the line at the top, the badge of a state that is out of date, and the title
+    const badge = main.querySelector("[data-state]");
+    if (badge && state() === "running" && (ended || lost)) {
+      badge.textContent = ended ? "Ended, no result recorded" : "Not connected";
+      badge.className = "badge unknown";
+    }
+    const name = main.querySelector("h1")?.textContent, part = main.querySelector("[data-percent]")?.textContent;
+    document.title = [state() === "running" ? part : "", name, "Paceline"].filter(Boolean).join(" - ");
+    live.dataset.event = shown;
+    if (shown < 0) return say(lost ? address : "Connecting", lost ? "bad" : "");
+    if (ended || (lost && state() !== "running")) return say("The run has ended. This page is no longer updated.");
+    if (lost) return say("No connection since " + clock() + ". The run or the network is down; trying again.", "bad");
+    say("Live, updated at " + clock());
+  };
+  const put = (fresh) => {  // unchanged nodes stay, so that selections, scrolling and opened entries are kept
+    const active = main.contains(document.activeElement) ? document.activeElement : null;
+    const marked = active?.id === "found", at = active?.closest("details")?.dataset.of;
     const old = [...main.childNodes];
+    const left = new Map([...main.querySelectorAll(".scroll")].map((box, place) => [place, box.scrollLeft]));
     fresh.forEach((node, place) => {
       if (!old[place]) main.append(node);
       else if (!old[place].isEqualNode(node)) old[place].replaceWith(node);
     });
     old.slice(fresh.length).forEach((node) => node.remove());
+    main.querySelectorAll(".scroll").forEach((box, place) => { box.scrollLeft = left.get(place) || 0; });
     const groups = [...main.querySelectorAll("details")];
-    if (at && !main.contains(document.activeElement))
+    if (marked) main.querySelector("#found")?.focus({preventScroll: true});
+    else if (at && !main.contains(document.activeElement))
       groups.find((group) => group.dataset.of === at)?.querySelector("summary").focus({preventScroll: true});
     groups.forEach((group) => group.open && opened.add(group.dataset.of));
     find.hidden = !groups.length;
@@ -79,10 +106,10 @@ SCRIPT = """
       const seeking = seeks;
       stale = seeks = false;
       const view = await fetch("/view?" + ask);
-      if (!view.ok) { say("open the address that stands in the file page of the run folder"); break; }
+      if (!view.ok) { say(view.status === 401 ? address : await view.text(), "bad"); break; }
       put([...new DOMParser().parseFromString(await view.text(), "text/html").body.childNodes]);
       shown = Number(view.headers.get("X-Event"));
-      say("live, up to event " + shown);
+      report();
       if (seeking) document.querySelector("#found")?.focus();
     }
     busy = false;
@@ -100,15 +127,22 @@ SCRIPT = """
     again();
   });
   const stream = new EventSource("/events");
-  stream.onopen = () => { if (shown >= 0) say("live, up to event " + shown); };
+  stream.onopen = () => { if (lost && shown >= 0) again(); lost = false; };
   stream.onmessage = (event) => { wanted = Number(event.data); show().catch(() => { busy = false; }); };
-  stream.onerror = () => say(shown < 0 ? "open the address that stands in the file page of the run folder"
-    : "no connection: the run has ended, or what serves this page; up to event " + shown);
+  stream.addEventListener("ended", () => { ended = true; again(); });
+  stream.onerror = () => {
+    if (!lost) { lost = true; report(); }
+    if (ended) stream.close();
+  };
 })();
 """
 LIVE = (
-    "#live{position:sticky;top:0;margin:0;padding:.4rem 1.5rem;background:var(--wash);color:var(--soft)}"
-    "#find{display:block;padding:.6rem 1.5rem}#find[hidden]{display:none}"
+    "#live{position:sticky;top:0;z-index:1;margin:0;padding:.4rem max(1.5rem,calc(50% - 33.5rem));"
+    "background:var(--wash);color:var(--soft);"
+    "border-bottom:1px solid var(--rule);font-size:.867rem}#live.bad{color:var(--bad)}"
+    "#find{display:block;max-width:70rem;margin:0 auto;padding:1rem 1.5rem 0}#find[hidden]{display:none}"
+    "#find input{font:inherit;color:inherit;background:var(--card);border:1px solid var(--c5);border-radius:6px;"
+    "padding:.25rem .6rem}noscript{display:block;padding:1.5rem}"
 )
 
 
@@ -119,9 +153,10 @@ def _hash(text: str) -> str:
 SHELL = (
     '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Paceline</title>'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f'<style>{STYLE}{LIVE}</style></head><body><p id="live" role="status">connecting</p>'
+    f'<style>{STYLE}{LIVE}</style></head><body><p id="live" role="status">Connecting</p>'
     '<label id="find" hidden>Worker or host: <input type="search" spellcheck="false"></label><main></main>'
-    f"<noscript>Without JavaScript: paceline watch, or report.html</noscript><script>{SCRIPT}</script></body></html>\n"
+    "<noscript>This page needs JavaScript. Without it, use the command paceline watch, or after the run the file "
+    f"report.html in the run folder.</noscript><script>{SCRIPT}</script></body></html>\n"
 )
 POLICY = (
     f"default-src 'none'; script-src {_hash(SCRIPT)}; style-src {_hash(STYLE + LIVE)} {_hash(DRAWN)}; "
@@ -130,7 +165,7 @@ POLICY = (
 
 
 class Panels:
-    """The panels of a summary, made once for all who want the same of the team opened."""
+    """The panels of a summary. Those with the same opened entries are rendered once for all readers."""
 
     def __init__(self, summary: Summary) -> None:
         self._summary, self._around = summary, around(summary)
@@ -142,13 +177,17 @@ class Panels:
 
 
 class Views:
-    """A run's panels, made at most so often however many ask. `key` is the reading key; who had it has a session."""
+    """The panels of a run, rendered at most once in `OFTEN` seconds for all readers.
+
+    `key` is the reading key, with which a reader opens a session; `hosts` are the names that a request may address.
+    """
 
     def __init__(self, folder: Path, key: str, hosts: Collection[str]) -> None:
         self._newest = Newest(folder, OFTEN, Panels)
         self.folder, self.key, self.hosts = folder, key, hosts
         self.sessions: deque[str] = deque(maxlen=SESSIONS)
         self.streams = 0
+        self.ended = False  # whether the run has ended
 
     def look(self) -> tuple[int, Panels]:
         """(number of the last event, the panels made up to it)."""
@@ -182,9 +221,9 @@ class Page(RequestHandler):
         origin = self.request.headers.get("Origin")
         name = re.sub(r":\d+$", "", host).strip("[]").lower()
         if name not in self._views.hosts or origin not in (None, f"http://{host}"):
-            self._refuse(403, "not from here")
+            self._refuse(403, "This host name or origin is not allowed. Use the address that the run printed.")
         elif self.request.path in ASKS and not (self._has_key() if self.request.path == "/journal" else self._known()):
-            self._refuse(401, "no session")
+            self._refuse(401, "This request needs the reading key of the run.")
         elif self.request.path in ASKS:
             know(self)
 
@@ -193,7 +232,7 @@ class Page(RequestHandler):
         return any(hmac.compare_digest(given.encode(), session.encode()) for session in self._views.sessions)
 
     def _cookie(self) -> str:
-        """Cookies are for a host and all its ports, so each run has a name of its own."""
+        """The name of the session cookie; another one for each run, because all ports of a host share cookies."""
         return f"paceline_{hashlib.sha256(self._views.key.encode()).hexdigest()[:12]}"
 
     def _refuse(self, code: int, why: str) -> None:
@@ -223,7 +262,7 @@ class Page(RequestHandler):
         """Sends the next piece of the journal, at most `PIECE` bytes."""
         begin = self.get_query_argument("from", "0")
         if not re.fullmatch("[0-9]{1,999}", begin):
-            self._refuse(400, "from= is no number")
+            self._refuse(400, "from= must be a whole number of bytes")
             return
         self.set_header("Content-Type", "application/octet-stream")
         piece = b""
@@ -236,7 +275,7 @@ class Page(RequestHandler):
 
     async def _session(self) -> None:
         if not self._has_key():
-            self._refuse(401, "a wrong key")
+            self._refuse(401, "This is not the reading key of the run.")
             return
         self._views.sessions.append(secrets.token_hex(32))
         self.set_cookie(self._cookie(), self._views.sessions[-1], httponly=True, samesite="Strict", path="/")
@@ -252,9 +291,9 @@ class Page(RequestHandler):
         self.finish(view.html(wanted))
 
     async def _events(self) -> None:
-        views, sent = self._views, -1
+        views, sent, is_told = self._views, -1, False
         if views.streams >= STREAMS:
-            self._refuse(503, "too many are watching")
+            self._refuse(503, f"{STREAMS} pages already follow this run. Close some of them.")
             return
         self.set_header("Content-Type", "text/event-stream")
         views.streams += 1
@@ -263,6 +302,9 @@ class Page(RequestHandler):
                 number, _ = views.look()
                 self.write(f"id: {number}\ndata: {number}\n\n" if number > sent else ":\n\n")
                 sent = number
+                if views.ended and not is_told:
+                    self.write("event: ended\ndata: \n\n")
+                    is_told = True
                 await self.flush()  # a slow reader waits here, and holds nothing but its connection
                 await asyncio.sleep(OFTEN)
         except StreamClosedError:

@@ -1,7 +1,7 @@
 """Writes TensorBoard files and feeds the user's loggers from the journal.
 
-Whoever writes the journal also reads it again and hands it on; how far, it writes down. So one who takes over, or
-resumes, begins where the last one was, and what that one had not handed on yet is in the journal.
+The process that writes the journal also reads it and passes its events to the loggers, and it saves its position in the
+journal. So a process that takes over, or a resumed run, continues at this position and passes on all later events.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.base.schema import read_file, read_json
 from paceline.errors import FormatError, UsageError
 from paceline.observe.metrics import values_of
 
-EVERY = 0.25  # seconds between two looks at the journal
-NAME = "loggers.json"  # in the run folder: how far each logger is
+EVERY = 0.25  # seconds between two reads of the journal
+NAME = "loggers.json"  # in the run folder: the position of each logger
 FOLDER = "tensorboard"  # in the run folder
 
 
@@ -39,11 +39,11 @@ class Loggers:
     def add(self, logger: Any, say: Callable[..., None]) -> None:
         """Adds a logger. Raises UsageError if it has no `write` method."""
         if not callable(getattr(logger, "write", None)):
-            what = f"log_to() is given {logger!r:.60}, which has no write(step, values)"
-            raise UsageError(what, "give paceline.TensorBoard(), or an object with that method")
+            what = f"log_to() needs an object with a method write(step, values), got {logger!r:.60}"
+            raise UsageError(what, "pass paceline.TensorBoard(), or add this method")
         kind = type(logger).__name__
         if self._folder is None:
-            say(f"nothing is logged to {kind}: there is no run folder", once=True)
+            say(f"nothing is logged to {kind}, because this run has no run folder", once=True)
             return
         same = [fed for fed in self._all if type(fed.logger).__name__ == kind]
         if isinstance(logger, TensorBoard):
@@ -80,16 +80,16 @@ class Loggers:
 
 
 class _Fed:
-    """A logger and its position: a byte of the journal before which there is nothing of the last step."""
+    """A logger and its position: a byte of the journal at or before the first event of the last step."""
 
     def __init__(self, logger: Any, name: str, folder: Path) -> None:
         self.logger, self.name, self._folder = logger, name, folder
         self._reader: Reader | None = None
         self._at, self._step = 0, 0
-        self._config: dict[str, Any] = {}  # values that the logger has not got yet
+        self._config: dict[str, Any] = {}  # values that the logger has not received yet
 
     def hand_on(self, known: Any) -> list[int]:
-        """Feeds the logger what is new in the journal; returns its position, (byte, step).
+        """Feeds the logger the new events of the journal; returns its position, (byte, step).
 
         `known` is the position of the process that fed this logger before.
         """
@@ -148,8 +148,8 @@ class TensorBoard:
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         if find_spec("tensorboard") is None:
-            what = "TensorBoard's files cannot be written: the package tensorboard is not installed"
-            raise UsageError(what, "pip install 'paceline[tensorboard]'")
+            what = "TensorBoard files cannot be written because the package tensorboard is not installed"
+            raise UsageError(what, "run pip install 'paceline[tensorboard]'")
         self.folder = None if folder is None else Path(folder)
         self.at = 0.0  # the Unix time of the next record
         self._file: BinaryIO | None = None
@@ -218,8 +218,8 @@ class TensorBoard:
         except OSError as error:
             if not self._warned:
                 self._warned = True
-                what = f"TensorBoard's file in {self.folder} cannot be written ({error.strerror})"
-                warnings.warn(f"{what}: the training goes on; free space on that disk", stacklevel=2)
+                what = f"the TensorBoard file in {self.folder} cannot be written ({error.strerror})"
+                warnings.warn(f"{what}; training continues. Free some space on that disk.", stacklevel=2)
 
     def _open(self) -> BinaryIO:
         """Creates a file whose name sorts after those of the existing files, the order in which they are read."""

@@ -1,6 +1,6 @@
 """Logs images and histograms.
 
-A picture may be an array, an image of PIL's or a figure of matplotlib's; none of these packages is needed to keep it.
+A picture may be an array, a PIL image or a matplotlib figure; this module imports neither package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Histogram:
 
     Args:
         values: Numbers, in an array or tensor of any shape.
-        bins: How many bins of equal width, 1 to 1000.
+        bins: Number of bins of equal width, 1 to 1000.
 
     Attributes:
         counts: Elements per bin.
@@ -52,14 +52,16 @@ class Histogram:
     def __init__(self, values: Any, bins: int = 30) -> None:
         every = _array(values).reshape(-1)
         if not 1 <= bins <= 1000:
-            raise UsageError(f"a histogram of {bins} bins", "ask for 1 to 1000")
+            raise UsageError(f"a Histogram cannot have {bins} bins", "set bins= to a number from 1 to 1000")
         if not np.issubdtype(every.dtype, np.number) and every.dtype != bool:
-            raise UsageError(f"a histogram is given {every.dtype}", "give numbers")
+            raise UsageError(
+                f"a Histogram needs numbers, got an array of dtype {every.dtype}", "convert the values to numbers"
+            )
         finite = every[np.isfinite(every)].astype(np.float64)
         self.others = len(every) - len(finite)
         try:
             counts, edges = np.histogram(finite, bins)
-        except ValueError:  # between the least and the largest there are not so many numbers, or infinity
+        except ValueError:  # the range has fewer distinct numbers than bins, or is infinite
             counts, edges = np.array([len(finite)]), np.array([finite.min(), finite.max()])
         self.counts, self.edges = counts.tolist(), edges.tolist()
         self.mean = float(finite.mean()) if len(finite) else 0.0
@@ -79,7 +81,7 @@ class Image:
             1, 3 or 4 channels, of bytes or of numbers from 0 to 1.
 
     Raises:
-        UsageError: The picture is something else.
+        UsageError: The picture has another type, shape or dtype.
     """
 
     def __init__(self, picture: Any) -> None:
@@ -89,7 +91,7 @@ class Image:
     def event(self, folder: Path, name: str, step: int) -> dict[str, Any]:
         """Writes the PNG to the run folder; returns the fields of the journal's event. Raises OSError."""
         safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name)[:60].strip(".-")
-        if safe != name:  # names that differ in what was left out have files of their own
+        if safe != name:  # two names may differ only in the replaced characters: the hash keeps their files apart
             safe += f"-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
         path = folder / FOLDER / f"{safe}-step-{step:012}.png"
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -110,8 +112,8 @@ def medium(name: str, value: Any) -> Medium | None:
         return Histogram(value)
     if len(shape) == 2 or (len(shape) == 3 and {shape[0], shape[-1]} & _COLOURS.keys()):
         return Image(value)
-    what = f"log() is given {name} of shape {tuple(shape)}, which is neither a row of numbers nor a picture"
-    raise UsageError(what, f"write trainer.log({name}=paceline.Histogram(...)), or paceline.Image(...)")
+    what = f"log() got {name} of shape {tuple(shape)}, which is neither a vector of numbers nor an image"
+    raise UsageError(what, f"use trainer.log({name}=paceline.Histogram(...)) or paceline.Image(...)")
 
 
 def _of_pil(value: Any) -> bool:
@@ -128,7 +130,7 @@ def _array(values: Any) -> np.ndarray:
 def _png(picture: Any) -> bytes:
     if isinstance(picture, bytes):
         if not picture.startswith(_SIGNATURE) or len(picture) < 33:
-            raise UsageError("a picture of bytes is no PNG", "give an array, or the bytes of a PNG")
+            raise UsageError("the bytes of an Image are not a PNG file", "pass an array, or the bytes of a PNG file")
         return picture
     file = io.BytesIO()
     if hasattr(picture, "savefig"):
@@ -148,11 +150,15 @@ def _encoded(picture: Any) -> bytes:
     shaped = pixels[..., None] if pixels.ndim == 2 else pixels
     if shaped.ndim != 3 or shaped.shape[2] not in _COLOURS or not shaped.size:
         form = "[channels, height, width]" if hasattr(picture, "detach") else "[height, width, channels]"
-        what = f"a picture is {a(type(picture).__name__)} of shape {tuple(getattr(picture, 'shape', ()))}"
-        raise UsageError(what, f"give [height, width], or {form} with 1, 3 or 4 channels")
+        what = (
+            f"an Image cannot be made from {a(type(picture).__name__)} of shape {tuple(getattr(picture, 'shape', ()))}"
+        )
+        raise UsageError(what, f"use the shape [height, width], or {form} with 1, 3 or 4 channels")
     if shaped.dtype != np.uint8:
         if not np.issubdtype(shaped.dtype, np.floating) and shaped.dtype != bool:
-            raise UsageError(f"a picture is of {shaped.dtype}", "give bytes (uint8), or numbers from 0 to 1")
+            raise UsageError(
+                f"an Image cannot have the dtype {shaped.dtype}", "use uint8, or floating-point numbers from 0 to 1"
+            )
         shaped = (np.nan_to_num(shaped.astype(np.float64)).clip(0, 1) * 255).round().astype(np.uint8)
     height, width, channels = shaped.shape
     rows = np.concatenate([np.zeros((height, 1), np.uint8), shaped.reshape(height, -1)], 1)

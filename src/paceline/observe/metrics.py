@@ -1,7 +1,8 @@
 """The table of a run's metrics, for TensorBoard, Prometheus, the dashboard and the docs.
 
-Each figure is made of a `Summary`, which is the journal up to the event of a number: whoever has read as far has the
-same ones. Those of steps are of the newest record of steps, and a logger gets them of every record.
+Each metric is computed from a `Summary` of the journal up to a numbered event, so all readers that have read up to the
+same event get the same values. Metrics of steps come from the newest record of steps; a logger gets those of every
+record.
 """
 
 from __future__ import annotations
@@ -77,106 +78,110 @@ def _memory(event: Event) -> ModelValues:
 
 
 METRICS = (
-    Metric("paceline_loss", "1", "mean loss of the newest step", tag="loss", record=_of("loss")),
-    Metric("paceline_learning_rate", "1", "learning rate of the first group", tag="lr", record=_of("lr")),
+    Metric("paceline_loss", "1", "mean loss of the latest step", tag="loss", record=_of("loss")),
+    Metric("paceline_learning_rate", "1", "learning rate of the first parameter group", tag="lr", record=_of("lr")),
     Metric("paceline_gradient_norm", "1", "norm of the mean gradient", tag="grad_norm", record=_known("grad_norm")),
     Metric(
-        *("paceline_step_metric", "1", "a metric that the loss returns, by name"),
+        *("paceline_step_metric", "1", "metrics that the loss returns, by name"),
         tag="{}",
         label="name",
         record=lambda record: record.get("metrics") or {},
     ),
     Metric(
-        *("paceline_value", "1", "what `evaluate()` or `trainer.log()` told last, by name"),
+        *("paceline_value", "1", "latest values of `evaluate()` and `trainer.log()`, by name"),
         tag="{}",
         label="name",
         of=lambda s: {name: curve[-1][1] for name, curve in s.series.items()},
     ),
     Metric(
-        *("paceline_samples_per_second", "1/s", "rows trained on in a second"),
+        *("paceline_samples_per_second", "1/s", "rows trained on per second"),
         tag="throughput/samples_per_s",
         record=_a_second("samples"),
     ),
     Metric(
-        *("paceline_tokens_per_second", "1/s", "tokens trained on in a second, of a `Tokens` dataset"),
+        *("paceline_tokens_per_second", "1/s", "tokens trained on per second, for a `Tokens` dataset"),
         tag="throughput/tokens_per_s",
         record=_a_second("tokens"),
     ),
-    Metric("paceline_step_seconds", "s", "seconds of a step, on worker 0", tag="time/step", record=_a_step),
+    Metric("paceline_step_seconds", "s", "seconds per step on worker 0", tag="time/step", record=_a_step),
     Metric(
-        *("paceline_step_part_seconds", "s", "the same by part: data, compute, reduce, update, other"),
+        *(
+            "paceline_step_part_seconds",
+            "s",
+            "seconds per step on worker 0, by part: data, compute, reduce, update, other",
+        ),
         tag="time/{}",
         label="part",
         record=_parts,
     ),
     Metric(
-        *("paceline_memory_bytes", "B", "what worker 0 held at most, by kind, at the end of a loop"),
+        *("paceline_memory_bytes", "B", "peak memory of worker 0 by kind, at the end of a loop"),
         tag="memory/{}",
         label="kind",
         of=lambda s: _memory(s.memory[-1]) if s.memory else {},
     ),
-    Metric("paceline_step", "1", "optimizer steps done, of the first trainer", of=lambda s: {"": s.steps_done}),
+    Metric("paceline_step", "1", "optimizer steps of the first trainer", of=lambda s: {"": s.steps_done}),
     Metric(
-        *("paceline_steps_total", "1", "steps that were made, with those that were made again"),
+        *("paceline_steps_total", "1", "computed steps, including repeated ones"),
         counter=True,
         of=lambda s: {"": s.made["steps"]},
     ),
     Metric(
-        *("paceline_samples_total", "1", "rows trained on, with those of steps that were made again"),
+        *("paceline_samples_total", "1", "rows trained on, including those of repeated steps"),
         counter=True,
         of=lambda s: {"": s.made["samples"]},
     ),
     Metric(
-        *("paceline_bytes_total", "B", "bytes that worker 0 handed to collectives"),
+        *("paceline_bytes_total", "B", "bytes that worker 0 passed to collectives"),
         counter=True,
         of=lambda s: {"": s.made["bytes"]},
     ),
     Metric(
-        *("paceline_link_bytes_total", "B", "bytes that a host's workers sent to another host, by link, as `a to b`"),
+        *("paceline_link_bytes_total", "B", "bytes sent from one host to another, by link (`a to b`)"),
         label="link",
         counter=True,
         of=lambda s: s.sent,
     ),
-    Metric("paceline_workers", "1", "workers of the team", of=lambda s: {"": sum(s.up.values())}),
+    Metric("paceline_workers", "1", "workers in the team", of=lambda s: {"": sum(s.up.values())}),
     Metric(
-        *("paceline_worker_up", "1", "whether a worker is of the team: 1, or 0"),
+        *("paceline_worker_up", "1", "1 if the worker is in the team, else 0"),
         label="worker",
         of=lambda s: {worker: float(up) for worker, up in s.up.items()},
     ),
     Metric(
-        *("paceline_worker_compute_seconds_total", "s", "a worker's seconds of forward and backward"),
+        *("paceline_worker_compute_seconds_total", "s", "seconds that a worker spent in forward and backward passes"),
         label="worker",
         counter=True,
         of=lambda s: s.made_by["computed"],
     ),
     Metric(
-        *("paceline_worker_waited_for_seconds_total", "s", "seconds that the others waited for a worker"),
+        *("paceline_worker_waited_for_seconds_total", "s", "seconds that the other workers waited for a worker"),
         label="worker",
         counter=True,
         of=lambda s: s.made_by["waited_for"],
     ),
     Metric(
-        *("paceline_lost_workers_total", "1", "workers that were lost while the others went on"),
+        *("paceline_lost_workers_total", "1", "workers that were lost while the others continued"),
         counter=True,
         of=lambda s: {"": float(sum(len(event.get("workers") or []) for event in s.lost))},
     ),
     Metric("paceline_attempts_total", "1", "starts of the run", counter=True, of=lambda s: {"": len(s.attempts)}),
     Metric(
-        *("paceline_goodput_ratio", "1", "the part of the wall clock that brought the training forward"),
+        *("paceline_goodput_ratio", "1", "fraction of the wall-clock time that advanced training"),
         of=lambda s: {"": s.goodput} if s.goodput is not None else {},
     ),
     Metric(
-        *("paceline_account_seconds", "s", "the wall clock by account, see goodput"),
+        *("paceline_account_seconds", "s", "wall-clock seconds by account, see goodput"),
         label="account",
         of=lambda s: s.account,
     ),
     Metric(
-        *("paceline_checkpoint_step", "1", "the step of the newest checkpoint"),
+        *("paceline_checkpoint_step", "1", "step of the newest checkpoint"),
         of=lambda s: {"": s.checkpoints[-1].get("step")} if s.checkpoints else {},
     ),
-    Metric("paceline_running", "1", "1 until the run has ended", of=lambda s: {"": float(s.outcome is None)}),
+    Metric("paceline_running", "1", "1 until the run has ended, then 0", of=lambda s: {"": float(s.outcome is None)}),
     Metric(
-        *("paceline_failed", "1", "1 where the run, or its last attempt, failed"),
+        *("paceline_failed", "1", "1 if the last attempt of the run failed, else 0"),
         of=lambda s: {"": float(s.outcome is not None and s.outcome["event"] == "failed")},
     ),
     Metric(
@@ -186,7 +191,7 @@ METRICS = (
         of=lambda s: {"": s.last_event_at},
     ),
     Metric(
-        *("paceline_journal_events_total", "1", "the number of the newest event that all of this is made of"),
+        *("paceline_journal_events_total", "1", "number of the newest journal event in these metrics"),
         counter=True,
         of=lambda s: {"": s.number},
     ),
@@ -219,8 +224,8 @@ def values_of(event: Event) -> dict[str, float | str]:
 
 
 def table() -> str:
-    """The table of metrics in docs/watching.md, as Markdown."""
-    rows = ["| Prometheus | TensorBoard | unit | what it is |", "| --- | --- | --- | --- |"]
+    """The table of metrics in docs/reference/journal.md, as Markdown."""
+    rows = ["| Prometheus | TensorBoard | unit | meaning |", "| --- | --- | --- | --- |"]
     for metric in METRICS:
         labels = f"{{{metric.label}}}" if metric.label else ""
         tag = metric.tag.replace("{}", metric.label.upper() or "{}")

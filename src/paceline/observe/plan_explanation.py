@@ -10,14 +10,24 @@ from typing import Any
 from paceline.base.journal import Event
 from paceline.base.mesh import AXES
 from paceline.base.text import duration, plural, ranks, size_of
-from paceline.parallel.pipeline.schedule import KINDS, Simulated, drawn, kept, simulate, table
+from paceline.parallel.pipeline.schedule import (
+    KINDS,
+    SPLIT,
+    Simulated,
+    drawn,
+    kept,
+    simulate,
+    stages_of,
+    table,
+    worker_of,
+)
 from paceline.plan import Plan
 
 DRAWN = 12  # micro-batches in a drawn schedule, at most
 HELD = ("parameters", "gradients", "optimizer", "activations")
-_PLACES = dict(zip(AXES, ("replica", "shard", "stage", "stretch", "part"), strict=True))
-_EACH = "gradients, once a step"
-# For each word of a plan: what each of its N workers holds, what it sends, and when it waits.
+_PLACES = dict(zip(AXES, ("replica", "shard", "stage", "sequence shard", "part"), strict=True))
+_EACH = "its gradients once per step"
+# For each word of a plan: what each of its N workers holds, what it sends, and when it waits for others.
 _WORDS = {
     "data": (
         "a copy of its part of the model, for 1/{n} of the micro-batches",
@@ -25,44 +35,44 @@ _WORDS = {
         "at the end of a step, for the gradients of other replicas",
     ),
     "local": (
-        "what the optimizer of each of its islands keeps, and the weights of the round's start",
-        "how far its islands have come, once in {every} steps",
+        "the inner optimizer state of each of its islands, and the weights from the start of the round",
+        "the weight changes of its islands every {every} steps",
         "at the end of a round, for {last}",
     ),
     "fragments": (
-        "also what each of its islands has come to in parts that are not merged yet",
-        "how far its islands have come in one of {n} parts at a time",
-        "after each part, where its sum takes longer than the {delay} steps that are made meanwhile",
+        "also the weights of each of its islands in fragments that are not merged yet",
+        "the weight changes of its islands in one of {n} fragments at a time",
+        "after each fragment, if its reduction takes longer than {delay} of training",
     ),
     "zero=1": (
-        "all parameters and gradients, and 1/{n} of the optimizer's state",
-        f"{_EACH}, and then the weights that it has updated",
-        "at the end of a step, for gradients, and then for weights",
+        "all parameters and gradients, and 1/{n} of the optimizer state",
+        f"{_EACH}, then the weights that it has updated",
+        "at the end of a step, first for gradients, then for weights",
     ),
     "zero=2": (
-        "all parameters during a step, and 1/{n} of gradients and optimizer's state",
-        "its parameters, once a step, and gradients, in each micro-batch",
-        "at the beginning of a step, for parameters, and in each backward, for gradients",
+        "all parameters during a step, and 1/{n} of the gradients and of the optimizer state",
+        "its parameters once per step, and gradients in each micro-batch",
+        "at the start of a step for parameters, and in each backward pass for gradients",
     ),
     "zero=3": (
-        "1/{n} of parameters, gradients and optimizer's state, and one block whole at a time",
-        "its part of each block, twice in a micro-batch, and gradients, once",
-        "before each block, for the parts of the others",
+        "1/{n} of the parameters, gradients and optimizer state, and one full block at a time",
+        "its shard of each block twice per micro-batch, and gradients once",
+        "before each block, for the shards of the other workers",
     ),
     "pipeline": (
-        "the blocks of {v} of {stages} stages, and activations of {kept} micro-batches at most",
-        "what its blocks give, to the next stage, and the gradients of what came, to the one before",
-        "in a forward for the stage before, in a backward for the one after: {bubble:.1%} of a step",
+        "the blocks of {v} of {stages} stages, and the activations of at most {kept}",
+        "its outputs to the next stage, and the gradients of its inputs to the previous stage",
+        "in a forward pass for the previous stage, in a backward pass for the next one: {bubble:.1%} of a step",
     ),
     "context": (
         "the activations of 1/{n} of each sequence",
-        f"its stretch, for heads of the whole, in each attention; {_EACH}",
-        "in each attention, for the stretches of the others",
+        f"its sequence shard in each attention, in exchange for heads of the full sequence; {_EACH}",
+        "in each attention, for the sequence shards of the other workers",
     ),
     "tensor": (
-        "1/{n} of each large layer, and the rest whole",
-        "its part of what layers give, in each of these",
-        "in each of these layers, for the parts of the others",
+        "1/{n} of each large layer, and all of the other layers",
+        "its part of the outputs of each large layer",
+        "in each large layer, for the parts of the other workers",
     ),
 }
 
@@ -90,7 +100,7 @@ class PlanExplanation:
             list[Event](event.get(name) or ()) for name in ("stages", "predicted", "measured")
         )
         if min(len(self.predicted or self.measured), len(self.measured or self.predicted)) < self.mesh.replica:
-            self.predicted = self.measured = []  # the figures are of another team
+            self.predicted = self.measured = []  # the figures belong to another team
         waited = sum(amounts.get("waited") or 0.0 for amounts in self.measured)
         busy = sum(amounts.get("seconds") or 0.0 for amounts in self.measured)
         self.waited = waited / (waited + busy) if busy else None  # the part of a step, measured
@@ -105,8 +115,9 @@ class PlanExplanation:
     @classmethod
     def of(cls, event: Event) -> PlanExplanation:
         """The explanation of a journal event, whose team may have changed since its plan was chosen."""
-        plan, workers = replace(Plan.parse(event["plan"]), data=None), int(event["workers"])
-        return cls(plan.validate(workers), workers, event)
+        plan, workers = Plan.parse(event["plan"]), int(event["workers"])
+        enough = max(workers, (plan.backup or 0) + 1)  # fewer may be left than are needed to spare `backup` of them
+        return cls(replace(plan, data=None).validate(enough), workers, event)
 
     def schedule(self, most: int) -> Simulated:
         """Simulates a step of a unit with at most `most` micro-batches.
@@ -118,9 +129,9 @@ class PlanExplanation:
         ]
         taken = taken if len(taken) == self.kind[1] * self.kind[2] and sum(map(sum, taken)) > 0 else []
         if self.waited is not None:  # a backward takes about twice as long as a forward
-            taken = [
-                (s, 2 * s) for s in (self.measured[stage_ranks[0]].get("seconds") or 0.0 for stage_ranks in self.lines)
-            ] * self.kind[2]
+            by_worker = [self.measured[stage_ranks[0]].get("seconds") or 0.0 for stage_ranks in self.lines]
+            kind, p, v = self.kind
+            taken = [(s, 2 * s) for s in (by_worker[worker_of(kind, p, stage)] for stage in range(p * v))]
         forward, backward = zip(*(taken or [(1.0, 2.0)] * self.kind[1] * self.kind[2]), strict=True)
         return simulate(table(*self.kind, min(self.each, most)), forward, backward)
 
@@ -129,23 +140,27 @@ class PlanExplanation:
         """How long stages wait for each other, in words."""
         (kind, p, v), m = self.kind, self.each
         text = f"{kind}: {self.bubble:.1%} of a step if all stages take equally long"
-        if math.isclose(self.bubble, (p - 1) / (v * m + p - 1)):  # as where rounds are full
+        if math.isclose(self.bubble, (p - 1) / (v * m + p - 1)):  # holds if every round of micro-batches is full
             text += f", (p-1)/({'V' * (v > 1)}m+p-1) with p={p}, m={m}" + f", V={v}" * (v > 1)
-        text += f"; {self.schedule(m).bubble:.1%} with what these take" * bool(self.predicted or self.measured)
+        text += f"; {self.schedule(m).bubble:.1%} with the times of these stages" * bool(
+            self.predicted or self.measured
+        )
         text += f"; {self.waited:.1%} measured" if self.waited is not None else ""
         return text + f"; drawn with {DRAWN} of {m} micro-batches" * (m > DRAWN)
 
     def position_text(self, rank: int, *axes: str) -> str:
         """A worker's position along these axes, as ``stage 0, part 1``; with virtual stages as ``stages 0, 2``."""
         at = {axis: str(self.mesh.coordinate(rank, axis)) for axis in axes if getattr(self.mesh, axis) > 1}
-        _, p, v = self.kind
-        if "pipeline" in at and v > 1:
-            at["pipeline"] = "s " + ", ".join(str(int(at["pipeline"]) + p * number) for number in range(v))
+        if "pipeline" in at and self.kind[2] > 1:
+            at["pipeline"] = "s " + ", ".join(map(str, self._stage_numbers(rank)))
         return ", ".join(f"{_PLACES[axis]} {number}".replace(" s ", "s ") for axis, number in at.items())
 
     def stages_of(self, rank: int) -> list[Event]:
         """The events of a worker's stages."""
-        return self.stages[self.mesh.coordinate(rank, "pipeline") :: self.mesh.pipeline]
+        return [self.stages[number] for number in self._stage_numbers(rank) if number < len(self.stages)]
+
+    def _stage_numbers(self, rank: int) -> list[int]:
+        return stages_of(*self.kind, self.mesh.coordinate(rank, "pipeline"))
 
     def blocks(self, rank: int) -> str:
         """The blocks of a worker's stages, as text."""
@@ -162,40 +177,48 @@ class PlanExplanation:
             layout = " > ".join(f"[{text}]" if self.mesh.context * self.mesh.tensor > 1 else text for text in texts)
             yield self.position_text(first, *AXES[:2]) or "workers", layout
         if self.mesh.units > 4:
-            yield "", f"and {self.mesh.units - 4} more like these"
+            yield "", f"and {plural(self.mesh.units - 4, 'more unit')}"
 
     def _words(self) -> Iterator[tuple[str, str]]:
-        """Explains what each word of the plan means for a worker, as (word, text) rows."""
+        """Explains the effect of each word of the plan on a worker, as (word, text) rows."""
         _, p, v = self.kind
         values: dict[str, Any] = {"v": v, "stages": v * p, "bubble": self.bubble, "every": self.plan.every}
-        values["last"] = f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the last island"
-        values["delay"] = self.plan.delay or 0
-        values["kept"] = max(map(kept, table(*self.kind, self.each)))
+        values["last"] = (
+            f"{plural(q, 'island')} and a grace window" if (q := self.plan.quorum) else "the slowest island"
+        )
+        values["delay"] = plural(self.plan.delay or 0, "step")
+        values["kept"] = _micro_batches(max(map(kept, table(*self.kind, self.each))))
         for row, value, word in self.plan.stated_words():
             meanings = _WORDS.get(f"zero={self.plan.zero}" if row.name == "shard" else row.name)
             if row.name == "data" and self.plan.local:
                 per_worker = f"each computes at most {plural(self.islands, 'island')}"
-                shared = "those of one island sum their gradients in each step"
+                shared = "the replicas of an island sum their gradients in each step"
                 yield (
                     word,
-                    f"replicas, to which the islands are dealt: {shared if value > self.plan.local else per_worker}",
+                    f"replicas that compute the islands: {shared if value > self.plan.local else per_worker}",
                 )
-            elif meanings is None and row.name not in ("zero", "every", "outer", "delay", "quorum"):  # told with others
+            elif meanings is None and row.name not in (
+                "zero",
+                "every",
+                "outer",
+                "delay",
+                "quorum",
+            ):  # explained with other words
                 yield word, row.metadata["caption"]
             elif meanings is not None and (value > 1 or row.name == "local"):
                 verbs = zip((word, "", ""), ("holds", "sends", "waits"), meanings, strict=True)
                 yield from ((name, f"{verb} {text.format(n=value, **values)}") for name, verb, text in verbs)
 
     def figures(self) -> Iterator[tuple[str, str]]:
-        """What the workers of each stage hold, send and compute, at most, as (name, text) rows."""
+        """The most that a worker of each stage holds, sends and computes, as (name, text) rows."""
         for stage_ranks in self.lines:
             passes = sum(stage.get("passes") or 0 for stage in self.stages_of(stage_ranks[0]))
             description = ": ".join(
                 filter(None, (self.position_text(stage_ranks[0], "pipeline"), self.blocks(stage_ranks[0])))
             )
-            description += f"; passes {size_of(passes)} on in each micro-batch" * bool(passes)
+            description += f"; sends {size_of(passes)} to the next stage in each micro-batch" * bool(passes)
             if description or self.predicted or self.measured:
-                yield ranks(stage_ranks) if len(self.lines) > 1 else "each worker", description or "the whole model"
+                yield ranks(stage_ranks) if len(self.lines) > 1 else "each worker", description or "the full model"
             for title, amounts in (("predicted", self.predicted), ("measured", self.measured)):
                 if amounts:
                     yield title, _describe_amounts([amounts[rank] for rank in stage_ranks])
@@ -203,9 +226,9 @@ class PlanExplanation:
             yield "waiting", self.waiting
 
     def text(self) -> str:
-        """The whole explanation, as text for a terminal."""
+        """The complete explanation, as text for a terminal."""
         line = f"{self.plan}: {plural(self.workers, 'worker')}" + f", {self.model}" * bool(self.model)
-        line += f"; a step of {self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)}"
+        line += f"; a step of {_micro_batches(self.micro_batches)}"
         line += f" of {plural(self.micro or 0, 'row')}" * bool(self.micro)
         if self.mesh.units > 1:
             line += f", at most {self.each} for each of {self.mesh.units} units of {plural(self.mesh.unit, 'worker')}"
@@ -215,14 +238,21 @@ class PlanExplanation:
             places = [self.position_text(stage_ranks[0], "pipeline") for stage_ranks in self.lines]
             width = 66 if self.each * self.kind[2] <= 8 else 110
             tables.append([*zip(places, drawn(self.schedule(DRAWN), width), strict=True)])
-            notes.append("a number is the forward of a micro-batch, in brackets its backward; the rest is waiting")
+            note = "a number is the forward pass of a micro-batch, in brackets its backward pass; gaps are waiting time"
+            if self.kind[0] in SPLIT:
+                note = note.replace("its backward pass", "the gradients of inputs, in parentheses those of weights")
+            notes.append(note)
         if self.predicted:
             parts = self.mesh.context * self.mesh.tensor
-            equal = f", in {parts} equal parts" * (parts > 1)
-            notes.append(f"seconds and activations are those of a micro-batch on one worker here{equal}")
+            equal = f" and divided by {parts}" * (parts > 1)
+            notes.append(f"seconds and activations were measured on this machine with one micro-batch{equal}")
         wide = max(len(name) for rows in tables for name, _ in rows)
         sections = ["\n".join(f"{name:{wide}}  {text}".rstrip() for name, text in rows) for rows in tables if rows]
         return "\n\n".join(filter(None, [line, *sections, "\n".join(notes)]))
+
+
+def _micro_batches(count: int) -> str:
+    return f"{count} micro-batch{'es' * (count != 1)}"
 
 
 def took(seconds: float) -> str:
@@ -237,7 +267,7 @@ def _describe_amounts(amounts: Sequence[Event]) -> str:
     }
     sent = {kind: size for worker_amounts in amounts for kind, size in (worker_amounts.get("sent") or {}).items()}
     held = [f"{name} {size_of(largest[name])}" for name in HELD if largest[name]]
-    held += [f"{size_of(largest['process'])} in all"] * bool(largest["process"])
+    held += [f"{size_of(largest['process'])} in total"] * bool(largest["process"])
     sends = [f"{kind} {size_of(size)}" for kind, size in sent.items() if size > sum(sent.values()) / 100]
     takes = [
         f"{verb} {took(largest[key])}" for key, verb in (("seconds", "computes"), ("waited", "waits")) if largest[key]

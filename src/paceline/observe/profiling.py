@@ -17,7 +17,7 @@ def profile_of(folder: Path, asked: int, worker: int) -> Path:
 
 
 class Profiles:
-    """Profiles the steps of this `worker` when it is asked to."""
+    """Profiles steps of this `worker` on request."""
 
     def __init__(self, folder: Path | None, worker: int) -> None:
         self._folder, self._worker = folder, worker
@@ -56,7 +56,7 @@ class Profiles:
         taken.stop()
         path = profile_of(self._folder, self._asked, self._worker)
         half = path.with_name(f".{os.getpid()}.json.gz")
-        with suppress(OSError):  # a full disk costs the profile alone
+        with suppress(OSError):  # on a full disk only the profile is lost
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             taken.export_chrome_trace(str(half))
             half.chmod(0o600)

@@ -51,12 +51,14 @@ class _Track:
 
 
 class Progress(AbstractContextManager["Progress"]):
-    """Shows how far the run is, by default on standard error, so that the script's own output stays clean.
+    """Shows the progress of the run, by default on standard error, so that the script's own output stays clean.
 
     With `live`, the default on a terminal, one line is repainted. Otherwise plain lines are printed: at the first step,
     then at most one every `every` seconds, and the last one at `close`. If the reader goes away (a closed pipe),
-    nothing more is shown and the training goes on.
+    nothing more is shown and the training goes on. The run stops after `max_steps` steps, if it has so many.
     """
+
+    max_steps: int | None = None
 
     def __init__(self, console: Terminal | None = None, live: bool | None = None, every: float = 10.0) -> None:
         self._console = console or Terminal(stderr=True)
@@ -79,7 +81,8 @@ class Progress(AbstractContextManager["Progress"]):
         track = self._tracks.setdefault(event.get("trainer"), _Track())
         track.total, track.epochs, track.model = event.get("steps"), event.get("epochs"), event.get("model") or ""
         if event.get("text"):
-            self.line(str(event["text"]))
+            stops = self.max_steps is not None and (track.total is None or self.max_steps < track.total)
+            self.line(str(event["text"]) + (f"; this run stops at step {self.max_steps}" if stops else ""))
 
     def step(self, event: Event) -> None:
         """Adds steps. `event` has the fields of the journal's ``step``; may be called several times a second."""
@@ -137,6 +140,8 @@ class Progress(AbstractContextManager["Progress"]):
         # Several trainers may take turns: their steps are one count, as in checkpoints and for --steps.
         step, totals_ = sum(track.step for track in self._tracks.values()), [t.total for t in self._tracks.values()]
         target_step = sum(total or 0 for total in totals_) if None not in totals_ else None
+        if self.max_steps is not None:
+            target_step = min(target_step or self.max_steps, self.max_steps)
         target_step = target_step if target_step and target_step >= step else None
         active = {name: track for name, track in started.items() if latest - track.updated_at < WINDOW}
         events = [event for track in active.values() for event in track.events]

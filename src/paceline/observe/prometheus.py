@@ -1,4 +1,4 @@
-"""Answers a Prometheus scrape: the metrics of a run, for who has its reading key."""
+"""Answers Prometheus scrapes with the metrics of a run; a client needs the reading key of the run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Figures:
         yield from self._newest.get()[1]
 
     def look(self) -> None:
-        """Reads the journal now, however recently it was read."""
+        """Reads the journal now, even if it was read very recently."""
         self._newest.get(anew=True)
 
 
@@ -65,7 +65,7 @@ class ScrapeHandler(RequestHandler):
         if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {self._key}".encode()):
             self.set_status(401)
             self.set_header("WWW-Authenticate", "Bearer")
-            self.finish("the key is in the file reading_key of the run folder\n")
+            self.finish("send the key in the file reading_key of the run folder as bearer token\n")
             return
         know(self)
         encode, kind = choose_encoder(self.request.headers.get("Accept", ""))

@@ -26,19 +26,21 @@ Rows = list[list[str]]
 def runs(folders: Sequence[Path] = (), as_json: bool = False) -> str:
     """Lists the runs in these folders, or one level below them, oldest first, one per line.
 
-    Returns a table, or with `as_json` a JSON list. Raises UsageError if there is no run.
+    Returns a table, or with `as_json` a JSON list. Raises UsageError if the folders contain no run.
     """
     paths = [Path(path) for folder in folders or [Path("runs")] for path in _runs_in(Path(folder))]
     run_folders = {path.resolve(): path for path in paths}.values()  # each run once
     if not run_folders:
         where = ", ".join(map(str, folders)) or "runs/"
-        raise UsageError(f"there is no run in {in_one_line(where)}", "name a folder of runs: paceline runs FOLDER")
+        raise UsageError(
+            f"{in_one_line(where)} contains no run", "pass a folder that contains runs: paceline runs FOLDER"
+        )
     entries = sorted(
         (_run_entry(folder) for folder in run_folders), key=lambda entry: (entry["began"] or 0.0, entry["run"])
     )
     if as_json:
         return json.dumps(plain(entries), indent=1)
-    heads = ["run", "begun", "plan", "workers", "steps", "loss", "metrics", "seconds", "ended"]
+    heads = ["run", "started", "plan", "workers", "steps", "loss", "metrics", "seconds", "ended"]
     return _columns([heads, *([*_line(entry)] for entry in entries)])
 
 
@@ -53,7 +55,7 @@ def _run_entry(folder: Path) -> dict[str, Any]:
     unknown: dict[str, Any] = dict.fromkeys(("began", "plan", "workers", "steps", "loss", "metrics", "seconds"))
     try:
         summary = Summary(folder)
-    except PacelineError as error:  # of a later version, as its plan may be
+    except PacelineError as error:  # for example, a later version wrote it
         return {"run": str(folder), **unknown, "ended": error.what}
     losses = list(summary.losses.values())
     began = summary.attempts[0][0] if summary.attempts else None
@@ -79,18 +81,18 @@ def _line(entry: Mapping[str, Any]) -> list[str]:
 
 
 def compare(folders: Sequence[Path], html: Path | None = None) -> str:
-    """Compares two or more runs: what they were made with, losses and metrics, and speed, as tables.
+    """Compares the settings, losses, metrics and speed of two or more runs, as tables.
 
     With `html`, also writes a page with their curves to that file. Raises UsageError for fewer than two runs.
     """
     summaries = [Summary(Path(folder)) for folder in folders]
     if len(summaries) < 2:
-        raise UsageError("one run is compared with nothing", "name two or more: paceline compare runs/a runs/b")
+        raise UsageError("compare needs at least two run folders", "pass two or more: paceline compare runs/a runs/b")
     differences, steps, speeds = _made(summaries), _at_steps(summaries), _fast(summaries)
     if html is not None:
-        replace_file(html, _page(summaries, {"What differs": differences, "How fast": speeds}))
+        replace_file(html, _page(summaries, {"Differences": differences, "Speed": speeds}))
     heads = ["", *(str(summary.folder) for summary in summaries)]
-    parts = [_columns([heads, *differences])] if differences else ["nothing differs in what they were made with"]
+    parts = [_columns([heads, *differences])] if differences else ["the settings of the runs do not differ"]
     return "\n\n".join([*parts, *(_columns([heads, *rows]) for rows in (steps, speeds) if rows)])
 
 
@@ -109,7 +111,10 @@ def _facts(summary: Summary) -> dict[str, Any]:
     facts: dict[str, Any] = {f"config {name}": value for name, value in summary.config.items()}
     facts |= {"plan": start.get("plan"), "workers": start.get("workers"), "hosts": start.get("hosts")}
     facts |= {f"grid of phase {e.get('trainer')}.{e.get('phase')}": e.get("text") for e in summary.grids}
-    facts |= {"script": " ".join(summary.script_line), "text of the script": str(start.get("script_sha256") or "")[:12]}
+    facts |= {
+        "script": " ".join(summary.script_line),
+        "SHA-256 of the script": str(start.get("script_sha256") or "")[:12],
+    }
     facts |= {"commit": str(environment.get("commit") or "")[:12] or None, "changes": environment.get("diff")}
     facts |= {"seed": start.get("seed"), "device": start.get("device"), "threads": start.get("threads")}
     versions = {**(environment.get("packages") or {}), **(start.get("versions") or {})}
@@ -141,11 +146,11 @@ def _fast(summaries: Sequence[Summary]) -> Rows:
     texts: dict[str, Callable[[Summary], str]] = {
         "steps": lambda summary: f"{summary.steps_done:,}",
         "samples": lambda summary: f"{summary.samples:,}",
-        "samples a second": lambda summary: (
+        "samples per second": lambda summary: (
             number(round(summary.samples_per_second, 1)) if summary.samples_per_second else _NONE
         ),
         "goodput": lambda summary: f"{summary.goodput:.0%}" if summary.goodput is not None else _NONE,
-        "in all": lambda summary: duration(summary.wall_seconds),
+        "total time": lambda summary: duration(summary.wall_seconds),
         "ended": lambda summary: summary.ending,
     }
     return [[name, *(describe(summary) for summary in summaries)] for name, describe in texts.items()]
@@ -187,7 +192,7 @@ def _page(summaries: Sequence[Summary], tables: Mapping[str, Rows]) -> str:
             f"<tr>{''.join(f'<{tag}>{markup(cell)}</{tag}>' for cell in row)}</tr>"
             for tag, row in [("th", heads), *(("td", row) for row in rows)]
         )
-        body += section(title, f"<table>{lines}</table>" if rows else "<p>nothing</p>")
+        body += section(title, f"<table>{lines}</table>" if rows else "<p>none</p>")
     name = f"{plural(len(summaries), 'run')} side by side"
     head = f"{HEAD}<title>{name} - Paceline</title><style>{STYLE}</style></head>"
     return f"{head}<body><main><h1>{name}</h1>{body}</main></body></html>\n"

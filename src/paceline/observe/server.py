@@ -1,12 +1,14 @@
 """The process behind /metrics and the live page: its listening sockets and routes.
 
-GET /metrics    with the run's reading key as bearer token, where Prometheus is to scrape
-    and the live page at an address of its own, see `paceline.observe.live`
-    and tells Kubeflow Trainer of it, where it wants to know, see `paceline.observe.trainjob`
+It serves, as far as the options of the run ask for them:
 
-It follows the journal and nothing else: whoever ends or floods it costs the run nothing. After the run's end (its
-standard input is closed) the last figures stay until they were scraped once, or for 15 seconds; the page for these.
-What it prints is said on the run's console.
+- GET /metrics for Prometheus, with the run's reading key as bearer token,
+- the live page at another address, see `paceline.observe.live`,
+- reports to Kubeflow Trainer, see `paceline.observe.trainjob`.
+
+The process only reads the journal, so killing or flooding it does not affect the run. After the run's end (its standard
+input is closed), metrics are served until they were scraped once, but at most for 15 seconds; the page is served for
+15 seconds. Its output is printed on the run's console.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 from paceline.base.http_server import LimitedServer
 from paceline.team.reading_key import reading_key, write_targets
 
-LINGER = 15.0  # seconds for which it answers after the end of the run
+LINGER = 15.0  # seconds for which requests are answered after the end of the run
 NICE = 10  # so that the training has priority
 
 
@@ -43,10 +45,12 @@ async def serve(given: Mapping[str, Any]) -> None:
 
         about = {"figures": Figures(folder, given["run"]), "key": key, "ended": ended, "scraped": scraped}
         _answer(given["metrics"], [("/metrics", ScrapeHandler, about)])
+    views = None
     if given.get("page") is not None:
         from paceline.observe.live import Views, routes
 
-        _answer(given["page"], routes(Views(folder, key, given["hosts"])))
+        views = Views(folder, key, given["hosts"])
+        _answer(given["page"], routes(views))
     telling = []
     if given.get("trainjob") is not None:
         from paceline.observe.trainjob import report
@@ -57,6 +61,8 @@ async def serve(given: Mapping[str, Any]) -> None:
     await over
     loop.remove_reader(0)
     ended.set()
+    if views is not None:
+        views.ended = True
     await asyncio.gather(*telling)
     os.close(1)  # nothing more will be printed
     if given.get("page") is not None:
@@ -64,7 +70,7 @@ async def serve(given: Mapping[str, Any]) -> None:
     elif given.get("metrics") is not None:
         with suppress(TimeoutError):
             await asyncio.wait_for(scraped.wait(), LINGER)
-            await asyncio.sleep(0.2)  # the answer is on its way
+            await asyncio.sleep(0.2)  # so that the answer can be sent
     for targets_folder in given["told"]:
         with suppress(OSError):
             write_targets(Path(targets_folder), [], instead_of=given["targets"])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from paceline.base.console import command_line, in_one_line, quoted
+from paceline.base.console import command_line, in_one_line, quoted, separated
+from paceline.base.environment import FUNCTION
 from paceline.base.journal import NAME, Event, Reader, effective_steps
 from paceline.base.text import (
     duration,
@@ -27,11 +27,11 @@ from paceline.base.text import (
 from paceline.base.time_accounting import COSTS, USEFUL
 from paceline.errors import UsageError
 from paceline.observe.drawing import save
+from paceline.observe.key_figures import SHORT, WHOLE_RUN, best_values, recent_speed, speed, started_at, step_count
 from paceline.observe.plan_explanation import PlanExplanation
 
 Rows = list[tuple[str, str]]
 Made = TypeVar("Made")
-SHORT = 60.0  # seconds of a run below which no goodput is shown
 LINKS = 12  # links that are listed, those with the most bytes first
 
 
@@ -42,7 +42,7 @@ class Summary:
     there is no journal, or if a later version wrote it.
 
     - `start` is the first event of the last attempt, `outcome` its end (None: killed, or still running), `live` whether
-      the run is known to run, `compare` the run to compare with.
+      the run is known to be running, `compare` the run to compare with.
     - `steps` are the step records by trainer ("" if there is one), `series` the evaluated and logged numbers as
       (step, value) by name, `texts` the last logged text of each name, with its step.
     - `samples_per_second` is the speed of the last attempt without the first tenth of its steps, `time` the seconds of
@@ -61,7 +61,8 @@ class Summary:
     def __init__(self, folder: Path, reader: Reader | None = None) -> None:
         if not (folder / NAME).exists():
             raise UsageError(
-                f"{in_one_line(folder)} is no run folder: it has no {NAME}", "name one that --run-dir made"
+                f"{in_one_line(folder)} is not a run folder: it does not contain {NAME}",
+                "pass a folder made by --run-dir",
             )
         self.folder = folder
         reader = reader or Reader(folder)
@@ -69,7 +70,7 @@ class Summary:
         self.last_event_at = float(events[-1].get("at") or 0.0) if events else 0.0
         starts = [index for index, event in enumerate(events) if event["event"] == "start"] or [0]
         while len(starts) > 1 and any(event.get("already") for event in events[starts[-1] :]):
-            events = events[: starts.pop()]  # this attempt found nothing left to do
+            events = events[: starts.pop()]  # this attempt had nothing left to do
         attempts = [events[first:after] for first, after in zip(starts, [*starts[1:], len(events)], strict=True)]
         self.attempts = [span for attempt in attempts for span in _span(attempt)]
         last = attempts[-1]
@@ -184,7 +185,7 @@ class Summary:
 
     @property
     def goodput(self) -> float | None:
-        """The part of the wall clock that brought the training forward."""
+        """The fraction of the wall-clock time that advanced training."""
         total_seconds = sum(self.account.values())
         return sum(self.account.get(name, 0.0) for name in USEFUL) / total_seconds if total_seconds else None
 
@@ -218,6 +219,11 @@ class Summary:
         return sorted(((wait, name) for name, wait in self.waited_for.items() if wait > 0), reverse=True)
 
     @property
+    def raw(self) -> bool:
+        """Whether it was started with --raw: its script trained by itself, and its steps are not known."""
+        return bool(self.start.get("raw"))
+
+    @property
     def running(self) -> bool:
         """Whether the run is known to be running, not only without an end in the journal."""
         return self.live and self.outcome is None
@@ -225,40 +231,65 @@ class Summary:
     @property
     def ending(self) -> str:
         """How the run ended, in a few words."""
-        event = self.outcome
+        event, at = self.outcome, "" if self.raw else f" at step {self.steps_done}"
         if self.running:
-            return f"running, at step {self.steps_done}"
+            return f"running,{at}" if at else "running"
         if event is None:
-            return f"not ended, last seen at step {self.steps_done}: killed, or still running"
+            return f"last seen{at}: killed, or still running"
         if event["event"] == "failed":
-            return f"failed at step {self.steps_done}: {_cause(event, ', ')}"
-        return f"{event['event']} at step {event.get('step')}" + (f": {event['why']}" if event.get("why") else "")
+            return f"failed{at}: {_cause(event, ', ')}"
+        at = "" if self.raw else f" at step {event.get('step')}"
+        return f"{event['event']}{at}" + (f": {event['why']}" if event.get("why") else "")
 
     @property
     def command(self) -> str:
         """The command to run next: export the weights of a finished run, or resume another."""
-        if self.finished:
+        if self.finished and not self.raw:
             return command_line(["paceline", "export", str(self.folder), "model.safetensors"])
+        if self.start.get("module") == FUNCTION:
+            return f"call paceline.launch(...) again with run_dir={str(self.folder)!r}"
         if not self.script:
-            return f"the same command again, with --run-dir {quoted(str(self.folder))}"
+            return f"run the same command again with --run-dir {quoted(str(self.folder))}"
         plan = ["--plan", str(self.start["plan"])] if self.start.get("plan_origin") == "--plan" else []
-        words = ["paceline", "run", "--workers", str(self.workers), *plan, "--run-dir", str(self.folder)]
-        return command_line([*words, *self.script_line])
+        words = [
+            "paceline",
+            "run",
+            *(["--raw"] if self.raw else []),
+            "--workers",
+            str(self.workers),
+            *plan,
+            "--run-dir",
+            str(self.folder),
+        ]
+        script, args = self._script_and_arguments
+        return command_line([*words, *script, *separated(args)])
+
+    @property
+    def name(self) -> str:
+        """The name of the script, module or function that the workers ran; empty if the journal has none."""
+        if self.start.get("module") == FUNCTION:
+            return "the function"
+        return in_one_line(Path(self.script).name)
 
     @property
     def script_line(self) -> list[str]:
         """The script and its arguments."""
+        script, args = self._script_and_arguments
+        return [*script, *args]
+
+    @property
+    def _script_and_arguments(self) -> tuple[list[str], list[str]]:
         args = [str(arg) for arg in self.start.get("argv") or []]
         module = self.start.get("module")  # older versions did not record it
         script = ["-m", str(module)] if module else [self.script] if self.script else []
-        return [*script, *(args[1:] if args and self.script.endswith(args[0]) else args)]
+        return script, args[1:] if args and self.script.endswith(args[0]) else args
 
 
 class Newest(Generic[Made]):
-    """Keeps the result of `make` for the newest summary of a running run.
+    """Caches the result of `make` for the newest summary of a running run.
 
-    It is made again at most every `every` seconds, and so seldom that this takes at most a twentieth of the time,
-    however long the journal is. Raises UsageError as `Summary` does.
+    The result is updated at most every `every` seconds, and less often if updates of a long journal would take more
+    than a twentieth of the time. Raises UsageError as `Summary` does.
     """
 
     def __init__(self, folder: Path, every: float, make: Callable[[Summary], Made]) -> None:
@@ -267,7 +298,7 @@ class Newest(Generic[Made]):
         self._made: tuple[int, Made] | None = None
 
     def get(self, anew: bool = False) -> tuple[int, Made]:
-        """(number of the last event, result of `make`); with `anew` made of the journal as it is now."""
+        """Returns (number of the last event, result of `make`); `anew` reads the journal now in any case."""
         began = time.monotonic()
         if self._made is None or anew or began >= self._due:
             summary = Summary(self._folder, self._reader)
@@ -290,15 +321,15 @@ def config_of(events: list[Event]) -> dict[str, Any]:
 
 def code_of(event: Event) -> str:
     """The commit that ran, and whether the working tree had changes, as text."""
-    changed = f", changed ({event['diff']})" if event.get("diff") else ""
+    changed = f", with local changes ({event['diff']})" if event.get("diff") else ""
     remote = f" of {event['remote']}" if event.get("remote") else ""
     return f"{event['commit'][:12]}{remote}{changed}" if event.get("commit") else ""
 
 
 def _span(attempt: list[Event]) -> list[tuple[float, float]]:
-    """Unix seconds of the first and the last event, as the only entry; none where no event has a time.
+    """Unix seconds of the first and the last event, as the only entry; empty if no event has a time.
 
-    What the agent writes before its workers start is left out: it would count the pause between two attempts.
+    Events that the agent writes before its workers start are ignored: they would count the pause between two attempts.
     """
     counted_events = (e for e in attempt if e["event"] != "compare" and (e["event"] != "decision" or "trainer" in e))
     stamps = [float(event.get("began") or event["at"]) for event in counted_events if event.get("at")]
@@ -306,7 +337,7 @@ def _span(attempt: list[Event]) -> list[tuple[float, float]]:
 
 
 def _up(attempt: list[Event]) -> dict[str, bool]:
-    """The workers that an attempt has had, and whether they are of its team now."""
+    """The workers that an attempt has had, and whether each is in the team now."""
     up: dict[str, bool] = {}
     for event in attempt:
         if event["event"] in ("start", "generation", "formed"):
@@ -347,9 +378,9 @@ def _steady_speed(records: list[Event]) -> float | None:
 
 
 def _goodput(s: Summary) -> tuple[str, str]:
-    """The part of the time that brought the training forward, and where the rest went, as a row.
+    """The fraction of the time that advanced training, and the cost of everything else, as a row.
 
-    A short run mostly starts up, which says nothing about a longer one, so only its seconds are shown.
+    A short run mostly starts up, which is not representative of a longer run, so only its seconds are shown.
     """
     total_seconds = sum(s.account.values())
     costs = sorted(((s.account[name], name) for name in COSTS if name in s.account), reverse=True)
@@ -362,41 +393,39 @@ def _goodput(s: Summary) -> tuple[str, str]:
 
 
 def _by_kind(summary: Summary) -> Rows:
-    """What each kind of collective cost; kinds below a hundredth of bytes and time are added up as one."""
+    """The cost of each kind of collective; kinds below 1% of the bytes and of the time are added up in one row."""
     kinds, rest = dict(summary.collectives), [0, 0, 0.0]
     total = sum(size for _, size, _ in kinds.values())
     for kind, costs in summary.collectives.items():
         if costs[1] < 0.01 * total and costs[2] < 0.01 * summary.wall_seconds:
             rest = [a + b for a, b in zip(rest, kinds.pop(kind), strict=True)]
     if rest[0]:
-        kinds["all others"] = rest
+        kinds["other kinds"] = rest
     return [
-        (f"  {kind}", f"{plural(int(calls), 'collective')}, {size_of(size)}, worker 0 stood still {duration(waited)}")
+        (f"  {kind}", f"{plural(int(calls), 'collective')}, {size_of(size)}, worker 0 waited {duration(waited)}")
         for kind, (calls, size, waited) in kinds.items()
     ]
 
 
 def _codec(event: Event) -> str:
     sent, full = event.get("sent") or 0, event.get("full") or 0
-    ratio = f", {sent / full:.1%} of them" if full else ""
-    amounts = (
-        f"{size_of(sent)} sent to {event.get('to') or 'other hosts'} instead of {size_of(full)}{ratio}, by worker 0"
-    )
+    ratio = f" ({sent / full:.1%})" if full else ""
+    amounts = f"worker 0 sent {size_of(sent)} to {event.get('to') or 'other hosts'} instead of {size_of(full)}{ratio}"
     return f"{event.get('codec')} ({event.get('kind')}): {amounts}"
 
 
 def _links(event: Event) -> str:
     if not event.get("pairs"):
         return ""
-    return links_of(event) + (f"; in the last sums {rate_of(event['rate'])}" if event.get("rate") else "")
+    return links_of(event) + (f"; {rate_of(event['rate'])} in the last reductions" if event.get("rate") else "")
 
 
 def _noise(event: Event) -> str:
-    scale, looks = event.get("scale"), plural(event.get("looks") or 0, "look")
+    scale, looks = event.get("scale"), plural(event.get("looks") or 0, "measurement")
     if not scale:
-        return f"larger than {looks} can tell: gradients of a step are mostly noise, and larger global batches help"
+        return f"too large for {looks}: the gradients of a step are mostly noise, so a larger global batch helps"
     rows = number(float(f"{scale:.2g}"))
-    return f"about {rows} rows ({looks}): beyond a global batch of that, more rows and workers for them help little"
+    return f"about {rows} rows ({looks}): a global batch beyond this size, or workers added for it, helps little"
 
 
 def _lost(event: Event) -> str:
@@ -407,7 +436,7 @@ def _lost(event: Event) -> str:
 
 
 def _out_of_step(windows: list[Event]) -> str:
-    """The number of updates of each worker, and how many others came between its reading of the weights and its own."""
+    """The number of updates of each worker, and their staleness: the updates of others since it read the weights."""
     by, missed = Counter[int](), Counter[int]()
     for event in windows:
         by.update(dict(event["workers"]))
@@ -417,12 +446,12 @@ def _out_of_step(windows: list[Event]) -> str:
     if "late" in windows[0]:
         late = Counter(worker for event in windows for _, worker, *_ in event["late"])
         late_texts = ", ".join(f"worker {worker} in {plural(count, 'step')}" for worker, count in sorted(late.items()))
-        return f"late, and its rows dropped: {late_texts}" if late_texts else "nobody was late"
+        return f"late, so the rows were dropped: {late_texts}" if late_texts else "no worker was late"
     mean = sum(others * times for others, times in missed.items()) / missed.total()
     made = ", ".join(f"{count} by worker {worker}" for worker, count in sorted(by.items()))
     dropped = sum(event["dropped"] for event in windows)
     also = f"; {dropped} dropped" if dropped else ""
-    return f"updates: {made}{also}; {mean:.1f} others between reading and update, at most {max(missed)}"
+    return f"updates: {made}{also}; staleness {mean:.1f} updates on average, at most {max(missed)}"
 
 
 def _late(events: list[Event]) -> str:
@@ -432,7 +461,7 @@ def _late(events: list[Event]) -> str:
         times = sum(int(island) in (event.get("late") or ()) for event in events)
         rows = sum((event.get("missed") or {}).get(island, [0, 0, 0])[2] for event in events)
         rows += sum(event.get("rows") or 0 for event in events if str(event.get("island")) == island)
-        island_texts.append(f"island {island} for {plural(times, 'merge')}, {plural(rows, 'row')} not trained on")
+        island_texts.append(f"island {island}: {plural(times, 'merge')} missed, {plural(rows, 'row')} not trained on")
     return "; ".join(island_texts)
 
 
@@ -444,16 +473,16 @@ def _cause(event: Event, link: str) -> str:
 
 def _memory(event: Event) -> str:
     parts = ", ".join(f"{name} {size_of(event.get(name) or 0)}" for name in ("parameters", "gradients", "optimizer"))
-    most = f"; {size_of(event['process'])} in all at most" if event.get("process") else ""
-    return f"{parts}{most}, on worker 0"
+    most = f"; process at most {size_of(event['process'])}" if event.get("process") else ""
+    return f"worker 0: {parts}{most}"
 
 
 def _teams(formed: list[Event]) -> str:
-    """How often the team formed anew, and how long training stood still for that."""
+    """How often the team was formed again, and how long training was interrupted for that."""
     if not formed:
         return ""
     workers = plural(len(formed[-1].get("workers") or []), "worker")
-    return f"{plural(len(formed), 'time')} formed anew, in {duration(total(formed, 'seconds'))}; {workers} at last"
+    return f"re-formed {plural(len(formed), 'time')} in {duration(total(formed, 'seconds'))}; {workers} at the end"
 
 
 def _shares(s: Summary) -> str:
@@ -470,43 +499,56 @@ def _shares(s: Summary) -> str:
     unit = max(1, len(workers) // max(1, len(dealt)))
     units = (ranks(workers[at : at + unit]) for at in range(0, len(workers), unit))
     parts = ", ".join(f"{who}: {part:.0%}" for who, part in zip(units, dealt, strict=False))
-    return f"{parts}; measured, changed {plural(len(s.shares), 'time')}"
+    return f"{parts}; by measured speed, changed {plural(len(s.shares), 'time')}"
+
+
+def _done(s: Summary) -> str:
+    """Steps and samples, and the time that they took, as a text."""
+    count = step_count(s)
+    steps = f"{count.done:,} of {plural(count.total, 'step')}" if count.total else plural(count.done, "step")
+    return f"{steps}, {plural(s.samples, 'sample')} in {duration(s.wall_seconds)}" if s.steps_done else ""
+
+
+def _speed(s: Summary) -> str:
+    """The speed of the run and that of its last seconds, as a text."""
+    if not s.samples_per_second:
+        return ""
+    rate = f"{speed(s.samples_per_second)} samples/s"
+    if s.speedup:
+        rate += f", {s.speedup:.2f} times as fast as {plural(s.compare.get('workers') or 1, 'worker')}"
+    newest = recent_speed(s)
+    return f"{rate} ({WHOLE_RUN})" + (f"; {newest.value} samples/s ({newest.span})" if newest else "")
 
 
 def facts(summary: Summary) -> dict[str, Rows]:
-    """Describes the run as (name, text) rows by title; leaves out what the journal does not hold."""
+    """Describes the run as (name, text) rows by title; omits rows that the journal has no data for."""
     s, start = summary, summary.start
-    losses = [
-        (f"loss {name}".strip(), f"{number(a)} at first, {number(b)} at last") for name, (a, b) in s.losses.items()
-    ]
+    losses = [(f"loss {name}".strip(), f"from {number(a)} to {number(b)}") for name, (a, b) in s.losses.items()]
     evaluation = s.evaluations[-1] if s.evaluations else {}
     results = (evaluation.get("results") or {}).items()
     values = ", ".join(
         f"{name} {v if isinstance(v, str) else number(v)}" for name, v in results if not isinstance(v, (list, dict))
     )
-    done = f"{plural(s.steps_done, 'step')}, {plural(s.samples, 'sample')} in {duration(s.wall_seconds)}"
-    rate = f"{number(round(s.samples_per_second, 1))} samples/s" if s.samples_per_second else ""
-    if s.speedup:
-        rate += f", {s.speedup:.2f} times as fast as {plural(s.compare.get('workers') or 1, 'worker')}"
     moved = ""
     if s.bytes_per_step is not None:
-        moved = f"{size_of(s.bytes_per_step)} a step, {size_of(s.bytes_moved)} in all, sent by worker 0"
+        moved = f"{size_of(s.bytes_per_step)} per step, {size_of(s.bytes_moved)} in total, sent by worker 0"
     resumed = start.get("resumed_from")
-    since = f"the last went on from step {resumed}" if resumed else "the last began anew"
+    since = f"the last resumed from step {resumed}" if resumed else "the last started from the beginning"
     saved = ""
     if s.checkpoints:
         seconds = duration(total(s.checkpoints, "seconds"))
-        saved = f"{len(s.checkpoints)} in {seconds}, the last {s.checkpoints[-1].get('path')}"
+        saved = f"{len(s.checkpoints)} written in {seconds}, the last to {s.checkpoints[-1].get('path')}"
     hosts = start.get("hosts") if start.get("hosts") != 1 else None
     tables: dict[str, Rows] = {
         "Results": [
             *losses,
+            *((figure.name, figure.text) for figure in best_values(s)),
             *(("note", str(event.get("text"))) for event in s.notes),
             ("evaluation", f"{values} (step {evaluation.get('step')})" if values else ""),
             _goodput(s),
             *(("noise scale", _noise(event)) for event in s.noise),
-            ("done", done if s.steps_done else ""),
-            ("speed", rate),
+            ("done", _done(s)),
+            ("speed", _speed(s)),
         ],
         "Costs": [
             ("time", ", ".join(f"{name} {part:.0%} ({duration(s.time[name])})" for name, part in shares_of(s.time))),
@@ -525,7 +567,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
         ],
         "Workers": _workers(s),
         "What happened": [
-            ("begun", f"{datetime.fromtimestamp(s.attempts[0][0]):%Y-%m-%d %H:%M}" if s.attempts else ""),
+            ("started", started_at(s)),
             ("attempts", f"{len(s.attempts)}, {since}" if len(s.attempts) > 1 else ""),
             ("checkpoints", saved),
             *(("lost", _lost(event)) for event in s.lost),
@@ -545,7 +587,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("commit", code_of(s.environment)),
             ("workers", str(start.get("workers") or "")),
             ("device", str(start.get("device") or "")),
-            ("threads each", str(start.get("threads") or "")),
+            ("threads per worker", str(start.get("threads") or "")),
             ("hosts", ", ".join(map(str, hosts)) if isinstance(hosts, list) else str(hosts or "")),
             ("seed", str(start.get("seed", ""))),
             ("versions", ", ".join(f"{name} {version}" for name, version in (start.get("versions") or {}).items())),
@@ -561,8 +603,12 @@ def brief(summary: Summary) -> Rows:
     loss = ", ".join(f"{name} {number(a)} to {number(b)}" for name, (a, b) in losses) if len(losses) > 1 else ""
     rows = {"loss": loss, **results, "goodput": results.get("goodput", "").partition("; ")[0]}
     if summary.samples_per_second:
-        rows["speed"] += f"; {duration(summary.wall_seconds)} in all"
-    return [(name, rows[name]) for name in ("loss", "evaluation", "goodput", "speed") if rows.get(name)]
+        mean = f"mean {speed(summary.samples_per_second)} samples/s"
+        if summary.speedup:
+            mean += f", {summary.speedup:.2f}x the speed of {plural(summary.compare.get('workers') or 1, 'worker')}"
+        rows["speed"] = f"{mean}; {duration(summary.wall_seconds)} in all"
+    shown = [name for name in rows if name in ("loss", "evaluation", "goodput", "speed") or name.startswith("best ")]
+    return [(name, rows[name]) for name in shown if rows[name]]
 
 
 def _workers(s: Summary) -> list[tuple[str, str]]:
@@ -578,12 +624,12 @@ def _workers(s: Summary) -> list[tuple[str, str]]:
 def explain(folder: Path, svg: Path | None = None) -> str:
     """The text of ``paceline explain RUN``: a run's choices and their reasons.
 
-    With `svg`, also draws its plan to that file. Raises UsageError if `folder` is no run folder.
+    With `svg`, also draws its plan to that file. Raises UsageError if `folder` is not a run folder.
     """
     summary = Summary(folder)
     if svg is not None:
         if not summary.drawn:
-            raise UsageError(f"there is no plan of several workers in {in_one_line(folder)} to draw", "leave --svg out")
+            raise UsageError(f"{in_one_line(folder)} has no plan for several workers to draw", "omit --svg")
         save(summary.drawn[0], svg)
     tables = facts(summary)
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""Lists the team's workers, their speed and what happened to them."""
+"""Lists the workers of a run, their speed and the latest events of the team."""
 
 from __future__ import annotations
 
@@ -8,25 +8,30 @@ from datetime import datetime
 from statistics import median
 
 from paceline.base.journal import Event
-from paceline.base.text import duration, plural, shares_of
+from paceline.base.text import duration, plural, shares_of, total, totals
+from paceline.observe.key_figures import recent_span, recent_steps_of, speed
 from paceline.observe.summary import Rows, Summary
 
 SHOWN, LATEST, MOST = 16, 6, 2  # workers, things that happened, and parts of a worker's time, at most
-HEAD = ("worker", "", "host", "share", "computing", "others waited for it", "where its time went")
+HEAD = ("worker", "status", "host", "device", "share", "samples/s", "compute", "waited for", "time by part")
+NUMERIC = HEAD[4:8]  # columns of numbers
 
 
 @dataclass(frozen=True)
 class OneWorker:
     """A row of the table of workers.
 
-    `share` is its part of the global batch. Seconds are those of a step: `computed` by the worker, `waited` by others
-    for it, of the `step` itself, and `spent` by part, as far as they are known.
+    `share` is the worker's fraction of the global batch, and `samples` the samples per second that it processes.
+    Seconds are per step: `computed` by the worker, `waited` by other workers for this one, of the `step` itself, and
+    `spent` by part. Figures that are unknown are None, zero or empty.
     """
 
     worker: str
     state: str
     host: str
-    share: str
+    device: str
+    share: float | None
+    samples: float | None
     computed: float | None
     waited: float
     step: float
@@ -41,44 +46,72 @@ class OneWorker:
 
     @property
     def slowness(self) -> float:
+        """Seconds by which workers are compared: of computing, or of being waited for where that is not known."""
         return self.waited if self.computed is None else self.computed
 
     @property
     def row(self) -> tuple[str, ...]:
         """The cells of the row, in the columns of `HEAD`."""
-        computed = f"{a_step(self.computed)} a step" if self.computed is not None else ""
-        waited = f"{a_step(self.waited)} a step" if self.waited else ""
         parts = ", ".join(f"{part} {share:.0%}" for part, share in shares_of(self.spent)[:MOST])
-        return (self.worker, self.state, self.host, self.share, computed, waited, parts)
+        return (
+            *(self.worker, self.state, self.host, self.device),
+            f"{self.share:.0%}" if self.share is not None else "",
+            speed(self.samples) if self.samples is not None else "",
+            a_step(self.computed) if self.computed is not None else "",
+            a_step(self.waited) if self.waited else "",
+            parts,
+        )
+
+
+def _window(summary: Summary) -> list[Event]:
+    """The records of steps of the first trainer that the table of workers is about."""
+    return recent_steps_of(summary, next(iter(summary.steps), ""))
+
+
+def span_of(summary: Summary) -> str:
+    """The time span that the table of workers covers, for example ``last 30 s``; empty before the first step."""
+    records = _window(summary)
+    return f"mean of the {recent_span(records)}" if records else ""
 
 
 def members(summary: Summary) -> list[OneWorker]:
     """All workers of a run, by number.
 
-    Their seconds come from the newest record of steps, or, if there are very many workers, from the newest record that
-    lists each worker.
+    Their seconds are means of the last 30 s of training. In a very large team, the seconds of computing come from the
+    newest event that lists each worker.
     """
-    last: Event = next((records[-1] for records in summary.steps.values()), {})
-    steps = last.get("steps") or 1
-    newest = last if last.get("computed") else summary.each
-    computed = {w: seconds / (newest.get("steps") or 1) for w, seconds in (newest.get("computed") or {}).items()}
-    waited, lanes, shares = last.get("waited_for") or {}, lanes_of(last), _shares(summary)
+    records = _window(summary)
+    steps = total(records, "steps") or 1
+    seconds = total(records, "seconds")
+    listing = [record for record in records if record.get("computed")] or [summary.each]
+    computed: dict[str, tuple[float, float]] = {}  # seconds and steps by worker
+    for record in listing:
+        for worker, value in (record.get("computed") or {}).items():
+            spent, counted = computed.get(worker, (0.0, 0.0))
+            computed[worker] = spent + value, counted + (record.get("steps") or 1)
+    waited, lanes, shares = totals(records, "waited_for"), lanes_of(records), _shares(summary)
+    per_second = total(records, "samples") / seconds if seconds > 0 else None
     states = {**dict.fromkeys(summary.hosts, False), **summary.up}
     hosts = summary.hosts | {worker: event["host"] for event in summary.loaded for worker in event["workers"]}
 
-    return [
-        OneWorker(
+    def row(worker: str) -> OneWorker:
+        state = "up" if states[worker] else "ended" if summary.outcome else "lost"
+        share = shares.get(worker) if state != "lost" else None
+        own_seconds, own_steps = computed.get(worker, (0.0, 0.0))
+        return OneWorker(
             worker,
-            "up" if states[worker] else "ended" if summary.outcome else "lost",
+            state,
             hosts.get(worker, ""),
-            shares.get(worker, ""),
-            computed.get(worker),
-            (waited.get(worker) or 0.0) / steps,
-            (last.get("seconds") or 0.0) / steps,
+            str(summary.start.get("device") or ""),
+            share,
+            share * per_second if share is not None and per_second is not None else None,
+            own_seconds / own_steps if own_steps else None,
+            waited.get(worker, 0.0) / steps,
+            seconds / steps,
             lanes.get(worker, {}),
         )
-        for worker in sorted(states, key=lambda worker: (len(worker), worker))
-    ]
+
+    return [row(worker) for worker in sorted(states, key=lambda worker: (len(worker), worker))]
 
 
 def by_host(team: Sequence[OneWorker]) -> list[tuple[str, list[OneWorker]]]:
@@ -90,17 +123,17 @@ def by_host(team: Sequence[OneWorker]) -> list[tuple[str, list[OneWorker]]]:
 
 
 def describe_team(team: Sequence[OneWorker]) -> str:
-    """Sums up some workers in a line: how many are up, how long they compute, how long others waited."""
+    """Sums up some workers in a line: how many are up, how long they compute, how long others waited for them."""
     up = sum(member.state == "up" for member in team)
     worst = max(team, key=lambda member: member.slowness)
     computed = [member.computed for member in team if member.computed is not None]
-    parts = [f"{len(team):,} {plural(len(team), 'worker').split()[1]}", *([f"{up} up"] if up < len(team) else [])]
+    parts = [f"{len(team):,} {plural(len(team), 'worker').split()[1]}" + (f", {up:,} up" if up < len(team) else "")]
     if computed and worst.computed is not None:
-        most = f", its slowest {a_step(worst.computed)} (worker {worst.worker})" if len(team) > 1 else ""
-        parts.append(f"computing {a_step(median(computed))} a step{most}")
+        most = f", slowest {a_step(worst.computed)} (worker {worst.worker})" if len(team) > 1 else ""
+        parts.append(f"median compute time {a_step(median(computed))} per step{most}")
     if waited := sum(member.waited for member in team):
-        parts.append(f"others waited {a_step(waited)}")
-    return ", ".join(parts)
+        parts.append(f"others waited {a_step(waited)} per step")
+    return "; ".join(parts)
 
 
 def slowest(team: Sequence[OneWorker]) -> tuple[list[OneWorker], int]:
@@ -109,39 +142,41 @@ def slowest(team: Sequence[OneWorker]) -> tuple[list[OneWorker], int]:
     return sorted(most, key=lambda member: (len(member.worker), member.worker)), len(team) - len(most)
 
 
-def lanes_of(record: Event) -> dict[str, dict[str, float]]:
-    """The seconds of each worker by part, from the lanes of a record of steps."""
+def lanes_of(records: Sequence[Event]) -> dict[str, dict[str, float]]:
+    """The seconds of each worker by part, from the lanes of records of steps."""
     spent: dict[str, dict[str, float]] = {}
-    for name, seconds in (record.get("lanes") or {}).items():
+    for name, seconds in totals(records, "lanes").items():
         worker, part = name.split()
         spent.setdefault(worker, {})[part] = seconds
     return spent
 
 
 def a_step(seconds: float) -> str:
-    """The seconds of a step as text, with three digits, so that steps can be compared."""
+    """Seconds per step as text, with three digits so that steps can be compared."""
     return duration(seconds) if seconds >= 10 else f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
-def _shares(summary: Summary) -> dict[str, str]:
-    """Each worker's part of a global batch; nothing if several workers form a unit."""
+def _shares(summary: Summary) -> dict[str, float]:
+    """Each worker's fraction of a global batch; empty if several workers form a unit."""
     if summary.shares:
         parts, workers = summary.shares[-1].get("parts") or [], summary.shares[-1].get("workers") or []
     else:
         grid: Event = summary.grids[-1] if summary.grids else {}
         parts = grid.get("shares") or [] if grid.get("unit", 1) == 1 else []
         workers = list(range(len(parts)))
-    total = sum(parts) if all(isinstance(part, int | float) for part in parts) else 0
-    return {str(w): f"{part / total:.0%}" for w, part in zip(workers, parts, strict=False)} if total else {}
+    batch = sum(parts) if all(isinstance(part, int | float) for part in parts) else 0
+    return {str(w): part / batch for w, part in zip(workers, parts, strict=False)} if batch else {}
 
 
 def happened(summary: Summary) -> Rows:
     """The latest events of the team and its checkpoints as (time, text) rows, the newest last."""
     entries: list[tuple[float, str]] = []
     for event in summary.lost:
-        entries.append((event["at"], f"lost: {', '.join(map(str, event.get('workers') or []))}, {event.get('why')}"))
+        entries.append(
+            (event["at"], f"lost worker {', '.join(map(str, event.get('workers') or []))}: {event.get('why')}")
+        )
     for event in summary.formed:
-        entries.append((event["at"], f"formed anew with {plural(len(event.get('workers') or []), 'worker')}"))
+        entries.append((event["at"], f"new team of {plural(len(event.get('workers') or []), 'worker')}"))
     for event in summary.failures:
         entries.append((event["at"], f"failed: {event.get('cause')}"))
     for event in summary.checkpoints[-LATEST:]:

@@ -2,7 +2,7 @@
 
 The format is the JSON of Chrome's Trace Event Format: complete events ("X") with microseconds, instants ("i"), names
 of processes and threads ("M"), flows ("s", "t", "f"), which tie the same collective on several workers. The clock is
-that of the coordinator's host: others are read by the offsets that the journal tells.
+that of the coordinator's host: the times of other hosts are corrected by the offsets in the journal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.observe.team_table import lanes_of
 
 RUN, STEPS, COLLECTIVES = 0, 1, 10  # the process of the run's events; the first thread numbers of a worker
 INSTANTS = ("generation", "formed", "lost", "hang", "failed", "stopped", "finished", "shares", "worker", "links")
-GONE = "remove that file: the trace is made without it"
+GONE = "delete that file to make the trace without it"
 MOST = 200_000  # step records times workers, beyond which neighbouring records are added up
 Span = dict[str, Any]
 
@@ -32,11 +32,14 @@ Span = dict[str, Any]
 def trace(folder: Path, out: Path | None, steps: str | None) -> str:
     """Writes the trace of a run to `out`, gzipped if its name ends in .gz; returns the text to print.
 
-    `steps` is "A:B" or None for all. Raises UsageError if `folder` is no run folder, or if `steps` is malformed or fits
-    no step of the journal.
+    `steps` is "A:B" or None for all. Raises UsageError if `folder` is not a run folder, or if `steps` is malformed or
+    matches no step of the journal.
     """
     if not (folder / NAME).exists():
-        raise UsageError(f"{in_one_line(folder)} is no run folder: it has no {NAME}", "name one that --run-dir made")
+        raise UsageError(
+            f"{in_one_line(folder)} is not a run folder: it does not contain {NAME}",
+            "pass a folder made by --run-dir",
+        )
     out = out or folder / "trace.json.gz"
     made = Timeline(read_journal(folder), flights(folder))
     while steps is None and len(made.records) * len(made.workers) > MOST:
@@ -115,7 +118,7 @@ class Timeline:
             yield _about("process_sort_index", pid, 0, sort_index=pid)
         for pid, tid in sorted({(span["pid"], span["tid"]) for span in spans}):
             lane = f"collectives {tid - COLLECTIVES + 1}" if tid >= COLLECTIVES else "steps"
-            run_lane = "checkpoints" if tid else "what happened"
+            run_lane = "checkpoints" if tid else "events"
             yield _about("thread_name", pid, tid, name=run_lane if pid == RUN else lane)
 
     def _steps(self) -> Iterator[Span]:
@@ -130,7 +133,7 @@ class Timeline:
             args = {key: record.get(key) for key in ("trainer", "loss", "samples", "bytes", "steps")}
             if steps > 1:
                 args["parts"] = "sums over these steps, one after another"
-            parts = lanes_of(record) | {"0": record.get("time") or {}}
+            parts = lanes_of([record]) | {"0": record.get("time") or {}}
             for worker, computed in (record.get("computed") or {}).items():
                 rest = max(0.0, record["seconds"] - computed)
                 parts.setdefault(worker, {"load and compute": computed, "reduce, wait and others": rest})
@@ -236,7 +239,9 @@ def _window(made: Timeline, steps: str | None) -> tuple[float, float]:
         return 0.0, float("inf")
     first, _, last = steps.partition(":")
     if not (first or "0").isdecimal() or not (last or "0").isdecimal() or ":" not in steps:
-        raise UsageError(f"--steps {shown(steps)} is no span of steps", "give A:B, as 100:120, or 100: or :120")
+        raise UsageError(
+            f"--steps {shown(steps)} is not a range of steps", "use A:B, for example 100:120, 100: or :120"
+        )
     low, high = int(first or 0), float(last) if last else float("inf")
     those = [
         (begin, end)
@@ -245,6 +250,6 @@ def _window(made: Timeline, steps: str | None) -> tuple[float, float]:
     ]
     if not those:
         raise UsageError(
-            f"there is no step of {shown(steps)} in the journal", "see `paceline report` for how far it is"
+            f"the journal has no step in the range {shown(steps)}", "`paceline report` shows the number of steps"
         )
     return those[0][0], those[-1][1]

@@ -1,6 +1,7 @@
 """Reports progress to Kubeflow Trainer.
 
-As https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress has it.
+The protocol is specified in
+https://github.com/kubeflow/trainer/tree/master/docs/proposals/2779-trainjob-progress.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from paceline.errors import PacelineError, first_line
 from paceline.observe.metrics import values_of
 from paceline.observe.summary import Newest, Summary
 
-EVERY = 5.0  # seconds between two posts, as Kubeflow wants it at most
+EVERY = 5.0  # seconds between two posts; Kubeflow allows no more posts
 PATIENCE = 5.0  # seconds for an answer
 MOST, LONGEST, LARGEST = 256, 64, 2**31 - 1  # metrics; characters of a name or value; a number of seconds
 
@@ -92,7 +93,7 @@ async def report(folder: Path, server: Mapping[str, str], ended: Event) -> None:
                 sent = number
         except (OSError, HTTPException, ValueError, PacelineError) as error:
             if not warned:
-                say(f"Kubeflow Trainer does not take how far the run is ({first_line(error)})", sys.stdout)
+                say(f"Kubeflow Trainer does not accept progress reports ({first_line(error)})", sys.stdout)
             warned = True
         if last:
             return

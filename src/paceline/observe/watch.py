@@ -20,15 +20,16 @@ from paceline.base.console import in_one_line
 from paceline.base.journal import NAME
 from paceline.base.schema import read_file
 from paceline.base.terminal import Terminal
-from paceline.base.text import duration, number, plural, rate_of, rounded, shares_of, size_of
+from paceline.base.text import duration, number, plural, rate_of, shares_of, size_of, total, totals
 from paceline.errors import LaunchError, UsageError
 from paceline.observe.charts import thin
+from paceline.observe.key_figures import key_figures, recent_span, recent_steps_of, step_count
 from paceline.observe.summary import Newest, Rows, Summary, facts
-from paceline.observe.team_table import HEAD, a_step, happened, members, slowest
+from paceline.observe.team_table import HEAD, NUMERIC, a_step, happened, members, slowest, span_of
 from paceline.team.coordinator_client import NUMBERS, UnsignedError, Wire
 
-EVERY = 0.5  # seconds between two looks
-QUIET = 1.0  # seconds without news after which a run with an end is taken to be over
+EVERY = 0.5  # seconds between two updates
+QUIET = 1.0  # seconds without events after which an ended run is no longer followed
 HEIGHTS = "▁▂▃▄▅▆▇█"
 
 
@@ -37,9 +38,9 @@ def watch(
 ) -> int:
     """Shows a run, by default the newest one under runs/, until it has ended; returns the exit code 0.
 
-    With `once`, or if the console is no terminal, prints the current state and returns. A `folder` of the form
-    HOST:PORT is the address of a run's live page. Raises UsageError if there is no such run or if the key in `key_file`
-    is wrong, LaunchError if nothing answers. Ctrl-C ends only the watching.
+    With `once`, or if the console is not a terminal, prints the current state and returns. A `folder` of the form
+    HOST:PORT is the address of a run's live page. Raises UsageError if the run does not exist or if the key in
+    `key_file` is wrong, LaunchError if nothing answers. Ctrl-C ends only the watching.
     """
     console = console or Terminal()
     if folder is not None and re.fullmatch("[^/]+:[0-9]{1,5}", str(folder)) and not folder.exists():
@@ -53,14 +54,14 @@ def watch(
 def _key(file: Path | None, where: str) -> str:
     if file is None:
         if not sys.stdin.isatty():
-            what = f"the run at {where} wants its reading key"
-            raise UsageError(what, "give --key-file FILE, a copy of reading_key in its run folder")
-        return getpass(f"the reading key of the run at {where}, from the file reading_key of its folder: ").strip()
+            what = f"the run at {where} requires its reading key"
+            raise UsageError(what, "pass --key-file FILE, a copy of the file reading_key in its run folder")
+        return getpass(f"reading key of the run at {where} (file reading_key in its run folder): ").strip()
     try:
         return read_file(file).decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"--key-file {in_one_line(file)} cannot be read", f"give a copy of the file reading_key: {error}"
+            f"--key-file {in_one_line(file)} cannot be read ({error})", "pass a copy of the file reading_key"
         ) from error
 
 
@@ -72,7 +73,7 @@ class Elsewhere:
         self._at = self._failed = 0
 
     def follow(self) -> None:
-        """Fetches what is new. Only the first fetch raises UsageError or LaunchError; later ones are tried again."""
+        """Fetches new events. Only the first fetch raises UsageError or LaunchError; failed later ones are repeated."""
         try:
             while piece := self._ask():
                 with (self.folder / NAME).open("ab") as file:
@@ -80,14 +81,14 @@ class Elsewhere:
                 self._at += len(piece)
         except UnsignedError as error:  # an answer without the right signature is ignored
             if not self._at:
-                what = f"what answers at {self.where} does not know this reading key"
+                what = f"the server at {self.where} does not know this reading key"
                 if error.code == 401:
-                    what = f"the run at {self.where} has another reading key"
-                raise UsageError(what, "take the file reading_key of its folder") from None
+                    what = f"the run at {self.where} has a different reading key"
+                raise UsageError(what, "use the file reading_key from its run folder") from None
         except OSError as error:
             if not self._at:
                 what = f"no live page answers at {self.where} ({getattr(error, 'strerror', None) or error})"
-                cure = "say where --page of `paceline run` is; through ssh: `ssh -L 8765:127.0.0.1:8765 HOST`"
+                cure = "pass the address of `paceline run --page`; through ssh: `ssh -L 8765:127.0.0.1:8765 HOST`"
                 raise LaunchError(what, cure) from error
 
     def _ask(self) -> bytes:
@@ -123,14 +124,14 @@ def _follow(folder: Path, once: bool, console: Terminal, look: Callable[[], None
 def _newest() -> Path:
     journals = sorted(Path("runs").glob(f"*/{NAME}"), key=lambda path: path.stat().st_mtime)
     if not journals:
-        raise UsageError("there is no run under runs/", "name its folder: paceline watch RUN")
+        raise UsageError("runs/ contains no run", "pass a run folder: paceline watch RUN")
     return journals[-1].parent
 
 
 def frame(summary: Summary, now: float) -> RenderableType:
     """Renders the whole screen from the journal up to the event named at its end; `now` is in Unix seconds."""
     style = "bold green" if summary.finished else "bold red" if summary.outcome else "bold"
-    head = Text(in_one_line(Path(summary.script).name or str(summary.folder)), "bold")
+    head = Text(summary.name or in_one_line(summary.folder), "bold")
     head.append(f"  {in_one_line(_state(summary, now))}", style)
     rows = [*_figures(summary), *_costs(summary), *facts(summary)["Plan"]]
     parts: list[RenderableType] = [head, _grid(rows), _workers(summary)]
@@ -153,30 +154,27 @@ def _grid(rows: Rows) -> Table:
 def _state(summary: Summary, now: float) -> str:
     if summary.outcome is not None:
         return summary.ending
-    total = next((grid.get("steps") for grid in reversed(summary.grids) if grid.get("steps")), None)
-    done = f"step {summary.steps_done:,}" + (f" of {total:,}" if total else "")
     still = now - summary.last_event_at
-    return f"{done}, {duration(summary.wall_seconds)}" + (f", no news for {duration(still)}" if still > 10 else "")
+    silence = f", no new event for {duration(still)}" if still > 10 else ""
+    return f"{step_count(summary).text}, {duration(summary.wall_seconds)} elapsed{silence}"
 
 
 def _figures(summary: Summary) -> Rows:
-    rows: Rows = []
-    for trainer, records in summary.steps.items():
-        last = records[-1]
-        first, newest = summary.losses[trainer]
-        curve = [(float(r["step"]), float(r["loss"])) for r in records if r.get("loss") is not None and r.get("step")]
-        rows.append((f"loss {trainer}".strip(), f"{number(newest)}, from {number(first)}  {_curve(curve)}"))
+    """The key figures, the loss with a sparkline, and details of the last records of steps."""
+    rows: Rows = [(figure.name, figure.text) for figure in key_figures(summary)]
+    for index, (trainer, records) in enumerate(summary.steps.items()):
+        losses = [(float(r["step"]), float(r["loss"])) for r in records if r.get("loss") is not None and r.get("step")]
+        rows[index] = (rows[index][0], f"{rows[index][1]}  {_curve(losses)}")  # losses come first
+        last, window = records[-1], recent_steps_of(summary, trainer)
         known = {"lr": last.get("lr"), "gradient norm": last.get("grad_norm"), **(last.get("metrics") or {})}
         texts = [f"{name} {number(value)}" for name, value in known.items() if isinstance(value, int | float)]
-        rows.append((f"figures {trainer}".strip(), ", ".join(texts)))
-        if last.get("seconds") and last.get("samples"):
-            speed = f"{number(round(last['samples'] / last['seconds'], 1))} samples/s"
-            tokens = f", {number(rounded(last['tokens'] / last['seconds']))} tokens/s" if last.get("tokens") else ""
-            parts = " ".join(f"{name} {share:.0%}" for name, share in shares_of(last.get("time") or {}))
-            step = f", {a_step(last['seconds'] / last['steps'])} a step ({parts})" if last.get("steps") else ""
-            rows.append((f"speed {trainer}".strip(), speed + tokens + step))
+        rows.append((f"metrics {trainer}".strip(), ", ".join(texts)))
+        if steps := total(window, "steps"):
+            parts = " ".join(f"{name} {share:.0%}" for name, share in shares_of(totals(window, "time")))
+            text = f"{a_step(total(window, 'seconds') / steps)} ({recent_span(window)}): {parts}"
+            rows.append((f"step time {trainer}".strip(), text))
     values = ", ".join(f"{name} {number(curve[-1][1])}" for name, curve in summary.series.items())
-    return [*rows, ("evaluated", values), ("goodput", f"{summary.goodput:.0%}" if summary.goodput is not None else "")]
+    return [*rows, ("evaluated", values)]
 
 
 def _curve(points: Sequence[tuple[float, float]], cells: int = 32) -> str:
@@ -189,24 +187,33 @@ def _curve(points: Sequence[tuple[float, float]], cells: int = 32) -> str:
 
 
 def _costs(summary: Summary) -> Rows:
-    costs, records = dict(facts(summary)["Costs"]), next(iter(summary.steps.values()), [])
+    costs, window = dict(facts(summary)["Costs"]), recent_steps_of(summary, next(iter(summary.steps), ""))
+    size, steps, seconds = total(window, "bytes"), total(window, "steps"), total(window, "seconds")
     sent = ""
-    if records and records[-1].get("bytes") and records[-1].get("seconds"):
-        step, second = (
-            records[-1]["bytes"] / (records[-1].get("steps") or 1),
-            records[-1]["bytes"] / records[-1]["seconds"],
-        )
-        sent = f"{size_of(step)} a step, {rate_of(second)}, handed to collectives by worker 0"
+    if size and steps and seconds > 0:
+        sent = f"{size_of(size / steps)} per step, {rate_of(size / seconds)} sent by worker 0 ({recent_span(window)})"
     return [("bytes", sent), ("links", costs.get("links", ""))]
 
 
 def _workers(summary: Summary) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim", pad_edge=False)
-    for name in HEAD:
-        table.add_column(name, no_wrap=True)
+    span = span_of(summary)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table.title, table.title_justify, table.title_style = (
+        (f"workers ({span}; compute and waited for: per step)" if span else None),
+        "left",
+        "dim",
+    )
     shown, more = slowest(members(summary))
-    for worker, state, *rest in (member.row for member in shown):
-        table.add_row(worker, Text(state, "green" if state == "up" else "dim"), *map(in_one_line, rest))
+    rows = [member.row for member in shown]
+    columns = [index for index in range(len(HEAD)) if index < 2 or any(row[index] for row in rows)]
+    for index in columns:
+        is_last, is_number = index == len(HEAD) - 1, HEAD[index] in NUMERIC
+        width = None if is_last else max([len(HEAD[index]), *(len(row[index]) for row in rows)])
+        table.add_column(HEAD[index], no_wrap=True, min_width=width, justify="right" if is_number else "left")
+    for row in rows:
+        cells = [Text(in_one_line(cell)) for cell in row]
+        cells[1].stylize("green" if row[1] == "up" else "dim")
+        table.add_row(*(cells[index] for index in columns))
     if more:
-        table.add_row("", Text(f"and {plural(more, 'faster one')}", "dim"))
+        table.add_row("", Text(f"and {plural(more, 'faster worker')}", "dim"))
     return table

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.base.sharding import RowShards
 
-CODED = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}  # bytes of 256 elements with their scale
+CODED = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}  # bytes per 256 elements, with their scale
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class Cost:
     def with_islands(self, islands: IslandFacts, model_bytes: int, local_bytes: int) -> Cost:
         """Returns the cost for a worker with islands while a round is merged.
 
-        `model_bytes` is what the worker holds of the model, `local_bytes` are its rows of the parameters. Beside the
-        model in use it keeps the round's start and each island's weights (both of `model_bytes`), and the islands'
-        progress or the merged result (`local_bytes`); each island's optimizer state, current and previous, maybe with
-        copies of another team's; and the outer optimizer's momentum. An island that may be late also keeps the weights
-        that it began with.
+        `model_bytes` are the bytes of the model that the worker holds, `local_bytes` those of its rows of the
+        parameters. In addition to the model in use, it keeps the round's start and each island's weights (both of
+        `model_bytes`), and the islands' progress or the merged result (`local_bytes`); each island's current and
+        previous optimizer state, possibly with copies of another team's islands; and the outer optimizer's momentum. An
+        island that may be late also keeps the weights that it began with.
         """
         momentum, streams = local_bytes * islands.momentum, islands.fragments > 0
         ends = islands.local_islands * (1 + islands.may_be_late) * model_bytes

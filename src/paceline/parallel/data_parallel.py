@@ -26,16 +26,30 @@ def share(tensors: Iterable[torch.Tensor], group: Group) -> None:
     if group.size == 1:
         return
     group.declare("the broadcast of worker 0's weights")
-    in_flats((tensor.detach() for tensor in tensors), group.broadcast)
+    in_flats((tensor.detach() for tensor in tensors), group.broadcast, keep_equal=True)
 
 
-def in_flats(tensors: Iterable[torch.Tensor], collective: Callable[[torch.Tensor], Any]) -> None:
-    """Runs an in-place collective on many tensors, joined into few flat tensors."""
+def in_flats(
+    tensors: Iterable[torch.Tensor], collective: Callable[[torch.Tensor], Any], keep_equal: bool = False
+) -> None:
+    """Runs an in-place collective on many tensors, joined into few flat tensors.
+
+    With `keep_equal`, a CPU tensor that already has the resulting bytes is not written: if it is a part of a
+    memory-mapped file, it goes on taking no memory.
+    """
     for alike in kinds(tensors, BYTES):  # BYTES of memory are needed twice for a moment
         flat = torch.cat([tensor.reshape(-1) for tensor in alike])
         collective(flat)
         for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+            if not (keep_equal and _has_bytes(tensor, part)):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _has_bytes(tensor: torch.Tensor, flat: torch.Tensor) -> bool:
+    """Whether a contiguous tensor on the CPU has the bytes of a flat one; False for all other tensors."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        return False
+    return torch.equal(tensor.view(-1).view(torch.uint8), flat.view(torch.uint8))
 
 
 def kinds(tensors: Iterable[torch.Tensor], enough: int) -> Iterator[list[torch.Tensor]]:

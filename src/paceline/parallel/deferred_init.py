@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.comm.torch_private import pytree
 from paceline.compute.state_dict import DEFERRED
 
-SMALL = 1 << 14  # tensors of up to so many elements are made at once: scripts read the values of small ones
-# Errors that a model's function may raise because a large tensor has no values, besides errors of its own.
+SMALL = 1 << 14  # tensors of at most this many elements are made at once: scripts read the values of small ones
+# Errors that a model's function may raise because a large tensor has no values. It may also raise errors of its own.
 CANNOT = (RuntimeError, NotImplementedError, ValueError, TypeError)
 
 
@@ -59,7 +59,7 @@ class _RecordedOperation:
 
 
 class _Token:
-    """Lives as long as a tensor. It gets the weak references: those to a tensor itself break a module's double()."""
+    """Lives as long as a tensor. A weak reference to the tensor itself would break a module's double()."""
 
 
 class DeferredInit(TorchDispatchMode):
@@ -105,7 +105,7 @@ class DeferredInit(TorchDispatchMode):
     def _record(self, func: Any, args: tuple[Any, ...], options: dict[str, Any], result: Any) -> None:
         written = _written_tensors(func, args, options)
         if any(not isinstance(tensor, FakeTensor) for tensor in written):
-            raise NotImplementedError(f"{func} would read a tensor that has no values yet")
+            raise NotImplementedError(f"{func} reads a tensor whose values do not exist yet")
         outs = [leaf for leaf in pytree.tree_iter(result) if isinstance(leaf, torch.Tensor)]
         fresh = {self._key(tensor) for tensor in outs} - self._known_storages
         if not (written or fresh):  # a view, or something about its shape
@@ -170,7 +170,7 @@ class DeferredInit(TorchDispatchMode):
         return any(id(token) not in inside for token in tokens)
 
     def other_tensors(self, model: nn.Module) -> list[Slot]:
-        """Materialises buffers, and large tensors that modules hold besides parameters."""
+        """Materialises buffers, and large tensors other than parameters that modules hold."""
         slots: list[Slot] = []
         for module in model.modules():
             buffers = ((name, buffer) for name, buffer in module._buffers.items() if buffer is not None)
@@ -217,7 +217,7 @@ def _is_large(leaf: Any) -> bool:
 def build(function: Callable[[], Any]) -> tuple[Any, DeferredInit]:
     """Calls the function without memory for large tensors. Returns its result and the recording.
 
-    Raises whatever the function raises, and an error of `CANNOT` where it reads a large tensor's values or keeps such a
+    Raises what the function raises, and an error of `CANNOT` if it reads a large tensor's values or keeps a large
     tensor outside of the model's modules.
     """
     with warnings.catch_warnings(), DeferredInit() as blueprint:
@@ -227,7 +227,7 @@ def build(function: Callable[[], Any]) -> tuple[Any, DeferredInit]:
     if isinstance(result, nn.Module) and blueprint.keeps_tensors_outside(result):
         gc.collect()  # frees tensors in reference cycles
         if blueprint.keeps_tensors_outside(result):
-            what = "large tensors are kept outside of its modules: in an object, a cache or a closure"
+            what = "the model keeps large tensors outside of its modules (in an object, a cache or a closure)"
             raise NotImplementedError(what)
     return result, blueprint
 

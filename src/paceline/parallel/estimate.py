@@ -17,7 +17,7 @@ from paceline.compute.forward_backward import Loss
 from paceline.compute.microbatches import Chunk, MicroBatch
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.partition import StagePartition, divide
-from paceline.parallel.pipeline.schedule import KINDS, kept, table
+from paceline.parallel.pipeline.schedule import KINDS, kept, stages_of, table
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.sharded_mode import tensors_in
 from paceline.plan import Plan
@@ -55,9 +55,10 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
 
         TensorCut(job, cast(Any, SimpleNamespace(rank=0, size=mesh.tensor)), job.requested_split[0])
     forwards, inner, predicted = -(-count // mesh.units), mesh.context * mesh.tensor, []
-    rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
+    kind, virtual = plan.schedule or KINDS[0], plan.virtual or 1
+    rows = table(kind, mesh.pipeline, virtual, forwards)
     for stage_rank in range(mesh.pipeline):
-        local_stages = {*range(stage_rank, stages.count, mesh.pipeline)}
+        local_stages = {*stages_of(kind, mesh.pipeline, virtual, stage_rank)}
         local_params = {name: param for name, param in job.named.items() if homes_of[name] & local_stages}
         figures = asdict(cost(plan, facts_of(replace(job, named=local_params)), workers, forwards))
         saved = sum(fastest[stage]["saved"] for stage in local_stages)

@@ -6,6 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,29 +29,28 @@ from paceline.compute.state_dict import cut_in_rows, held, local, marked, marks_
 from paceline.errors import CollectiveMismatchError, UsageError
 from paceline.parallel.deferred_init import DeferredInit, Slot, assign, strip
 from paceline.parallel.layout import Layout
-from paceline.parallel.parallel_job import ParallelJob
-from paceline.parallel.tensor_parallel.script_view import refuse_in_metric
+from paceline.parallel.parallel_job import GRADIENT_HOOK, ParallelJob
+from paceline.parallel.pipeline.stage import refuse_under_way
+from paceline.parallel.tensor_parallel.script_view import ABSENT, ROWS_GROUP, gather_rows, refuse_in_metric
 
 Share = Callable[[list[torch.Tensor]], None]  # broadcasts the first worker's tensors, in place
-_Param = tuple[int, nn.Module, str]  # a parameter's number, the module that has it, and its name there
-_OUTSIDE = "the forward or the loss uses parameters of the model that are in pieces"
-_SAY_2 = "say zero=2, which gathers all before a forward, if not every micro-batch runs every layer"
-_WITHIN = "use them within model(...), where they are gathered, or say zero=2"
+# A parameter's number (None: it is frozen), the module that has it, its name there, and the attributes set on it.
+_Param = tuple[int | None, nn.Module, str, Mapping[str, Any]]
+_OUTSIDE = "the forward or the loss uses a sharded parameter outside of model(...)"
+_USE_ZERO_2 = "if some micro-batches skip a layer, use zero=2, which gathers all parameters before each forward"
+_WITHIN = "use the parameter inside model(...), where it is gathered, or use zero=2"
 _TORCH_ERRORS = {  # by pattern of torch's message: what the error means, and what to do
     "mixed torch.Tensor and DTensor": (_OUTSIDE, _WITHIN),
     "setStorage.*storage of size 0": (
-        "a backward needs parameters that were freed: a loss uses what is inside of a layer besides its output, or a "
-        "gradient of a gradient (create_graph)",
-        "say zero=2",
+        "a backward needs parameters that were freed: the loss uses an intermediate value of a layer other than its "
+        "output, or a second-order gradient (create_graph)",
+        "use zero=2",
     ),
     "RegisterPostBackwardFunction.* modified inplace": (
-        "a layer changes its input in place, which is not possible where its parameters are gathered",
-        "let it make a new tensor (inplace=False), or say zero=1",
+        "a layer changes its input in place, which zero=2 and zero=3 do not allow",
+        "let the layer return a new tensor (inplace=False), or use zero=1",
     ),
 }
-
-
-_UNIT = "_paceline_unit"  # attribute of a DeviceMesh: the group of the workers on it
 
 
 def read_full_numbers(mesh: DeviceMesh, unit: Group) -> None:
@@ -58,20 +58,18 @@ def read_full_numbers(mesh: DeviceMesh, unit: Group) -> None:
 
     Torch's own `item()` silently returns this worker's part of a sum. Reading a number becomes collective.
     """
-    vars(mesh)[_UNIT] = unit
+    vars(mesh)[ROWS_GROUP] = unit
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = _read_number
 
 
 def _read_number(op_call: Any, args: tuple[object, ...], kwargs: dict[str, object]) -> Any:
     tensor = args[0]
     assert isinstance(tensor, DTensor)
-    unit = vars(tensor.device_mesh).get(_UNIT)
+    unit = vars(tensor.device_mesh).get(ROWS_GROUP)
     if unit is None or all(placement.is_replicate() for placement in tensor.placements):
         return local(tensor).item()
-    refuse_in_metric("each worker has a part under zero=2 and zero=3")
-    with unit.declared_torch_group(
-        "a number that the script reads of weights, of which each worker has a part", "shard"
-    ):
+    refuse_in_metric("zero=2 or zero=3")
+    with unit.declared_torch_group("a number that the script reads from sharded weights", "shard"):
         return tensor.full_tensor().item()
 
 
@@ -83,7 +81,11 @@ class FullyShard(Layout):
     taken by hooks on the full parameters and reduced by `FsdpReduceScatter`, which holds a few blocks' at a time.
 
     Fully_shard does not take parameters without dimensions. All workers hold these in full, and the first one updates
-    them.
+    them. It does not take parameters of other pipeline stages either.
+
+    Where `tensor`, `pipeline` or `context` divide the model, this layout shards the part that a worker of a unit has,
+    and `replica` are the workers with the same part. Modes that follow the forward of such a model do not see the
+    gathering.
     """
 
     gathers = True
@@ -92,20 +94,29 @@ class FullyShard(Layout):
         super().__init__(job, replica.allocate)
         self.replica = replica
         self.shards = RowShards(replica.size, replica.rank)
-        self.blocks = blocks_of(job.model)
+        absent = {name for name, param in job.model.named_parameters() if ABSENT in vars(param)}
+        self._model_name = type(job.model).__name__
+        self.blocks = {
+            name: block
+            for name, block in blocks_of(job.model).items()
+            if any(f"{name}.{inner}" not in absent for inner, _ in block.named_parameters())
+        }
         self._shapes = [param.shape for param in job.named.values()]
-        groups = by_block(list(job.named), list(self.blocks))
+        groups = by_block((name for name in job.named if name not in absent), list(self.blocks))
         job.decisions.append(explain_gathering(job.model, self.blocks, rest=bool(groups[-1])))
         refuse_ungatherable(job.model, groups)
         marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
-        cuts = cut_in_rows(dict(job.model.named_parameters(remove_duplicate=False)), job.cuts, self.shards.count)
-        job.cuts = {name: cut for name, cut in cuts.items() if cut.shape}
+        params, count = dict(job.model.named_parameters(remove_duplicate=False)), self.shards.count
+        cuts = cut_in_rows(params, job.cuts, count, job.unit)
+        scalars = {name: replace(cut, pieces=cut.pieces * count) for name, cut in job.cuts.items() if not cut.shape}
+        job.cuts = {name: cut for name, cut in cuts.items() if cut.shape} | scalars
         job.local_cuts = {name: cuts[name] for name in job.named}
         self.replica.expose_to_torch()
         with self.replica.exposed():
             self.mesh = self._shard(reshard, share)
         self._gather_alike(reshard)
-        job.keeping = self._keeping
+        job.keeping, job.gathering, job.end_forward = self._keeping, replica, self._end_forward
+        job.leaves, job.gather_param, job.capture = self._leaves, self._gather_param, self._capture
         self._forward = job.forward
         job.forward = _with_explained_errors(self._run_forward, reshard)
         job.loss = _with_explained_errors(job.loss, reshard)
@@ -114,18 +125,19 @@ class FullyShard(Layout):
         for name, param in job.model.named_parameters():
             vars(param).update(marks[name])
         self._scalars = [param for param in job.named.values() if param.dim() == 0]
-        numbers = {name: number for number, name in enumerate(job.named)}
+        self._numbers = numbers = {name: number for number, name in enumerate(job.named)}
         self._leaving_order = [
             [numbers[param_name] for param_name in reversed(names)] for names in [*groups[-2::-1], groups[-1]] if names
         ]
         self._hooked: dict[int, nn.Parameter] = {}
         self._owners = [_owner(job.model, name) for name, _ in job.model.named_parameters()]
         self._peak_gathered_bytes = self._measurements = 0
-        self._params_of_modules = [
-            [(numbers[param_name], *_owner(job.model, param_name)) for param_name in names] for names in groups
+        self._params_of_modules: list[list[_Param]] = [
+            [(numbers.get(name), *_owner(job.model, name), marks[name]) for name in names]
+            for names in by_block((name for name in marks if name not in absent), list(self.blocks))
         ]
-        for module, params in zip([*self.blocks.values(), job.model], self._params_of_modules, strict=True):
-            module.register_forward_pre_hook(partial(self._before_call, params), with_kwargs=True)
+        for module, gathered in zip([*self.blocks.values(), job.model], self._params_of_modules, strict=True):
+            module.register_forward_pre_hook(partial(self._before_call, gathered), with_kwargs=True)
             module.register_forward_hook(self._after_call)
         assert isinstance(job.model, FSDPModule)
         self._fsdp_state = job.model._get_fsdp_state()
@@ -148,9 +160,10 @@ class FullyShard(Layout):
         warnings.filterwarnings("ignore", re.escape(f"FSDP2-wrapped module (FSDP{view_warning}"))
         ties: dict[nn.Parameter, nn.Parameter | None] = {}
         scalars = {param for param in job.model.parameters() if param.dim() == 0}
+        ignored = scalars | {param for param in job.model.parameters() if ABSENT in vars(param)}
         for block in self.blocks.values():
-            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=scalars)
-        fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False, ignored_params=scalars)
+            fully_shard(block, mesh=mesh, reshard_after_forward=reshard, ignored_params=ignored)
+        fully_shard(job.model, mesh=mesh, reshard_after_forward=None if reshard else False, ignored_params=ignored)
         if job.blueprint is not None:
             parameters = [(m, name, param) for m in job.model.modules() for name, param in m._parameters.items()]
             job.model.to_empty(device=job.device)
@@ -164,21 +177,59 @@ class FullyShard(Layout):
     def _gather_alike(self, reshard: bool) -> None:
         """Keeps workers whose micro-batches run different blocks from gathering different parameters.
 
-        Without `reshard` all blocks are gathered before a forward. With it each block is gathered as it is run; workers
-        compare the block's name, and at the end of a forward and of a backward whether all have come as far, so that a
-        difference raises an error.
+        Without `reshard`, all blocks are gathered before a forward. With `reshard`, each block is gathered when it
+        runs; workers compare the block's name, and meet at the end of each forward and backward, so a difference raises
+        an error.
         """
         model = self.job.model
         for name, module in [*self.blocks.items(), ("the rest of the model", model)]:
             assert isinstance(module, FSDPModule)
-            module.set_custom_all_gather(_Gather(self.replica, f"the gathering of {name}"))
+            module.set_custom_all_gather(_Gather(self.replica, f"the all-gather of {name}"))
             type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+            self._end_hook = self._hide_gathering(module)
         self._reshard, self._compares_order = reshard, reshard and bool(self.blocks)
         self._keeps = False
         if self._compares_order:
-            model.register_forward_hook(lambda *_: self.replica.finish(self._start_barrier("the end of a forward")))
+            model.register_forward_hook(lambda *_: self._meet("the end of a forward"))
         if not reshard:
             model.register_forward_pre_hook(lambda *_: self._gather_all())
+
+    def _hide_gathering(self, module: nn.Module) -> Callable[..., Any]:
+        """Lets fully_shard's hooks of a module run unseen by modes, and not at all where a stage skips the module.
+
+        Returns the hook that runs after the forward.
+        """
+        assert isinstance(module, FSDPModule)
+        state, last = module._get_fsdp_state(), self._run_hook
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for number, hook in hooks.items():
+                if getattr(hook, "__self__", None) is state:
+                    hooks[number] = last = partial(self._run_hook, hook)
+        return last
+
+    def _run_hook(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
+        """Runs a hook of fully_shard, and copies the attributes of the tensors that it takes to those it returns."""
+        if self.job.skips_block(module):
+            return None
+        if self.job.stages is None:
+            refuse_under_way(self._model_name)
+        with torch._C.DisableTorchFunction():
+            made = hook(module, *given)
+            before = pytree.tree_leaves(given[-2:] if isinstance(made, tuple) and len(given) == 2 else given[-1])
+            for tensor, source in zip(pytree.tree_leaves(made), before, strict=False):
+                if isinstance(tensor, torch.Tensor) and tensor is not source and isinstance(source, torch.Tensor):
+                    vars(tensor).update(vars(source))
+        return made
+
+    def _end_forward(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Ends a forward that left the model by an exception after a pipeline stage's last block."""
+        state = self._fsdp_state
+        if state._state_ctx.iter_forward_root is not state:
+            return values
+        values = self._end_hook(self.job.model, (), values)
+        if self._compares_order:
+            self._meet("the end of a forward")
+        return values
 
     def _run_forward(self, model: nn.Module, batch: Any) -> Any:
         if not self._reshard:  # also if the forward calls only submodules
@@ -186,11 +237,16 @@ class FullyShard(Layout):
         return self._forward(model, batch)
 
     def _gather_all(self) -> None:
-        for module in [*self.blocks.values(), self.job.model]:
-            assert isinstance(module, FSDPModule)
-            module.unshard()
-        for params in self._params_of_modules:
-            self._hook_gradients(params)
+        with torch._C.DisableTorchFunction():
+            for module in [*self.blocks.values(), self.job.model]:
+                assert isinstance(module, FSDPModule)
+                module.unshard()
+            for params in self._params_of_modules:
+                self._hook_gradients(params)
+
+    def _meet(self, where: str) -> None:
+        with torch._C.DisableTorchFunction():
+            self.replica.finish(self._start_barrier(where))
 
     def _start_barrier(self, where: str) -> dist.Work:
         options = dist.BarrierOptions()
@@ -227,10 +283,14 @@ class FullyShard(Layout):
 
     def _before_call(self, params: Sequence[_Param], module: nn.Module, given: Any, named: Mapping[str, Any]) -> None:
         """Runs before a module's forward, when its parameters are gathered: hooks their gradients."""
-        self._measure_gathered()
-        self._hook_gradients(params)
-        if self._compares_order and params and torch.is_grad_enabled():
-            number = params[0][0]
+        if self.job.skips_block(module):
+            return
+        with torch._C.DisableTorchFunction():
+            self._measure_gathered()
+            self._hook_gradients(params)
+            number = next((number for number, *_ in params if number is not None), None)
+            if number is None or not (self._compares_order and torch.is_grad_enabled()):
+                return
             self.staging.call(number)
             inputs = [
                 t for t in pytree.tree_iter((given, named)) if isinstance(t, torch.Tensor) and t.grad_fn is not None
@@ -245,18 +305,45 @@ class FullyShard(Layout):
             self.rest()
 
     def _hook_gradients(self, params: Sequence[_Param]) -> None:
-        """Puts hooks on gathered parameters that take their gradients, once on each."""
-        for number, owner, name in params:
+        """Puts hooks that take gradients on gathered parameters, once on each, and the parameters' attributes."""
+        for number, owner, name, marks in params:
             param = owner._parameters[name]
-            if param is not None and param.requires_grad and self._hooked.get(number) is not param:
+            if param is None or isinstance(param, DTensor):
+                continue
+            vars(param).update(marks)
+            if number is not None and param.requires_grad and self._hooked.get(number) is not param:
                 if param.is_inference():
-                    raise UsageError("the model is first called under inference_mode()", "begin with torch.no_grad()")
+                    raise UsageError("the first call of the model is under inference_mode()", "use torch.no_grad()")
                 self._hooked[number] = param
+                if GRADIENT_HOOK in marks:
+                    param.register_hook(marks[GRADIENT_HOOK])
                 param.register_post_accumulate_grad_hook(partial(self._take_gradient, number))
 
     def _take_gradient(self, number: int, param: torch.Tensor) -> None:
         self._measure_gathered()
         self.staging.land(number, param)
+
+    def _leaves(self) -> Mapping[str, nn.Parameter]:
+        """Returns the gathered parameters by name. One that no forward has used is an empty stand-in."""
+        unused = nn.Parameter(torch.empty(0, dtype=torch.float32))
+        return {name: self._hooked.get(number, unused) for name, number in self._numbers.items()}
+
+    def _gather_param(self, param: torch.Tensor) -> torch.Tensor:
+        """Returns all rows of a parameter. Collective."""
+        if not isinstance(param, DTensor):
+            return param.detach()
+        return gather_rows(param, "the full model, on one worker of the pipeline")
+
+    @contextmanager
+    def _capture(self, gradients: dict[str, torch.Tensor]) -> Iterator[None]:
+        """Puts the gradients of full parameters into a dictionary by name; nothing is summed over the workers."""
+        names = list(self._numbers)
+        self.staging.captured = captured = dict[int, torch.Tensor]()
+        try:
+            yield
+        finally:
+            self.staging.captured = None
+            gradients.update({names[number]: grad for number, grad in captured.items()})
 
     def _measure_gathered(self) -> None:
         """Measures the bytes of gathered parameters in the first step; later ones gather the same."""
@@ -297,7 +384,7 @@ class FullyShard(Layout):
     def complete(self) -> None:
         """Broadcasts the parameters without dimensions, which the first worker updates. Collective."""
         if self._scalars:
-            self.replica.declare("the weights after an update", check=False, kind="weights")
+            self.replica.declare("the updated weights", check=False, kind="weights")
         for scalar in self._scalars:
             self.replica.broadcast(scalar.detach().view(1))
 
@@ -312,9 +399,9 @@ def _explained_errors(compares: bool) -> Iterator[None]:
     try:
         yield
     except CollectiveMismatchError as error:
-        if not compares or error.cure == _SAY_2:
+        if not compares or error.cure == _USE_ZERO_2:
             raise
-        raise CollectiveMismatchError(error.what, _SAY_2) from error
+        raise CollectiveMismatchError(error.what, _USE_ZERO_2) from error
     except RuntimeError as error:
         for pattern, (what, cure) in _TORCH_ERRORS.items():
             if re.search(pattern, str(error)):
@@ -339,24 +426,25 @@ def refuse_ungatherable(model: nn.Module, groups: Sequence[Sequence[str]]) -> No
     named = dict(model.named_parameters())
     for name, param in named.items():
         what = None
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
-            what = "has a hook, which would not be called"
+        hooks = [hook for hook in (param._backward_hooks or {}).values() if hook is not vars(param).get(GRADIENT_HOOK)]
+        if hooks or param._post_accumulate_grad_hooks:
+            what = "has a hook, which would not be called on a shard"
         elif not param.is_contiguous():
-            what = f"is not contiguous (strides {param.stride()}), which its rows would be"
+            what = f"is not contiguous (strides {param.stride()}), but its shards would be"
         if what is not None:
-            raise UsageError(f"{name} of the model {what}", "say zero=1")
+            raise UsageError(f"the parameter {name} {what}", "use zero=1")
     for group in groups:
         kinds = {str(named[name].dtype).removeprefix("torch."): name for name in group if named[name].dim()}
         if len(kinds) > 1:
             (one, first), (other, second) = list(kinds.items())[:2]
-            what = f"{first} is of {one} and {second}, which is gathered with it, of {other}"
-            raise UsageError(what, "say zero=1, or give them one dtype")
+            what = f"{first} has dtype {one}, but {second}, which is gathered together with it, has {other}"
+            raise UsageError(what, "give them the same dtype, or use zero=1")
     identities = {id(param) for param in named.values()}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
             if not name.startswith("_") and any(id(leaf) in identities for leaf in pytree.tree_iter(value)):
-                what = f"{name} of {path or 'the model'} holds parameters besides, which would stay as they are now"
-                raise UsageError(what, "say zero=1, or hold them in an nn.ParameterList")
+                what = f"the attribute {name} of {path or 'the model'} refers to parameters that sharding replaces"
+                raise UsageError(what, "keep the parameters in an nn.ParameterList, or use zero=1")
 
 
 class _Gather(AllGather):
@@ -378,7 +466,8 @@ class _Gather(AllGather):
 
 
 def _refuse_copy(module: nn.Module, memo: Any) -> Any:
-    raise UsageError(f"{type(module).__name__.removeprefix('FSDP')} is in pieces, which cannot be copied", "say zero=1")
+    what = f"{type(module).__name__.removeprefix('FSDP')} is sharded and cannot be copied"
+    raise UsageError(what, "use zero=1")
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -1,4 +1,4 @@
-"""Base class of layouts: which part of a model a worker holds (here all of it).
+"""Base class of layouts, which decide which part of a model a worker holds (in this class, all of it).
 
 In the plain layout each worker holds the full model and runs it by itself.
 """

@@ -17,7 +17,7 @@ from paceline.compute.state_dict import marks_of
 from paceline.parallel.data_parallel import share
 from paceline.parallel.parallel_job import ParallelJob
 
-_LIKELY = 0.02  # stands for all values meanwhile, as blocks are run to see which functions they call
+_LIKELY = 0.02  # replaces all values while blocks run to trace which functions they call
 
 
 class ModelValues:

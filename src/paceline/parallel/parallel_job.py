@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from paceline.compute.job import TrainingJob
 
@@ -12,6 +14,8 @@ if TYPE_CHECKING:
     from paceline.parallel.deferred_init import DeferredInit
     from paceline.parallel.pipeline.partition import StagePartition
     from paceline.parallel.tensor_parallel.redistribute import Redistributor
+
+GRADIENT_HOOK = "_paceline_gradient_hook"  # attribute of a parameter: the library's own hook on its gradient
 
 
 @dataclass
@@ -26,3 +30,7 @@ class ParallelJob(TrainingJob):
     stages: StagePartition | None = None
     requested_split: tuple[Mapping[str, str] | None, str | None] = None, None
     redistributors: list[Redistributor | None] = field(default_factory=list)
+    # Whether the stage that runs now leaves out a block, whose parameters need not be gathered then.
+    skips_block: Callable[[nn.Module], bool] = lambda block: False
+    # Ends a forward that stopped after the stage's last block; takes and returns the values for later stages.
+    end_forward: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda values: values

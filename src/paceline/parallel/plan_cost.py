@@ -15,7 +15,7 @@ from paceline.plan import Plan
 
 
 def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
-    """Returns what a plan costs each of so many workers, if each runs so many forwards in a step.
+    """Returns the cost of a plan for each of `workers` workers, if each runs `forwards` forwards in a step.
 
     The memory of activations, of exact sums and of their buffers is not included. The bytes sent along `pipeline`,
     `context` and `tensor` are those that a worker with these `facts` has sent in a measured micro-batch, times the

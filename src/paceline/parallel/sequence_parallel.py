@@ -215,7 +215,7 @@ class SequenceParallel:
         self._knows_traffic = False  # whether the bytes that a micro-batch sends are known
         blocks = blocks_of(job.model)
         if not blocks:
-            what = f"no part of {self._model} repeats, and context= divides what such parts take"
+            what = f"{self._model} has no list of repeated blocks, whose input sequences context= could divide"
             raise UsageError(what, "leave context= out")
         self._blocks = list(blocks.values())
         for block in self._blocks:
@@ -229,7 +229,9 @@ class SequenceParallel:
 
     @property
     def decision(self) -> tuple[str, str]:
-        return f"sequences are divided among {self.unit.size} workers, weights are whole on each", "context= says so"
+        """What is done with the model, and why, for the explanation of the plan."""
+        what = f"sequences are divided among {self.unit.size} workers, and each of them holds the full weights"
+        return what, "context= was given"
 
     def _note_gathered(self, name: str, parts: Any, *_: Any) -> None:
         if parts:
@@ -243,7 +245,7 @@ class SequenceParallel:
             self._has_compared = not self._in_stages or self.job.assembled
             if self._has_compared:
                 self._compare(model, batch)
-        self.unit.declare("the stretches of sequences", check=False, kind="context")
+        self.unit.declare("the sequence shards", check=False, kind="context")
         self._sent = self._moves.bytes_sent
         with self._mode:
             output = self._plain_forward(model, batch)
@@ -251,7 +253,7 @@ class SequenceParallel:
         if not self._has_divided and not self._indivisible:
             what = f"no block of {self._model} takes a sequence (rows, tokens, width) that context= can divide"
             size, units = self.unit.size, self.job.units.size if self.job.units else 1
-            raise UsageError(what + self._unfit_input, f"say data={units * size} and leave context={size} out")
+            raise UsageError(what + self._unfit_input, f"use data={units * size} instead of context={size}")
         return output
 
     def _loss(self, output: Any, batch: Any) -> Any:
@@ -262,10 +264,12 @@ class SequenceParallel:
             functions, gathered, indivisible = sorted(self._gathered_functions), "", ""
             if functions:
                 more = ", ..." if len(functions) > 3 else ""
-                gathered = f"; all of them compute {', '.join(functions[:3])}{more} whole"
+                gathered = f"; each computes {', '.join(functions[:3])}{more} on the full sequence"
             if self._indivisible:
                 lengths = ", ".join(map(str, sorted(self._indivisible)[:3]))
-                indivisible = f"; {self.unit.size} does not divide {lengths}, which is computed whole by all"
+                indivisible = (
+                    f"; each computes sequences of length {lengths} in full, which {self.unit.size} does not divide"
+                )
             if details := gathered + indivisible + self._comparison:
                 self.job.news["context"] = f"sequences are divided among {self.unit.size} workers{details}", ""
         return result
@@ -280,7 +284,7 @@ class SequenceParallel:
 
     def _loss_of_full_outputs(self, output: Any, batch: Any) -> Any:
         """Computes the loss as plain code does, from gathered outputs. All workers compute the same loss."""
-        self.unit.declare("whole outputs for the loss", check=False, kind="context")
+        self.unit.declare("full outputs for the loss", check=False, kind="context")
         with_grad = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(output)
         indices = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and with_grad]
@@ -309,8 +313,8 @@ class SequenceParallel:
         Chooses the loss of sharded outputs if its results agree, else the loss of full outputs. Raises UsageError on
         all workers of the unit if neither agrees.
         """
-        self.unit.declare("whole sequences, to compare with", check=False, kind="comparison")
-        sizes, unit, when = list[int](), self.unit, f"when the sequences of {self._model} are divided by context="
+        self.unit.declare("full sequences, for the comparison", check=False, kind="comparison")
+        sizes, unit, when = list[int](), self.unit, f"when context= divides the sequences of {self._model}"
         shard_loss = self._loss_of_shards if self.job.over is None else None
         with weighing(model, sizes):
             sharded = self._try(model, batch, self._mode, shard_loss)
@@ -331,13 +335,13 @@ class SequenceParallel:
             raise UsageError(f"{why} {when}", "leave context= out")
         assert isinstance(sharded, _Result)
         if not reference_fits:
-            self._comparison = "; whole ones to compare with would not fit"
+            self._comparison = "; not verified, because full sequences do not fit in memory"
         else:
             distances = self._describe_distances(sharded, reference)
-            self._comparison = f"; one micro-batch was computed with whole ones, too: {distances}"
+            self._comparison = f"; verified on one micro-batch against full sequences: {distances}"
         if self._gathers_outputs:
             self._comparison = (
-                f"; the loss is computed by all of whole outputs, as it is no sum over stretches{self._comparison}"
+                f"; each computes the loss from full outputs, because it is not a sum over tokens{self._comparison}"
             )
 
     def _try(self, model: nn.Module, batch: Any, mode: Any, loss: Any) -> _Result | Exception:
@@ -354,11 +358,13 @@ class SequenceParallel:
 
     def _add_up(self, gradients: dict[str, Tensor], named: Mapping[str, nn.Parameter]) -> None:
         """Sums `gradients` over the workers in place. A worker may have none for a parameter. Collective."""
-        self.unit.declare("gradients of stretches, to compare with", check=False, kind="comparison")
+        self.unit.declare("the gradients of sequence shards, for the comparison", check=False, kind="comparison")
         has = [set(names) for names in self.unit.gather_json([*gradients])]
         for name, param in named.items():
             if any(name in names for names in has):
-                grad = gradients[name] if name in gradients else torch.zeros_like(param)
+                grad = gradients.get(name)
+                if grad is None:
+                    grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
                 gradients[name] = self.unit.sum(grad.contiguous().clone())
 
     def _compute(self, model: nn.Module, batch: Any, mode: Any, loss_function: Any) -> _Result:
@@ -369,10 +375,11 @@ class SequenceParallel:
             with mode:
                 output = self._plain_forward(model, batch)
             outputs = tensors_of(self._gather_full(output))
+            named = self.job.used_params
             if loss_function is None:
-                return _Result([x.detach() for x in outputs], None, gradients_of(outputs, self.job.named))
+                return _Result([x.detach() for x in outputs], None, gradients_of(outputs, named))
             loss = Loss.of(loss_function(output, batch), Chunk([MicroBatch(0, 1, None)], None), trainable=False)
-            params = {name: param for name, param in self.job.named.items() if param.requires_grad}
+            params = {name: param for name, param in named.items() if param.requires_grad}
             loss_params = [*params.values()] if loss.total.requires_grad else []
             grads = differentiate([loss.total], loss_params) if loss_params else ()
             gradients = {name: grad for name, grad in zip(params, grads, strict=False) if grad is not None}
@@ -384,16 +391,16 @@ class SequenceParallel:
         Collective: all workers return the same text.
         """
         if isinstance(sharded, Exception):
-            return f"the loss cannot be computed ({type(sharded).__name__}: {sharded})"
+            return f"the loss fails ({type(sharded).__name__}: {sharded})"
         if outputs_apart(sharded.outputs, reference.outputs)[1]:
-            why = "outputs are another"
+            why = "the outputs differ"
         elif (apart := self._loss_apart(sharded, reference))[0]:
-            why = f"the loss of a micro-batch is {apart[0]}, and not {apart[1]},"
+            why = f"the loss of a micro-batch is {apart[0]} instead of {apart[1]}"
         elif unlike := next((n for n in self.job.named if (n in sharded.gradients) != (n in reference.gradients)), ""):
-            why = f"{unlike} has {'a' if unlike in sharded.gradients else 'no'} gradient, unlike with whole ones,"
+            why = f"{unlike} has {'a' if unlike in sharded.gradients else 'no'} gradient, unlike with full sequences,"
         else:
             name, _ = farthest(sharded.gradients, reference.gradients, reference.outputs)
-            why = f"the gradient of {name} is another" if name else ""
+            why = f"the gradient of {name} differs" if name else ""
         return next((text for text in self.unit.gather_json(why) if text), "")
 
     def _loss_apart(self, sharded: _Result, reference: _Result) -> tuple[str, str, float]:
@@ -405,7 +412,7 @@ class SequenceParallel:
     def _describe_distances(self, sharded: _Result, reference: _Result) -> str:
         most, _ = outputs_apart(sharded.outputs, reference.outputs)
         _, distance = farthest(sharded.gradients, reference.gradients, reference.outputs)
-        return f"outputs {most:.1g} and gradients {distance:.1g} apart"
+        return f"relative difference {most:.1g} of the outputs and {distance:.1g} of the gradients"
 
     def _gather_full(self, values: Any) -> Any:
         with self._mode.using_own_attribute():
@@ -432,7 +439,7 @@ class SequenceParallel:
             if index is not None and placement_of(leaves[index]):
                 self._has_divided = True
             elif index is not None:
-                self._unfit_input = f": one takes a tensor of shape {tuple(leaves[index].shape)}"
+                self._unfit_input = f": one block takes a tensor of shape {tuple(leaves[index].shape)}"
             return given, named
         full = leaves[index]
         length = Tensor.size(full, 1)
@@ -452,7 +459,7 @@ class SequenceParallel:
             return forward(*given, **named)
 
 
-# ---- rules for functions of sequence shards, beside those for other shards
+# ---- rules for functions of sequence shards, in addition to those for other shards
 
 _RULES: dict[str, Rule] = {}
 

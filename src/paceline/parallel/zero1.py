@@ -57,7 +57,7 @@ class Zero1(Layout):
     def complete(self) -> None:
         """Gathers the updated rows of the other workers of the replica. Collective."""
         replica, shards, buckets = self.replica, self.shards, self._buckets
-        replica.declare("the weights after an update", check=False, kind="weights")
+        replica.declare("the updated weights", check=False, kind="weights")
         for bucket in buckets.buckets:  # through the memory of the gradients, which are not needed any more
             for number, rows in bucket.split(bucket.local_shard):
                 copy(rows, buckets.local_params[number].detach())

@@ -71,14 +71,14 @@ class AsyncServer:
         scheduler, ticket = self.scheduler, self.window.pushed[worker].ticket
         missed = scheduler.missed(ticket)
         outcome = scheduler.push(worker, ticket)
-        assert outcome is Push.APPLY, "a push that is not due any more has no holders"
+        assert outcome is Push.APPLY, "only pushes that are due have holders"
         self._log_update(worker, missed)
         self.replication.send_last(self.shard.applied)
         self._apply(worker, missed)
         self.window.applied_at[worker] = self.shard.applied
 
     def _follow(self, bounds: tuple[int, int], decision: Sequence[int]) -> None:
-        """Makes an update that the leading server decided: the push of a worker, which missed so many others."""
+        """Makes an update that the leading server decided: the push of a worker, which missed `missed` others."""
         worker, missed, clock = decision
         if bounds[0] != self.scheduler.start:
             self.window.log.clear()
@@ -92,7 +92,7 @@ class AsyncServer:
         self.window.log.append(AppliedUpdate([worker, missed, clock], entry | pushed.report["log"]))
 
     def _apply(self, worker: int, missed: int) -> None:
-        """Applies a worker's push, whose weights missed so many updates."""
+        """Applies a worker's push, whose weights missed `missed` updates."""
         shard, pushed, start = self.shard, self.window.pushed.pop(worker), self.scheduler.start
         self._reached("reduced")
         shard.set_gradients(pushed.gradients, pushed.rows)

@@ -29,7 +29,7 @@ from paceline.train.step_verbs import attempts, begin_step, open_attempt, publis
 
 
 def async_window(strategy: WindowStrategy, batches: Batches) -> Step:
-    """Makes a window of asynchronous updates, and returns it as a step of so many steps.
+    """Makes a window of asynchronous updates, and returns it as one Step that counts all its updates.
 
     Raises BrokenOffError if it is empty because all workers stop.
     """
@@ -63,8 +63,9 @@ def async_window(strategy: WindowStrategy, batches: Batches) -> Step:
 
 
 def build_async_windows(context: StepContext) -> WindowStrategy:
-    """Returns what trains in windows of asynchronous updates."""
+    """Returns the strategy that trains in windows of asynchronous updates."""
     updates, staleness = context.plan.window or WINDOW, context.plan.staleness
-    bound = "as far ahead as they are" if staleness == math.inf else f"at most {staleness or 0:g} ahead"
-    what = f"updates are not in step: workers read weights {bound}, and meet every {updates} updates"
+    limit = "no limit" if staleness == math.inf else f"at most {staleness or 0:g}"
+    what = f"updates are asynchronous: workers synchronize every {updates} updates"
+    what += f"; batches that a worker may be ahead of the slowest: {limit}"
     return WindowStrategy(context, async_window, what)

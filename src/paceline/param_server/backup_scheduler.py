@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class BackupScheduler:
-    """Schedules the steps from `start` to `end`, which are the window; so many are `applied`, in all."""
+    """Schedules the steps from `start` to `end`, which are the window; `applied` counts the steps applied in all."""
 
     backup: int
     start: int = 0
@@ -33,9 +33,9 @@ class BackupScheduler:
         return self.applied == self.end
 
     def advance(self, updates: int) -> None:
-        """Begins the next window, of so many steps."""
+        """Begins the next window, of this number of steps."""
         if not self.ended:
-            raise RuntimeError(f"{self.end - self.applied} tickets of the window before are not applied")
+            raise RuntimeError(f"tickets of the previous window that are not applied: {self.end - self.applied}")
         self.start = self.end
         self.end += updates
 
@@ -59,7 +59,7 @@ class BackupScheduler:
         self._restart_if_deserted()
 
     def take_over(self, workers: Collection[int]) -> None:
-        """Starts to assign shares to these workers, after following another server: the step begins anew."""
+        """Starts to assign shares to these workers, after following another server: the step begins again."""
         self._clear_step()
         self.workers = {*workers}
 
@@ -101,7 +101,7 @@ class BackupScheduler:
         self._clear_step()
 
     def _restart_if_deserted(self) -> None:
-        """Begins the step anew if no worker is left that has a share to compute."""
+        """Begins the step again if no remaining worker has a share to compute."""
         if not self.arrived and self.workers.isdisjoint({*self.members} - self.idle):
             self._clear_step()
 

@@ -1,4 +1,4 @@
-"""Steps with backup workers: the servers update the weights when all workers but a few have pushed their part.
+"""Steps with backup workers: the servers update the weights when all workers except the slowest have pushed their part.
 
 The parts of the late ones are dropped (Chen et al., "Revisiting Distributed Synchronous SGD", ICLR workshop 2016).
 """
@@ -26,7 +26,7 @@ from paceline.train.step_verbs import attempts, begin_step, open_attempt, publis
 
 
 def backup_window(strategy: WindowStrategy, batches: Batches) -> Step:
-    """Makes a window of steps that do not wait for the last workers, and returns it as a step of so many steps.
+    """Makes a window of steps that do not wait for the last workers, and returns it as one Step.
 
     Raises BrokenOffError if it is empty because all workers stop.
     """
@@ -60,7 +60,8 @@ def backup_window(strategy: WindowStrategy, batches: Batches) -> Step:
 
 
 def build_backup_windows(context: StepContext) -> WindowStrategy:
-    """Returns what trains in steps that wait for all workers but a few."""
+    """Returns the strategy whose steps do not wait for the slowest workers."""
     updates, backup = context.plan.window or WINDOW, context.plan.backup
-    what = f"steps wait for all workers but {backup}: rows of who is later are dropped"
-    return WindowStrategy(context, backup_window, f"{what}, and all meet every {updates} updates")
+    late = "worker, whose" if backup == 1 else f"{backup} workers, whose"
+    what = f"each step drops the slowest {late} rows are not used; workers synchronize every {updates} updates"
+    return WindowStrategy(context, backup_window, what)

@@ -2,7 +2,7 @@
 
 The leading server chooses whose pushes make a step, among those that are complete at every server, and has all servers
 sum these. It computes the norm of the gradient from the squares of all parts, and tells the servers to apply the step.
-Another server that takes over chooses anew, unless one has applied the step already. Which pushes are chosen:
+Another server that takes over chooses again, unless one has applied the step already. Which pushes are chosen:
 `paceline.param_server.backup_scheduler`.
 """
 
@@ -62,7 +62,7 @@ class BackupWorkerServer:
         self._advance()
 
     def use(self, servers: set[int]) -> None:
-        """Takes over the set of servers that workers use; the workers of the step under way are chosen anew."""
+        """Takes over the set of servers that workers use; the workers of the step under way are chosen again."""
         self.scheduler.chosen = []
         self.replication.use(servers)
         self._advance()
@@ -81,7 +81,7 @@ class BackupWorkerServer:
             start = scheduler.start
             window.read_requests()
             for worker in self._workers() if scheduler.start != start else ():
-                scheduler.join(worker)  # all have a share of a window's first step, whoever asks first
+                scheduler.join(worker)  # all workers have a share of a window's first step, in any order of requests
             for worker in window.take_complete_pushes(replication.used):
                 counts = window.pushed[worker].report["count"] > 0
                 # If nothing counts in any share, the last one makes a step that changes nothing.
@@ -120,7 +120,7 @@ class BackupWorkerServer:
             self.replication.peers[server].put(Kind.SUM, self.shard.trainer, key, content=text)
 
     def _lead_step(self) -> None:
-        """Decides the step, of which all servers have the sums: applies it, and tells the others."""
+        """Decides the step once all servers have its sums: applies it, and informs the others."""
         plan, scheduler, window, replication = self.shard.plan, self.scheduler, self.window, self.replication
         squares = list[float]()
         for part in range(plan.server or 0):

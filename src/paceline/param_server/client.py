@@ -1,8 +1,8 @@
 """The worker's side of parameter servers: pushes gradients and pulls weights.
 
 Whole parameters are spread over the servers. In a step each worker pushes the sums of its own micro-batches; a server
-adds them up in the order of ranks and tells everybody their squares, of which the norm is made. That all servers have
-told them is the vote: only then workers tell them to apply the step, which each does once, whoever asks.
+adds them up in the order of ranks, and sends their squares to all workers, which compute the norm. These answers are a
+vote: only when all servers have answered do workers ask them to apply the step. Each server applies it once.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class ServerClient:
     # -- whom there is ----------------------------------------------------------------------------------------------
 
     def meet(self, seconds: float, gives: bool) -> None:
-        """Connects with all servers, for at most so many seconds; a worker that gives the state stops once a server
+        """Connects with all servers, for at most `seconds`; a worker that gives the state stops once a server
         needs it.
         """
         end = time.monotonic() + seconds
@@ -233,7 +233,7 @@ class ServerClient:
                 self._connect(server, at)
 
     def _lose(self, server: int) -> None:
-        """Drops a lost server, and ignores whatever it may have sent."""
+        """Drops a lost server, and ignores all that it has sent."""
         del self.used[server]
         self.links.pop(server).close()
         self._has_state.pop(server, None)
@@ -376,15 +376,15 @@ class ServerReplica(Replica):
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads a checkpoint's state. Raises UsageError if it has residuals of a codec, which servers cannot take."""
         if state.get("owed"):
-            what = "the checkpoint holds sums that a codec had not sent yet, and server= has no place for them"
-            raise UsageError(what, "resume it once without codec= and server=, for a step")
+            what = "the checkpoint contains unsent gradient sums of a codec, which server= cannot use"
+            raise UsageError(what, "first resume the checkpoint without codec= and server= for one step")
         super().load(state)
 
 
 def squares_of(squares: Mapping[str, list[float]], part: int, who: str) -> list[float]:
     """A part's squares in a server's reply. Raises FormatError if they are missing."""
     if str(part) not in squares:
-        raise damaged("squares", who, f"those of part {part} are missing")
+        raise damaged("squares", who, f"the squares of part {part} are missing")
     return squares[str(part)]
 
 
@@ -397,6 +397,7 @@ class SyncReplica(ServerReplica):
         self._owed: tuple[Key, Agreed] | None = None  # of an update whose weights have not all come
 
     def met(self, generation: int) -> None:
+        """Begins a generation: its rounds are counted from 0."""
         super().met(generation)
         self._round = generation, 0
 

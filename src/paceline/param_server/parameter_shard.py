@@ -141,7 +141,7 @@ class ParameterShard:
         """Makes the gradients of tables from the rows that workers pushed."""
         rows = [unpack(text, self.params, "a worker") for text in packed] if self.touched else []
         if any(one.keys() < self.touched.keys() for one in rows):
-            raise damaged("rows", "a worker", "those of a table are missing")
+            raise damaged("rows", "a worker", "the rows of a table are missing")
         for number in self.touched:
             indices, values = zip(*(one[number] for one in rows), strict=True)
             self.params[number].grad = combined(self.params[number], indices, values)
@@ -271,7 +271,7 @@ class Client:
     rows: dict[int, bytearray] = field(default_factory=dict)
     # The contribution whose squares the worker asks for, its rank, and how many workers push.
     asked: dict[int, tuple[Key, int, int]] = field(default_factory=dict)
-    # Of gradients that stay in the worker's shared memory: their contribution, and the stamp beside them.
+    # Of gradients that stay in the worker's shared memory: their contribution, and the stamp next to them.
     lent: dict[tuple[int, tuple[int, ...]], tuple[Key, memoryview]] = field(default_factory=dict)
 
     def allocate(self, shard: ParameterShard, frame: Message) -> list[torch.Tensor]:

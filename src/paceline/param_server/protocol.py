@@ -50,7 +50,7 @@ LOOK = 0.05  # seconds between two looks at whether to go on waiting
 SOCKET = 4 << 20  # bytes that a socket takes, if the system lets it
 AT_ONCE = 64  # parts of frames that go in one call
 GREETING = 256  # bytes of what one who is not known yet may say
-LENT = 1 << 15  # beside a trainer's number: what comes says where the tensors are
+LENT = 1 << 15  # flag in a trainer's number: the message says where the tensors are in shared memory
 _HEAD = struct.Struct("<BHIqqqQ")
 _WHERE = struct.Struct("<4q")
 Key = tuple[int, int, int]  # of a contribution: the step, the generation of the team, the attempt in it
@@ -96,7 +96,7 @@ FindTensors = Callable[[Message], "Sequence[torch.Tensor] | None"]
 
 
 class Connection:
-    """One connection, of which both ends have to show each other that they have the `key` before anything else goes
+    """One connection. Both ends have to prove to each other that they have the `key` before anything else goes
     over it (`paceline.base.handshake`): the one that was accepted waits for that, and the one that calls `says`
     something of itself. What has arrived whole is in `inbox`; it is `broken` once the other end is gone, and `known`
     once it has shown who it is. Where the other end is `near` tensors are lent to it.
@@ -116,7 +116,7 @@ class Connection:
         self.inbox: deque[Message] = deque()
         self.greeting: Any = None  # what the other end said of itself
         self.near, self.known = False, False
-        self._lent: ExportedSegment | None = None  # nothing is made for one that nobody knows
+        self._lent: ExportedSegment | None = None  # made only after the other end has proved the key
         self._borrowed: ImportedSegment | None = None
         self._find_tensors, self._key, self._says = find_tensors, key, says
         self._out: deque[memoryview | _Unsealed] = deque()
@@ -131,6 +131,7 @@ class Connection:
 
     @property
     def sending(self) -> bool:
+        """Whether there is something to send, and a peer to send it to."""
         return bool(self._sendable) and not self.broken
 
     @property

@@ -13,6 +13,7 @@ import json
 from collections.abc import Callable, Collection
 from typing import Any
 
+from paceline.base.text import plural
 from paceline.comm.message_reader import damaged, decode_message
 from paceline.param_server.parameter_shard import Client, ParameterShard
 from paceline.param_server.protocol import Connection, Kind, Message
@@ -135,7 +136,7 @@ class Replication:
         for server, one in standings.items():
             self.applied_by[server] = one["applied"]
             if one["applied"] < start:
-                why = f"it has made {one['applied']} updates, and the window began after {start}"
+                why = f"it reports {plural(one['applied'], 'update')}, but the window began after {start}"
                 raise damaged(self._types[0], f"server {server}", why)
             for number in range(one["applied"], self.shard.applied):
                 self._send_update(server, number)

@@ -1,8 +1,8 @@
 """The process of a parameter server: its connections to workers and to other servers, and a server for each trainer.
 
-It runs the user's script up to the training loop, like a worker, and holds whole models, of which it updates a part. So
-parameter groups, schedules and clipping are the user's. It receives the training state from the first worker, as a new
-worker does, but never becomes a member of the team.
+It runs the user's script up to the training loop, like a worker, and holds complete models, but updates only a part of
+each. So parameter groups, schedules and clipping are the user's. It receives the training state from the first worker,
+as a new worker does, but never becomes a member of the team.
 """
 
 from __future__ import annotations

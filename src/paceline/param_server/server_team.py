@@ -37,15 +37,15 @@ class ServerTeam:
             run.servers = ServerClient(count, copies, operations.worker, find, key, check)
             run.team.world.tell("servers", count=count, copies=copies)
         elif run.servers.met or (run.servers.count, run.servers.copies) != (count, copies):
-            what = "this Trainer is made after training began, and parameter servers run the script up to there alone"
-            cure = "make all trainers before the first loop over steps(), or the first step()"
+            what = "this Trainer was created after training began, but parameter servers run the script only up to then"
+            cure = "create every Trainer before the first loop over steps() or the first step()"
             if (run.servers.count, run.servers.copies) != (count, copies):
                 others = [
                     f"server={n}{' copies=1' * more}"
                     for n, more in ((run.servers.count, run.servers.copies), (count, copies))
                 ]
-                what = f"one trainer has {others[0]} and another {others[1]}"
-                cure = "say the same for both"
+                what = f"the plans of the trainers differ: one has {others[0]}, another has {others[1]}"
+                cure = "use the same plan words for both"
             raise UsageError(what, cure)
         replica = server_replica(context)
         replica.servers, replica.number = run.servers, context.trainer

@@ -51,9 +51,9 @@ class SspScheduler:
         return self.applied == self.end
 
     def advance(self, updates: int) -> None:
-        """Begins the next window, of so many updates."""
+        """Begins the next window, of this number of updates."""
         if not self.ended:
-            raise RuntimeError(f"{self.end - self.applied} tickets of the window before are not applied")
+            raise RuntimeError(f"tickets of the previous window that are not applied: {self.end - self.applied}")
         self.start = self.next = self.end
         self.end += updates
         self.done.clear()
@@ -73,7 +73,7 @@ class SspScheduler:
         self.clocks.setdefault(worker, min(self.clocks.values(), default=0))
 
     def lose(self, worker: int) -> None:
-        """Removes a worker: nobody waits for its clock any more, and its tickets are assigned again."""
+        """Removes a worker: no worker waits for its clock any more, and its tickets are assigned again."""
         self.clocks.pop(worker, None)
         for ticket in [ticket for ticket, (who, _) in self.open.items() if who == worker]:
             del self.open[ticket]

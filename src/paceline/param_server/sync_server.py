@@ -2,7 +2,7 @@
 
 Each worker pushes the sums of its own micro-batches, and then asks for the squares of the step's gradients. The server
 answers once all have pushed. A worker that has the answers of all servers knows that each of them can apply the step,
-and tells them to commit it; each does so once, whoever tells it.
+and tells them to commit it. Each server commits it once, however many workers ask.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class SyncServer:
         """Handles a worker's message."""
         if frame.kind == Kind.SQUARES:
             if len(frame.text) < RANKED.size:
-                raise damaged("rank", peer_name(worker), "it is cut short")
+                raise damaged("rank", peer_name(worker), "the message is too short")
             client.asked[frame.trainer] = (frame.key, *RANKED.unpack_from(frame.text))
             self._sum(link, frame)
         elif frame.kind == Kind.COMMIT:
@@ -96,8 +96,8 @@ class SyncServer:
             self.summed = None
             self._reached("applied")
         elif shard.applied <= key[0]:
-            what = f"server {shard.server} was told to apply step {key[0] + 1}, of which it has not all contributions"
-            raise PacelineError(what, "report this with the run's journal")
+            what = f"server {shard.server} cannot apply step {key[0] + 1}, because contributions are missing"
+            raise PacelineError(what, "this is a bug in Paceline: report it with the run's journal")
 
     @torch.no_grad()
     def _round_change(self, before: dict[int, torch.Tensor]) -> None:

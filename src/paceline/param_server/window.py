@@ -81,7 +81,7 @@ class Window:
     def push_of(self, worker: int) -> PushedGradients:
         """Returns a worker's last push. Raises FormatError if there is none, although another server has applied it."""
         if worker not in self.pushed:
-            raise damaged("update", "another server", f"worker {worker} has pushed nothing to server {self.server}")
+            raise damaged("update", "another server", f"worker {worker} has not pushed to server {self.server}")
         return self.pushed[worker]
 
     def is_due(self, worker: int, ticket: int, dealing: int) -> bool:

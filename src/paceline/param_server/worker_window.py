@@ -1,7 +1,7 @@
-"""What a window of asynchronous updates and one of steps with backup workers have in common: tickets, report, end.
+"""The common parts of windows of asynchronous updates and of steps with backup workers: tickets, report, end.
 
-In a window each worker talks to the parameter servers alone. The servers assign global batches, or shares of them, to
-workers as tickets. At the end of the window all workers have the same weights.
+In a window each worker communicates only with the parameter servers. The servers assign global batches, or shares of
+them, to workers as tickets. At the end of the window all workers have the same weights.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def announce_window(context: StepContext, what: str) -> None:
         DelayedNesterov.refuse_others(context.job.optimizers, plan.delayed)
     context.reporter.say(what)
     word = plan.several.partition("=")[0]
-    why = f"the plan says {word}=: the result depends on who is how fast"
+    why = f"the plan has {word}=: the result depends on the speed of each worker"
     context.reporter.decide(context.trainer, what, why)
 
 
@@ -104,7 +104,7 @@ def load_ticket(
     context: StepContext, window: WorkerWindow, ticket: dict[str, Any], batches: Batches, assignment: Assignment
 ) -> WorkerBatch | None:
     """Loads the rows of a ticket's global batch that the assignment gives this worker. Returns None if the loop has no
-    such batch, which the servers are told then.
+    such batch, and reports this to the servers.
     """
     began = time.perf_counter()
     batch = batches.load(ticket["ticket"] - context.done, assignment)
@@ -154,7 +154,7 @@ def compute_ticket(context: StepContext, window: WorkerWindow, ticket: dict[str,
 
 
 def ticket_report(agreed: Agreed, norm: float, options: StepOptions, batch: WorkerBatch) -> dict[str, Any]:
-    """Returns what servers need of a ticket besides its gradients, with its entry in the window's log."""
+    """Returns what servers need from a ticket in addition to its gradients, with its entry in the window's log."""
     figures = {"count": agreed.count, "loss": agreed.loss, "unused": agreed.unused, "norm": norm}
     more = {"rows": sum(part.rows for part in batch.share), "epoch": batch.epoch, "metrics": agreed.metrics}
     return {**figures, "expected": options.expected, "micro_batches": batch.count, "log": figures | more}
@@ -173,7 +173,7 @@ def end_window(context: StepContext, step: Step, window: WorkerWindow) -> None:
 
 def exchange_window(context: StepContext, step: Step, window: WorkerWindow) -> bool:
     """Exchanges reports at the end of the window, and returns whether all workers made the same updates. They may not
-    have if the first server was lost after it had told only some workers that the window is over.
+    have if the first server was lost after it had informed only some workers that the window is over.
     """
     made = {"made": len(window.log)}
     reports = exchange_reports(context, step, made, step.computed - step.began, window.trouble)

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
+from paceline.observe.key_figures import BEST
 from paceline.session.reported_values import Followed
 
 if TYPE_CHECKING:
@@ -20,22 +21,34 @@ class BestCheckpoint(Followed):
     """
 
     def __init__(self) -> None:
-        super().__init__("keep_best()", "no best is kept")
+        super().__init__("keep_best()", "no value is followed yet")
         self.mode = ""
         self.value: float | None = None
         self.step: int | None = None
         self.due: tuple[float, int] | None = None
         self._saved: list[Any] | None = None
 
+    def __str__(self) -> str:
+        """For example ``best accuracy 0.91 at step 120 (highest so far)``."""
+        if not self.name:
+            return "no best value: keep_best() was not called"
+        value, step = self.due or (self.value, self.step)
+        if value is None:
+            return f"no best {self.name} yet: evaluate() or log() has not reported a finite value"
+        return f"best {self.name} {value:.6g} at step {step} ({BEST[self.mode]})"
+
+    def __repr__(self) -> str:
+        return f"<BestCheckpoint: {self}>"
+
     def follow(self, name: str, mode: str) -> None:
         """Follows the value `name`; `mode` is max or min. Raises UsageError."""
         if not isinstance(name, str) or not name:
-            what = f"keep_best() is given {name!r:.60}, and the name of a value is wanted"
+            what = f"keep_best() needs the name of a value, got {name!r:.60}"
             raise UsageError(what, 'write keep_best("accuracy"), as evaluate() or log() names it')
         if mode not in _MODES:
-            raise UsageError(f"keep_best() has no mode {mode!r}", "say mode='max' or mode='min'")
+            raise UsageError(f"keep_best() does not know mode {mode!r}", "use mode='max' or mode='min'")
         if self.name and (self.name, self.mode) != (name, mode):
-            raise UsageError(f"keep_best() follows {self.name!r} already", "follow one value of each trainer")
+            raise UsageError(f"keep_best() already follows {self.name!r}", "follow one value per trainer")
         self.name, self.mode = name, mode
         self.restore(self._saved)
 
@@ -71,7 +84,9 @@ def keep_best(run: Run) -> None:
         if best.due is not None and best.due[1] == step:
             best.value, best.step = best.due
         else:
-            run.reporter.say(f"{best.name} was best in a loop inside of another, whose weights are gone: not kept")
+            run.reporter.say(
+                f"{best.name} was best inside a nested loop whose weights are gone, so no checkpoint of it is kept"
+            )
         best.due = None
     if run.checkpoints.storage is None or not any(best.step == step for best in due):
         return

@@ -187,8 +187,8 @@ class CheckpointManager:
     def ask(self) -> None:
         """Requests a checkpoint at the next step. Raises UsageError without a run folder."""
         if self.storage is None and not self.team.world.serves:
-            cure = "start with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR"
-            raise UsageError("there is no run folder to save to", cure)
+            cure = "start the script with `paceline run --run-dir FOLDER train.py`, or set PACELINE_RUN_DIR"
+            raise UsageError("save() has no run folder to write to", cure)
         self.asked = True
 
     @property
@@ -268,7 +268,7 @@ class CheckpointManager:
             self._streams = [others.get(rank, own_streams) for rank in range(group.size)]
 
     def _writing(self) -> list[int]:
-        self.team.group.declare("who can write a checkpoint")
+        self.team.group.declare("which workers can write a checkpoint")
         return self._who_writes()[0]
 
     def _who_writes(self) -> tuple[list[int], Any]:
@@ -395,7 +395,9 @@ class CheckpointManager:
                 return {}
             took, size = time.monotonic() - draft.began, sum(size for size, _ in digests.values())
             path = str(checkpoint) if storage.shared else f"checkpoints/{checkpoint.folder}"
-            outcome = {"step": draft.step, "path": path}
+            outcome: dict[str, Any] = {"step": draft.step, "path": path}
+            if manifest.get("best"):
+                outcome["best"] = manifest["best"]
             return {**outcome, "seconds": draft.blocked, "took": took, "bytes": size, "cost": cost + draft.blocked}
 
         return work
@@ -406,13 +408,16 @@ class CheckpointManager:
                 whose = f"worker {worker}: " if len(draft.writers) > 1 else ""
                 raise CheckpointError(f"{whose}{trouble[0]}", trouble[1])
             if result is None or table != self._table:
-                what = f"worker {worker} has other tensors than worker {draft.writers[0]}"
+                what = f"worker {worker} has different tensors than worker {draft.writers[0]}"
                 raise CheckpointError(what, "make the same model and optimizers on every worker")
         if len(reports) < len(draft.writers):
             lost = sorted({*draft.writers} - {row[0] for row in reports})
             self._again = True
-            what = f"checkpoint of step {draft.step} was given up with what worker {lost[0]} was writing of it"
-            raise CheckpointError(what, "the next one begins at once")
+            what = (
+                f"checkpoint of step {draft.step} was abandoned because worker {lost[0]} was lost while writing its"
+                " part"
+            )
+            raise CheckpointError(what, "the next checkpoint begins at once")
 
     def _done(self, outcome: dict[str, Any] | None, trouble: list[str] | None) -> None:
         if outcome:
@@ -422,7 +427,7 @@ class CheckpointManager:
         location = str(self._into)
         if trouble is None:
             if self._reasons.pop(location, None) is not None:
-                self.news.append(f"checkpoints are written to {location} again")
+                self.news.append(f"checkpoints can be written to {location} again")
             if outcome:
                 self.news.append(outcome)
             return
@@ -472,7 +477,7 @@ class CheckpointManager:
             elif isinstance(outcome, str):
                 self._reporter.say(outcome)
             else:
-                self._reporter.say(f"training goes on without it: {'; '.join(outcome)}")
+                self._reporter.say(f"training continues without this checkpoint: {'; '.join(outcome)}")
         self.news.clear()
 
     # -- a run that goes on -----------------------------------------------------------------------------------------
@@ -532,8 +537,8 @@ class CheckpointManager:
         if blind:
             if storage is not None and not storage.shared:
                 names = ", ".join(str(rank) for rank in blind)
-                what = f"worker{'s' if len(blind) > 1 else ''} {names} cannot see the checkpoint of step {step}"
-                say(f"{what} in {storage}, and get{'' if len(blind) > 1 else 's'} it from worker {source}")
+                what = f"worker{'s' if len(blind) > 1 else ''} {names} cannot read the checkpoint of step {step}"
+                say(f"{what} in {storage} and receive{'' if len(blind) > 1 else 's'} it from worker {source}")
             packed = pack([manifest, tensors]) if group.rank == source else None
             sent = group.broadcast_bytes(packed, source)
             if group.rank in blind:

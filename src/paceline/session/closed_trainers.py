@@ -74,7 +74,8 @@ class Ended:
         """Returns nothing: an ended trainer needs no memory."""
         return []
 
-    def held(self) -> int:
+    @property
+    def held_bytes(self) -> int:
         """Returns 0: an ended trainer holds no memory."""
         return 0
 
@@ -195,7 +196,7 @@ def refuse_calls(model: nn.Module) -> None:
     """Makes calls of a sharded model raise UsageError after its trainer has ended."""
 
     def refuse(*_: Any) -> None:
-        what = f"this {type(model).__name__} is divided among workers, and its trainer has ended"
-        raise UsageError(what, "call it before trainer.close(), or export it and load the file into a new model")
+        what = f"this {type(model).__name__} is sharded among workers, and its trainer was closed"
+        raise UsageError(what, "call it before trainer.close(), or load an exported file into a new model")
 
     model.register_forward_pre_hook(refuse, prepend=True)

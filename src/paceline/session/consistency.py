@@ -39,8 +39,8 @@ _HALF = 26  # bits of a digest that is told: the upper ones are of the weights, 
 Heals = Callable[[list[int], list[str], str], None]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CURE = (
-    "let every worker do what changes weights or buffers, with the same numbers: "
-    "leave `if trainer.main:`, ranks and random numbers of its own out of it"
+    "code that changes weights or buffers must run on every worker with the same numbers: "
+    "without `if trainer.main:`, ranks or unseeded random numbers"
 )
 
 
@@ -186,16 +186,16 @@ class Weights:
                 usual, deviating = apart
                 names = [name for name in named if len({digests[rank].get(name) for rank in alike_ranks}) > 1]
                 both_groups = ranks(group.names[rank] for rank in deviating), ranks(group.names[rank] for rank in usual)
-                first = first or "{} is another one on {} than on {}".format(*(names[:1] or ["a weight"]), *both_groups)
+                first = first or "{} on {} differs from that on {}".format(*(names[:1] or ["a weight"]), *both_groups)
                 if len(alike_ranks) < 3:
-                    why = why or f"; --heal needs three replicas that have it, and there are {len(alike_ranks)}"
+                    why = why or f"; --heal needs at least three replicas, got {len(alike_ranks)}"
                 elif 2 * len(usual) <= len(alike_ranks):
                     why = why or f"; --heal needs a strict majority, which {len(usual)} of {len(alike_ranks)} are not"
                 elif any(digests[rank].keys() != digests[usual[0]].keys() for rank in deviating):
-                    why = why or "; --heal cannot make what is not there"
+                    why = why or "; --heal cannot repair a missing tensor"
                 takes += [(usual[0], rank, names) for rank in deviating]
         if self._heals is None or not heal or why or not takes:
-            first = first or "a weight is another one on some workers than on others"
+            first = first or "a weight differs between workers"
             raise WorkersDifferError(f"{first}, {self._when}{why if self._heals and heal else ''}", _CURE)
         self._take(group, takes, both[0] | both[1])
         changed = dict.fromkeys(name for *_, names in takes for name in names)
@@ -203,7 +203,7 @@ class Weights:
 
     def _take(self, group: Group, takes: Sequence[tuple[int, int, list[str]]], named: dict[str, torch.Tensor]) -> None:
         """Sends each tensor from the source worker to the worker that takes it."""
-        group.declare("what is healed", check=False, kind="weights healed")
+        group.declare("the tensors to repair", check=False, kind="weights healed")
         for source, taker, names in takes:
             for name in names if group.rank in (source, taker) else ():
                 value = named[name].detach().cpu().contiguous().clone()
@@ -235,7 +235,7 @@ class Weights:
         far = max(distances, key=lambda distance: (math.isnan(distance), distance))
         if not far <= FAR:
             one, other = (f"worker {group.names[of]} ({self.kinds[of]})" for of in (distances.index(far), 0))
-            what = f"the weights of {one} are {far:.1e} of their norm away from those of {other}"
+            what = f"the weights of {one} differ by {far:.1e} of their norm from those of {other}"
             raise WorkersDifferError(f"{what}, {self._when}", _CURE)
         self.distance = max(self.distance or 0.0, far)
         if give:

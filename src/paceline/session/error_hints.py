@@ -81,9 +81,9 @@ def _mistaken(error: BaseException, name: str, value: Any, first: int = 0) -> st
     if not about:
         return ""
     if value is None and name == "output":
-        return "output is None: the forward returns nothing; end it with return"
+        return "output is None: the forward returns nothing; end it with a return statement"
     if value is None:
-        return 'batch is None with loss_over="batch": let the forward return what is needed of it'
+        return 'batch is None with loss_over="batch": return the needed parts of the batch from the forward'
     parts, meant = _parts(name, value), f"{name}[{sought!r}]"
     parts = [meant] if meant in parts else parts if isinstance(value, Mapping) else parts[first:] or parts
     return f"{name} is {shape_of(value)}: write {' or '.join(parts[:_SHOWN])}"
@@ -114,6 +114,7 @@ class AnnotatedCallable:
     default: bool = False
 
     def __call__(self, first: Any, batch: Any) -> Any:
+        """Calls the loss; an error in it is explained where its cause is known."""
         given = self.call
         home = getattr(given, "__module__", None) or ""  # None of what exec() made
         torchs = home.startswith(("torch.nn.modules.loss", "torch.nn.functional"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
@@ -32,7 +32,9 @@ def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: 
     shown, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
     step = run.trainers.members[trainer].steps_done
     run.reporter.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
-    run.reporter.say(f"healed: {ranks(workers)} had another {shown}{more}, {when}, and took what the majority has")
+    run.reporter.say(
+        f"healed: {ranks(workers)} had different values of {shown}{more}, {when}, and received those of the majority"
+    )
 
 
 class TrainerLogging:
@@ -57,12 +59,14 @@ class TrainerLogging:
         apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
         heals = self._run.team.world.heal
         if heals and apart:
-            self._reporter.say(f"--heal does nothing under {apart}=: workers do not have the same there", once=True)
+            self._reporter.say(
+                f"--heal does nothing under {apart}=, where workers do not hold equal weights", once=True
+            )
         made = Weights(job, mesh, not apart, partial(_healed, self._run, self._number) if heals and not apart else None)
         made.trainer = self._number
         return made
 
-    def log(self, *unnamed: Any, **values: Any) -> None:
+    def log(self, *unnamed: Never, **values: Any) -> None:
         """Records values of your own at the current step.
 
         A value is a number, a text, a `paceline.Histogram` or a `paceline.Image`. They appear in the journal, the
@@ -77,7 +81,7 @@ class TrainerLogging:
         """
         followed = self.followed
         if unnamed:
-            raise UsageError("log() takes values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
+            raise UsageError("log() needs values by name", f"write trainer.log(**{unnamed[0]!r:.60})")
         if media := {name: one for name, value in values.items() if (one := _medium(name, value)) is not None}:
             values = {name: value for name, value in values.items() if name not in media}
             self._keep(media)
@@ -117,14 +121,14 @@ class TrainerLogging:
             try:
                 event_fields = one.event(folder, name, self.steps_done)
             except OSError as error:
-                reporter.say(f"{name} is not kept: {folder} cannot be written ({error.strerror})", once=True)
+                reporter.say(f"{name} is not saved: {folder} cannot be written ({error.strerror})", once=True)
             else:
                 reporter.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **event_fields)
 
     def log_to(self, logger: Any) -> None:
         """Feeds a logger: ``logger.write(step, values)`` is called on one worker with everything known of each step.
 
-        All workers must call it. See docs/watching.md.
+        All workers must call it. See docs/howto/loggers.md.
 
         Raises:
             UsageError: The logger has no method `write`.
@@ -137,9 +141,9 @@ class TrainerLogging:
         the loop. Raises UsageError.
         """
         if unnamed:
-            raise UsageError("config() takes values by name", f"write trainer.config(**{unnamed[0]!r:.60})")
+            raise UsageError("config() needs values by name", f"write trainer.config(**{unnamed[0]!r:.60})")
         for name, value in values.items():
             if value is not None and not isinstance(value, (bool, int, float, str)):
-                what = f"config() is given {a(type(value).__name__)} as {name}"
-                raise UsageError(what, "give numbers, texts and bools: str() of it, or its parts by names")
+                what = f"config() cannot store {name}, which is {a(type(value).__name__)}"
+                raise UsageError(what, "pass numbers, texts and bools, for example str() of it")
         self._reporter.journal.write("config", trainer=self._number, values=values)

@@ -68,7 +68,7 @@ class LoopBatches:
 class BroughtBatch:
     """The rows that the workers bring to one call of step(), of which `batch` are this worker's.
 
-    `micro` is the size of micro-batches. If `together` workers of a replica must run equally many, a worker repeats its
+    `micro` is the size of micro-batches. If `together` units of a replica must run equally many, a unit repeats its
     first one or the `spare` one, which it brought before. `looks` names the step if equal rows of two workers are to be
     refused.
     """

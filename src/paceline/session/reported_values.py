@@ -36,7 +36,10 @@ class Followed:
         if self.name and not self._noticed and (near or (others and source == "evaluate()")):
             self._noticed = True
             gave = " and ".join(map(repr, near or others[:5]))
-            say(f"{self.whose} follows {self.name!r}, and {source} gave {gave}: until there is one, {self.without}")
+            say(
+                f"{self.whose} follows {self.name!r}, but {source} reported {gave}: until it is reported,"
+                f" {self.without}"
+            )
         return self.of(values)
 
     def of(self, values: Mapping[str, Any]) -> float | None:
@@ -44,8 +47,8 @@ class Followed:
         try:
             return float(values[self.name]) if self.name in values else None
         except (TypeError, ValueError, RuntimeError):
-            what = f"{self.whose} follows {self.name!r}, which is {values[self.name]!r:.60} and no number"
-            raise UsageError(what, "evaluate or log a number by that name") from None
+            what = f"{self.whose} follows {self.name!r}, which is {values[self.name]!r:.60}, not a number"
+            raise UsageError(what, "report a number of that name with evaluate() or log()") from None
 
     def offer(self, values: Mapping[str, Any], step: int) -> None:
         """Takes values of the run's `step`, the same on all workers."""
@@ -73,12 +76,15 @@ class PlateauFollower(Followed):
         self._schedulers = [one for one in schedulers if isinstance(one, ReduceLROnPlateau)]
 
     def take(self, value: float, step: int) -> None:
+        """Hands a value to the schedulers, and notes which learning rates they change."""
         before = self._rates()
         for scheduler in self._schedulers:
             scheduler.step(value)
         for old, new in zip(before, self._rates(), strict=True):
             if old != new:
-                self._say(f"learning rate {old:.6g} becomes {new:.6g} after step {step}, by {self.name} = {value:.6g}")
+                self._say(
+                    f"learning rate changed from {old:.6g} to {new:.6g} after step {step}: {self.name} = {value:.6g}"
+                )
                 break
 
     def _rates(self) -> list[float]:
@@ -90,7 +96,7 @@ class PlateauFollower(Followed):
         if not self._schedulers or any(scheduler.last_epoch for scheduler in self._schedulers):
             return ""
         return (
-            f"{self.whose} never moved: no evaluate() or log() reported {self.name!r}; "
+            f"{self.whose} never changed the learning rate: no evaluate() or log() reported {self.name!r}; "
             f'write trainer.evaluate(dataset, metric) with a metric that returns {{"{self.name}": (sum, count)}}'
         )
 

@@ -226,8 +226,10 @@ class Run:
         reporter.journal.write("stopped", step=step, why=why)
         self.team.world.tell("stopped", step=step, checkpoint=path)
         if reporter.progress is not None:
-            then = f"; the same command continues from {self.folder.path}"
-            reporter.say(f"stopped at step {step}{then if path else ': there is no run folder, nothing was saved'}")
+            then = f"; the same command resumes from {self.folder.path}"
+            reporter.say(
+                f"stopped at step {step}{then if path else '; nothing was saved, because no run folder was given'}"
+            )
         if hasattr(sys, "ps1"):  # more is to come from whoever sits there
             self.notices.withdraw()
             raise KeyboardInterrupt
@@ -237,14 +239,16 @@ class Run:
         """Tells the user that a resumed run is finished, before code after its loops misses their reports."""
         step = self.trainers.step
         if not self.script.took_step and step and all(member.complete for member in self.trainers.members):
-            cure = "give a larger count= or epochs= to continue it, or another --run-dir"
-            self.reporter.say(f"this run was finished at step {step}: nothing was left to do; {cure}", once=True)
+            cure = "use a larger count= or epochs= to train longer, or another --run-dir"
+            self.reporter.say(
+                f"this run had already finished at step {step}, so nothing was trained; {cure}", once=True
+            )
 
     def _refuse_untouched(self) -> None:
         """Raises UsageError at the end of a script that called steps() and trained nothing."""
         left = [phase.site for one in self.trainers.members for phase in one.untouched if not phase.complete]
         if left and not self.script.took_step and self.serving is None:
-            what = f"steps() at {left[0]} returned a loop that the script never went through, so nothing was trained"
+            what = f"steps() at {left[0]} returned a loop that the script never ran, so nothing was trained"
             raise UsageError(what, "write `for report in trainer.steps(...):`")
 
     @without_script_view
@@ -277,7 +281,7 @@ class Run:
                 if text:
                     self.reporter.say(text)
         if not done and took_step:
-            self.reporter.journal.write("stopped", step=step, why="the script ended before its loops did")
+            self.reporter.journal.write("stopped", step=step, why="the script ended before its training loops")
         if done and step:
             self.reporter.journal.write("finished", step=step, already=not took_step)
             if self.reporter.main:

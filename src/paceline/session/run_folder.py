@@ -73,7 +73,7 @@ class ResumePoint:
         nothing. `location` is where the checkpoint is.
         """
         if self.imported:
-            return f"beginning with the weights imported from {self.imported}"
+            return f"starting from the weights imported from {self.imported}"
         if self.manifest is None:
             return ""
         before = self.manifest["plan"]
@@ -85,7 +85,7 @@ class ResumePoint:
         """Raises CheckpointError if imported weights are for a trainer that the script has not made."""
         if self.imported and trainers < len(self.tree["trainers"]):
             what = f"the weights imported from {self.imported} are for trainer {len(self.tree['trainers']) - 1}"
-            cure = "make all trainers before the first step, or import them again with another --trainer"
+            cure = "create all trainers before the first step, or import the weights again with another --trainer"
             raise CheckpointError(f"{what}, and the script has made {plural(trainers, 'trainer')}", cure)
 
     def load_streams(self, rank: int) -> None:

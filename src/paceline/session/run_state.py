@@ -66,8 +66,10 @@ class RunState:
         if newcomer and "exact" in run.plan.split() and tree["capability"] != get_cpu_capability():
             worker, usual = run.team.transactions.worker, tree["capability"]
             raise WorkersDifferError(
-                f"worker {worker} computes with {get_cpu_capability()} and the others with {usual}: their bits differ",
-                "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them",
+                f"worker {worker} computes with {get_cpu_capability()}, but the others with {usual}, so their results"
+                " differ in rounding",
+                "use equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA to the same values on all of"
+                " them",
             )
         if newcomer:
             trainers = [checkpoints.last_of(number, saved) for number, saved in enumerate(tree["trainers"])]
@@ -116,8 +118,8 @@ class RunState:
         """
         self._run.reporter.journal.write("gives", worker=worker, bytes=size, whole=full_size)
         if seconds is not None and seconds > 1.0:
-            what = f"while worker {worker} takes {size_of(size)} of state over"
-            self._run.reporter.say(f"everybody waits for about {duration(seconds)}, {what}")
+            what = f"sending {size_of(size)} of state to worker {worker}"
+            self._run.reporter.say(f"training pauses for about {duration(seconds)}: {what}")
 
     def formed(self, generation: Generation, seconds: float) -> None:
         """Journals a new generation. The worker that becomes the main one continues the journal."""

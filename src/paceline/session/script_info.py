@@ -42,8 +42,8 @@ def refuse_other_script(before: str, text: str, location: Any) -> None:
     """Raises UsageError if the run of a script is continued by a script with another name and another text."""
     now = script_name()
     if before and now and before != now and text != script_text():
-        what = f"{location} holds the run of {before}, and this is {now}, another script"
-        cure = f"give another --run-dir to start a new run, or the script its old name {before} to go on with this one"
+        what = f"{location} is the run of the script {before}, but this script is {now}"
+        cure = f"use another --run-dir to start a new run, or rename the script to {before} to resume this one"
         raise UsageError(what, cure)
 
 
@@ -53,7 +53,7 @@ def changed_since(before: str) -> str:
     lines = list(difflib.unified_diff(before.splitlines(), now.splitlines(), *names, lineterm="", n=1))
     if len(lines) > 30:
         lines[30:] = [f"... and {len(lines) - 30} lines more"]
-    what = "the script has changed since the checkpoint; continuing with the new one:"
+    what = "the script has changed since the checkpoint; continuing with the new version:"
     return "\n".join([what, *lines]) if before != now else ""
 
 

@@ -28,9 +28,9 @@ OF_MODEL = ("parameter", "buffer", "module")
 _IN_ORDER = dict.fromkeys(OF_MODEL, "the model")
 _ORDER = "register submodules, parameters and buffers in a fixed order, for example over sorted(...) instead of a set"
 _CURES = {
-    "the model": "make the same model on every worker, without ranks and unseeded random numbers",
-    "Trainer()": "give every worker's Trainer the same arguments, and make several Trainers in the same order",
-    "the optimizer": "let optimizer= make the same groups with the same options on every worker",
+    "the model": "create the same model on every worker: without ranks and unseeded random numbers",
+    "Trainer()": "pass the same arguments to Trainer on every worker, and create several Trainers in the same order",
+    "the optimizer": "create the same groups with the same options in optimizer= on every worker",
 }
 
 

@@ -84,7 +84,7 @@ class TrainerRegistry:
     def measure(self) -> None:
         """Records the predicted and the measured memory and traffic of all trainers for the report. Collective."""
         group, members = self._team.group, self.members
-        held = [member.held() for member in members]
+        held = [member.held_bytes for member in members]
         measurements = {
             str(n): measurement for n, one in enumerate(members) if (measurement := one.measure(sum(held) - held[n]))
         }

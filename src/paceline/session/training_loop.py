@@ -57,7 +57,8 @@ class RegisteredTrainer(Protocol):
         first.
         """
 
-    def held(self) -> int:
+    @property
+    def held_bytes(self) -> int:
         """Returns the bytes that the trainer holds on this worker."""
 
     def measure(self, besides: int) -> list[dict[str, Any]] | None:
@@ -151,8 +152,8 @@ class LoopState:
             return rows if self.done == 0 else self.rows
         if rows < self.rows:
             what = f"the dataset had {self.rows} rows when the checkpoint was written and has {rows} now"
-            raise DatasetError(what, "bring the missing rows back, or start a new run in another --run-dir")
-        say(f"the dataset has grown from {self.rows} to {rows} rows; this run goes on with the first {self.rows}")
+            raise DatasetError(what, "restore the missing rows, or start a new run in another --run-dir")
+        say(f"the dataset has grown from {self.rows} to {rows} rows; this run continues with the first {self.rows}")
         return self.rows
 
     def set_target(self, epochs: int | None, total: int | None, last: bool) -> bool:
@@ -198,8 +199,8 @@ class SavedFields(dict[str, Any]):
             if isinstance(error, PacelineError | torch.OutOfMemoryError | torch.distributed.DistError):
                 raise
             why = f"{type(error).__name__}: {first_line(error)}"
-            what = f"trainer {trainer} cannot go on with the field {self.last} of {where} ({why})"
-            raise CheckpointError(what, "take another checkpoint, or start anew in another --run-dir") from error
+            what = f"trainer {trainer} cannot continue from the field {self.last} of {where} ({why})"
+            raise CheckpointError(what, "use another checkpoint, or start a new run in another --run-dir") from error
 
 
 class State(dict[str, Any]):
@@ -330,11 +331,11 @@ def grid_text(grid: Grid, shares: list[int], rows: int | None, total: int | None
     if len(shares) > 1:
         each = " to ".join(map(str, sorted({min(shares), max(shares)})))
         even = len(set(shares)) == 1 or len(shares) > LISTED
-        one_by_one = f"dealt to the {whose} as " + ", ".join(map(str, shares))
+        one_by_one = f"assigned to the {whose} as " + ", ".join(map(str, shares))
         text += ", " + (f"{each} on each of {len(shares)} {whose}" if even else one_by_one)
     if rows is not None:
         text += f"; one epoch = {grid.batches(rows)} steps"
-    return text + (f"; {total} steps in all" if total is not None else "")
+    return text + (f"; {total} steps in total" if total is not None else "")
 
 
 def describe_grid(
@@ -347,7 +348,7 @@ def describe_grid(
     sizes = {"global_batch": grid.global_batch, "micro": grid.micro, "micro_batches": len(grid.cut(grid.global_batch))}
     text = grid_text(grid, shares, rows, total, _whose(unit))
     if len(kinds) > 1:  # steps are counted over all of them
-        text = f"{trainer_names(kinds)[number]}: {text.replace(' steps in all', ' steps of its own')}"
+        text = f"{trainer_names(kinds)[number]}: {text.replace(' steps in total', ' steps of its own')}"
     about = {"trainer": number, "model": kinds[number], "rows": rows}
     return {**sizes, **about, "shares": shares, "unit": unit, "text": text}
 
@@ -360,8 +361,8 @@ def resumed_grid(recorded: Grid, now: Grid, micro: int | None, done: int, say: C
     requested = Grid(now.global_batch, micro or (recorded.micro if same else now.micro))
     if requested != recorded:
         say(
-            f"changed mathematics: global batch {recorded.global_batch} in micro-batches of {recorded.micro} rows "
-            f"until step {done}, from here {requested.global_batch} in micro-batches of {requested.micro}"
+            f"the mathematics changes: global batch {recorded.global_batch} in micro-batches of {recorded.micro} rows "
+            f"until step {done}, from now on {requested.global_batch} in micro-batches of {requested.micro}"
         )
     return requested
 
@@ -381,13 +382,13 @@ def idle_text(grid: Grid, weights: Sequence[float], unit: int = 1) -> tuple[str,
     micro = min(grid.micro, -(-grid.global_batch // wanted))
     while micro and _idle(-(-grid.global_batch // micro), weights):
         micro = micro // 2 if micro > 8 else micro - 1
-    advice = f"the plan micro={micro} has one for each of the {wanted} {_whose(unit)}" if micro else ""
-    no_advice = f"for {wanted} {_whose(unit)} the global batch would need more rows than {grid.global_batch}"
-    stay = "1 micro-batch stays" if count == 1 else f"{count} micro-batches stay"
+    advice = f"the plan micro={micro} gives one micro-batch to each of the {wanted} {_whose(unit)}" if micro else ""
+    no_advice = f"for {wanted} {_whose(unit)} the global batch needs more than {grid.global_batch} rows"
+    stay = "1 micro-batch is" if count == 1 else f"{count} micro-batches are"
     idle = [number * unit + mate for number in idle for mate in range(unit)]
     have = "has" if len(idle) == 1 else "have"
     return (
-        f"{ranks(idle)} {have} nothing to do while the {stay} whole",
+        f"{ranks(idle)} {have} nothing to do, because the {stay} not divided further",
         f"{advice or no_advice}, which changes the mathematics",
     )
 

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from paceline.base.environment import World
 from paceline.base.sharding import ShardingSpec
+from paceline.base.text import plural
 from paceline.compute.job import TrainingJob
 from paceline.compute.lr_schedules import Plateau, cosine, plateau
 from paceline.compute.rng import RngState
@@ -41,7 +42,7 @@ _COUNTED = {
     "global_batch": "the rows of one optimizer step",
     "epochs": "passes over the dataset, or count=, the optimizer steps",
     "count": "the optimizer steps",
-    "seed": "from which all random streams follow",
+    "seed": "the seed of all random streams",
 }
 _OPTIONS = (int, float, tuple, str, type(None))  # of an optimizer's group: what a script says in a line of text
 _TORCHS = ("params", "param_names", "initial_lr", "foreach", "fused", "capturable", "differentiable")
@@ -59,15 +60,54 @@ _NOT_IN_ROWS = (
     "exact",
 )  # words that do not know such gradients
 _OF_STEPS = ("dataset", "epochs", "count", "collate", "order", "loader")
-# What other libraries call an argument, or where it is said here.
+_LOOP = "write `for report in trainer.steps(dataset, epochs=N):`"
+_START = "choose the number of workers when you start the script: paceline run --workers N train.py"
+# The place in Paceline of arguments that other libraries have, or that belong to another call of Paceline.
+_BOTH = {
+    "max_steps": "pass count={} to steps(), the number of optimizer steps",
+    "max_epochs": "pass epochs={} to steps()",
+    "num_train_epochs": "pass epochs={} to steps()",
+    "num_workers": 'pass loader={{"num_workers": {}}} to steps()',
+    "sampler": "pass order= to steps(), a function of (position, size, seed, epoch) that returns an index",
+    "callbacks": f"put their code into the body of the loop: {_LOOP}",
+    "accelerator": "Paceline uses each worker's GPU, or the CPU on machines without one",
+    "devices": _START,
+    "num_nodes": _START,
+    "strategy": 'workers are replicas by default; pass plan= to Trainer for more, for example plan="shard=2 zero=3"',
+    "gradient_clip_val": "pass clip_norm={} to Trainer",
+    "max_grad_norm": "pass clip_norm={} to Trainer",
+    "accumulate_grad_batches": (
+        "pass global_batch= to Trainer, the rows of one optimizer step; "
+        "micro=N in the plan sets the rows computed at once"
+    ),
+    "fp16": (
+        'the plan sets the precision, plan="precision=fp16" of Trainer; without it weights compute in their own dtype'
+    ),
+    "bf16": (
+        'the plan sets the precision, plan="precision=bf16" of Trainer; without it weights compute in their own dtype'
+    ),
+}
+_BOTH["gradient_accumulation_steps"] = _BOTH["accumulate_grad_batches"]
 _ELSEWHERE = {
+    **{(call, name): cure for call in ("Trainer", "steps()") for name, cure in _BOTH.items()},
     ("Trainer", "batch_size"): "did you mean global_batch=?",
     ("Trainer", "lr"): "write optimizer=lambda params: torch.optim.AdamW(params, lr={})",
-    **{("Trainer", name): "say it in steps(dataset, ...)" for name in _OF_STEPS},
-    ("steps()", "batch_size"): "say global_batch={} of the Trainer",
-    ("steps()", "shuffle"): "each epoch has an order of its own, and order= says another",
-    ("evaluate()", "batch_size"): "say micro={} in the plan, the rows that are computed at once",
+    **{("Trainer", name): "pass it to steps(dataset, ...)" for name in _OF_STEPS},
+    ("steps()", "batch_size"): "pass global_batch={} to Trainer",
+    ("steps()", "shuffle"): "every epoch is shuffled; pass order= for another order",
+    ("evaluate()", "batch_size"): "set micro={} in the plan, the rows computed at once",
 }
+_FSDP = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+_WRAPPERS = {  # of a model, by the module and the name of the class
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"): "Paceline averages the gradients itself",
+    ("torch.nn.parallel.data_parallel", "DataParallel"): "Paceline runs one worker for each GPU",
+    _FSDP: 'use plan="shard=N" to shard it over N workers',
+}
+
+
+def missing_method(name: str) -> str:
+    """Returns what to write instead of a method that other libraries' trainers have; empty for other names."""
+    return f"; {_LOOP}" if name in ("fit", "train") else ""
 
 
 def refuse_words(call: str, words: Mapping[str, Any], of: Callable[..., Any], plan: str | None = None) -> None:
@@ -78,12 +118,12 @@ def refuse_words(call: str, words: Mapping[str, Any], of: Callable[..., Any], pl
     plan_words = [name for name in words if call == "Trainer" and name in {row.name for row in fields(Plan)}]
     for name in words.keys() - set(plan_words):
         close = difflib.get_close_matches(name, known, n=1)
-        cure = f"did you mean {close[0]}=?" if close else f"there are {', '.join(known)}"
+        cure = f"did you mean {close[0]}=?" if close else f"its arguments are {', '.join(known)}"
         raise UsageError(f"{call} has no argument {name}=", _ELSEWHERE.get((call, name), cure).format(words[name]))
     if plan_words:
         texts = [name if words[name] is True else f"{name}={words[name]}" for name in plan_words]
-        verb = "is a word" if len(plan_words) == 1 else "are words"
-        what = f"{' and '.join(f'{name}=' for name in plan_words)} {verb} of the plan, and no argument of Trainer"
+        verb = "belongs" if len(plan_words) == 1 else "belong"
+        what = f"{' and '.join(f'{name}=' for name in plan_words)} {verb} in the plan, not in the arguments of Trainer"
         raise UsageError(what, f'write plan="{" ".join([*(plan or "").split(), *texts])}"')
 
 
@@ -99,10 +139,10 @@ def whole_number(name: str, value: Any) -> int | None:
         count = operator.index(value)
     except TypeError:
         number = isinstance(value, float) and 1 <= value < math.inf
-        what = f"{name}={value!r} is {a(type(value).__name__)}, and a whole number is wanted"
+        what = f"{name}= needs an integer, got {value!r}"
         raise UsageError(what, f"write {name}={round(value) if number else 'N'}, {_COUNTED[name]}") from None
     if count < 0 and name in ("epochs", "count"):
-        raise UsageError(f"{name}={count} is less than none", f"write {name}=N, {_COUNTED[name]}")
+        raise UsageError(f"{name} must be at least 0, got {count}", f"write {name}=N, {_COUNTED[name]}")
     return count
 
 
@@ -110,24 +150,24 @@ def whole_number(name: str, value: Any) -> int | None:
 _KINDS: dict[str, tuple[Callable[[Any], bool], str, str]] = {
     "clip_norm": (
         lambda given: isinstance(given, int | float) and not isinstance(given, bool) and 0 < given < math.inf,
-        "a finite number above 0 is wanted, or None",
+        "a finite number above 0, or None",
         "clip_norm=1.0, the largest norm of the mean gradient",
     ),
-    "plan": (lambda given: isinstance(given, str), "one line of text is wanted", 'plan="micro=8 precision=bf16"'),
+    "plan": (lambda given: isinstance(given, str), "a string", 'plan="micro=8 precision=bf16"'),
     "tensor": (
         lambda given: isinstance(given, Mapping),
-        "a dict of names of layers is wanted",
-        'plan="tensor=2", and tensor={"blocks.*.up": "column", "blocks.*.down": "row"} where it is not seen which',
+        "a dict from layer names to cuts",
+        'plan="tensor=2", and tensor={"blocks.*.up": "column", "blocks.*.down": "row"} if it cannot be inferred',
     ),
     "pipeline_blocks": (
         lambda given: isinstance(given, str),
-        "the path of a list of blocks is wanted",
-        'pipeline_blocks="model.layers", or "model.layers:5,9" to say the first blocks of the later stages',
+        "the path of the list of blocks",
+        'pipeline_blocks="model.layers", or "model.layers:5,9" to set the first block of each later stage',
     ),
-    "loss_over": (lambda given: given == "batch", '"batch" is wanted, or None', 'loss_over="batch"'),
-    "collate": (callable, "a function of a list of rows is wanted", "collate=torch.utils.data.default_collate"),
-    "order": (callable, "a function of (position, size, seed, epoch) is wanted", "order=paceline.sample_index"),
-    "loader": (lambda given: isinstance(given, Mapping), "a dict is wanted", 'loader={"num_workers": 2}'),
+    "loss_over": (lambda given: given == "batch", '"batch" or None', 'loss_over="batch"'),
+    "collate": (callable, "a function of a list of samples", "collate=torch.utils.data.default_collate"),
+    "order": (callable, "a function of (position, size, seed, epoch)", "order=paceline.sample_index"),
+    "loader": (lambda given: isinstance(given, Mapping), "a dict", 'loader={"num_workers": 2}'),
 }
 
 
@@ -138,7 +178,7 @@ def check_types(**given: Any) -> None:
     for name, value in given.items():
         fits, wanted, write = _KINDS[name]
         if value is not None and not fits(value):
-            raise UsageError(f"{name}={value!r:.60} is {a(type(value).__name__)}, and {wanted}", f"write {write}")
+            raise UsageError(f"{name}= needs {wanted}; got {value!r:.60}", f"write {write}")
 
 
 class Fixed(Generic[T]):
@@ -165,7 +205,7 @@ def check_callable(name: str, given: Any) -> Any:
     """Returns a loss or a forward, after checking that it can be called with its arguments. Raises UsageError."""
     takes, example = _CALLED[name]
     if inspect.isclass(given):
-        what = f"{name} is the class {path_of(given)}, and a function of {takes} is wanted"
+        what = f"{name}= needs a function of {takes}; got the class {path_of(given)}"
         raise UsageError(what, f"write {name}=lambda {example}")
     why, names = unfit(given.forward if isinstance(given, nn.Module) else given, None, None)[0], ""
     if code := getattr(given, "__code__", None):
@@ -194,7 +234,7 @@ def build_model(
                 made, job_fields["blueprint"] = build(model)
                 return checked(made), job_fields
             except CANNOT as error:
-                job_fields["decisions"] = [("the model is built whole on each worker", first_line(error))]
+                job_fields["decisions"] = [("the complete model is built on each worker", first_line(error))]
             streams.seed(seed)
         return checked(_made(model)).to(device), job_fields
 
@@ -204,9 +244,10 @@ def _made(model: Any) -> Any:
     why, wants = unfit(model)
     if why:
         more = ", ".join(f"{name}=..." for name in wants)
-        what = f"wants {' and '.join(wants)}" if wants else f"is {a(type(model).__name__)}"
+        kind = a(type(model).__name__)
+        got = f"a function that requires {' and '.join(map(repr, wants))}" if wants else kind
         cure = f"write model={getattr(model, '__name__', 'Net')}({more})"
-        raise UsageError(f"model {what}, and an nn.Module or a function of nothing that makes one is wanted", cure)
+        raise UsageError(f"model= needs an nn.Module or a function without arguments that returns one; got {got}", cure)
     return model()
 
 
@@ -245,8 +286,10 @@ def choose_plan(world: World, script: str | None) -> tuple[Plan, Plan, str]:
         text, origin = world.plan, world.plan_origin + over
     plan = Plan.parse(text).validate(world.size)
     if plan.server and world.orders_fd is None:
-        what = f"server={plan.server} needs processes beside the workers, which `paceline run` alone starts"
-        raise PlanError(what, "start the script with `paceline run`, without --max-restarts 0, or leave server out")
+        what = f"server={plan.server} needs additional server processes, which only `paceline run` starts"
+        raise PlanError(
+            what, "start the script with `paceline run`, without --max-restarts 0, or remove server= from the plan"
+        )
     return plan, plan.without(script or "", world.size), origin
 
 
@@ -264,8 +307,8 @@ def sharing(world: World, device: torch.device) -> str:
     if device.type != "cuda" or world.local_size <= torch.cuda.device_count():
         return ""
     return (
-        f"workers of this host share a GPU: it has {torch.cuda.device_count()} for {world.local_size}; what they "
-        "exchange goes through its memory, and one worker for each would be faster"
+        f"{world.local_size} workers of this host share {plural(torch.cuda.device_count(), 'GPU')} and exchange data "
+        "through the host's memory; one worker per GPU would be faster"
     )
 
 
@@ -302,23 +345,39 @@ def settle_arithmetic(capabilities: Sequence[str], device: torch.device) -> None
     differ. Raises PlanError and WorkersDifferError.
     """
     if device.type != "cpu":
-        cure = "hide the devices with CUDA_VISIBLE_DEVICES= or leave exact out"
-        raise PlanError(f"exact is not built for {device.type.upper()} yet", cure)
+        cure = "hide the devices with CUDA_VISIBLE_DEVICES= or remove exact from the plan"
+        raise PlanError(f"exact does not support {device.type.upper()} yet", cure)
     torch.set_num_threads(1)
     for rank, capability in enumerate(capabilities):
         if capability != capabilities[0]:
-            what = f"worker {rank} computes with {capability} and worker 0 with {capabilities[0]}: their bits differ"
-            cure = "take equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA alike on all of them"
+            what = (
+                f"worker {rank} computes with {capability}, but worker 0 with {capabilities[0]}, so their results"
+                " differ in rounding"
+            )
+            cure = (
+                "use equal machines, or set ATEN_CPU_CAPABILITY and ONEDNN_MAX_CPU_ISA to the same values on all of"
+                " them"
+            )
             raise WorkersDifferError(what, cure)
 
 
 def checked(model: Any) -> nn.Module:
     """Returns the model, after checking that it can be trained. Raises UsageError."""
     if not isinstance(model, nn.Module):
-        raise UsageError(f"model is {a(type(model).__name__)}", "give an nn.Module or a function that returns one")
+        raise UsageError(f"model is {a(type(model).__name__)}", "pass an nn.Module or a function that returns one")
+    kind = type(model)
+    if cure := _WRAPPERS.get((kind.__module__, kind.__name__)):
+        raise UsageError(f"model is wrapped in {kind.__name__}", f"pass the model without the wrapper: {cure}")
+    classes = {base for part in model.modules() for base in type(part).__mro__}
+    if any(base.__name__ == "FSDPModule" and base.__module__.startswith("torch.distributed.") for base in classes):
+        cure = f"pass the model as it was before fully_shard: {_WRAPPERS[_FSDP]}"
+        raise UsageError("model is already sharded by torch's fully_shard", cure)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(tensor):
-            raise UsageError(f"{name} of the model has no size yet", "give the sizes, or run one forward first")
+            raise UsageError(
+                f"{name} of the model is not initialised (a lazy module)",
+                "pass the sizes to its constructor, or run one forward first",
+            )
     return model
 
 
@@ -328,15 +387,17 @@ def trainable(model: nn.Module, plan: Plan, whole_batch: bool) -> dict[str, Any]
     """
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not named:
-        raise UsageError("the model has no trainable parameters", "set requires_grad on those to be trained")
+        raise UsageError(
+            "the model has no trainable parameters", "call requires_grad_(True) on the parameters to train"
+        )
     sparse_names = {id(param): name for name, param in tables(model) if param.requires_grad}
     plan_entries = [(row.name, value, word) for row, value, word in plan.stated_words() if row.name in _NOT_IN_ROWS]
     words = [word for name, value, word in plan_entries if value is True or value > (name != "delayed")]
     words += ['loss_over="batch"'] if whole_batch else []
     if sparse_names and words:
         table = next(iter(sparse_names.values())) or "the model"
-        what = f"{table} gives sparse gradients, which {words[0]} does not know yet"
-        raise UsageError(what, f"make it with sparse=False, or leave {words[0]} out")
+        what = f"{table} gives sparse gradients, which {words[0]} does not support yet"
+        raise UsageError(what, f"create it with sparse=False, or remove {words[0]}")
     order = sorted(named, key=lambda name: id(named[name]) in sparse_names)
     return {"named": {name: named[name] for name in order}, "sparse": len(sparse_names)}
 
@@ -348,7 +409,7 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
     example = "write optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
     if isinstance(optimizer, Optimizer):
         name, lr = path_of(type(optimizer)), optimizer.defaults.get("lr", "...")
-        what = f"optimizer is {name}(...) itself, and a function that makes it of the params is wanted"
+        what = f"optimizer= needs a function that makes an optimizer from params; got {name}(...) itself"
         raise UsageError(what, f"write optimizer=lambda params: {name}(params, lr={lr})")
     why, wants = unfit(optimizer, params)
     if why and inspect.isclass(optimizer):
@@ -356,7 +417,7 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
         what = f"optimizer is {path_of(optimizer)} without its {' and '.join(wants)}"
         raise UsageError(what, f"write optimizer=lambda params: {path_of(optimizer)}(params, {more})")
     if why:
-        raise UsageError(f"optimizer cannot be called with the params: {why}", example)
+        raise UsageError(f"optimizer= cannot be called with the parameters: {why}", example)
     try:
         made = optimizer(params)
     except (AttributeError, TypeError) as error:
@@ -365,13 +426,13 @@ def optimizers_of(optimizer: Any, params: list[tuple[str, nn.Parameter]]) -> lis
         raise
     optimizers = [made] if isinstance(made, Optimizer) or not isinstance(made, Iterable) else list(made)
     if not optimizers or not all(isinstance(one, Optimizer) for one in optimizers):
-        cure = "return a torch optimizer, or a list of them, made from params"
+        cure = "return a torch optimizer, or a list of optimizers, created from params"
         raise UsageError(f"optimizer(params) returned {made!r:.60}", cure)
     for one in optimizers:
         closure = inspect.signature(one.step).parameters.get("closure")
         if closure is not None and closure.default is closure.empty:
-            what = f"{type(one).__name__} computes the loss several times a step, by a closure"
-            raise UsageError(what, "take an optimizer whose step() needs none, such as AdamW")
+            what = f"{type(one).__name__} evaluates the loss several times per step through a closure"
+            raise UsageError(what, "use an optimizer without a closure, for example AdamW")
     return optimizers
 
 
@@ -405,7 +466,7 @@ def refuse_spread(coupling: Coupling, plan: Plan) -> None:
     if coupling.scope == Scope.ALL and plan.divides_servers:
         division = f"server={plan.server} divides the parameters among {plan.server} servers"
         what = f"{coupling.kind} {coupling.why}, and {division}"
-        raise UsageError(what, "say server=1, which has all parameters, or take an optimizer such as AdamW")
+        raise UsageError(what, "use server=1, where one server holds all parameters, or an optimizer like AdamW")
 
 
 def refuse_other_groups(
@@ -419,8 +480,8 @@ def refuse_other_groups(
         if groups.get(name, position) != position:
             local_shape = tuple(local_params[name].shape)
             full_shape = cuts[name].shape if name in cuts else local_shape
-            what = f"optimizer puts {name} into one group by its shape {full_shape}, and into another by the part"
-            raise UsageError(f"{what} {local_shape} that is here", "make the groups by names, or by ndim")
+            what = f"optimizer puts {name} into one group by its shape {full_shape} but into another group by the shape"
+            raise UsageError(f"{what} {local_shape} of its local shard", "choose the groups by parameter name or ndim")
 
 
 def _groups(optimizers: Sequence[Optimizer], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[int, int]]:
@@ -442,14 +503,14 @@ def left_out(optimizers: Sequence[Optimizer], params: Sequence[tuple[str, nn.Par
     held = Counter(id(param) for one in optimizers for group in one.param_groups for param in group["params"])
     for name, param in params:
         if held[id(param)] > 1:
-            what = f"{name} is in two optimizers, which would both update it"
-            raise UsageError(what, "give each parameter to one of them")
+            what = f"{name} is in two optimizers, and both would update it"
+            raise UsageError(what, "pass each parameter to only one of them")
     missing = [name for name, param in params if id(param) not in held]
     if not missing:
         return ""
     names = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
-    what = f"{len(missing)} of {len(params)} trainable parameters are in no optimizer and stay as they are: {names}"
-    return f"{what}; give them to one, or freeze them with requires_grad_(False)"
+    what = f"{len(missing)} of {len(params)} trainable parameters are in no optimizer and will not be updated: {names}"
+    return f"{what}; pass them to an optimizer, or freeze them with requires_grad_(False)"
 
 
 @dataclass
@@ -487,11 +548,17 @@ class FromScript:
         for old, new in zip(saved["options"], self.options, strict=False):
             for group, now in zip(old, new, strict=False):
                 for name in (name for name in now if name in group and _plain(group[name]) != _plain(now[name])):
-                    what = f"the script says {name}={now[name]} now, and {name}={group[name]} of the checkpoint goes on"
-                    cure = "to change it, set it in the optimizer's param_groups after the Trainer is made"
+                    what = (
+                        f"the script now has {name}={now[name]}, but the run continues with {name}={group[name]} from"
+                        " the checkpoint"
+                    )
+                    cure = "to change it, set it in the optimizer's param_groups after creating the Trainer"
                     say(f"{what}; {cure}", once=True)
         if saved["seed"] != self.seed:
-            what = f"the script says seed={self.seed} now, and seed={saved['seed']} of the checkpoint goes on"
+            what = (
+                f"the script now has seed={self.seed}, but the run continues with seed={saved['seed']} from the"
+                " checkpoint"
+            )
             say(f"{what}; to change it, start a new run in another --run-dir", once=True)
         self.seed, self.options = saved["seed"], saved["options"]
         return self.seed
@@ -512,11 +579,14 @@ def refuse_fused(optimizers: Sequence[Optimizer], exact_shards: bool) -> None:
     for one in optimizers:
         groups = [group for group in one.param_groups if group.get("fused")]
         if exact_shards and groups:
-            what = f"{type(one).__name__} runs fused and would round the rows of a shard other than in the whole"
-            raise UsageError(what, "leave fused out, or exact")
+            what = (
+                f"{type(one).__name__} runs fused, which rounds the rows of a shard differently than those of the"
+                " full tensor"
+            )
+            raise UsageError(what, "remove fused=True, or exact from the plan")
         if not all(param.is_contiguous() for group in groups for param in group["params"]):
-            what = f"{type(one).__name__} runs fused, and would take parameters for contiguous that are not"
-            raise UsageError(what, "leave fused out, or give the model contiguous parameters")
+            what = f"{type(one).__name__} runs fused, which needs contiguous parameters, and some are not"
+            raise UsageError(what, "remove fused=True, or make the parameters contiguous")
 
 
 def enable_fused(
@@ -555,10 +625,8 @@ def schedulers_of(schedule: Any, optimizers: Sequence[Optimizer], plan: Plan) ->
     """
     schedulers = [scheduler_of(schedule, one) for one in optimizers] if schedule else []
     if (plan.local or plan.in_windows) and any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
-        what = (
-            f"schedule=paceline.plateau(...) does not work with {plan.several}, where optimizers are at several steps"
-        )
-        raise UsageError(what, f"take a schedule of steps, or leave {plan.several} out")
+        what = f"schedule=paceline.plateau(...) does not work with {plan.several}, where workers are at different steps"
+        raise UsageError(what, f"use a schedule of the step, or remove {plan.several}")
     return schedulers
 
 
@@ -578,17 +646,19 @@ def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
     if isinstance(made, of_torch) or (is_class and why):
         known = {name: value for name, value in vars(made).items() if isinstance(value, int | float)}
         more = ", ".join(f"{name}={known.get(name, '...')}" for name in wants)
-        how = f" without its {' and '.join(wants)}" if is_class else "(...) itself, made for another optimizer"
+        how = f" without its {' and '.join(wants)}" if is_class else "(...) of another optimizer"
         write = f"functools.partial({path_of(kind)}, {more})" if wants else path_of(kind)
-        raise UsageError(f"schedule is {path_of(kind)}{how}", f"write schedule={write}; it counts optimizer steps")
+        raise UsageError(
+            f"schedule is {path_of(kind)}{how}", f"write schedule={write}; it is called once per optimizer step"
+        )
     if is_class:
         return _checked_scheduler(schedule(optimizer), optimizer)
     if why:
-        raise UsageError(f"schedule cannot be called with the step: {why}", _FACTOR)
+        raise UsageError(f"schedule= cannot be called with the step: {why}", _FACTOR)
     if getattr(schedule, "__module__", "") == cosine.__module__ and "." not in schedule.__qualname__:
         name = f"paceline.{schedule.__name__}"
-        example = f'{name}("loss")' if schedule is plateau else f"{name}(1000), with the steps in all"
-        raise UsageError(f"schedule is {name}, which makes one", f"write schedule={example}")
+        example = f'{name}("loss")' if schedule is plateau else f"{name}(1000), with the total number of steps"
+        raise UsageError(f"schedule is the function {name}, which creates a schedule", f"write schedule={example}")
     try:
         return LambdaLR(optimizer, schedule)
     except PROBE_ERRORS as error:  # a function of the optimizer cannot take a step, nor a factor an optimizer
@@ -611,7 +681,7 @@ def _by_the_optimizer(schedule: Any, optimizer: Optimizer, of_step: Exception) -
         takes = "not an Optimizer|'int' object (has no attribute|is not subscriptable)"
         raise (error if re.search(takes, str(of_step)) else of_step) from None
     if not isinstance(made, LRScheduler) and re.search(r"for \*: 'float'|can't multiply", str(of_step)):
-        what = f"schedule gives no factor of the learning rate for step 0 ({of_step})"
+        what = f"schedule does not return a factor of the learning rate for step 0 ({of_step})"
         raise UsageError(what, _FACTOR) from of_step
     return _checked_scheduler(made, optimizer)
 
@@ -625,10 +695,10 @@ def _checked_scheduler(made: Any, optimizer: Optimizer) -> LRScheduler:
             raise _of_each_step(type(one), {})
         if not isinstance(one, LRScheduler):
             what = f"schedule(optimizer) returned {one!r:.60}"
-            raise UsageError(what, "return one of torch's schedulers, or of a function of the step a factor")
+            raise UsageError(what, "return a scheduler of torch; or, from a function of the step, a factor")
         if one.optimizer is not optimizer:
             what = f"schedule(optimizer) returned {path_of(type(one))} of another optimizer"
-            raise UsageError(what, "make it of the optimizer that it is called with")
+            raise UsageError(what, "create it for the optimizer that schedule= is called with")
         queue += getattr(one, "_schedulers", ())
     scheduler: LRScheduler = made
     return scheduler
@@ -637,8 +707,11 @@ def _checked_scheduler(made: Any, optimizer: Optimizer) -> LRScheduler:
 def _of_each_step(kind: type, options: Mapping[str, Any]) -> UsageError:
     """Returns the error of a ReduceLROnPlateau without the name of the value that it follows."""
     more = "".join(f", {name}={value!r}" for name, value in options.items())
-    what = f"schedule is {path_of(kind)}, which needs a value to follow, and a step has none but the loss of its rows"
-    return UsageError(what, f'write schedule=paceline.plateau("loss"{more}), as evaluate() or log() names the value')
+    what = f"schedule is {path_of(kind)}, which needs a value to follow"
+    return UsageError(
+        what,
+        f'write schedule=paceline.plateau("loss"{more}), with the name of a value that evaluate() or log() reports',
+    )
 
 
 def refuse_other_places(places: int, before: int) -> None:
@@ -647,7 +720,7 @@ def refuse_other_places(places: int, before: int) -> None:
         raise PlanError(
             f"this trainer has shard={places} and those before it shard={before}, and a worker that is lost takes a "
             "replica with it",
-            "say the same for all trainers, or add --max-restarts 0: a loss then ends the run",
+            "use the same plan for all trainers, or add --max-restarts 0, so that a lost worker ends the run",
         )
 
 
@@ -656,6 +729,9 @@ def refuse_twins(digests: list[str], when: str) -> None:
     seen: dict[str, int] = {}
     for rank, digest in enumerate(digests):
         if digest and digest in seen:
-            cure = "seed each worker's own data apart, e.g. with paceline.stream_seed(seed, 0, paceline.join().rank)"
-            raise UsageError(f"workers {seen[digest]} and {rank} brought the same rows to {when}", cure)
+            cure = (
+                "seed the data of each worker differently, for example with paceline.stream_seed(seed, 0,"
+                " paceline.join().rank)"
+            )
+            raise UsageError(f"workers {seen[digest]} and {rank} passed the same rows to {when}", cure)
         seen[digest] = rank

@@ -26,7 +26,9 @@ class WorkerBatch:
     count: int
     rows: int
     epoch: int = 0
-    cure: str = "bring one row more, or choose a micro= that leaves no single row, which changes the mathematics"
+    cure: str = (
+        "add one row, or choose a micro= that avoids a micro-batch of a single row, which changes the mathematics"
+    )
     full: bool = False
     fine: bool = False
     last: bool = False
@@ -44,8 +46,8 @@ def gather_batches(
 ) -> WorkerBatch:
     """Returns the rows that the workers of this `unit` bring to step(), numbered among those of all workers. It is part
     of a collective that all have entered. `looks` names the step if equal rows of two workers are to be refused. If a
-    worker has fewer micro-batches than others of the `together` workers of a replica, its first one or the `spare` one
-    is repeated as a dummy.
+    unit has fewer micro-batches than others of the `together` units of a replica, its first one or the `spare` one is
+    repeated as a dummy.
     """
 
     def cuts(given: Any) -> tuple[range, ...]:
@@ -70,11 +72,14 @@ def gather_batches(
             micro_batches.append(MicroBatch(number, len(part), cut(mate_batch, part), source, start=first + part.start))
     worker_batch = WorkerBatch(micro_batches, sum(entry[0] for entry in brought), sum(entry[1] for entry in brought))
     if worker_batch.rows == 0:
-        raise UsageError("no worker brought a row to step()", "bring at least one row")
+        raise UsageError("no worker passed a row to step()", "pass at least one row")
     spare = micro_batches[0] if micro_batches else spare
-    for _ in range(max(brought[other][0] for other in run_of(rank, together)) - len(own_cuts)):
+    counts = [sum(entry[0] for entry in brought[at : at + unit.size]) for at in range(0, len(brought), unit.size)]
+    for _ in range(max(counts[peer] for peer in run_of(rank // unit.size, together)) - len(micro_batches)):
         if spare is None:
-            what = f"worker {rank} brought no row to step(), now or before, and its shard runs what the others run"
-            raise UsageError(what, "bring at least one row on every worker, or say zero=1")
+            what = (
+                f"worker {rank} has never passed a row to step(), but its shard must run the same layers as the others"
+            )
+            raise UsageError(what, "pass at least one row on every worker, or use zero=1")
         worker_batch.micro_batches.insert(0, dataclasses.replace(spare, is_dummy=True))
     return worker_batch

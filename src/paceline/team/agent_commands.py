@@ -25,7 +25,7 @@ class Generation:
 
     `members` are numbers of workers in the run, in the order of their ranks; `store` is the address of the store that
     the first member serves. A `planned` generation is entered between two steps, another one at once; `at_once` is the
-    number of the newest one of the second kind, of which workers that are not in it may never learn. On `hold`, its
+    number of the newest one of the second kind; workers that are not in it may never receive it. On `hold`, its
     workers wait for the next generation after a step. `detection`: the seconds for which a loss was not known.
     """
 
@@ -38,6 +38,7 @@ class Generation:
 
     @property
     def planned(self) -> bool:
+        """Whether it replaces a generation without a failure."""
         return self.at_once < self.number
 
     def world(self, world: World, worker: int) -> World:
@@ -86,7 +87,7 @@ class AgentCommands:
         """Takes an order. FormatError: the line is no order."""
         from paceline.team.message_types import COMMAND, GENERATION  # needs msgspec
 
-        what = "an order of the agent"
+        what = "a command from the agent"
         message = read_message(line, COMMAND, what)
         if "coming" in message:
             self.coming = {int(number): at for number, at in message["coming"].items()}
@@ -113,7 +114,7 @@ class AgentCommands:
 
     def has_newer(self, than: int, at_once: bool = False) -> bool:
         """Whether there is a generation after number `than`; with `at_once`, one that must be entered at once, even if
-        a planned one has followed it: nobody enters the generation `than` any more. FormatError: a malformed order.
+        a planned one has followed it: no worker enters the generation `than` any more. FormatError: a malformed order.
         """
         if self._wrong is not None:
             raise self._wrong

@@ -1,8 +1,6 @@
-"""The run's token, and the signatures of the coordinator's requests and answers.
+"""The run's token, and the signatures of requests to the coordinator and of its answers.
 
-It never travels; requests and answers are signed with it.
-
-No torch.
+The token is never sent: requests and answers are signed with it. No torch.
 """
 
 from __future__ import annotations
@@ -38,26 +36,32 @@ def keep_token(folder: Path, token: bytes) -> None:
 
 
 def read_token(path: Path) -> bytes:
-    """The token in a file. UsageError: there is none, or others than its owner may read it; where that is root, and we
-    are not, its group may: so Kubernetes hands a Secret to a container's user.
+    """Reads the token in a file. UsageError: the file cannot be read, has no token, or can be read by other users.
+
+    If the file belongs to root and this process does not, its group may read it: Kubernetes passes a Secret to a
+    container's user in this way.
     """
     try:
         with open_file(path) as file:
             status, token = os.fstat(file.fileno()), file.read(1024).strip()
     except OSError as error:
-        cure = "copy the file token of the run folder here, readable by nobody else"
-        raise UsageError(f"there is no token to read at {in_one_line(path)} ({error.strerror})", cure) from error
+        cure = "copy the file 'token' of the run folder there, and make it readable only by you"
+        raise UsageError(f"cannot read the token file {in_one_line(path)} ({error.strerror})", cure) from error
     handed = status.st_uid == 0 != os.geteuid()
     if status.st_mode & (0o037 if handed else 0o077):
-        raise UsageError(f"the token {in_one_line(path)} can be read by others", f"chmod 600 {quoted(str(path))}")
+        raise UsageError(
+            f"the token file {in_one_line(path)} can be read by other users", f"run chmod 600 {quoted(str(path))}"
+        )
     if len(token) < 32:
-        raise UsageError(f"{in_one_line(path)} holds no token", "copy the file token of the run folder again")
+        raise UsageError(
+            f"{in_one_line(path)} does not contain a token", "copy the file 'token' of the run folder again"
+        )
     return token
 
 
 @cache
 def handshake_key(run_dir: str | None, salt: str) -> bytes:
-    """The key of who listens with this salt, for a process of the run in a folder. UsageError: it has no token."""
+    """Returns the handshake key of a listener with this salt, in the run of this folder. UsageError: no token file."""
     return make_key(read_token(Path(run_dir or ".") / NAME), salt)
 
 
@@ -70,12 +74,12 @@ def sign(token: bytes, method: str, path: str, key: str, number: int, body: byte
 
 
 def sign_answer(token: bytes, request: str, status: int, body: bytes) -> str:
-    """HMAC-SHA-256 of the answer to a request, of which `request` is the signature: so it answers no other one."""
+    """HMAC-SHA-256 of an answer. It includes the signature `request` of the request, so it fits no other request."""
     return hmac.new(token, f"answer {request} {status}\n".encode() + body, "sha256").hexdigest()
 
 
 def is_signature(given: str, expected: str) -> bool:
-    """Whether a signature is the expected one, in a time that tells nothing of it."""
+    """Whether a signature is the expected one, compared in constant time."""
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
@@ -85,7 +89,7 @@ def authorization(token: bytes, method: str, path: str, key: str, number: int, b
 
 
 def read_authorization(header: str) -> tuple[str, int, str] | None:
-    """Key, number and signature of a header; None if it is none of ours."""
+    """Key, number and signature of a header; None if the header has another form."""
     words = header.split(" ")
     if len(words) != 4 or words[0] != SCHEME or not words[2].isdecimal() or len(words[2]) > 18:
         return None

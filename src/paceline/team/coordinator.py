@@ -2,8 +2,8 @@
 
 No torch, no sockets; time is an argument.
 
-Agents report the state of their workers, whole and as often as they like; the coordinator answers with the state that
-it wants. So a report may be lost, and a coordinator that is started again learns all it must know from the next ones.
+Agents report the complete state of their workers at any time; the coordinator answers with the state that agents must
+bring about. So a report may be lost, and a restarted coordinator gets all that it needs from the next reports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.team.agent_commands import Coming
 from paceline.team.membership import Announcement, Membership
 from paceline.team.merge_quorum import MergeDecider
 from paceline.team.server_placement import ServerPlacement, all_lost, held_elsewhere, serving, unheld
-from paceline.team.suspended_workers import OVER, SuspendedWorkers, all_ended, any_ended_well
+from paceline.team.suspended_workers import NO_STATE, OVER, SuspendedWorkers, all_ended, any_ended_well
 from paceline.team.worker_slots import (
     UNKNOWN,
     WorkerReport,
@@ -36,10 +36,10 @@ BEAT = 0.25  # seconds between two reports of an agent
 HELD = 20.0  # seconds for which an agent's request for orders is held open
 ALIKE = 0.1  # seconds within which all workers report an exception that all of them raise
 TOGETHER = 0.3  # seconds within which leave notices reach all workers if the whole run is to stop
-ALONE = 3.0  # seconds for which a worker may miss others that are not known to be lost, before the team forms anew
+ALONE = 3.0  # seconds for which a worker may miss others that are not known to be lost, before the team forms again
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
 LINES = 50  # console lines that are kept for agents that have not received them yet
-AWAITED = 60.0  # seconds to wait for a silent agent if nobody else has the state of its parameter servers
+AWAITED = 60.0  # seconds to wait for a silent agent if no other server has the state of its parameter servers
 STOPPED = 75  # EX_TEMPFAIL: exit code of a worker that left or stopped on request; the same command continues the run
 
 
@@ -83,7 +83,7 @@ class Coordinator:
         self._raised: set[Any] = set()  # exceptions, and lines at which a worker hung, that the team has survived
         self._causes: Counter[str] = Counter()  # how often each cause has led to a loss
         self._detection = 0.0  # seconds before the loss that led to this generation was known
-        self._late = 0.0  # when the console is told which workers are missing after a restart
+        self._late = 0.0  # when the console names the workers that are missing after a restart
         self._leaving_members: set[int] = set()  # workers that leave with the announced generation
         self._restoring_servers: set[int] = set()  # parameter servers that will get their state back from others
         self._placement = ServerPlacement(self.slots, self.gone, self.leaving)
@@ -123,7 +123,7 @@ class Coordinator:
         if agent in self.awaited:
             del self.awaited[agent]
             servers = [number for number, slot in self.slots.items() if number >= SERVERS and slot.agent == agent]
-            self._say(f"the host of {ranks(servers)} answers again")
+            self._say(f"the host of {ranks(servers)} responds again")
         self.version += self._placement.place_servers(agent, workers, self.recovering < math.inf, self.min_workers)
         changed = []
         for number, report in workers.items():
@@ -163,7 +163,7 @@ class Coordinator:
     def lost_agent(self, agent: str, why: str, seconds: float = 0.0, ended: bool = False) -> None:
         """Handles an agent that was silent for `seconds`, or has `ended`, with all its workers.
 
-        If nobody could go on without its workers, the run waits for a silent agent: it may be suspended while its
+        If the run cannot continue without its workers, it waits for a silent agent: it may be suspended while its
         workers train.
         """
         self.awaited.pop(agent, None)
@@ -177,7 +177,7 @@ class Coordinator:
         members = [number for number in lost if not self.slots[number].newcomer]
         before, servers = self.roster, [number for number in lost if number >= SERVERS and not self.over]
         if members and not self._survivors(lost):
-            return  # nobody else could go on: the agent may come back
+            return  # no other worker could go on: the agent may come back
         if servers and not ended and not held_elsewhere(self.slots, servers):
             self._await(agent, servers, why)
             return
@@ -201,9 +201,9 @@ class Coordinator:
 
     def _await(self, agent: str, servers: list[int], why: str) -> None:
         self.awaited[agent] = self._now + AWAITED, why
-        what = f"what {'it keeps' if len(servers) == 1 else 'they keep'}"
+        what = "a copy of its state" if len(servers) == 1 else "copies of their states"
         been = f"{ranks(servers)} may be lost ({why})"
-        self._say(f"{been}, and nobody else has {what}: the run waits for {AWAITED:.0f} s")
+        self._say(f"{been}, and no other server has {what}: the run waits for {AWAITED:.0f} s")
 
     def bye(self, agent: str) -> None:
         """Handles an agent that ends because all its workers have ended."""
@@ -341,7 +341,7 @@ class Coordinator:
             return
         needed = not held_elsewhere(self.slots, [number]) if number >= SERVERS else not slot.newcomer
         if report.declined and needed and (number >= SERVERS or not self.roster.begun):
-            self._fail([number], "cannot be started anew")
+            self._fail([number], "cannot be restarted")
         elif report.declined:
             slot.out = True
         elif report.failed is not None and previous.failed is None:
@@ -358,7 +358,7 @@ class Coordinator:
             was_asked_to_leave = number in self.roster.leaving
             self.roster.end(number)
             if was_asked_to_leave:
-                self._say(f"{ranks([number])} left, as it was told: {go_on(self.roster.members)}")
+                self._say(f"{ranks([number])} left as requested: {go_on(self.roster.members)}")
             else:  # another worker of its replica was
                 self._restart(number)
         elif report.status in (0, STOPPED) and (report.status or report.ended or not self.roster.begun):
@@ -378,7 +378,7 @@ class Coordinator:
         long if the first step is not made yet or the run survives no loss. `with_news`: workers with a new report.
         """
         for number in (n for n in with_news if self._suspended.update(n, self.slots[n].report, now)):
-            self._say(f"{ranks([number])} goes on")
+            self._say(f"{ranks([number])} is running again")
         stopped, begun = self._suspended.stopped(self.slots), self.roster.begun
         if begun and not self.over and (servers := [number for number in stopped if number >= SERVERS]):
             self._lose_servers(servers, "was stopped")
@@ -392,7 +392,7 @@ class Coordinator:
                 self._restart(number)
             return
         often = self._causes["was stopped"] >= self.max_restarts
-        then = "" if begun and self.max_restarts else "the run ends" if often else "all workers start anew"
+        then = "" if begun and self.max_restarts else "the run ends" if often else "all workers are restarted"
         stopped = [number for number in stopped if not self.slots[number].newcomer]
         text, over = self._suspended.wait(stopped, now, begun, then)
         if text:
@@ -415,7 +415,11 @@ class Coordinator:
             if not can or not self._placement.can_go_back(self.first):
                 self._fail(servers, why)
                 return
-        then = held + "; it is not started again" * (not restarts) if held else "all go back to the last checkpoint"
+        then = (
+            held + "; it is not restarted" * (not restarts)
+            if held
+            else "all workers and servers return to the last checkpoint"
+        )
         lost, how = (servers, f"{ranks(servers)} {why}") if held else all_lost(self.slots, servers, why)
         self.record("lost", workers=lost, why=why, step=self.step)
         self._say(f"{how}: {then}{left_of(lost, self.slots, self.logs)}")
@@ -519,8 +523,8 @@ class Coordinator:
         if not slot.newcomer and (known or few or (report.failed and not restarts)):
             return False
         pause = pause_of(slot)
-        soon = f"; it is started again in {pause:.0f} s" if pause else ""
-        self._lose([number], why, soon if restarts else "; it is not started again")
+        soon = f"; it is restarted in {pause:.0f} s" if pause else ""
+        self._lose([number], why, soon if restarts else "; it is not restarted")
         if restarts:
             self._restart(number)
         return True
@@ -552,11 +556,11 @@ class Coordinator:
         self.record("lost", workers=lost, why=why, step=self.step, **more, **({"causes": causes} if causes else {}))
         left = left_of(lost, self.slots, self.logs)
         if order is not None:
-            start = "starts" if len(peers) == 1 else "start"
-            too = f", and {ranks(peers)} of the same replica {start} anew" if peers else ""
+            are = "is" if len(peers) == 1 else "are"
+            too = f", and {ranks(peers)} of the same replica {are} restarted" if peers else ""
             self._say(f"{ranks(lost)} {why}{too}: {self._describe_remaining(order.members)}{then}{left}")
         elif new:
-            before = "before it was back" if len(lost) == 1 else "before they were back"
+            before = "before it had rejoined" if len(lost) == 1 else "before they had rejoined"
             self._say(f"{ranks(lost)} {why} {before}{then}{left}")
         self._announce(order, detection)
         for peer in peers:
@@ -566,7 +570,7 @@ class Coordinator:
 
     def _describe_remaining(self, members: Collection[int]) -> str:
         if self._too_few(members):
-            return f"{plural(len(members), 'worker')} left, paused until there are {self.min_workers}"
+            return f"only {plural(len(members), 'worker')} left, training is paused until there are {self.min_workers}"
         return go_on(members)
 
     def _announce(self, order: Announcement | None, detection: float = 0.0) -> None:
@@ -587,12 +591,12 @@ class Coordinator:
         """Forms the same team once more, over fresh connections, if a worker misses others that are all alive."""
         self._form_again_due = math.inf
         alone = [n for n, slot in self.slots.items() if slot.report.alone >= max(slot.report.formed, 0) and slot.alive]
-        what = "connections were lost"
+        what = "connections between workers were lost"
         self._causes[what] += bool(alone)
         if alone and (self._causes[what] > self.max_restarts or any(slot.report.ended for slot in self.slots.values())):
-            self._fail(alone, "lost its connections to the others")
+            self._fail(alone, "lost its connections to the other workers")
         elif alone:
-            self._say(f"{what}: {go_on(self.roster.members)} over new ones")
+            self._say(f"{what}: {go_on(self.roster.members)} over new connections")
             self._announce(self.roster.renew())
 
     # ---- after a coordinator was started again
@@ -632,10 +636,10 @@ class Coordinator:
                 roster.end(number)
             else:
                 self.slots.setdefault(number, WorkerSlot(agent="", life=UNKNOWN)).report = WorkerReport(
-                    why="did not come back"
+                    why="did not report to the restarted coordinator"
                 )
         if missing and not ended:
-            self._lose(missing, "did not come back")
+            self._lose(missing, "did not report to the restarted coordinator")
         for number in sorted(reports):
             slot = self.slots[number]
             self._ended(number, slot, WorkerReport(), now)
@@ -656,5 +660,6 @@ class Coordinator:
         self._late = self._late or now + RETURN
         if reports and now >= self._late:
             self._late = math.inf
-            self._say(f"{ranks(missing)} did not come back yet, and nobody else has the state of the training: waiting")
+            have = "has" if len(missing) == 1 else "have"
+            self._say(f"{ranks(missing)} {have} not reported to the restarted coordinator yet, and {NO_STATE}: waiting")
         self.recovering = now + RETURN

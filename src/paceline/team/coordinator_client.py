@@ -37,7 +37,7 @@ class RefusedError(Exception):
     """The coordinator has refused a request. `code` is the HTTP status, `reply` the body of its answer."""
 
     def __init__(self, code: int, reply: Mapping[str, Any]) -> None:
-        super().__init__(reply.get("refused", f"status {code}"))
+        super().__init__(reply.get("refused", f"HTTP status {code}"))
         self.code, self.reply = code, reply
 
 
@@ -48,7 +48,7 @@ class UnsignedError(ConnectionError):
     """
 
     def __init__(self, address: tuple[str, int], code: int = 0) -> None:
-        super().__init__(f"what answers at {address[0]}:{address[1]} does not know this run's token")
+        super().__init__(f"the program at {address[0]}:{address[1]} does not know this run's token")
         self.code = code
 
 
@@ -99,7 +99,7 @@ class CoordinatorClient:
         """Joins the run; returns the numbers of this agent's workers.
 
         RefusedError: this agent's script, plan or torch differs from the run's (412). UnsignedError: its token is wrong
-        (401), or what answers is no coordinator of the run. OSError: there is no coordinator.
+        (401), or another program answers. OSError: there is no coordinator.
         """
         with self._wire(self.address) as wire:
             self._join(wire)
@@ -118,6 +118,7 @@ class CoordinatorClient:
 
     @property
     def token(self) -> bytes:
+        """The secret of the run, by which its members know each other."""
         return self._token
 
     def take(self) -> dict[str, Any]:
@@ -282,7 +283,7 @@ class CoordinatorClient:
         session = _Session(wire.address, terms["session"])
         with self._moving:
             if self.address != wire.address:
-                raise ConnectionError("it is elsewhere")
+                raise ConnectionError("the coordinator has moved to another address")
             self._session, self.epoch, self.run = session, terms["epoch"], terms["run"]
             self._clocks.clear()
             self._joined.set()
@@ -305,7 +306,9 @@ def ask_once(wire: Wire, path: str, message: Any, epoch: int) -> Any:
     """
     challenge = ask_challenge(wire)
     if challenge["epoch"] < epoch:
-        raise ConnectionError(f"a coordinator of epoch {challenge['epoch']}, which is over")
+        raise ConnectionError(
+            f"the coordinator has epoch {challenge['epoch']}, but one of epoch {epoch} has taken over"
+        )
     return wire.ask("POST", path, challenge["challenge"], secrets.randbelow(NUMBERS), json.dumps(message).encode())
 
 
@@ -343,22 +346,22 @@ class Wire:
             self._http.sock.shutdown(socket.SHUT_RDWR)
 
     def ask(self, method: str, path: str, key: str, number: int, body: bytes) -> Any:
-        """Sends a request; returns the answer. FormatError: it has not the path's type; RefusedError: it is a refusal;
-        UnsignedError and OSError as for `fetch`.
+        """Sends a request; returns the answer. FormatError: the answer does not have the path's type. RefusedError: the
+        coordinator refused the request. UnsignedError, OSError: as for `fetch`.
         """
         from paceline.team.message_types import ANSWERS, REFUSAL  # needs msgspec
 
         status, data = self.fetch(method, path, key, number, body)
         name, (host, port) = path.partition("?")[0], self.address
         kind = ANSWERS.get(name, dict[str, Any]) if status == 200 else REFUSAL
-        read = read_json(data, kind, f"the answer of {host}:{port} to {name}", SAME_VERSION)
+        read = read_json(data, kind, f"the answer from {host}:{port} to {name}", SAME_VERSION)
         if status != 200:
             raise RefusedError(status, read)
         return read
 
     def fetch(self, method: str, path: str, key: str, number: int, body: bytes) -> tuple[int, bytes]:
-        """Sends a request; returns status and body of the answer. UnsignedError: it is not signed with the token;
-        OSError: there is none.
+        """Sends a request; returns status and body of the answer. UnsignedError: the answer is not signed with the
+        token. OSError: there is no answer.
         """
         signed = authorization(self._token, method, path, key, number, body)
         if self._http.sock is None:
@@ -366,7 +369,7 @@ class Wire:
             self._http.connect()
         self._http.sock.settimeout(self._patience)
         if self._over:
-            raise ConnectionError("it was interrupted")
+            raise ConnectionError("the request was interrupted")
         try:
             self._http.response_class = partial(_Answer, patience=self._patience)  # type: ignore[assignment]
             self._http.request(method, path, body or None, {"Authorization": signed})
@@ -375,7 +378,7 @@ class Wire:
         except OSError:
             raise
         except http.client.IncompleteRead as error:
-            raise ConnectionError("the answer broke off") from error
+            raise ConnectionError("the answer is incomplete") from error
         except (http.client.HTTPException, ValueError) as error:  # the answer is not HTTP, or breaks off
             raise UnsignedError(self.address) from error
         expected = sign_answer(self._token, signed.rpartition(" ")[2], answer.status, data)
@@ -408,7 +411,7 @@ class _Timed(io.RawIOBase):
         """Reads into a buffer. TimeoutError: the deadline is over."""
         left = self._end - time.monotonic()
         if left <= 0:
-            raise TimeoutError("the answer does not end")
+            raise TimeoutError("the answer takes too long")
         self._sock.settimeout(min(left, self._patience))
         return self._raw.readinto(room)
 

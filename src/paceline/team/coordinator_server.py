@@ -12,7 +12,7 @@
     GET  /orders      the state that an agent must bring about, as soon as its version differs from the one it knows
 
 Requests that are not signed with the token, that were sent before, or that belong to another session are refused and
-logged. The answer to a signed request is signed as well, so that nobody else can give it.
+logged. The answer to a signed request is signed as well, so that no other program can give it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class Service:
         """Answers POST /join. RefusalError: the agent's script, plan or torch differs from the run's (412)."""
         agent = request["agent"]
         if self._coordinator.moved is not None:
-            raise RefusalError(409, "this coordinator was taken over from")
+            raise RefusalError(409, "another coordinator has taken over from this one")
         wanted, given = self._run["run"]["same"], request["same"]
         different = [name for name, expected in wanted.items() if given.get(name) not in (expected, None)]
         differs = [[name, wanted[name], given.get(name)] for name in different]
@@ -148,7 +148,7 @@ class Service:
             script = ""
             with suppress(OSError):  # it may be gone
                 script = read_file(self._run["run"]["script"]).decode(errors="replace")[:BODY]
-            why = f"{agent} differs in {', '.join(different)}"
+            why = f"{agent} has a different {', '.join(different)}"
             raise RefusalError(412, why, differs=differs, script=script)
         (host, port), (number, members) = request["standby"], request["generation"]
         self._coordinator.recall_generation(number, members)
@@ -163,7 +163,9 @@ class Service:
         """Answers POST /fence: this coordinator is over, and refers agents to the one at `address`."""
         (host, port), epoch = request["address"], request["epoch"]
         if epoch <= self._coordinator.epoch:
-            raise RefusalError(409, f"a fence of epoch {epoch}, this is {self._coordinator.epoch}")
+            raise RefusalError(
+                409, f"the fence has epoch {epoch}, but this coordinator has epoch {self._coordinator.epoch}"
+            )
         if self._coordinator.moved is None:
             self._record("fenced", epoch=epoch, by=f"{host}:{port}")
         self._coordinator.moved = (host, port)
@@ -174,7 +176,7 @@ class Service:
     def _answer_stop(self, _: Mapping[str, Any]) -> Any:
         """Answers POST /stop: the run saves a checkpoint and stops."""
         if self._coordinator.moved is not None:
-            raise RefusalError(409, "this coordinator was taken over from")
+            raise RefusalError(409, "another coordinator has taken over from this one")
         self._record("stopping")
         self._coordinator.stop_all()
         self._publish()
@@ -207,7 +209,7 @@ class Service:
         workers = [*self._coordinator.roster.members]
         steps, which = request["steps"], request["workers"] or workers
         if others := sorted({*which} - {*workers}):
-            raise RefusalError(409, f"it has no {ranks(others)}, but {ranks(workers)}")
+            raise RefusalError(409, f"the run has {ranks(workers)}, but not {ranks(others)}")
         asked = max(self._profile.get("asked", 0) + 1, time.time_ns() // 1_000_000)  # that of no coordinator before
         self._profile = {"asked": asked, "steps": steps, "workers": which}
         self._record("profiling", steps=steps, workers=which)
@@ -226,13 +228,14 @@ class Service:
         """Answers POST /report: passes the state of an agent's workers on to the coordinator."""
         received = time.time()
         if report["epoch"] != self._coordinator.epoch:
-            raise RefusalError(409, f"a report of epoch {report['epoch']}, this is {self._coordinator.epoch}")
+            epochs = f"the report has epoch {report['epoch']}, but this coordinator has epoch {self._coordinator.epoch}"
+            raise RefusalError(409, epochs)
         if not report.get("same"):
             check(report, REPORT, _REQUEST.format("report"), SAME_VERSION)
             workers = {int(number): read_report(worker) for number, worker in report["workers"].items()}
             session.last_report = report, workers
         if session.last_report is None:
-            raise RefusalError(409, "a report that is the same as none")
+            raise RefusalError(409, "the report refers to an earlier one, but this session has sent no report")
         report, workers = {**session.last_report[0], **report}, session.last_report[1]
         now = time.monotonic()
         session.gaps.append(now - session.seen)
@@ -289,10 +292,10 @@ class Service:
         """Returns key, number and signature of a request. RefusalError: it is not signed with the token."""
         given = read_authorization(header)
         if given is None:
-            raise RefusalError(401, "no token")
+            raise RefusalError(401, "the request is not signed")
         key, number, signature = given
         if not is_signature(signature, sign(self._token, method, path, key, number, body)):
-            raise RefusalError(401, "a wrong token")
+            raise RefusalError(401, "the token is wrong")
         return given
 
     def sign(self, request: str, status: int, body: bytes) -> str:
@@ -304,14 +307,14 @@ class Service:
         session = self._sessions.get(key)
         if session is None and path.lstrip("/") in STRANGERS:
             if key not in self._challenges:
-                raise RefusalError(409, "a join that was sent before, or answers an old challenge")
+                raise RefusalError(409, "the request was sent before, or its challenge is too old")
             self._challenges.remove(key)
             return None
         if session is None:
-            raise RefusalError(UNKNOWN, "a session that is not known here")
+            raise RefusalError(UNKNOWN, "this coordinator does not know the session")
         kind = path.partition("?")[0]
         if number <= session.numbers.get(kind, 0):
-            raise ReplayError(409, "a request that was sent before")
+            raise ReplayError(409, "the request was sent before")
         session.numbers[kind] = number
         return session
 
@@ -366,7 +369,7 @@ class Service:
             gone = session.broken + GONE < now
             if now > session.deadline and (not session.lost or (gone and session.agent in self._coordinator.awaited)):
                 session.lost = True
-                why = "has gone" if gone else f"has been silent for {now - session.seen:.1f} s"
+                why = "disconnected" if gone else f"has been silent for {now - session.seen:.1f} s"
                 silence = now - min(session.seen, session.broken)
                 self._coordinator.lost_agent(session.agent, f"the agent on {session.host} {why}", silence, ended=gone)
 
@@ -412,12 +415,12 @@ class Handler(RequestHandler):
                 if self._session is not None and what == "orders":
                     known = self.get_query_argument("version", "")
                     if not (known.isdecimal() and len(known) <= 18):
-                        raise RefusalError(400, "a request /orders needs version=, a whole number")
+                        raise RefusalError(400, "a request /orders needs version=, an integer")
                     reply = await service.orders(self._session, int(known))
                 else:
                     reply = service.answer(what, self._session, body)
             else:
-                raise RefusalError(404, "there is no such thing here")
+                raise RefusalError(404, "unknown method or path")
         except RefusalError as refused:
             if isinstance(refused, ReplayError):
                 self._signature = ""
@@ -449,7 +452,9 @@ class Handler(RequestHandler):
             return
         given, wanted = self.request.headers.get("Authorization", ""), f"Bearer {self._service.key}"
         if not hmac.compare_digest(given.encode(), wanted.encode()):
-            raise RefusalError(401, f"from another host /status wants the key in the file {KEY} of the run folder")
+            raise RefusalError(
+                401, f"a request for /status from another host needs the key in the file {KEY} of the run folder"
+            )
 
     get = post = _answer
 

@@ -1,8 +1,8 @@
 """A lease in etcd decides who runs the coordinator.
 
-A key of the run's name lasts as long as the lease that it was written with; another one counts the epochs, and both are
-written in one transaction. The lease is taken for over here before it is over there, so there are never two holders.
-Through etcd's JSON gateway (etcd.io/docs, "Why gRPC gateway"), which needs no client. No torch.
+A key with the run's name exists as long as the lease that it was written with. A second key counts the epochs, and both
+are written in one transaction. The holder treats its lease as expired before etcd does, so there are never two holders.
+Uses etcd's JSON gateway (etcd.io/docs, "Why gRPC gateway"), which needs no client library. No torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ def parse_store(text: str) -> tuple[list[str], str]:
     where, _, name = text.removeprefix(SCHEME).partition("/")
     hosts = where.split(",")
     if not text.startswith(SCHEME) or not name or not all(re.fullmatch(r".+:[0-9]{1,5}", host) for host in hosts):
-        raise UsageError(f"--store {text!r} is no etcd", "give etcd://HOST:PORT/NAME, with a name for this run")
+        raise UsageError(
+            f"--store needs the form etcd://HOST:PORT/NAME, got {text!r}",
+            "pass the address of etcd, and a name for this run",
+        )
     return hosts, name
 
 
@@ -55,21 +58,22 @@ class Lease:
 
     @property
     def held(self) -> bool:
+        """Whether this coordinator leads the run: it has the lease, and it has not run out."""
         return self.epoch is not None and time.monotonic() < self._until
 
     def begin(self) -> int:
-        """Takes the lease; returns the first epoch of a run. LaunchError: no etcd answers, or the name is in use."""
+        """Takes the lease; returns the first epoch of a run. LaunchError: no answer from etcd, or a name in use."""
         try:
             self._take()
         except (OSError, ValueError) as error:
             why = getattr(error, "reason", None) or error
-            cure = "see that etcd runs, and that this host can reach it"
-            raise LaunchError(f"no etcd answers at {', '.join(self._hosts)} ({why})", cure) from error
+            cure = "check that etcd is running and that this host can reach it"
+            raise LaunchError(f"etcd does not answer at {', '.join(self._hosts)} ({why})", cure) from error
         if self.epoch is None:
             assert self.holder is not None
             host, port = self.holder
-            cure = f"join that one, stop it, or wait {LASTS} s if its host is lost; or give another name"
-            raise LaunchError(f"a run of the name {self._name} has its coordinator at {host}:{port}", cure)
+            cure = f"join or stop that run, use another name, or wait {LASTS} s if its host is lost"
+            raise LaunchError(f"a run named {self._name} already has its coordinator at {host}:{port}", cure)
         return self.epoch
 
     def start(self) -> None:
@@ -119,7 +123,7 @@ class Lease:
             from paceline.team.message_types import Address  # needs msgspec
 
             try:
-                self.holder = read_message(holder[0].encode(), Address, f"what holds the name {self._name}")
+                self.holder = read_message(holder[0].encode(), Address, f"etcd's entry for the name {self._name}")
             except FormatError as error:
                 raise OSError(error.what) from error
 
@@ -131,17 +135,17 @@ class Lease:
         return base64.b64decode(entries[0]["value"]).decode(), entries[0]["mod_revision"]
 
     def _ask(self, what: str, request_body: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the answer of the first host that gives one. OSError: there is none, or it is not etcd's."""
+        """Returns the answer of the first host that gives one. OSError: no host answers as etcd does."""
         from urllib.request import Request, urlopen  # takes its time, and few runs have a store
 
         from paceline.team.message_types import ETCD  # needs msgspec
 
-        failure = OSError("no address")
+        failure = OSError("etcd has no address")
         for host in self._hosts:
             request = Request(f"http://{host}/v3/{what}", json.dumps(request_body).encode())
             try:
                 with urlopen(request, timeout=ANSWER) as answer:
-                    return dict(read_message(answer.read(), ETCD[what], "the answer"))
+                    return dict(read_message(answer.read(), ETCD[what], "etcd's answer"))
             except OSError as error:
                 failure = error
             except FormatError as error:

@@ -1,8 +1,8 @@
 """Describes how a script ended: the exception in one sentence with the user's line, or the exit code.
 
-An exit handler cannot ask for the code that the interpreter ends with. So the functions that scripts exit by take note
-of it; whether the script has really ended there, its own frame tells: it has not where somebody caught the exit. (A
-bare ``raise SystemExit(3)`` leaves nothing that could be read.) No torch.
+An exit handler cannot read the exit code of the interpreter, so the functions that end a script record it. The script's
+own frame shows whether the script really ended there, or caught the exit. (A bare ``raise SystemExit(3)`` cannot be
+recorded.) No torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from paceline.base.tracebacks import TRACEBACK, read_trace
 from paceline.errors import hint_of, notes_of
 
-# What a text of the user's own may raise: fields that are not there, mostly.
+# What str() of a user's exception may raise, mostly because of missing attributes.
 _FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 LONGEST_TEXT = 500  # characters of each text about an exception that the agent gets
 
@@ -73,7 +73,7 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)
     except _FAILURES as failed:
-        return f"its text cannot be had ({type(failed).__name__})"
+        return f"its message cannot be read: str() raised {type(failed).__name__}"
 
 
 def describe_exception(error: BaseException) -> dict[str, str]:

@@ -18,13 +18,13 @@ from paceline.errors import UsageError
 
 KINDS = {
     "kill": "SIGKILL",
-    "stop": "SIGSTOP, and SIGCONT two seconds later, if it is still there",
-    "raise": "an exception",
-    "exit": "ends with exit code 0, without a word",
-    "leave": "SIGTERM: it is told to leave",
+    "stop": "SIGSTOP, and SIGCONT two seconds later if the worker still exists",
+    "raise": "raises an exception",
+    "exit": "ends with exit code 0, without a message",
+    "leave": "SIGTERM: asks the worker to leave",
     "slow": "sleeps for a second",
-    "wait": "waits until there is a file RUN/chaos-go: for what only somebody outside can do meanwhile",
-    "memory": "takes memory until the kernel ends it: to be tried in a memory cgroup only",
+    "wait": "waits until the file RUN/chaos-go exists, so that another process can act meanwhile",
+    "memory": "allocates memory until the kernel kills the worker; use it only in a memory cgroup",
 }
 MOMENTS = (
     "loading",
@@ -51,11 +51,11 @@ _FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12
 class Fault:
     """A fault of a worker, when it reaches a moment for the first time after `step` steps are done.
 
-    The moments: before its rows are loaded, when it has the outputs of its rows for a loss over the whole global batch,
-    when it has those of all, after its first forward, when its first bucket is complete, when the sums
-    of its own gradients have arrived, when all have and nothing has changed, when its weights have been updated, when a
-    checkpoint begins, when a thread begins to write it, in a new generation before anybody knows who stands where, and
-    while a state is handed over.
+    The moments, in the order of `MOMENTS`: before the worker's rows are loaded; when it has the outputs of its rows for
+    a loss over the full global batch; when it has the outputs of all workers; after its first forward; when its first
+    bucket is complete; when the sums of its own gradients have arrived; when all sums have arrived and nothing has
+    changed; when its weights have been updated; when a checkpoint begins; when a thread begins to write the checkpoint;
+    in a new generation, before the members exchange their progress; and while a state is handed over.
     """
 
     kind: str
@@ -73,9 +73,9 @@ def parse_faults(text: str) -> list[Fault]:
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         parsed = _FORM.fullmatch(part)
         if not parsed or parsed["kind"] not in KINDS or parsed["moment"] not in MOMENTS:
-            what = f"{part!r} is no fault"
+            what = f"{part!r} is not a fault"
             kinds, moments = ", ".join(KINDS), ", ".join(MOMENTS)
-            raise UsageError(what, f"write KIND:WORKER@STEP.MOMENT with a kind of {kinds} and a moment of {moments}")
+            raise UsageError(what, f"write KIND:WORKER@STEP.MOMENT; KIND is one of {kinds}, MOMENT is one of {moments}")
         faults.append(Fault(parsed["kind"], int(parsed["worker"]), int(parsed["step"]), parsed["moment"]))
     return faults
 
@@ -84,7 +84,7 @@ class FaultInjector:
     """Injects the faults of one worker. A fault is written to the run folder before it fires, and fires once per run.
 
     The text of the faults may begin with `APART`: then they fire one after another, each only when the team has formed
-    anew after the one before, and still has several members. Until all have fired, each step takes a little longer, so
+    again after the one before, and still has several members. Until all have fired, each step takes a little longer, so
     that steps are left for them.
     """
 
@@ -97,7 +97,7 @@ class FaultInjector:
         self._formed = time.time()  # when the present team was
 
     def formed(self) -> None:
-        """Takes note that the team has formed anew."""
+        """Records that the team has formed again."""
         self._formed = time.time()
 
     def reached(self, moment: str, step: int, members: int) -> None:

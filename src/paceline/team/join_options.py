@@ -1,7 +1,7 @@
 """The options that a joining host takes from a run.
 
-Whoever joins runs its own script with its own arguments. No field names a module, a script or a command to run: the
-`script` of a run is only shown.
+A joining host runs its own script with its own arguments. No field names a module, a script or a command to run: the
+`script` of a run is only displayed.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def optional(check: Check) -> Check:
 
 
 def switch(value: Any) -> bool:
-    """Whether a value is one of a switch: true, false or "1"."""
+    """Whether a value can be a switch: true, false or "1"."""
     return value is True or value is False or value == "1"
 
 
@@ -116,14 +116,14 @@ def check_terms(joined: Any) -> None:
 
 def _check(answer: Mapping[str, Any], fields: Mapping[str, Check]) -> None:
     if not isinstance(answer, dict):
-        raise TermsError("its answer is no list of fields")
+        raise TermsError("its answer is not a JSON object")
     if other := sorted(answer.keys() - fields.keys()):
-        raise TermsError(f"it gives {_shown(other[0])}, which nobody who joins takes")
+        raise TermsError(f"its answer has the unknown field {_shown(other[0])}")
     for name, check in fields.items():
         if name not in answer:
-            raise TermsError(f"it does not give {name}")
+            raise TermsError(f"its answer lacks the field {name}")
         if not check(answer[name]):
-            raise TermsError(f"it gives {name}={_shown(answer[name])}, which cannot be used")
+            raise TermsError(f"its answer has the invalid value {name}={_shown(answer[name])}")
 
 
 def _shown(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Sends the state to a newcomer ahead of its admission, while the team trains: only an optimization.
 
-So only what differs then is left to be handed over when it is admitted, and nobody waits for a transfer. It is as in
+So only the differences have to be handed over when it is admitted, and no worker waits for a transfer. It is as in
 the live migration of virtual machines (Clark et al., NSDI 2005), but that a step's sums are a third of what it changes.
 Nothing relies on it: what did not come, or came out differently, is found by its digest and handed over then.
 """
@@ -322,7 +322,7 @@ class StateReceiver:
     def _greet(self, wait: float) -> bool:
         """Takes introductions for `wait` seconds at most; returns whether a sender with the key has called.
 
-        The new sender replaces the previous one, and begins anew. Callers without the key delay nobody.
+        The new sender replaces the previous one, and begins again. Callers without the key cause no delay.
         """
         ready, _ = wait_for([self._listener, *self._calls, *filter(None, [self._link])], (), wait)
         if self._listener in ready:

@@ -14,7 +14,7 @@ from typing import Any
 
 LEAST = 0.2  # least seconds of grace
 USUAL, MOST = 0.05, 0.25  # least and most grace, as parts of a round's seconds
-ROUNDS = 9  # the number of last rounds from which the grace is computed
+ROUNDS = 9  # number of recent rounds that the grace is computed from
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class RoundReport:
 
     `turn` (transactions done before the round) and `number` of the generation identify it. Of `count` islands, some
     have `made` the round, and others are `ready` to be merged before they have; `quorum` islands must have made it.
-    `void`: the round has failed, and nobody is to go on with it.
+    `void`: the round has failed, and no group may continue it.
     """
 
     turn: int

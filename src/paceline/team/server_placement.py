@@ -48,9 +48,8 @@ class ServerPlacement:
                 slots[number] = WorkerSlot(agent, reports[number].life, newcomer=True)
             elif hosts and not wait:
                 host_index = (number - SERVERS) % len(hosts)
-                last = (
-                    SERVERS < number == SERVERS + count - 1 and len(hosts) > 2
-                )  # the first has a copy of what it keeps
+                # Not on the first host, which has a copy of the last server's state.
+                last = SERVERS < number == SERVERS + count - 1 and len(hosts) > 2
                 slots[number] = WorkerSlot(hosts[host_index or int(last)], newcomer=True)
         return any(number in slots for number in new)
 
@@ -62,8 +61,8 @@ class ServerPlacement:
         if number < SERVERS or agent not in self.gone | self.leaving or not hosts:
             return agent
         at = {n: slot.agent for n, slot in slots.items() if n >= SERVERS and n != number}
-        beside = [at.get(SERVERS + (number - SERVERS + step) % (len(at) + 1)) for step in (1, -1)]
-        return min(hosts, key=lambda host: (host in beside, [*at.values()].count(host), hosts.index(host)))
+        near = [at.get(SERVERS + (number - SERVERS + step) % (len(at) + 1)) for step in (1, -1)]
+        return min(hosts, key=lambda host: (host in near, [*at.values()].count(host), hosts.index(host)))
 
     def restart(self, number: int, life: int, failures: int = 0, newcomer: bool = True) -> None:
         """Replaces a worker's slot by one with this life, on another host if its own is lost."""
@@ -77,7 +76,7 @@ class ServerPlacement:
         return self._left.get(agent, {}) | {n: slot.wanted for n, slot in self.slots.items() if slot.agent == agent}
 
     def can_go_back(self, first: Sequence[int]) -> bool:
-        """Whether all workers can begin anew like the `first` generation, whose workers all belong to one agent; the
+        """Whether all workers can begin again like the `first` generation, whose workers all belong to one agent; the
         others join them.
         """
         agents = {self.slots[number].agent for number in first if number in self.slots}
@@ -91,18 +90,19 @@ def serving(slots: Mapping[int, WorkerSlot]) -> dict[int, At]:
 
 
 def held_elsewhere(slots: Mapping[int, WorkerSlot], lost: Collection[int]) -> str:
-    """Says which servers have copies of what the lost ones kept; an empty text if any part has no copy."""
+    """Says which servers have copies of the state of the lost servers; an empty text if any part has no copy."""
     count = max((slot.report.servers for slot in slots.values()), default=0)
     copies = max((slot.report.copies for slot in slots.values()), default=0)
     have = {n for n, slot in slots.items() if slot.alive and slot.report.holds and n not in lost}
     holders_by_part = [
         [SERVERS + n for n in holders(part, count, copies) if SERVERS + n in have] for part in range(count)
     ]
-    if not copies or not all(holders_by_part):
+    known = {SERVERS + part for part in range(count)}  # a report may name a server that the plan does not have
+    if not copies or not all(holders_by_part) or not {*lost} <= known:
         return ""
     those = {holders_by_part[number - SERVERS][0] for number in lost}
-    what = "a copy of what it" if len(lost) == 1 else "copies of what they"
-    return f"{ranks(those)} {'has' if len(those) == 1 else 'have'} {what} kept"
+    what = "a copy of its state" if len(lost) == 1 else "copies of their states"
+    return f"{ranks(those)} {'has' if len(those) == 1 else 'have'} {what}"
 
 
 def all_lost(slots: Mapping[int, WorkerSlot], servers: Sequence[int], why: str) -> tuple[list[int], str]:

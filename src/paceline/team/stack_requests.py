@@ -1,4 +1,4 @@
-"""The coordinator's side of `paceline stacks`: asks agents where workers stand, and gathers the answers."""
+"""The coordinator's side of `paceline stacks`: asks agents what their workers are doing, and gathers the answers."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class StackRequests:
             self._waits.discard(agent)
             return
         if not NAME.fullmatch(answer["name"]):
-            raise FormatError("a request /stands has a name of no worker", SAME_VERSION)
+            raise FormatError("a request /stands has a name that is not the name of a worker", SAME_VERSION)
         keep(self._folder, answer["name"], *unpacked(answer["files"]))
         names = ("host", "state", "place", "at", "since", "group", "number", "newest")
         self._answers[answer["worker"]] = plain({name: answer.get(name) for name in names})
 
     def answer(self) -> dict[str, Any]:
-        """The answer to POST /stacks: the stacks' folder, where each worker stands, and which agents are missing."""
+        """The answer to POST /stacks: the stacks' folder, what each worker is doing, and which agents are missing."""
         waits, folder = sorted(self._waits), str((self._folder / FOLDER).absolute())
         return {"asked": self.asked, "waits": waits, "folder": folder, "workers": self._answers}
 
@@ -67,23 +67,23 @@ def _pressed(data: bytes) -> bytes:
 
 
 def unpacked(texts: Iterable[str]) -> list[str]:
-    """Decompresses texts from `packed`. FormatError: they are not from it."""
+    """Decompresses texts from `packed`. FormatError: they cannot be decompressed."""
     try:
         return [
             zlib.decompressobj().decompress(base64.b64decode(text), MOST).decode("utf-8", "replace") for text in texts
         ]
     except (zlib.error, ValueError) as error:
-        raise FormatError(f"a request /stands has files that are not packed: {error}", SAME_VERSION) from None
+        raise FormatError(f"a request /stands has files that cannot be decompressed: {error}", SAME_VERSION) from None
 
 
 def table(workers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Lists the answers with a line for each place where workers stand: first the workers that wait for no other."""
+    """Lists the answers, one line per state and place of workers: first the workers that do not wait for others."""
     places: dict[tuple[bool, str, str, str], list[int]] = {}
     waited: dict[tuple[bool, str, str, str], float] = {}
     for number, stand in sorted((int(number), stand) for number, stand in workers.items()):
         group, turn = stand["group"], stand["number"]
         behind = [int(n) for n, other in workers.items() if group and turn and other["newest"].get(group, turn) < turn]
-        who = f"; {ranks(behind)} {'has' if len(behind) == 1 else 'have'} not begun it" if behind else ""
+        who = f"; {ranks(behind)} {'has' if len(behind) == 1 else 'have'} not reached it" if behind else ""
         key = group is not None, stand["state"], f" at {stand['place']}" if stand["place"] else "", who
         places.setdefault(key, []).append(number)
         if stand["since"] is not None:

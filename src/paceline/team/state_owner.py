@@ -1,4 +1,4 @@
-"""StateOwner: what holds the state of the training, as the team asks for it, hands it over and takes it over."""
+"""The interface of the object that holds the training state, which the team hands over and takes over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StateOwner(Protocol):
         """Returns the full state, as a tree of plain values and tensors."""
 
     def take_over(self, tree: Any, newcomer: bool) -> None:
-        """Takes the state that another worker handed over; a worker that is no newcomer keeps its position in its
+        """Takes the state that another worker handed over; a worker that is not a newcomer keeps its position in its
         script.
         """
 
@@ -29,12 +29,12 @@ class StateOwner(Protocol):
         """The bytes of a step's sums."""
 
     def on_state_sent(self, worker: int, size: int, full_size: int, seconds: float | None) -> None:
-        """Reports that this worker is about to give `size` of the state's `full_size` bytes to a worker, which takes so
-        many seconds, if that is known.
+        """Reports that this worker is about to send `size` of the state's `full_size` bytes to a worker, which takes
+        `seconds`, if that is known.
         """
 
     def formed(self, generation: Generation, seconds: float) -> None:
-        """Assigns memory and shares again after a generation has formed, which took so many seconds. Collective."""
+        """Assigns memory and shares again after a generation has formed, which took `seconds`. Collective."""
 
     def load_base(self, tree: Any) -> None:
         """Takes, at a newcomer that is not admitted yet, a state that is some steps old, in the form of a hand-over."""

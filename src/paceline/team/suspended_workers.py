@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping
 from paceline.base.text import ranks
 from paceline.team.worker_slots import WorkerReport, WorkerSlot
 
-NAMED, OVER = 2.0, 5.0  # seconds of a stop after which the console names the worker, and after which nobody waits
+NO_STATE = "no other worker has the training state"  # in console lines about a run that waits
+NAMED, OVER = 2.0, 5.0  # seconds of a stop after which the console names the worker, and after which no worker waits
 
 
 class SuspendedWorkers:
@@ -40,7 +41,7 @@ class SuspendedWorkers:
         return [*self._since]
 
     def wait(self, stopped: Collection[int], now: float, begun: bool, then: str) -> tuple[str, bool]:
-        """Waits for suspended workers without whom nobody can go on.
+        """Waits for suspended workers whose training state no other worker has.
 
         Returns a line for the console (or an empty text), and whether their time is over. `then` says what happens when
         it is over; an empty text means to wait for ever. `begun`: the first step is made.
@@ -60,8 +61,9 @@ class SuspendedWorkers:
         been = f"{'has' if len(stopped) == 1 else 'have'} been stopped (SIGSTOP) for {OVER if over else NAMED:.0f} s"
         what = f"{ranks(stopped)} {been}{'' if begun else ', before the first step'}"
         if not then:
-            return f"{what}, and nobody else has the state of the training: waiting", False
-        soon = "" if over else f", unless it goes on within {OVER - NAMED:.0f} s"
+            return f"{what}, and {NO_STATE}: waiting", False
+        run_again = "it runs" if len(stopped) == 1 else "they run"
+        soon = "" if over else f" unless {run_again} again within {OVER - NAMED:.0f} s"
         return f"{what}: {then}{soon}", over
 
 

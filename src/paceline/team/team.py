@@ -24,20 +24,22 @@ from paceline.comm.communicator import Group
 from paceline.comm.peer_status import call_site
 from paceline.data.loader import Assignment
 from paceline.errors import PacelineError, PeerLostError, UsageError, WorkersDifferError, add_hint
+from paceline.team.coordinator import STOPPED
 from paceline.team.exit_reports import ExitReports, describe_exception
-from paceline.team.transactions import Transactions
+from paceline.team.transactions import LeftError, Transactions
 
 T = TypeVar("T")
 _NO_GROUP = "Default process group has not been initialized"  # torch's error in a collective
 _SUMS = (
-    "Paceline's workers have no group of torch.distributed: leave collectives, ranks and sizes out of losses, forwards "
-    "and datasets; return (sum, count) from a loss or metric, and Paceline adds it over all workers; elsewhere call "
-    "paceline.join().all_reduce(tensor)"
+    "Paceline's workers have no torch.distributed process group: remove collectives, ranks and sizes from "
+    "losses, forwards and datasets; return (sum, count) from a loss or metric, and Paceline adds it over all workers; "
+    "elsewhere call paceline.join().all_reduce(tensor)"
 )
 _TWINS = (
-    "create and use Trainers only in the process that `paceline run` starts (in scripts that spawn processes, below "
-    "`if __name__ == '__main__':`); a process that trains on its own needs an environment without PACELINE_ variables"
+    "create and use Trainers only in the process that `paceline run` starts (in scripts that spawn processes, under "
+    "`if __name__ == '__main__':`); to train in a separate process, remove the PACELINE_ variables from its environment"
 )
+_NOT_RAW = "leave out --raw: it is for scripts that create no paceline.Trainer and do not call paceline.join()"
 # What gloo and NCCL both can add.
 SUMS = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "complex128", "complex64"]
 
@@ -51,7 +53,7 @@ def _weights(members: tuple[int, ...], shares: tuple[float, ...] | None, unit: i
 
 
 class Team:
-    """Everybody who trains: `rank` of `size` workers, and collectives that take a name for error messages.
+    """The team of all workers: `rank` of `size`, and collectives that take a name for error messages.
 
     Every method but `main_first` is collective: all workers must call the same ones in the same order; otherwise
     CollectiveMismatchError is raised on every worker, with each call site.
@@ -72,10 +74,12 @@ class Team:
 
     @property
     def rank(self) -> int:
+        """The number of this worker, from 0; it may change from one generation to the next."""
         return self.group.rank
 
     @property
     def size(self) -> int:
+        """The number of workers of the present generation."""
         return self.group.size
 
     def get_assignment(self, mesh: Mesh, together: int = 1) -> Assignment:
@@ -109,18 +113,30 @@ class Team:
             if others:
                 shown = "" if what == "script" else f" ({everyone[0][what]} and {everyone[others[0]][what]})"
                 raise WorkersDifferError(
-                    f"worker {others[0]} runs another {what} than worker 0{shown}",
-                    f"give every worker the same {what} and start again",
+                    f"worker {others[0]} runs a different {what} than worker 0{shown}",
+                    f"use the same {what} on every worker, and start again",
                 )
 
     def all_reduce(self, tensor: torch.Tensor, name: str = "all_reduce") -> torch.Tensor:
-        """The sum of all workers' tensors (same shape and dtype everywhere), in a new tensor.
+        """Adds the tensors of all workers.
 
-        Raises UsageError for a dtype that the transport cannot add.
+        Every worker calls it, in the same order as the other collectives.
+
+        Args:
+            tensor: A tensor with the same shape and dtype on every worker.
+            name: What error messages, `paceline stacks` and the trace call this sum.
+
+        Returns:
+            The sum, in a new tensor, with equal bits on every worker.
+
+        Raises:
+            UsageError: The transport cannot add this dtype, or another worker calls another collective.
         """
         kind = str(tensor.dtype).removeprefix("torch.")
         if kind not in SUMS:
-            raise UsageError(f"all_reduce {name!r} cannot add {kind}", f"convert it to one of {', '.join(SUMS)}")
+            raise UsageError(
+                f"all_reduce {name!r} cannot add {kind} tensors", f"convert the tensor to one of {', '.join(SUMS)}"
+            )
         shape = "x".join(map(str, tensor.shape)) or "scalar"
 
         def compute() -> torch.Tensor:
@@ -130,7 +146,15 @@ class Team:
         return self._run_collective(compute)
 
     def broadcast(self, tensor: torch.Tensor, name: str = "broadcast") -> torch.Tensor:
-        """Worker 0's tensor (same shape and dtype everywhere), in a new tensor."""
+        """Sends worker 0's tensor to all.
+
+        Args:
+            tensor: A tensor with the same shape and dtype on every worker; the values of worker 0 count.
+            name: What error messages, `paceline stacks` and the trace call this collective.
+
+        Returns:
+            Worker 0's values, in a new tensor.
+        """
         shape = "x".join(map(str, tensor.shape)) or "scalar"
 
         def compute() -> torch.Tensor:
@@ -140,7 +164,15 @@ class Team:
         return self._run_collective(compute)
 
     def gather(self, tensor: torch.Tensor, name: str = "gather") -> list[torch.Tensor]:
-        """All workers' tensors in rank order, on every worker; shapes may differ, the dtype may not."""
+        """Collects the tensors of all workers on every worker.
+
+        Args:
+            tensor: A tensor with the same dtype on every worker; the shapes may differ.
+            name: What error messages, `paceline stacks` and the trace call this collective.
+
+        Returns:
+            The tensors in the order of the ranks.
+        """
 
         def compute() -> list[torch.Tensor]:
             self.group.declare(f"gather {name!r} of {str(tensor.dtype).removeprefix('torch.')}")
@@ -151,7 +183,7 @@ class Team:
         return self._run_collective(compute)
 
     def any(self, flag: bool, name: str = "any") -> bool:
-        """Whether `flag` is true on at least one worker: the same answer on all."""
+        """Tells every worker whether `flag` is true on at least one of them; `name` is for error messages."""
 
         def compute() -> bool:
             self.group.declare(f"any {name!r}")
@@ -179,6 +211,51 @@ class Team:
         if self.rank == 0:
             self.group.flag(name)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether another generation waits for `form`: workers join, leave or were lost.
+
+        Workers may see it at different times, so agree before you act on it.
+        """
+        return self.transactions.newcomers
+
+    @property
+    def only_leaves(self) -> bool:
+        """Whether the generation that waits for `form` has present workers only."""
+        order = self.transactions.orders.newest
+        return order is not None and {*order.members} <= {*self.group.names}
+
+    def form(self, lost: PeerLostError | None = None) -> int:
+        """Forms the team for a training loop of the script's own that goes on when workers come and go.
+
+        The first call declares that the loop survives losses; a process that joins a running team waits in it until it
+        is admitted. From then on, the launcher restarts lost workers. After a collective has raised PeerLostError, or
+        when all workers have agreed on `is_changing`, all workers call it again: it enters the next generation, whose
+        rank, size and connections are new. Nothing of the script's state is handed over: afterwards, broadcast it from
+        rank 0, which is always a worker that was in the team before.
+
+        Args:
+            lost: The error of the collective, if a worker was lost.
+
+        Returns:
+            The number of the generation.
+
+        Raises:
+            PeerLostError: A worker was lost, and the launcher does not restart workers.
+            SystemExit: This worker was asked to leave.
+            UsageError: The script has a Trainer, which forms the team by itself.
+        """
+        if self.transactions.state_owner is not None:
+            raise UsageError(
+                "team.form() was called in a script that has a Trainer", "use a Trainer or a loop of your own, not both"
+            )
+        try:
+            self.transactions.form(lost)
+        except LeftError:
+            self.left = True
+            raise SystemExit(STOPPED) from None
+        return self.transactions.number
+
     def fail(self, code: int, **fields: str) -> None:
         """Reports that the script has failed; this worker ends with the exit code `code`."""
         self.code = code
@@ -204,14 +281,17 @@ _team: Team | None = None
 def join() -> Team:
     """The team of this process; made on the first call. A world of one needs no launcher.
 
-    Raises WorkersDifferError where workers run different scripts, plans or versions, and UsageError on platforms
-    without what several workers need (Linux).
+    Raises WorkersDifferError if workers run different scripts, plans or versions, and UsageError if there are several
+    workers and the platform is not Linux.
     """
     global _team
     if _team is None:
         world = worlds.read_world()
         if world.size > 1 and not sys.platform.startswith("linux"):
-            raise UsageError(f"several workers need Linux, this is {sys.platform}", "train with one worker here")
+            what = f"several workers need Linux, but this platform is {sys.platform}"
+            raise UsageError(what, "train with one worker on this platform")
+        if worlds.is_raw():
+            raise UsageError("the run was started with --raw, but its script uses Paceline's own workers", _NOT_RAW)
         _check_identity(world)
         before = sys.excepthook  # torch puts its own in place, which prefixes every line
         _team = Team(world)
@@ -231,9 +311,7 @@ def _check_identity(world: World) -> None:
         started = pid if (os.getppid(), os.getsid(0)) == (agent, pid) else 0
     if started != pid:
         which = f"process {started}" if started else "another process"
-        what = (
-            f"process {pid} has the environment of worker {world.rank}, which is {which}: it cannot train in its place"
-        )
+        what = f"process {pid} has the environment of worker {world.rank}, but worker {world.rank} is {which}"
         raise UsageError(what, _TWINS)
 
 
@@ -242,7 +320,7 @@ def _refuse_in_child(team: Team) -> None:
     atexit.unregister(_end)
     worker = team.transactions.worker
     team.transactions.refusal = UsageError(
-        f"process {os.getpid()} was forked from worker {worker}, and is not it", _TWINS
+        f"process {os.getpid()} was forked from worker {worker}, and cannot train in its place", _TWINS
     )
 
 
@@ -284,3 +362,8 @@ def exit_code() -> int | None:
     on the exit code.
     """
     return None if _team is None or (_team.size == 1 and not _team.ends_late) else _team.code
+
+
+def has_left_generation() -> bool:
+    """Whether this worker has left a generation, whose connections may be unfinished."""
+    return _team is not None and _team.group.has_left_generation

@@ -1,8 +1,8 @@
-"""Runs what the team does together, whole or not at all; waits while it is paused; hands the state to newcomers.
+"""Runs the team's transactions, each completely or not at all; hands the training state to newcomers.
 
-An optimizer step is one, a checkpoint or an evaluation another. When a generation forms, its members tell each other
-where they stand, and `step.resolve` says what each has to do: nothing, to end what it attempts with the sums that it
-holds, to take the state of another over, or to attempt it again.
+An optimizer step, a checkpoint and an evaluation are transactions. When a generation forms, its members exchange their
+progress, and `base.batching.resolve` decides what each member does: nothing, complete its attempt with the sums that it
+has, take over the state of another member, or repeat the attempt.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from paceline.team.fault_injection import FaultInjector
 from paceline.team.live_migration import Migration, StateReceiver, digests
 from paceline.team.state_owner import StateOwner
 
-LARGE = 1 << 16  # bytes from which on a tensor is handed over in a message of its own
+LARGE = 1 << 16  # least bytes of a tensor that is handed over in its own message
 PAUSE = 0.05  # seconds between two looks at the orders
-REFUSED = 76  # exit code of a worker that the team has left behind: it may join again as a newcomer
+REFUSED = 76  # exit code of a worker that missed steps of the team: it may join again as a newcomer
 
 
 class ReformedError(PeerLostError):
@@ -111,7 +111,7 @@ class Attempt:
 
 
 class NestedAttempt(Attempt):
-    """A transaction inside of another one, of which it is a part: it counts if that does."""
+    """A transaction that is part of an outer transaction: it counts if the outer one counts."""
 
     def __enter__(self) -> None:
         pass
@@ -142,7 +142,7 @@ class Transactions:
         self._detection = 0.0  # seconds for which the last loss was not known
         self.hold = False  # there are too few workers to make another step
         self.state_owner: StateOwner | None = None
-        self.refusal: UsageError | None = None  # why this process takes no part in the team, if it does not
+        self.refusal: UsageError | None = None  # why this process may not take part in the team
         self._tx = Transaction(moment=Moment.EMPTY if world.newcomer else Moment.IDLE)
         self._last: tuple[Any, Any] = None, None  # the last settled values, and the result
         self._is_announced = False  # whether the agent knows that this worker is ready
@@ -191,7 +191,7 @@ class Transactions:
         """Waits until the merge is decided or `ends()` is true. PeerLostError: another generation forms."""
         self.orders.wait_until(lambda: self.interrupted or self.merge is not None or ends())
         if self.interrupted:
-            raise ReformedError("another generation forms", "wait")
+            raise ReformedError("another generation is forming", "wait")
 
     def reach(self, moment: str) -> None:
         """Injects the fault that is due at a moment of a step, if there is one."""
@@ -201,7 +201,7 @@ class Transactions:
     def _on_urgent_generation(self, order: Generation) -> None:
         with self._entering:
             if order.number > self.number:  # else it is under way, or done
-                self._group.interrupt(ReformedError(f"generation {order.number} forms", "wait"))
+                self._group.interrupt(ReformedError(f"generation {order.number} is forming", "wait"))
 
     def _meet_newcomers(self, coming: Coming) -> None:
         if self._group.rank == 0 and not self.waiting:
@@ -233,8 +233,8 @@ class Transactions:
                 self.world.tell("ready", replica=self._group.mesh.replica)
         if self.waiting:
             raise UsageError(
-                f"worker {self.worker} has come back, and cannot take part in what the team did before it trained",
-                "let the script's first collectives be those of its Trainer, whose results are kept for newcomers",
+                f"worker {self.worker} has rejoined, and cannot join collectives that ran before training began",
+                "make the Trainer's collectives the first ones in the script; their results are kept for new workers",
             )
         kind = Attempt if self._tx.moment is Moment.IDLE else NestedAttempt
         return kind(self, spends, undo)
@@ -332,6 +332,27 @@ class Transactions:
         self._form(None, None)
         self.waiting = False
 
+    def form(self, lost: PeerLostError | None) -> None:
+        """Takes part in generations without a state to hand over: the script's own loop hands its state over.
+
+        The first call announces that the loop survives losses, and makes a newcomer wait until it is admitted. Each
+        later call enters the next generation: after a `lost` peer, or a planned one.
+        """
+        if self.world.orders_fd is None:
+            if lost is not None:
+                raise lost
+            return
+        is_first, self._is_announced = not self._is_announced, True
+        if is_first:
+            self.hold |= self.world.hold
+            self.world.tell("waiting" if self.waiting else "ready", replica=1)
+        if not is_first or self.waiting:
+            self._form(lost, None)
+        self._tx = Transaction()
+        self.waiting = False
+        while self.hold:
+            self._form(None, None)
+
     def _first(self) -> int | None:
         """The first worker of the generation that this worker is to enter, once there is one."""
         order = self.orders.newest
@@ -363,7 +384,10 @@ class Transactions:
             self.migration.enter(order.members)
             try:
                 self._group.form(order.world(self.world, self.worker), lambda: self.orders.has_newer(self.number, True))
-                self._resolve(attempt if self._tx.done == done else None)
+                if self.state_owner is None:
+                    self._group.declare(f"the beginning of generation {self.number}", kind="forming")
+                else:
+                    self._resolve(attempt if self._tx.done == done else None)
                 self.members, self.hold, self._detection = order.members, order.hold, order.detection
                 if self._faults is not None:
                     self._faults.formed()
@@ -382,7 +406,7 @@ class Transactions:
         if not slept and not self.waiting:
             raise LeftError
         if not self.waiting:
-            self._come_back_as_new("slept through a change of the team")
+            self._come_back_as_new("was suspended while the team changed")
 
     def _is_left_behind(self, done: int, applied_in: int) -> bool:
         """Whether the team has done more than what this worker attempted, or did that without it."""
@@ -391,7 +415,7 @@ class Transactions:
 
     def _come_back_as_new(self, why: str) -> Never:
         """Ends this worker, whose script is not at the same point as the others'."""
-        say(f"paceline: worker {self.worker} {why}, and ends")
+        say(f"paceline: worker {self.worker} {why}, and exits")
         os._exit(REFUSED)
 
     def _resolve(self, attempt: Attempt | None) -> None:
@@ -405,9 +429,7 @@ class Transactions:
         try:
             resolution = resolve(team)
         except StateLostError:
-            raise PeerLostError(
-                "no worker is left that holds the state of the training", "run the same command again"
-            ) from None
+            raise PeerLostError("no remaining worker has the training state", "run the same command again") from None
         replica, shard_index = group.mesh.replica_of(group.rank), group.mesh.shard_index_of(group.rank)
         last: Any = None
         if resolution.forward or resolution.sources:
@@ -446,7 +468,7 @@ class Transactions:
                 tree = self._take(holder, source)
                 done, applied_in, state = tree
                 if not newcomer and self._is_left_behind(done, applied_in):
-                    self._come_back_as_new("was left behind by the team")
+                    self._come_back_as_new("missed steps of the team")
                 holder.take_over(state, newcomer)
                 tx.taken(done, applied_in)
                 self._last, self._took, self._followed = (last[0], last[1]), True, False

@@ -1,4 +1,4 @@
-"""What agents report of their workers and what the coordinator keeps of each."""
+"""The state of workers: as agents report it, and as the coordinator keeps it."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class WorkerReport:
     """What an agent reports of a worker.
 
     `life` counts the processes that were started for the worker; all other fields describe the present process.
-    `replica` is the number of workers that hold the model together. A newcomer is `waiting` to be admitted; `at` is
-    the address where it receives the state beforehand (host, port, salt), and `current` means that it has the state,
-    or that nobody sends it. `formed` is the last generation that it entered, `alone` the one in which it misses others.
+    `replica` is the number of workers that hold the model together. A newcomer is `waiting` to be admitted; `at` is the
+    address where it receives the state beforehand (host, port, salt), and `current` means that it has the state, or
+    that no worker sends it. `formed` is the last generation that it entered, `alone` the one in which it misses others.
     `failed` describes its exception, which is `final` if another worker would raise it as well. The worker has been
-    `stopped` (SIGSTOP) for `since` seconds. `hung` is the line at which it hung and was ended, `stands` a text for
-    the console about a worker that makes no progress. `status` is its exit code, `why` says how it ended, `cause`
-    what else is known of that, and `tail` has the last lines of its log. `declined`: it cannot be started again.
-    `round` is its team's last report of a round of islands. Its plan needs `servers` parameter servers, with `copies`
-    copies of what each keeps. A server that `holds` has its state.
+    `stopped` (SIGSTOP) for `since` seconds. `hung` is the line at which it hung and was ended, `stands` a text for the
+    console about a worker that makes no progress. `status` is its exit code, `why` says how it ended, `cause` what else
+    is known of that, and `tail` has the last lines of its log. `declined`: it cannot be started again. `round` is its
+    team's last report of a round of islands. Its plan needs `servers` parameter servers, with `copies` copies of what
+    each keeps. A server that `holds` has its state.
     """
 
     life: int = 0
@@ -94,6 +94,7 @@ class WorkerSlot:
 
     @property
     def alive(self) -> bool:
+        """Whether its process runs, as far as its agent has reported."""
         return self.report.status is None and not self.out
 
     @property

@@ -29,14 +29,14 @@ from paceline.train.replica import Replica
 
 _LOOK = "look at these rows, lower the learning rate or set clip_norm="
 _ZEROS = (
-    "look there for a logarithm, a root or a division at 0 or an overflow; "
-    "else lower the learning rate or set clip_norm="
+    "check it for a logarithm, root or division at 0 and for overflows; "
+    "otherwise lower the learning rate or set clip_norm="
 )
-_LOSS = "look there for a logarithm or a division at 0, and compute losses from logits, as cross_entropy does"
-_ROWS = "mend these rows or leave them out"
+_LOSS = "check it for a logarithm or division at 0, and compute losses from logits, as cross_entropy does"
+_ROWS = "repair or remove these rows"
 _SPOILED = (
-    "see what the script writes into weights; if an update did it, lower the learning rate or give the optimizer a "
-    "larger eps=, and go on from a checkpoint before it"
+    "check what the script writes into weights; if an update did it, lower the learning rate or use a larger eps= of "
+    "the optimizer, and resume from an earlier checkpoint"
 )
 
 Diagnosis = tuple[str, str]  # what, and the cure
@@ -110,10 +110,10 @@ class _Seen:
         """
         prefix = f"{within}." if within else ""
         if bad := next((name for name in self.spoiled if within is not None and name.startswith(prefix)), None):
-            return f"the parameter {bad!r} was not finite before it", _SPOILED
+            return f"the parameter {bad!r} was not finite before the step", _SPOILED
         if within is None and (input_kind := _kind(self.batch, masks=True)):
-            return f"there is {input_kind} in these rows", _ROWS
-        return f"{self.title(within)} makes the first {kind}", _ZEROS
+            return f"these rows contain {input_kind}", _ROWS
+        return f"{self.title(within)} produces the first {kind}", _ZEROS
 
     def judge(self, output: Any, loss: torch.Tensor | None) -> Diagnosis | None:
         """Returns the cause of a loss that is not finite, after the forward; None if the loss and all before it are
@@ -127,9 +127,9 @@ class _Seen:
             return self._blame("", kind)
         input_kind = _kind(self.batch, masks=True)
         return (
-            (f"there is {input_kind} in these rows", _ROWS)
+            (f"these rows contain {input_kind}", _ROWS)
             if input_kind
-            else (f"the loss function makes the first {kind}", _LOSS)
+            else (f"the loss function produces the first {kind}", _LOSS)
         )
 
     def title(self, name: str | None) -> str:
@@ -187,7 +187,7 @@ class Refusal:
             reports = [one for one in self.group.gather_json(first_bad) if one]
             number, kind, more = min(reports, key=lambda one: (one[0], not one[2]), default=(0, "", ""))
             what += f": that of {names[number]!r} is {kind}{more}" if reports else ""
-        return self._error(what, "look for a square root, a division or a logarithm at 0")
+        return self._error(what, "check for a square root, division or logarithm at 0")
 
     def _error(self, what: str, cure: str) -> NonFiniteLossError:
         turn = "round" if " of island " in self.which else "step"
@@ -237,7 +237,7 @@ class Refusal:
                 if (first := next(((n, _kind(g)) for (n, _), g in pairs if _kind(g)), None)) is not None:
                     more = f", in {Chunk([one], None).source} on worker {self.group.names[self.group.rank]}"
                     if bad:
-                        more += f", where the backward of {seen.maker(bad[0], end)} makes it ({bad[0].name()})"
+                        more += f", produced in the backward of {seen.maker(bad[0], end)} ({bad[0].name()})"
                     return [*first, more]
         return None
 

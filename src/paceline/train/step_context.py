@@ -227,7 +227,7 @@ def refuse_other_kinds(
                 else (device, param.device)
             )
             raise UsageError(
-                f"the script has converted the model after the Trainer was made: {name} was {before} and is {now}",
-                "convert the model before the Trainer is made, or a copy.deepcopy of it in the loop; for arithmetic in "
-                "bfloat16 say precision=bf16 in the plan",
+                f"the script converted the model after creating the Trainer: {name} was {before} and is {now}",
+                "convert the model before creating the Trainer, or a copy.deepcopy of it in the loop; for bfloat16 "
+                "arithmetic use precision=bf16 in the plan",
             ) from error

@@ -55,9 +55,9 @@ class StepNotes:
         done = step.done
         self._empty += 1
         steps = f"step {done}" if step.steps == 1 else f"steps {done - step.steps + 1}-{done}"
-        text = f"the loss of {steps} counts 0 rows or tokens in the whole global batch: no weight was changed"
+        text = f"the loss of {steps} has a count of 0 over the whole global batch, so no weight was changed"
         if self._empty > 1:
-            text += f", as {self._empty - 1} times before"
+            text += f"; this also happened {self._empty - 1} times before"
         self._run.reporter.journal.write("note", trainer=self._trainer, step=done, text=text)
         if str(self._empty).strip("0") == "1":
             self._run.reporter.say(text)
@@ -73,9 +73,9 @@ class StepNotes:
         self.announced.add("unused")
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         self._run.reporter.say(
-            f"{len(names)} of {len(self._job.named)} parameters got no gradient in step {done} and were left as "
-            f"they are: {shown}; that is right for experts that no row chose, while parameters that are never used are "
-            "better frozen with requires_grad_(False) before the Trainer is made; this is said once",
+            f"{len(names)} of {len(self._job.named)} parameters got no gradient in step {done} and were not "
+            f"updated: {shown}; that is expected for experts that no row chose; freeze parameters that are never used "
+            "with requires_grad_(False) before creating the Trainer (this message is printed once)",
             once=True,
         )
 

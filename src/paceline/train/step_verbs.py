@@ -32,8 +32,8 @@ _NOTHING = torch.empty(0, dtype=torch.float64)
 def begin_step(context: StepContext, name: str) -> Step:
     """Begins the next step, whose collectives have this name."""
     if not torch.is_grad_enabled():
-        what = "the loop over steps() runs under torch.no_grad() or inference_mode(), where nothing is trained"
-        raise UsageError(what, "put these around the part of the body that is meant")
+        what = "the loop over steps() runs under torch.no_grad() or inference_mode(), which disables training"
+        raise UsageError(what, "use them only around code inside the loop that needs no gradients")
     if context.reporter.traffic.trainer != context.trainer:
         context.reporter.traffic.turn(context.trainer)
     return Step(context.done, float(context.job.optimizers[0].param_groups[0]["lr"]), name)
@@ -316,6 +316,6 @@ def _first_layout(context: StepContext, metric_names: list[str] | None) -> Vecto
         if other != known[0][1]:
             raise MetricError(
                 f"the loss returned metrics {known[0][1]} on worker {known[0][0]} and {other} on worker {rank}",
-                "return the same names everywhere, with count 0 where there is nothing to count",
+                "return the same names for all rows, with count 0 where there is nothing to count",
             )
     return VectorLayout(tuple(known[0][1]) if known else (), context.group.size, len(context.job.named))

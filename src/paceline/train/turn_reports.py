@@ -15,7 +15,7 @@ class BrokenOffError(Exception):
     """The turn was broken off since a worker was asked to stop; nothing of it counts. `agreed` is what all know."""
 
     def __init__(self, agreed: Agreed) -> None:
-        super().__init__("a turn was broken off")
+        super().__init__("the step was interrupted")
         self.agreed = agreed
 
 

@@ -1,8 +1,8 @@
 """Base of engines that need a driver process (Ray, Spark).
 
-A driver says lines of JSON: what it ``waits`` for, and either where all is ``placed`` or ``what`` went wrong; it ends
-with its input. The command that becomes `sh` on a host is this module: it hands its standard streams over at the
-driver's door, and waits.
+A driver prints lines of JSON: the resources that it ``waits`` for, and then either the addresses where the hosts were
+``placed``, or ``what`` went wrong. It ends with its input. This module is also the command that becomes `sh` on a host:
+it passes its standard streams to the driver over a Unix socket (the door), and waits.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from paceline.errors import LaunchError
 from paceline.launch.engines.engine import End, Engine, Host
 
 LOST = 255
-LAST_WORD_PREFIX = "engine: "  # begins the driver's own last word on a host
+LAST_WORD_PREFIX = "engine: "  # begins the driver's last message about a host
 REACH = 5.0  # seconds for a cluster to take a connection
 CHUNK = 1 << 16
 
 
 class DriverEngine(Engine):
-    """Hosts that a driver process provides: the given `hosts`, or else one per place of the driver, named after
+    """Hosts that a driver process provides: the given `hosts`, otherwise one per placed host of the driver, named after
     `host_prefix`. The constructor waits until all have a place. `driver_input` and `driver_output` are the driver's
     standard streams; `wait_for_driver` waits for its end. LaunchError: the driver fails, or is not ready in time.
     """
@@ -60,7 +60,7 @@ class DriverEngine(Engine):
         ]
         if placements:
             say(f"{self.title} has placed {', '.join(placements)}")
-        self.listen = placed[0]  # where the others reach the first one
+        self.listen = placed[0]  # the address at which the other hosts reach the first one
 
     def _placed(self) -> list[str]:
         for line in self._driver_output:
@@ -72,14 +72,13 @@ class DriverEngine(Engine):
             else:
                 self._door = message["door"]
                 return list(message["placed"])
-        raise LaunchError(
-            f"{self.title}'s driver ended with exit code {self._wait_for_driver()}", "see what it says above"
-        )
+        what = f"the {self.title} driver ended with exit code {self._wait_for_driver()}"
+        raise LaunchError(what, "see its output above")
 
     def _read_message(self, line: bytes) -> dict[str, Any]:
         from paceline.launch.engines.message_types import DRIVEN  # needs msgspec
 
-        what = f"what {self.title}'s driver says"
+        what = f"the message of the {self.title} driver"
         fields = read_message(line, dict[str, Any], what)
         kind = next((kind for name, kind in DRIVEN.items() if name in fields), DRIVEN["placed"])
         return dict(read_message(line, kind, what))
@@ -118,7 +117,7 @@ class Bridge(Protocol):
 
 
 def reach(address: str) -> None:
-    """Checks that something listens at an address: OSError if not. The engine itself would wait for over a minute."""
+    """Checks that a program listens at an address; OSError if not. The engine itself would wait for over a minute."""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), REACH).close()
 
@@ -151,7 +150,7 @@ def keep(input_fd: int, tell: Callable[..., None], placed: Sequence[str], begin:
                         continue
                     asker.settimeout(None)
                     selector.register(asker, selectors.EVENT_READ, begin(int(number), asker, streams))
-                else:  # the process that waited has gone, or has its answer
+                else:  # the process that waited has ended, or has its answer
                     selector.unregister(key.fileobj)
                     key.data.close()
 
@@ -179,11 +178,11 @@ def _hand_over(door: str, number: str) -> int:
     """Gives our standard streams to the driver. Returns the exit code of the host that used them."""
     with socket.socket(socket.AF_UNIX) as asked, suppress(OSError):
         asked.connect(f"\0{door}")
-        if _is_ours(asked):  # else another user has taken the name of a driver that has ended
+        if _is_ours(asked):  # otherwise another user has taken the name of a driver that has ended
             socket.send_fds(asked, [number.encode()], [0, 1, 2])
             if code := asked.recv(16):
                 return int(code)
-    say(f"{LAST_WORD_PREFIX}its driver has ended")
+    say(f"{LAST_WORD_PREFIX}the driver has ended")
     return LOST
 
 

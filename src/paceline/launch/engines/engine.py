@@ -16,7 +16,7 @@ from paceline.errors import UsageError
 
 @dataclass(frozen=True)
 class Host:
-    """A host: the engine's name for it, and its number of workers. None: one worker per GPU, or one without GPUs."""
+    """A host: its name in the engine, and its number of workers (None: one worker per GPU, or one without GPUs)."""
 
     name: str
     workers: int | None = None
@@ -34,7 +34,7 @@ class End:
 
     @property
     def passing(self) -> bool:
-        """Whether another attempt may go better."""
+        """Whether another attempt may succeed."""
         return self.kind in ("lost", "preempted")
 
 
@@ -56,7 +56,7 @@ class Engine(ABC):
         return None
 
     def missing(self, host: Host) -> str:
-        """Why a host has not answered yet, if the engine knows; else an empty text."""
+        """Why a host has not answered yet, if the engine knows; otherwise an empty text."""
         return ""
 
     def end(self, host: Host, code: int, last_line: str) -> End | None:
@@ -77,33 +77,32 @@ class Engine(ABC):
 
 
 def split_options(text: str | None) -> list[str]:
-    """The words of ``--engine``, as a shell would split them. UsageError: its quotes have no end."""
+    """Splits the text of ``--engine`` into words, as a shell would. UsageError: a quote is not closed."""
     try:
         return shlex.split(text or "")
     except ValueError as error:
-        raise UsageError(f"--engine cannot be read ({error})", "close its quotes") from error
+        raise UsageError(f"--engine cannot be parsed ({error})", "close the quotes") from error
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """``a,b:2,user@c``: hosts, some with their number of workers."""
+    """Parses ``a,b:2,user@c``: hosts, optionally with their number of workers. UsageError: a word is not a host."""
     hosts = []
     for word in text.split(","):
         name, _, count = word.rpartition(":") if re.fullmatch("[^:]+:[0-9]{1,6}", word) else (word, "", "")
         if not name or name.startswith("-") or re.search(r"\s", name) or in_one_line(name) != name or count == "0":
-            raise UsageError(f"{shown(word)} is no host", "give names as ssh takes them, as --hosts a,b:2,user@c")
+            raise UsageError(f"{shown(word)} is not a host", "use names that ssh accepts, like --hosts a,b:2,user@c")
         hosts.append(Host(name, int(count) if count else None))
     names = [host.name for host in hosts]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise UsageError(f"the host {shown(twice)} is given twice", f"write {twice}:2 for two workers on it")
+        raise UsageError(f"the host {shown(twice)} is given twice", f"use {twice}:2 for two workers on it")
     return hosts
 
 
 def read_hosts(path: Path) -> list[Host]:
-    """A file with a host on each line: ``b``, ``b:2`` or, as mpirun has it, ``b slots=2``; # begins a comment."""
+    """Reads a file with one host per line: ``b``, ``b:2`` or, as for mpirun, ``b slots=2``; # begins a comment."""
     try:
         lines = [line.partition("#")[0].strip() for line in read_file(path).decode().splitlines()]
     except OSError as error:
-        raise UsageError(
-            f"--hostfile {in_one_line(path)} cannot be read ({error.strerror})", "give a file of hosts"
-        ) from error
+        what = f"--hostfile {in_one_line(path)} cannot be read ({error.strerror})"
+        raise UsageError(what, "pass a file with one host per line") from error
     return parse_hosts(",".join(re.sub(r"\s+slots\s*=\s*", ":", line) for line in lines if line))

@@ -1,6 +1,6 @@
 """`paceline launch kubernetes`: runs a Job with one pod per host.
 
-Kubernetes brings back what it loses; kubectl is the way to it. What is asked for is in `manifests`. No torch.
+Kubernetes restarts lost pods; all requests go through kubectl. The objects are described in `manifests`. No torch.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from paceline.team.coordinator import STOPPED
 
 LOOK = 1.0  # seconds between two looks
 FAREWELL = 15.0  # seconds for the other hosts to end after the first one
-LINES = 50  # of another host that failed are shown
+LINES = 50  # lines that are shown of another host that failed
 KINDS = "job,service,secret,configmap,networkpolicy"
-OWNERS = {"job": "", "jobset": "jobset,", "trainjob": "trainjob,trainingruntime,"}  # by the shape: kinds beside those
+OWNERS = {"job": "", "jobset": "jobset,", "trainjob": "trainjob,trainingruntime,"}  # further kinds, by the shape
 FLAGS = ("save_every", "keep", "checkpoints", "mirror", "max_restarts", "min_workers", "hang_timeout")
 SWITCHES = ("cold_start", "quiet", "verbose")
 Pod = Mapping[str, Any]
@@ -55,7 +55,7 @@ Pod = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Kubectl:
-    """Runs kubectl with the user's own options, in a session of its own: Ctrl-C is ours."""
+    """Runs kubectl with the user's options, in a session of its own, so that Ctrl-C reaches only the launcher."""
 
     namespace: str | None
     given: Sequence[str]
@@ -65,14 +65,14 @@ class Kubectl:
         return ["kubectl", *self.given, *(["--namespace", self.namespace] if self.namespace else []), *words]
 
     def __call__(self, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
-        """LaunchError: there is no kubectl."""
+        """Runs kubectl with these words. LaunchError: kubectl cannot be started."""
         command, pipe = self.command(*words), subprocess.PIPE
         try:
             return subprocess.run(
                 command, input=stdin, stdout=pipe, stderr=pipe, text=True, check=False, start_new_session=True
             )
         except OSError as error:
-            cure = "install it, or apply what --dry-run prints"
+            cure = "install it, or apply the output of --dry-run"
             raise LaunchError(f"kubectl cannot be started ({error.strerror})", cure) from error
 
     def items(self, *words: str) -> list[Any] | None:
@@ -82,7 +82,7 @@ class Kubectl:
             return None
         from paceline.launch.engines.message_types import ITEMS  # needs msgspec
 
-        what, cure = f"what kubectl {words[0]} answers", "see what it answers when you call it"
+        what, cure = f"the output of kubectl {words[0]}", "check the output when you run it yourself"
         return list(read_json(done.stdout.encode(), ITEMS, what, cure)["items"])
 
 
@@ -99,8 +99,8 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
     *others, owner = manifests(job)
     with signals() as wakeup, ExitStack() as made:
         follower = Follower(kubectl, job, wakeup)
-        owner["spec"]["suspend"] = True  # until the others are there
-        prerequisites = [others.pop()] if job.shape == "trainjob" else []  # which is refused without its runtime
+        owner["spec"]["suspend"] = True  # until the other objects exist
+        prerequisites = [others.pop()] if job.shape == "trainjob" else []  # a trainjob is refused without its runtime
         for number, manifest in enumerate([*prerequisites, owner]):
             create(kubectl, manifest)
             if not number:
@@ -111,30 +111,30 @@ def launch_pods(given: Mapping[str, Any], options: Mapping[str, Any], values: Ma
             return follower.run()
         made.pop_all()
     selector = f"-l {LABEL}={job.name},{INDEX}=0"
-    say(f"it goes on by itself; its output: {command_line(kubectl.command('logs', '-f'))} {selector}")
-    say(f"to end it, with a checkpoint: {command_line(kubectl.command('delete', owner['kind'].lower(), job.name))}")
+    say(f"the run continues without this command; its output: {command_line(kubectl.command('logs', '-f'))} {selector}")
+    say(f"to stop it with a checkpoint: {command_line(kubectl.command('delete', owner['kind'].lower(), job.name))}")
     return 0
 
 
 def ask(given: Mapping[str, Any], options: Mapping[str, Any], values: Mapping[str, str], again: str) -> PodJob:
     """Makes a job description from the options. UsageError: an option is missing or wrong."""
     if given["nodes"] is None:
-        raise UsageError("how many hosts is not said", "give -N HOSTS")
+        raise UsageError("the number of hosts is missing", "pass -N HOSTS")
     if given["image"] is None:
-        raise UsageError("which image is not said", "give --image IMAGE, one that has Python and Paceline")
+        raise UsageError("the image is missing", "pass --image IMAGE, an image with Python and Paceline")
     checkpoint_url = options["checkpoints"] or ""
     if given["claim"] is None and not is_url(checkpoint_url):
-        what = "what a pod keeps is gone with it, and the run's checkpoints are to stay"
-        raise UsageError(what, "give --claim NAME, a volume that all hosts may write, or --checkpoints URL")
+        what = "checkpoints need a volume or a URL, because the files of a pod are deleted with it"
+        raise UsageError(what, "pass --claim NAME, a volume that all hosts can write, or --checkpoints URL")
     if "@" in checkpoint_url.partition("://")[2].partition("/")[0]:
-        raise UsageError("--checkpoints holds a password", "leave it out there, and give it by --env")
+        raise UsageError("--checkpoints contains a password", "remove it from the URL, and pass it with --env")
     if PurePosixPath(options["run_dir"]).is_absolute():
-        what = f"--run-dir {options['run_dir']} is no path on the volume"
-        raise UsageError(what, "give one that does not begin with /")
+        what = f"--run-dir {options['run_dir']} is not a path on the volume"
+        raise UsageError(what, "use a path that does not begin with /")
     amount = "[0-9]+(?:[.][0-9]+)?"
     for name, units in {"cpus": "m?", "memory": "(?:[kMGTPE]|[KMGTPE]i)?"}.items():
         if given[name] is not None and not re.fullmatch(amount + units, given[name]):
-            raise UsageError(f"--{name} {shown(given[name])} is no quantity", "give one as 8, 500m or 16Gi")
+            raise UsageError(f"--{name} {shown(given[name])} is not a quantity", "use one like 8, 500m or 16Gi")
     workers = given["workers_per_host"] or given["gpus"] or 1
     local_script = None if options["module"] or options["script"].startswith("/") else Path(options["script"])
     limits = {"memory": given["memory"], "nvidia.com/gpu": str(given["gpus"]) if given["gpus"] else None}
@@ -172,11 +172,11 @@ def _command(python: str, workers: int, options: Mapping[str, Any], local_script
         if options["module"]
         else [f"{SCRIPTS}/{local_script.name}" if local_script else options["script"]]
     )
-    return [*words, *options["arguments"]]
+    return [*words, *(["--"] if options.get("separated") else []), *options["arguments"]]
 
 
 def create(kubectl: Kubectl, manifest: Mapping[str, Any]) -> None:
-    """Creates an object. Not by `apply`, which would keep a copy of the Secret in an annotation. LaunchError:
+    """Creates an object. It does not use `apply`, which would keep a copy of the Secret in an annotation. LaunchError:
     Kubernetes refuses.
     """
     _checked(kubectl("create", "--validate=warn", "--filename=-", stdin=json.dumps(manifest)))
@@ -208,7 +208,7 @@ def _checked(done: subprocess.CompletedProcess[str]) -> None:
     warnings = [line for line in done.stderr.splitlines() if not re.match("[IW][0-9]{4} ", line)]
     if done.returncode:
         why = " ".join(warnings) or f"exit code {done.returncode}"
-        raise LaunchError(f"Kubernetes refuses ({why})", "see --engine='...' and --dry-run")
+        raise LaunchError(f"Kubernetes rejects the job ({why})", "check --engine='...' and --dry-run")
     for line in warnings:
         say(line)
 
@@ -232,7 +232,7 @@ def state(pod: Pod) -> Mapping[str, Any]:
 
 
 def code(pod: Pod | None) -> int | None:
-    """A pod's exit code; None while it runs. One that is gone, or failed without a code, counts as killed (SIGKILL)."""
+    """A pod's exit code; None while it runs. A missing pod, or one that failed without a code, counts as killed."""
     if pod is None:
         return PASSING[1]
     if ended := state(pod).get("terminated"):
@@ -257,7 +257,7 @@ def missing(job: str, hosts: int, pods: Mapping[int, Pod], events: Sequence[Mapp
     """The hosts that do not run yet, with the reasons; empty if all have begun. `events`: warnings of Kubernetes."""
     reasons: dict[str, list[int]] = {}
     refused = [event for event in events if event["involvedObject"]["name"] == job]
-    no_pod = f"{refused[-1]['reason']}: {refused[-1]['message']}" if refused else "no pod was made yet"
+    no_pod = f"{refused[-1]['reason']}: {refused[-1]['message']}" if refused else "no pod was created yet"
     for number in range(hosts):
         pod = pods.get(number)
         if pod is None or state(pod).keys() <= {"waiting"}:
@@ -277,14 +277,14 @@ class Follower:
         self._last_text = ""
         self._pods: dict[int, Pod] = {}
         self._events: list[Any] = []
-        self._followed = ""  # the first pod that is shown
-        self._had_ended = False  # whether it had ended before that began
-        self._shown = 0  # bytes of it
+        self._followed = ""  # the id of the first host's pod whose output is shown
+        self._had_ended = False  # whether that pod had ended before its output was shown
+        self._shown = 0  # bytes of its output that were shown
         self._output: subprocess.Popen[bytes] | None = None
         self._copies: threading.Thread | None = None
 
     def run(self) -> int:
-        """Follows the run to its end and returns the exit code. It removes no objects."""
+        """Follows the run to its end and returns the exit code. No objects are removed."""
         while True:
             self._listen(LOOK)
             items = self._kubectl.items("get", f"{self._owners}job,pods", self._selector)
@@ -299,10 +299,10 @@ class Follower:
             if not jobs and (
                 owner_kinds := [item["kind"] for item in items if item["kind"].lower() == self._job.shape]
             ):
-                self._tell(f"waiting for the job {self._job.job}, which the controller of {owner_kinds[0]}s makes")
+                self._tell(f"waiting for the {owner_kinds[0]} controller to create the job {self._job.job}")
                 continue
             if not jobs:
-                say(f"the job {self._job.name} is gone: somebody has deleted it")
+                say(f"the job {self._job.name} was deleted")
                 return self._asked
             self._look_for_missing(int(jobs[0]["spec"]["parallelism"]))
             verdict = self._verdict(jobs[0], pods)
@@ -314,7 +314,7 @@ class Follower:
         """Removes all objects of the run and waits for their end. A second signal kills the pods at once."""
         kinds = self._owners + KINDS
         command = self._kubectl.command("delete", kinds, self._selector, "--cascade=foreground", "--ignore-not-found")
-        self._followed = ""  # nothing is to be stopped any more but this
+        self._followed = ""  # from now on, a signal concerns only the removal
         streams = dict.fromkeys(("stdin", "stdout"), subprocess.DEVNULL)
         with subprocess.Popen(command, **streams, start_new_session=True) as process:  # type: ignore[call-overload]
             while process.poll() is None:
@@ -323,7 +323,7 @@ class Follower:
                     self._at_once = False
                 self._listen(LOOK / 4)
         if process.returncode:
-            say(f"to remove what is left: {command_line(command)}")
+            say(f"objects of the run are left; remove them with: {command_line(command)}")
         if self._output is not None:
             self._output.kill()
             self._output.wait()
@@ -335,10 +335,10 @@ class Follower:
     def _tell(self, text: str) -> None:
         if text != self._last_text:
             self._last_text = text
-            say(text or "all hosts run")
+            say(text or "all hosts are running")
 
     def _listen(self, seconds: float) -> None:
-        """Waits so many seconds, or until a signal has come."""
+        """Waits for this many seconds, or until a signal arrives."""
         end = time.monotonic() + seconds
         while can_read(self._wakeup, end - time.monotonic()):
             numbers = [number for number in self._wakeup.recv(4096) if number != signal.SIGCHLD]
@@ -356,7 +356,7 @@ class Follower:
         if self._stop_signal is not None:
             return
         text = missing(self._job.job, hosts, self._pods, self._events)
-        if text and text != self._last_text:  # there may be more to know
+        if text and text != self._last_text:  # the events may tell more
             self._events = self._kubectl.items("get", "events", "--field-selector=type=Warning") or []
             text = missing(self._job.job, hosts, self._pods, self._events)
         self._tell(text)
@@ -374,7 +374,7 @@ class Follower:
             and (self._had_ended or not self._output.returncode)
         ):
             return
-        if self._followed not in ("", uid):  # one that takes its place: that one's end comes first
+        if self._followed not in ("", uid):  # a new pod has taken its place, but the end of the old one comes first
             return
         if state(first).keys() & {"running", "terminated"}:
             self._shown = self._shown if uid == self._followed else 0
@@ -398,7 +398,7 @@ class Follower:
         passing.close()
 
     def _verdict(self, job: Mapping[str, Any], pods: Sequence[Pod]) -> int | None:
-        """The run's exit code once it has ended, else None."""
+        """The exit code of the run once it has ended, otherwise None."""
         if self._output is not None and self._output.poll() is None:
             return None
         if self._copies is not None:
@@ -407,7 +407,7 @@ class Follower:
         ended = code(followed[0] if followed else None) if self._followed else None
         broke = self._output is not None and bool(self._output.returncode) and not self._had_ended
         if ended is not None and broke and followed and followed[0] is self._pods.get(0):
-            return None  # it is shown once more
+            return None  # its output is shown once more
         conditions = job["status"].get("conditions", [])
         failed = [one for one in conditions if one["type"] == "Failed" and one["status"] == "True"]
         if ended is not None and self._stop_signal is not None:
@@ -417,11 +417,11 @@ class Follower:
             return 0
         if failed or ended not in (None, *PASSING):
             if failed:
-                say(f"Kubernetes has ended the job ({failed[0].get('reason')}: {failed[0].get('message')})")
+                say(f"Kubernetes ended the job ({failed[0].get('reason')}: {failed[0].get('message')})")
             return self._failed(ended)
         if ended is not None:
             how = "was stopped" if ended == STOPPED else "was lost"
-            say(f"host 0 {how}: Kubernetes starts it again, and the run goes on from its last checkpoint")
+            say(f"host 0 {how}; Kubernetes restarts it, and the run continues from its last checkpoint")
             self._followed, self._output = "", None
         return None
 

@@ -31,8 +31,8 @@ from paceline.launch.engines.engine import End, Engine, Host
 from paceline.launch.engines.remote_agent import GO_ON, MARK, STOPPED
 from paceline.launch.local import signals
 
-BEAT = 1.0  # seconds between two bytes that say that we are there
-ANSWER = 15.0  # seconds for the hosts to answer, after which the run begins without those that did not
+BEAT = 1.0  # seconds between two bytes that show that the launcher is alive
+ANSWER = 15.0  # seconds for hosts to answer; after that the run begins without the others
 AGAIN, LATEST = 5.0, 60.0  # seconds before a host is tried again: at first, and at most
 FAREWELL = 15.0  # seconds for the other hosts to end after the first one
 CHUNK = 1 << 16
@@ -44,8 +44,8 @@ class HostJob:
     """The program that runs on each host: `python` in the folder `cwd`, after the shell lines of `setup`. `options` are
     those of `paceline run` (`LaunchOptions`); `files` is an archive that is unpacked on the host; `call` is a pickled
     function that is called instead of a script; `listen` is the address at which the first host listens. `detach`: the
-    run goes on without the launcher once all hosts have joined. `wait`: if given, all hosts must answer within so many
-    seconds, else the run does not begin.
+    run goes on without the launcher once all hosts have joined. `wait`: if given, all hosts must answer within this
+    many seconds, otherwise the run does not begin.
     """
 
     options: Mapping[str, Any]
@@ -61,7 +61,7 @@ class HostJob:
 
     @property
     def script(self) -> str:
-        """The first input of ``sh``. It may read ahead, so nothing else is sent before Python has replaced it."""
+        """The first input of ``sh``. ``sh`` may read ahead, so nothing else is sent before Python has replaced it."""
         home = "~/" if self.cwd.startswith("~/") else ""
         cwd = self.cwd.removeprefix(home)
         folder = home + shlex.quote(f"./{cwd}" if cwd.startswith("-") else cwd)
@@ -72,7 +72,7 @@ class HostJob:
 
 @dataclass
 class _Host:
-    """The state of one host: its process here, its pipes, and what is known of its agent."""
+    """The state of one host: its local process, its pipes, and what is known about its agent."""
 
     spec: Host
     first: bool
@@ -81,7 +81,7 @@ class _Host:
     unread: dict[str, bytes] = field(default_factory=dict)
     last: str = ""  # its last line on standard error
     like: dict[str, Any] | None = None
-    ordered: bool = False  # its agent has been told to begin
+    ordered: bool = False  # its agent was ordered to begin
     begun: bool = False  # it has joined the run
     code: int | None = None
     end: End | None = None
@@ -104,15 +104,15 @@ class Launcher:
         self._hosts = [_Host(spec, first=not number) for number, spec in enumerate(engine.hosts)]
         self._selector = selectors.DefaultSelector()
         self._began = time.monotonic()
-        self._listens = ""  # where the coordinator is
+        self._listens = ""  # the address of the coordinator
         self._checked = self._left = False
-        self._late = math.inf  # when the others are not waited for any more
+        self._late = math.inf  # when to stop waiting for the other hosts
         self._beaten = 0.0
         self.stop_signal: int | None = None
         self.value = bytearray()
 
     def run(self) -> int:
-        """Runs the job from the hosts' start to their end and returns its exit code. No process is left. LaunchError:
+        """Runs the job from the hosts' start to their end and returns its exit code. No process remains. LaunchError:
         the hosts cannot begin.
         """
         with signals() as wakeup:
@@ -203,7 +203,7 @@ class Launcher:
     def _receive(self, host: _Host, line: bytes) -> None:
         from paceline.launch.engines.message_types import AGENT_MESSAGES  # needs msgspec
 
-        source = f"what {host.spec.name} says"
+        source = f"the message of {host.spec.name}"
         kind = read_message(line, dict[str, Any], source).get("says")
         message = read_message(line, AGENT_MESSAGES.get(str(kind), dict[str, Any]), source)
         if kind == "ready":
@@ -243,13 +243,13 @@ class Launcher:
         if host.first or not (host.end and host.end.passing) or self.stop_signal is not None:
             return
         if not host.pause:
-            when = "is lost" if host.ordered else "does not answer"
-            self._say(f"{host.spec.name} {when} ({host.end.text}): it is tried again until it comes")
+            when = "was lost" if host.ordered else "does not answer"
+            self._say(f"{host.spec.name} {when} ({host.end.text}); Paceline retries until it answers")
         host.pause = min(LATEST, 2 * host.pause) or AGAIN
         host.due = time.monotonic() + host.pause
 
     def _close(self, host: _Host) -> None:
-        """Ends a host's process here. Its agent sees the end of its input, and ends, too."""
+        """Kills the local process of a host. Its agent sees the end of its input, and ends too."""
         host.due = math.inf
         if host.process is not None:
             host.process.kill()
@@ -285,21 +285,21 @@ class Launcher:
             self._leave(ordered)
 
     def _leave(self, hosts: list[_Host]) -> None:
-        """The run goes on with these hosts, without us."""
+        """Leaves the run, which continues on these hosts without the launcher."""
         self._left = True
         for host in self._hosts:
             if host in hosts:
                 self._send(host, bytes([GO_ON]))
                 continue
-            self._say(f"{host.spec.name} has not come: the run goes on without it")
+            self._say(f"{host.spec.name} has not joined; the run continues without it")
             self._close(host)
         folder = Path(self._job.cwd, self._job.options["run_dir"])
-        self._say(f"the run goes on by itself, at {self._listens}, with its folder {self._hosts[0].spec.name}:{folder}")
-        self._say("come back with `paceline watch`, `paceline logs -f` or `paceline stop`, and that folder")
+        self._say(f"the run continues by itself, at {self._listens}, in the folder {self._hosts[0].spec.name}:{folder}")
+        self._say("follow or stop it with `paceline watch`, `paceline logs -f` or `paceline stop`, and that folder")
 
     def _check(self, now: float) -> None:
-        """Lets the first host begin once all hosts have answered, or time is up. LaunchError: the hosts differ, or one
-        that the run needs is silent.
+        """Lets the first host begin once all hosts have answered, or time is up. LaunchError: the hosts differ, or a
+        host that the run needs is silent.
         """
         first, silent = self._hosts[0], [host for host in self._hosts if host.like is None]
         needs_all_hosts, seconds = self._job.wait is not None, self._job.wait or ANSWER
@@ -310,24 +310,24 @@ class Launcher:
         if unlike or len({self._row(host)[1:] for host in self._hosts if host.like}) > 1:
             raise LaunchError(f"the hosts differ:\n{self._table()}", self._cure())
         if first.like is None:
-            why = (first.end and first.end.text) or self._engine.missing(first.spec) or "it says nothing"
-            what = f"the first host {first.spec.name} does not answer ({why}), and it is to keep the coordinator"
-            raise LaunchError(what, "name another one first, or bring it back")
+            why = (first.end and first.end.text) or self._engine.missing(first.spec) or "no output"
+            what = f"the first host {first.spec.name} does not answer ({why}), but it must run the coordinator"
+            raise LaunchError(what, "put another host first, or repair this one")
         for host in waiting:
-            why = (host.end and host.end.text) or self._engine.missing(host.spec) or "it says nothing"
+            why = (host.end and host.end.text) or self._engine.missing(host.spec) or "no output"
             if needs_all_hosts:
-                what = f"{host.spec.name} has not answered within {seconds:.0f} s ({why}), and all hosts are to begin"
-                raise LaunchError(what, "see why, or ask for fewer hosts")
-            self._say(f"{host.spec.name} does not answer yet ({why}): the run begins without it")
+                what = f"{host.spec.name} has not answered within {seconds:.0f} s ({why}), but the run needs all hosts"
+                raise LaunchError(what, "fix the cause, or use fewer hosts")
+            self._say(f"{host.spec.name} does not answer yet ({why}); the run begins without it")
         self._checked = True
         self._order(first)
 
     def _admit(self, host: _Host) -> None:
-        """A host joins, unless it came late and differs."""
+        """Lets a host join, unless it differs from the first one."""
         if self._row(host)[1:] == self._row(self._hosts[0])[1:]:
             self._order(host)
         else:
-            self._say(f"{host.spec.name} differs, and is left out:\n{self._table()}")
+            self._say(f"{host.spec.name} differs from the first host and is left out:\n{self._table()}")
             host.pause = math.inf
             self._close(host)
 
@@ -349,15 +349,15 @@ class Launcher:
             return cure
         scripts = {host.like["script"] for host in self._hosts if host.like}
         if len(scripts) > 1:
-            return "bring the same script there, or say --sync"
-        return "install the same versions, or give --python PATH and --setup"
+            return "copy the same script to all hosts, or use --sync"
+        return "install the same versions, or use --python PATH and --setup"
 
     def _signalled(self, wakeup: socket.socket) -> None:
         for number in wakeup.recv(CHUNK):
             if number == signal.SIGCHLD:
                 continue
             first = self._hosts[0]
-            if self.stop_signal is None and not first.ordered:  # nothing has begun
+            if self.stop_signal is None and not first.ordered:  # the run has not begun
                 for host in self._hosts:
                     self._close(host)
             self.stop_signal = self.stop_signal or number
@@ -374,10 +374,10 @@ class Launcher:
         return ended or time.monotonic() > self._late
 
     def _code(self) -> int:
-        """The exit code of the first host, or that of another host on which a worker failed."""
+        """The exit code of the first host, or of another host on which a worker failed."""
         first = self._hosts[0]
         if first.end is not None:
-            self._say(f"{first.spec.name}: {first.end.kind} ({first.end.text}); the same command goes on")
+            self._say(f"{first.spec.name}: {first.end.kind} ({first.end.text}); run the same command again to continue")
             return STOPPED
         if not first.ordered:
             return 130 if self.stop_signal == signal.SIGINT else STOPPED

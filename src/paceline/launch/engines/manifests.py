@@ -19,17 +19,17 @@ from paceline.base.schema import read_file
 from paceline.launch.local import PORT
 from paceline.team.coordinator import STOPPED
 
-LABEL = "paceline/run"  # on all that belongs to a run: its name
-INDEX = "batch.kubernetes.io/job-completion-index"  # the annotation of a pod that numbers it
-CONTAINER = HOSTS = "node"  # a JobSet's Job, and its container: Kubeflow Trainer and its tools know them by this name
+LABEL = "paceline/run"  # label of all objects of a run; its value is the name of the run
+INDEX = "batch.kubernetes.io/job-completion-index"  # annotation with the number of a pod
+CONTAINER = HOSTS = "node"  # name of a JobSet's Job and of its container, which Kubeflow Trainer and its tools expect
 TRAINER = "trainer.kubeflow.org"
-RUNS, TOKEN, SCRIPTS = "/mnt/run", "/mnt/paceline", "/mnt/script"  # where a container has them
+RUNS, TOKEN, SCRIPTS = "/mnt/run", "/mnt/paceline", "/mnt/script"  # paths in the container
 USER = 1000
-GRACE = 120  # seconds for a checkpoint, as before a time limit of Slurm's
-KEPT = 86_400  # seconds that an ended Job stays which nobody follows
-# Ends that were not the run's own: it was stopped (the same command goes on), or killed by SIGKILL or SIGTERM.
+GRACE = 120  # seconds for a checkpoint, the same as before a time limit of Slurm
+KEPT = 86_400  # seconds that an ended Job is kept if no launcher follows it
+# Exit codes after which Kubernetes restarts a pod: stopped with a checkpoint, killed by SIGKILL or SIGTERM.
 PASSING = (STOPPED, 137, 143)
-PLACEHOLDER = "..."  # for a value of the Secret that is shown
+PLACEHOLDER = "..."  # printed instead of a value of the Secret
 Manifest = dict[str, Any]
 
 
@@ -60,7 +60,7 @@ class PodJob:
 
     @property
     def job(self) -> str:
-        """The name of the Job, from which those of its pods are made: a JobSet makes it of its names and a number."""
+        """The name of the Job, which begins the names of its pods. A JobSet forms it from its own name and a number."""
         return self.name if self.shape == "job" else f"{self.name}-{HOSTS}-0"
 
 
@@ -190,7 +190,7 @@ def _pod(job: PodJob) -> Manifest:
     volumes = [
         {"name": "run", **claim},
         {"name": "token", "secret": token},
-        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # as large as the pod's own memory: else 64 MB
+        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # as large as the memory of the pod; the default is 64 MB
     ]
     if job.script is not None:
         items = [{"key": "script", "path": job.script.name}]
@@ -227,7 +227,7 @@ def _container(job: PodJob) -> Manifest:
         "name": CONTAINER,
         "image": job.image,
         "command": [literal(word) for word in (*before, *job.command)],
-        "workingDir": job.cwd or RUNS,  # what a script writes beside itself is to stay
+        "workingDir": job.cwd or RUNS,  # keeps the files that a script writes into its working folder
         "env": [
             {"name": "PACELINE_FIRST", "value": first},
             {"name": "PACELINE_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

@@ -1,7 +1,6 @@
 """Types of the JSON lines between launcher, drivers and hosts.
 
-Imported with the first line that is
-read: it needs msgspec. No torch.
+This module needs msgspec, so it is imported only when the first line is read. No torch.
 """
 
 from __future__ import annotations
@@ -14,7 +13,8 @@ from paceline.launch.options import LaunchOptions
 from paceline.team.message_types import Port, PositiveCount, Seconds, each, form
 
 Size = Annotated[int, Meta(ge=0, le=2**53)]
-At = tuple[str, Port, str]  # where a host listens for whoever measures the way to it
+At = tuple[str, Port, str]  # address, port and secret at which a host listens for measurements of its links
+Secret = Annotated[str, Meta(pattern=r"^[!-~]+\Z")]
 _BASE64 = r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?\Z"
 _HINTS = get_type_hints(LaunchOptions)
 OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "token", "on_listening", "workers")}
@@ -23,14 +23,14 @@ OPTIONS = {name: kind for name, kind in _HINTS.items() if name not in ("kept", "
 
 JOB: Any = (
     form(
-        {"options": form({}, OPTIONS), "workers": PositiveCount | None, "token": str, "files": Size, "call": Size}
+        {"options": form({}, OPTIONS), "workers": PositiveCount | None, "token": Secret, "files": Size, "call": Size}
         | {"tunnel": form(each("own goes comes", str)) | None}
     )
     | None
 )
 ORDER: Any = form({"name": str, "listen": str | None, "towards": str | None, "join": str | None, "detach": bool}) | None
 
-# ---- from a host, by what it says
+# ---- from a host, by kind of message
 
 AGENT_MESSAGES: dict[str, Any] = {
     "ready": form({}),
@@ -39,7 +39,7 @@ AGENT_MESSAGES: dict[str, Any] = {
     "value": form({"data": Annotated[str, Meta(pattern=_BASE64)]}),
 }
 
-# ---- from a driver, by the field that it has
+# ---- from a driver, by a field of the message
 
 DRIVEN: dict[str, Any] = {
     "waits": form({"waits": str}),

@@ -1,6 +1,6 @@
 """`paceline launch mpi`: starts agents with mpirun.
 
-Each agent is a job of its own of one process: one that is lost takes no other with it. No script needs mpi4py.
+Each agent is an MPI job of its own with one process, so a lost agent does not end others. Scripts do not need mpi4py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Mpi(Ssh):
 
 
 def queued() -> list[Host]:
-    """The hosts of the PBS or Torque job in which we run, each once: the job's file has a line for each core."""
+    """The hosts of the PBS or Torque job in which we run, each once (its node file has one line per core)."""
     path = variable("PBS_NODEFILE")
     if not path:
-        what = "which hosts is not said"
-        raise UsageError(what, "give --hosts a,b:2 or --hostfile FILE, or run it in a job of PBS")
+        what = "the hosts are missing"
+        raise UsageError(what, "pass --hosts a,b:2 or --hostfile FILE, or run this command in a PBS job")
     try:
         lines = read_file(path).decode().split()
     except OSError as error:
         what = f"PBS_NODEFILE={in_one_line(path)} cannot be read ({error.strerror})"
-        raise UsageError(what, "give --hosts a,b:2 or --hostfile FILE") from error
+        raise UsageError(what, "pass --hosts a,b:2 or --hostfile FILE") from error
     return parse_hosts(",".join(dict.fromkeys(lines)))

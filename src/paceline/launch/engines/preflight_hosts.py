@@ -1,7 +1,7 @@
 """`paceline doctor --hosts`: checks hosts, their clocks and links before a run.
 
-One process a host, over ssh, answers with a line of JSON for each line of JSON. Pairs of hosts are tried in rounds in
-which each host is of one pair: all of them, or beyond `ALL` hosts as many rounds as these would take.
+On each host, one process that is started over ssh answers each line of JSON with a line of JSON. Links are measured in
+rounds in which each host belongs to one pair: all pairs for up to `ALL` hosts, and the same number of rounds for more.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from paceline.launch.preflight import Finding, checkup, own_address, versions
 from paceline.observe import doctor as observe
 
 ALL = 8
-SENT, PATIENCE = 0.2, 2.0  # seconds of a link's measure, and for a connection to come
-ANSWER = 20.0  # seconds for a host to come, or to answer
-BEGINNING = 0.25  # of a measure, that is left out: a link lets a little through at once
+SENT, PATIENCE = 0.2, 2.0  # seconds to measure a link, and to connect
+ANSWER = 20.0  # seconds for a host to connect, or to answer
+BEGINNING = 0.25  # share of a measurement that is ignored, because a link buffers the first bytes
 BUFFER = 1 << 18
 APART = 1.0  # seconds between two clocks, above which the difference is reported
 
 
 def doctor(folder: Path | None, hosts: str | None, python: str, engine: str | None, serves: bool) -> int | str:
-    """Returns a diagnosis of a run as text, if its `folder` is given. Else it prints the findings about this host, or
-    about `hosts` and the links between them, and returns 1 if a run may fail. With `serves` it answers the questions of
-    the `doctor` that started it over ssh instead. UsageError: `folder` is no run folder.
+    """Returns a diagnosis of a run as text, if its `folder` is given. Otherwise it prints the findings about this host,
+    or about `hosts` and the links between them, and returns 1 if a run may fail. With `serves` it answers the questions
+    of the `doctor` that started it over ssh instead. UsageError: `folder` is not a run folder.
     """
     if folder is not None:
         return observe.doctor(folder)
@@ -63,7 +63,7 @@ def doctor(folder: Path | None, hosts: str | None, python: str, engine: str | No
     for finding in findings:
         tell(str(finding))
     open_findings = sum(bool(finding.cure) for finding in findings)
-    tell(f"{plural(open_findings, 'thing')} to mend" if open_findings else "a run can begin")
+    tell(f"{plural(open_findings, 'problem')} to fix" if open_findings else "ready to start a run")
     return min(open_findings, 1)
 
 
@@ -81,7 +81,7 @@ def serve() -> int:
     findings = [[finding.what, finding.cure, finding.note] for finding in checkup(Path())]
     _say({"versions": versions(), "found": findings, "at": endpoint})
     for line in sys.stdin:
-        target = read_message(line.encode(), MEASURE, "what was asked")
+        target = read_message(line.encode(), MEASURE, "the request of paceline doctor")
         _say({"clock": time.time()} if target is None else _measure(*target))
     return 0
 
@@ -133,7 +133,7 @@ def _greet(connection: socket.socket, key: bytes) -> bytes | None:
 def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
     """Measures the link to another host: bytes a second and the round trip in seconds, or why it cannot be reached."""
     if not address:
-        return {"refused": "it has no address in a network"}
+        return {"refused": "it has no network address"}
     from paceline.launch.engines.message_types import RATE  # needs msgspec
 
     try:
@@ -143,7 +143,7 @@ def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
             nonce = link.recv(NONCE, socket.MSG_WAITALL)
             began = time.monotonic()
             if not introduce(link, secret.encode(), nonce):
-                return {"refused": "another program listens there"}
+                return {"refused": "another program listens at its port"}
             latency, end = time.monotonic() - began, time.monotonic() + SENT
             while time.monotonic() < end:
                 link.sendall(bytes(BUFFER >> 2))
@@ -155,7 +155,7 @@ def _measure(address: str, port: int, secret: str) -> dict[str, Any]:
         return {"refused": getattr(error, "strerror", None) or str(error) or "no answer"}
 
 
-# ---- where it was asked for
+# ---- on the host of the command
 
 
 class _Far:
@@ -172,7 +172,7 @@ class _Far:
 
     def _send(self, data: bytes) -> None:
         assert self.process.stdin is not None
-        with suppress(OSError):  # its end is heard of
+        with suppress(OSError):  # `hear` notices its end
             self.process.stdin.write(data)
             self.process.stdin.flush()
 
@@ -186,13 +186,13 @@ class _Far:
         line = next((line for line in self.process.stdout if line.startswith(MARK)), None)
         if line is not None:
             try:
-                return read_message(line.removeprefix(MARK), kind, "what it says")
+                return read_message(line.removeprefix(MARK), kind, "its message")
             except FormatError as error:
                 self.why = str(error)
                 return None
         assert self.process.stderr is not None
         last = self.process.stderr.read().decode(errors="replace").strip().splitlines()
-        self.why = last[-1] if last else "it says nothing"
+        self.why = last[-1] if last else "no output"
         return None
 
     def ask(self, what: Any) -> Any:
@@ -200,7 +200,7 @@ class _Far:
         self._send(json.dumps(what).encode() + b"\n")
         from paceline.launch.engines.message_types import ANSWER as FORM  # needs msgspec
 
-        return self.hear(FORM) or {"refused": self.why or "it says nothing"}
+        return self.hear(FORM) or {"refused": self.why or "no output"}
 
     def come(self) -> None:
         """Receives the host's facts and measures how far its clock is from ours, by the quickest of three answers."""
@@ -217,7 +217,7 @@ class _Far:
 
 
 def rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Pairs so many hosts in rounds: each host is once in a round, each pair in one round (the circle method)."""
+    """Pairs `count` hosts in rounds: each host is once in a round, each pair in one round (the circle method)."""
     places = [*range(count + count % 2)]
     for _ in range(min(len(places) - 1, ALL - 1)):
         pairs = zip(places[: len(places) // 2], reversed(places[len(places) // 2 :]), strict=True)
@@ -267,9 +267,9 @@ def _of_hosts(far: Sequence[_Far], say: Callable[[str], None]) -> Iterator[Findi
             if cure or note:
                 yield Finding(f"{host.name}: {what}", cure, note)
         if abs(host.clock) > APART:
-            yield Finding(f"the clock of {host.name} is {host.clock:+.1f} s from this one", note="let NTP set it")
+            yield Finding(f"the clock of {host.name} is {host.clock:+.1f} s off this host's", note="set it with NTP")
     if len({json.dumps(host.facts["versions"]) for host in answering}) > 1:
-        yield Finding("the hosts have other versions", "install the same ones on all, or say --python PATH")
+        yield Finding("the hosts have different versions", "install the same ones everywhere, or use --python PATH")
 
 
 def _of_links(links: dict[tuple[str, str], Any], say: Callable[[str], None]) -> Iterator[Finding]:
@@ -277,11 +277,11 @@ def _of_links(links: dict[tuple[str, str], Any], say: Callable[[str], None]) -> 
     by_rate = sorted(measured, key=lambda pair: float(measured[pair]["rate"]))
     for one, other in by_rate[:ALL]:  # the slowest
         link = measured[one, other]
-        say(f"{one} to {other}: {8e-6 * link['rate']:,.0f} Mbit/s, {1000 * link['latency']:.1f} ms there and back")
+        say(f"{one} to {other}: {8e-6 * link['rate']:,.0f} Mbit/s, {1000 * link['latency']:.1f} ms round trip")
     if len(measured) > ALL:
         slowest = 8e-6 * measured[by_rate[ALL]]["rate"]
-        say(f"{len(measured) - ALL} more of {len(measured)} are not slower than {slowest:,.0f} Mbit/s")
+        say(f"the other {len(measured) - ALL} of {len(measured)} links reach at least {slowest:,.0f} Mbit/s")
     for (one, other), link in links.items():
         if "refused" in link:
-            what = f"{one} does not reach {other} ({link['refused']})"
-            yield Finding(what, "open the ports between the hosts: any, or those of --listen and of the coordinator")
+            what = f"{one} cannot reach {other} ({link['refused']})"
+            yield Finding(what, "open all ports between the hosts, or those of --listen and of the coordinator")

@@ -1,7 +1,7 @@
 """`paceline launch ray`: one agent on each of several Ray nodes.
 
-Ray itself is in a process of its own, `ray_driver`, which keeps a placement group and in each of its bundles an actor
-that runs `sh`.
+Ray itself runs in a process of its own, `ray_driver`, which keeps a placement group with an actor that runs `sh` in
+each of its bundles.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.errors import UsageError
 from paceline.launch.engines.driver_engine import DriverEngine, driver
 from paceline.launch.engines.engine import Host
 
-SEVERAL = 8  # nodes that are named, where not all of them have room
+SEVERAL = 8  # nodes that are named at most, if some have too few free resources
 Resources = dict[str, float]
 
 
@@ -36,13 +36,13 @@ def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
     """
     address = given["address"] or variable("RAY_ADDRESS") or "auto"
     if address.startswith("ray://"):
-        cure = "run this on a node of the cluster, as by `ray job submit -- paceline launch ray ...`"
-        raise UsageError(f"{shown(address)} is for Ray's client", cure)
+        cure = "run this on a node of the cluster, for example with `ray job submit -- paceline launch ray ...`"
+        raise UsageError(f"{shown(address)} is an address of the Ray client, which is not supported", cure)
     if hosts and given["nodes"] is not None:
-        raise UsageError("--hosts says how many nodes there are", "leave --nodes out, or let Ray choose: no --hosts")
+        raise UsageError("--nodes contradicts --hosts", "leave one out; without --hosts, Ray chooses the nodes")
     address_match = re.fullmatch(r"([^:/]+):([0-9]{1,5})", address)
     if address != "auto" and (address_match is None or int(address_match[2]) > 65535):
-        raise UsageError(f"--address {shown(address)} is no address", "give HOST:PORT, as 10.0.0.7:6379")
+        raise UsageError(f"--address {shown(address)} is not an address", "use HOST:PORT, for example 10.0.0.7:6379")
     return {
         "address": address,
         "nodes": given["nodes"],
@@ -54,12 +54,12 @@ def ask(given: Mapping[str, Any], hosts: Sequence[Host]) -> dict[str, Any]:
 
 
 def parse_resources(text: str) -> Resources:
-    """Reads ``CPU=8 GPU=4``, the resources that one host requests from Ray. UsageError: a word is no resource."""
+    """Reads ``CPU=8 GPU=4``, the resources that one host requests from Ray. UsageError: a word is not a resource."""
     resources = {}
     for word in text.split():
         name, _, number = word.partition("=")
         if not name or not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,4})?", number):
-            raise UsageError(f"--engine {shown(word)} is no resource of Ray's", "give some as --engine='CPU=8 GPU=4'")
+            raise UsageError(f"--engine {shown(word)} is not a Ray resource", "use --engine='CPU=8 GPU=4', for example")
         resources[name] = float(number)
     return resources
 
@@ -88,7 +88,7 @@ def pending(wanted: Sequence[Resources], nodes: Mapping[str, tuple[Resources, Re
     for bundle in wanted:
         for name in bundle:
             if name.startswith("node:") and not any(name in total for _, total in nodes.values()):
-                return f"{name.removeprefix('node:')} is no node that is alive"
+                return f"the node {name.removeprefix('node:')} is not alive"
     each = {name: most for name, most in wanted[0].items() if not name.startswith("node:")}
     lacks = {}
     for node, (free, total) in nodes.items():
@@ -96,6 +96,7 @@ def pending(wanted: Sequence[Resources], nodes: Mapping[str, tuple[Resources, Re
         lacks[node] = " and ".join(f"{free.get(name, 0.0):g} of {total.get(name, 0.0):g} {name} free" for name in short)
     ready = sum(not lack for lack in lacks.values())
     what = " and ".join(f"{most:g} {name}" for name, most in each.items())
-    text = f"{plural(len(wanted), 'node')} with {what} each {'is' if len(wanted) == 1 else 'are'} wanted"
+    text = f"{plural(len(wanted), 'node')} with {what} each {'is' if len(wanted) == 1 else 'are'} needed"
     named = [f"{node} has {lack}" for node, lack in lacks.items() if lack][:SEVERAL]
-    return ": ".join([f"{text}, and of {len(nodes)} alive {ready} can give that", *filter(None, ["; ".join(named)])])
+    text += f"; {ready} of {plural(len(nodes), 'live node')} can provide that"
+    return ": ".join([text, *filter(None, ["; ".join(named)])])

@@ -1,8 +1,8 @@
 """The process that talks to Ray: a placement group with one actor per host.
 
-It prints lines of JSON: what it ``waits`` for, and either where all is ``placed`` or ``what`` went wrong. It ends with
-its standard input; then Ray ends what is left, as it does where this process is killed. To be run as ``__main__``: only
-so does `Shell` travel by value, and Ray's own Python needs no Paceline.
+It prints lines of JSON: the resources that it ``waits`` for, and then either the addresses where the hosts were
+``placed``, or ``what`` went wrong. When its standard input ends or it is killed, Ray ends the actors. It must run as
+``__main__``: only then is `Shell` sent by value, so that Ray's Python does not need Paceline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.errors import first_line
 from paceline.launch.engines.driver_engine import CHUNK, LOST, finish, keep, reach
 from paceline.launch.engines.ray import Resources, bundles, pending
 
-LOOK = 2.0  # seconds between two looks at why there is no place yet
+LOOK = 2.0  # seconds between two checks why the hosts are not placed yet
 
 
 class Shell:
@@ -34,7 +34,7 @@ class Shell:
     def __init__(self) -> None:
         import ray
 
-        with open("/proc/self/environ", "rb") as file:  # without what Ray has added, as OMP_NUM_THREADS
+        with open("/proc/self/environ", "rb") as file:  # without variables that Ray adds, like OMP_NUM_THREADS
             environment = dict(word.split(b"=", 1) for word in file.read().split(b"\0") if b"=" in word)
         numbers = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         self._sh: Any = subprocess.Popen(
@@ -54,7 +54,7 @@ class Shell:
             while data:
                 data = data[self._sh.stdin.write(data) :]
         except BrokenPipeError:
-            pass  # `read` tells of its end
+            pass  # `read` reports its end
 
     def read(self) -> tuple[bytes, bytes, int | None]:
         """The output of `sh` on both streams within a second, and its exit code if it has ended."""
@@ -82,7 +82,7 @@ class ActorBridge:
         with (
             open(self._streams[0], "rb", buffering=0) as source,
             suppress(ray.exceptions.RayError),
-        ):  # which `_say` tells
+        ):  # `_say` reports it
             while data := source.read(CHUNK):
                 ray.get(self._actor.write.remote(data))
 
@@ -98,7 +98,7 @@ class ActorBridge:
                         data = data[os.write(stream, data) :]
         except ray.exceptions.RayError as error:
             code, why = LOST, _why(error)
-        except OSError:  # nobody listens any more
+        except OSError:  # the launcher has ended
             code = LOST
         finish(self._asker, self._streams, code, why)
 
@@ -106,15 +106,15 @@ class ActorBridge:
         """Kills the actor and closes the connection to the process that waits."""
         import ray
 
-        ray.kill(self._actor)  # and so its threads end
+        ray.kill(self._actor)  # this also ends our threads
         self._asker.close()
 
 
 def _why(error: Exception) -> str:
     import ray
 
-    if isinstance(error, ray.exceptions.ActorUnavailableError):  # the first to come where a node or a process has died
-        return "its actor does not answer any more"
+    if isinstance(error, ray.exceptions.ActorUnavailableError):  # raised first if a node or a process has died
+        return "its actor no longer answers"
     preempted = "preempted: " if getattr(error, "preempted", False) else ""
     return preempted + [line for line in str(error).splitlines() if line and not line.startswith("\t")][-1]
 
@@ -137,19 +137,19 @@ def main(asked: Mapping[str, Any]) -> int:
             reach(address)
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        where = "running here" if address == "auto" else f"at {address}"
-        cure = "start one by `ray start --head`, or give --address HOST:PORT of one that has a node here"
-        _tell(what=f"there is no Ray {where} ({first_line(error)})", cure=cure)
+        where = "on this host" if address == "auto" else f"at {address}"
+        cure = "start it with `ray start --head`, or pass --address HOST:PORT of a cluster that has a node here"
+        _tell(what=f"Ray {where} cannot be reached ({first_line(error)})", cure=cure)
         return 1
     wanted = bundles(asked, [total for _, total in _nodes().values()])
     group = placement_group(wanted, strategy="STRICT_SPREAD")
     last_reason, end = "", time.monotonic() + asked["wait"]
     while not group.wait(min(LOOK, asked["wait"])):
-        if can_read(0, 0.0):  # nobody is there any more
+        if can_read(0, 0.0):  # the launcher has ended
             return 1
         why = pending(wanted, _nodes())
         if time.monotonic() > end:
-            cure = "wait for longer with --wait, ask for less, or see `ray status`"
+            cure = "increase --wait, request less, or check `ray status`"
             _tell(what=f"Ray has not placed the hosts within {asked['wait']} s: {why}", cure=cure)
             return 1
         if why != last_reason:
@@ -188,7 +188,7 @@ def _actor(group: Any, has: Resources, number: int) -> Any:
         .options(
             num_cpus=has.get("CPU", 0),
             num_gpus=has.get("GPU", 0),
-            max_concurrency=2,  # it reads while it is written to
+            max_concurrency=2,  # `read` and `write` run at the same time
             enable_task_events=False,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
         )

@@ -1,9 +1,9 @@
 """The agent's program on another host, controlled through standard input.
 
-It says four things on standard output, each a line that begins with `MARK`: ``ready``, ``like`` (what all hosts must
-have in common), ``listens`` and the ``value`` of a function, in pieces. It hears a job, then an order (which host is
-the first), each a line of JSON; and then bytes: zeros, so that a cable that is cut can be told from a launcher that has
-nothing to say, numbers of signals, and `GO_ON`: the launcher leaves, and the run goes on by itself.
+It prints four kinds of messages on standard output, each a line that begins with `MARK`: ``ready``, ``like`` (the facts
+that must be equal on all hosts), ``listens``, and the ``value`` of a function, in pieces. It reads a job, then an order
+(which host is the first), each a line of JSON, and then bytes: zeros, which distinguish an idle launcher from a broken
+connection; signal numbers; and `GO_ON`: the launcher leaves, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import shown
-from paceline.base.environment import address_towards, gpus, reached_at
+from paceline.base.environment import FUNCTION, address_towards, gpus, reached_at
 from paceline.base.polling import can_read, wait_for
 from paceline.base.schema import SAME_VERSION, read_json
 from paceline.errors import FormatError, UsageError
@@ -32,21 +32,20 @@ from paceline.launch.joining import likeness
 from paceline.launch.local import launch
 from paceline.launch.modules import find_module
 from paceline.launch.options import LaunchOptions
-from paceline.launch.outcome import FUNCTION
 
 MARK = b"\x1epaceline "
 SILENCE = 15.0  # seconds without a byte, after which the connection counts as broken
-PATIENCE = 20.0  # seconds in which the first host's coordinator, which has begun, is to be reached
+PATIENCE = 20.0  # seconds in which the running coordinator of the first host must be reached
 VALUE = 1 << 19  # bytes of a value in one line
-PIECE = 4096  # bytes that a pipe takes at once if it takes any
+PIECE = 4096  # bytes that a pipe accepts at once if it accepts any
 STOPPED = 75
 GO_ON = 255
-CONSOLE = "console.log"  # in the run folder: what is said after that
+CONSOLE = "console.log"  # a file in the run folder: the output after the launcher has left
 
 
 def hosted() -> int:
     """Runs the launcher's job on this host and returns the exit code. UsageError, LaunchError: the job cannot run."""
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a connection that breaks is told of by its silence
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a broken connection is noticed by its silence
     with open(0, "rb", buffering=0, closefd=False) as launcher_input:
         _say("ready")
         job = read_job(launcher_input.readline() or b"null")
@@ -54,7 +53,7 @@ def hosted() -> int:
             return STOPPED
         if job["tunnel"] is None:
             return _run(launcher_input, job)
-        from paceline.launch.engines.tunnel import inside  # asyncio, not with every agent
+        from paceline.launch.engines.tunnel import inside  # imported here, because it needs asyncio
 
         with inside(*(job["tunnel"][key] for key in ("own", "goes", "comes"))):
             return _run(launcher_input, job)
@@ -67,7 +66,7 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
     options = LaunchOptions(**job["options"], workers=job["workers"] or gpus() or 1, token=job["token"].encode())
     _say("like", **_like(options), workers=options.workers)
     order = read_order(launcher_input.readline() or b"null")
-    if order is None:  # the launcher is gone, or the hosts differ
+    if order is None:  # the launcher has ended, or the hosts differ
         return STOPPED
     apart = _apart() if order["detach"] else None
     where: dict[str, Any] = {"listen": order["listen"] or _own_address(order["towards"])}
@@ -96,20 +95,20 @@ def _run(launcher_input: io.RawIOBase, job: dict[str, Any]) -> int:
 
 
 def read_job(line: bytes) -> Any:
-    """Reads the launcher's job for this host; None: there is none. FormatError: no job, or one of another version."""
+    """Reads the launcher's job for this host; None without a job. FormatError: it is damaged, or of another version."""
     from paceline.launch.engines.message_types import JOB, OPTIONS  # needs msgspec
 
-    job = read_json(line, JOB, "the launcher's job", SAME_VERSION)
+    job = read_json(line, JOB, "the job of the launcher", SAME_VERSION)
     if unknown := sorted(job["options"].keys() - OPTIONS.keys() if job else ()):
-        raise FormatError(f"the launcher gives the option {shown(unknown[0])}, which is not known here", SAME_VERSION)
+        raise FormatError(f"the launcher sent an option unknown to this host, {shown(unknown[0])}", SAME_VERSION)
     return job
 
 
 def read_order(line: bytes) -> Any:
-    """Reads the launcher's order to begin; None: the host does not begin. FormatError: it is no order."""
+    """Reads the launcher's order to begin; None: the host does not begin. FormatError: it is damaged."""
     from paceline.launch.engines.message_types import ORDER  # needs msgspec
 
-    return read_json(line, ORDER, "the launcher's order", SAME_VERSION)
+    return read_json(line, ORDER, "the order of the launcher", SAME_VERSION)
 
 
 def _called(launcher_input: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO]:
@@ -120,7 +119,7 @@ def _called(launcher_input: io.RawIOBase, job: dict[str, Any]) -> list[io.FileIO
     if job["call"]:
         for piece in _pieces(launcher_input, job["call"]):
             memory_files[0].write(piece)
-        # Not as arguments: those are the same on all hosts.
+        # Not as arguments, which must be the same on all hosts.
         paths = ":".join(f"/proc/{os.getpid()}/fd/{memory.fileno()}" for memory in memory_files)
         job["options"]["environment"] |= {"PACELINE_CALL": paths}
         job["options"] |= {"script": find_module(FUNCTION), "module": FUNCTION}
@@ -134,8 +133,8 @@ def _pieces(source: io.RawIOBase | io.BytesIO, size: int) -> Iterator[bytes]:
 
 
 def _apart() -> int:
-    """Continues in a forked process, unknown to the program that started us: an mpirun, for example, would end it. The
-    first process stays until the forked one ends, or writes to the returned descriptor.
+    """Continues in a forked process, unknown to the program that started us, because mpirun, for example, would end it.
+    The first process stays until the forked one ends, or writes to the returned descriptor.
     """
     comes, tells = os.pipe()
     if child := os.fork():
@@ -184,8 +183,8 @@ def _own_address(towards: str | None) -> str:
     try:
         return address_towards(towards)
     except OSError as error:
-        what = f"{socket.gethostname()} finds no way to {towards} ({error.strerror})"
-        raise UsageError(what, "give --listen ADDR, at which the other hosts reach the first") from error
+        what = f"{socket.gethostname()} cannot reach {towards} ({error.strerror})"
+        raise UsageError(what, "pass --listen ADDR, at which the other hosts reach the first host") from error
 
 
 def _heed(broken: threading.Event, go_on: Callable[[], None]) -> None:

@@ -1,7 +1,7 @@
 """`paceline launch slurm`: submits a batch job and starts agents with srun.
 
-Slurm's notice (USR1, USR2 or TERM, to the script or to the steps) stops the run with a checkpoint; the job is then
-requeued, and goes on in the same run folder. No torch.
+Slurm's notice (USR1, USR2 or TERM, to the script or to the steps) stops the run with a checkpoint. The job is then
+requeued, and continues in the same run folder. No torch.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Slurm(Engine):
         super().__init__(hosts, given)
         self._job, self._batch = job, batch
         if restarts:
-            say(f"job {job} goes on: restart {restarts}")
+            say(f"job {job} continues: restart {restarts}")
 
     def command(self, host: Host) -> list[str]:
-        """Runs one task with srun on the host, beside the other steps of the job."""
+        """Runs one task with srun on the host, at the same time as the other steps of the job."""
         one_task = [
             "--nodes=1",
             "--ntasks=1",
@@ -79,8 +79,8 @@ class Slurm(Engine):
         if "JobState=CANCELLED" in _ask("scontrol", "show", "job", self._job):
             return code
         done = subprocess.run(["scontrol", "requeue", self._job], capture_output=True, text=True, check=False)
-        how = "is requeued" if done.returncode == 0 else f"is not requeued: {done.stderr.strip()}"
-        say(f"job {self._job} was preempted, or is near its time limit, and {how}")
+        how = "and was requeued" if done.returncode == 0 else f"but cannot be requeued: {done.stderr.strip()}"
+        say(f"job {self._job} was preempted or is near its time limit, {how}")
         return code
 
 
@@ -91,8 +91,8 @@ def allocation(given: Sequence[str]) -> Slurm | None:
         return None
     nodes = _ask("scontrol", "show", "hostnames", job.nodes).split()
     if not nodes:
-        raise LaunchError(f"the nodes of job {job.number} are not known", "see `scontrol show hostnames`")
-    given = [] if job.batch else given  # sbatch had them
+        raise LaunchError(f"the nodes of job {job.number} are not known", "check `scontrol show hostnames`")
+    given = [] if job.batch else given  # sbatch has used them already
     return Slurm([Host(node) for node in nodes], given, job.number, job.restarts, job.batch)
 
 
@@ -109,17 +109,17 @@ def check_names(job: HostJob, given: Sequence[str]) -> None:
     names = [("the script", job.options["script"]), *paths, ("--python", job.python), *(("--engine", w) for w in given)]
     for what, name in names:
         if in_one_line(name) != name:
-            why = "has a control character in it, which a batch script of Slurm's cannot hold"
-            raise UsageError(f"{what} {shown(name)} {why}", "give another name")
+            why = "contains a control character, which a Slurm batch script does not allow"
+            raise UsageError(f"{what} {shown(name)} {why}", "use another name")
     for what, name in paths:
         if "\\" in name:
-            why = "has a backslash in it, after which Slurm would write its output elsewhere"
-            raise UsageError(f"{what} {shown(name)} {why}", "give another name")
+            why = "contains a backslash, which makes Slurm write its output to another path"
+            raise UsageError(f"{what} {shown(name)} {why}", "use another name")
 
 
 def batch_script(job: HostJob, again: Sequence[str], nodes: int, name: str, given: Sequence[str]) -> str:
     """The batch script. It holds no secret: the variables of `--env` come with the job's environment."""
-    folder = str(Path(job.cwd, job.options["run_dir"])).replace("%", "%%")  # which Slurm would replace
+    folder = str(Path(job.cwd, job.options["run_dir"])).replace("%", "%%")  # % begins a pattern of Slurm
     options = [
         f"--job-name={name}",
         f"--nodes={nodes}",
@@ -144,7 +144,7 @@ def submit(job: HostJob, again: Sequence[str], given: Mapping[str, Any], environ
     UsageError: an option is missing or wrong. LaunchError: Slurm refuses the job.
     """
     if given["nodes"] is None:
-        raise UsageError("how many nodes is not said", "give -N NODES, or run it inside of salloc")
+        raise UsageError("the number of nodes is missing", "pass -N NODES, or run this command inside salloc")
     given_words = split_options(given["engine"])
     check_names(job, given_words)
     name = "paceline-" + re.sub(r"[^\w.+-]", "_", Path(job.options["script"]).stem)
@@ -163,11 +163,10 @@ def submit(job: HostJob, again: Sequence[str], given: Mapping[str, Any], environ
             check=False,
         )
     except OSError as error:
-        raise LaunchError(
-            f"sbatch cannot be started ({error.strerror})", "run this where Slurm's commands are"
-        ) from error
+        what = f"sbatch cannot be started ({error.strerror})"
+        raise LaunchError(what, "run this on a host with the Slurm commands") from error
     if done.returncode:
-        raise LaunchError(f"Slurm refuses the job ({done.stderr.strip()})", "see --engine='...' and --dry-run")
+        raise LaunchError(f"Slurm rejects the job ({done.stderr.strip()})", "check --engine='...' and --dry-run")
     number = done.stdout.strip().partition(";")[0]
     say(f"job {number}, run folder {in_one_line(job.options['run_dir'])}")
     return 0 if given["detach"] else _follow(number, Path(job.options["run_dir"], f"slurm-{number}.out"))

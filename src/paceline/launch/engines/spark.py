@@ -1,6 +1,6 @@
 """`paceline launch spark`: one agent on each of several Spark executors.
 
-Spark itself is in a process of its own, `spark_driver`, which keeps a barrier task for each host that runs `sh`.
+Spark itself runs in a process of its own, `spark_driver`, which keeps a barrier task that runs `sh` for each host.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from paceline.errors import UsageError
 from paceline.launch.engines.driver_engine import DriverEngine, driver
 from paceline.launch.engines.engine import split_options
 
-# Each host is a stage of its own: in a stage of all hosts, Spark would end all tasks when it loses one. Spark does not
-# repeat the stage, and its number of executors stays the number of hosts: we repeat it, and see its result.
+# Each host is a stage of its own, because Spark ends all tasks of a stage when it loses one of them. Spark does not
+# repeat a stage, and the number of executors stays the number of hosts: we repeat the stage, and see its result.
 SPARK_SETTINGS = {
     "spark.dynamicAllocation.enabled": "false",
     "spark.stage.maxConsecutiveAttempts": "1",
@@ -64,10 +64,10 @@ def ask(given: Mapping[str, Any], python: str) -> dict[str, Any]:
     """The request to the driver; ``submit``: options of spark-submit. UsageError: an option is missing or wrong."""
     nodes, master = given["nodes"], given["master"]
     if nodes is None:
-        raise UsageError("how many nodes is not said", "give -N NODES")
+        raise UsageError("the number of nodes is missing", "pass -N NODES")
     if master is not None and not re.match(r"spark://.|k8s://.|yarn$|local\b", master):
-        cure = "give one as spark://HOST:7077, yarn, k8s://https://HOST:6443 or local-cluster[2,1,1024]"
-        raise UsageError(f"--master {shown(master)} is no master of Spark's", cure)
+        cure = "use spark://HOST:7077, yarn, k8s://https://HOST:6443 or local-cluster[2,1,1024]"
+        raise UsageError(f"--master {shown(master)} is not a Spark master", cure)
     cores = str(given["workers_per_host"] or 1)
     conf = {
         "spark.app.name": "paceline",
@@ -79,5 +79,5 @@ def ask(given: Mapping[str, Any], python: str) -> dict[str, Any]:
     }
     words = [] if master is None else ["--master", master]
     words += [word for name, value in conf.items() for word in ("--conf", f"{name}={value}")]
-    words += split_options(given["engine"])  # of two with one name the later one holds
+    words += split_options(given["engine"])  # of two settings with one name, the later one wins
     return {"nodes": nodes, "master": master, "submit": words, "wait": given["wait"], "python": python}

@@ -1,8 +1,8 @@
 """The process that talks to Spark: a barrier task per host.
 
-Each task comes to us with two connections, which then are the standard streams of its `sh`; both ends prove that they
-know a secret of this driver's, which travels with the task's code alone. It is a process of its own, or a thread of one
-that has a session.
+Each task opens two connections to this driver, which become the standard streams of its `sh`. Both ends prove that they
+know a secret of this driver, which is sent only with the code of the task. The driver is a process of its own, or a
+thread of a process with a Spark session.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from paceline.base.polling import can_read
 from paceline.base.text import plural
 from paceline.launch.engines.driver_engine import CHUNK, LOST, finish, keep, reach
 
-LOOK = 2.0  # seconds between two looks at why there is no place yet
+LOOK = 2.0  # seconds between two checks why the hosts are not placed yet
 ANSWER = 10  # seconds for a task to prove itself
-DRAIN = 10.0  # seconds for what a task has said before its end to arrive
-FAREWELL = 60.0  # seconds for agents to save and end, once nobody is here any more
+DRAIN = 10.0  # seconds for the last output of a task to arrive after its end
+FAREWELL = 60.0  # seconds for agents to save and end after the launcher has ended
 
 
 def _task(address: tuple[str, int], key: bytes, name: str) -> Callable[[Any], Any]:
@@ -51,7 +51,7 @@ def _task(address: tuple[str, int], key: bytes, name: str) -> Callable[[Any], An
         with Client(address, authkey=key) as both, Client(address, authkey=key) as error:
             both.send_bytes(f"{name} 0".encode())
             error.send_bytes(f"{name} 1".encode())
-            if both.recv_bytes():  # else Spark has started this task a second time
+            if both.recv_bytes():  # otherwise Spark has started this task a second time
                 out, err = both.fileno(), error.fileno()
                 yield subprocess.call(
                     ["sh"], stdin=out, stdout=out, stderr=err, env=environment, start_new_session=True
@@ -71,7 +71,7 @@ class Gate:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it was closed
+        with suppress(OSError):  # the listener was closed
             while True:
                 wire, (where, *_) = self._listener.accept()
                 now = time.monotonic()
@@ -105,7 +105,7 @@ class Gate:
 
     def close(self) -> None:
         """Ends the input of all agents that are left, giving them a while to end before their tasks are cancelled."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # or the thread that accepts would keep it
+        self._listener.shutdown(socket.SHUT_RDWR)  # otherwise the accepting thread would keep it open
         self._listener.close()
         for host in self.hosts.values():
             host.leave()
@@ -126,7 +126,7 @@ class TaskBridge:
         self._gate, self._context, self._name = gate, context, f"{number}.{secrets.token_hex(8)}"
         self._wires: dict[int, socket.socket] = {}
         self._lock, self._left = threading.Lock(), False
-        self.arrived, self.where = threading.Event(), ""  # set once the task has come, or never will; its address
+        self.arrived, self.where = threading.Event(), ""  # set once the task has connected, or never will; its address
         self._code, self.why = LOST, ""
         gate.hosts[self._name] = self
         self.job = InheritableThread(target=self._run, args=(number,), daemon=True)
@@ -142,7 +142,7 @@ class TaskBridge:
         run = _task(self._gate.address, self._gate.key, self._name)
         try:
             codes = context.parallelize([0], 1).barrier().mapPartitions(run).collect()
-            self._code, self.why = (codes[0], "") if codes else (LOST, "Spark has begun its task anew")
+            self._code, self.why = (codes[0], "") if codes else (LOST, "Spark restarted its task")
         except (Py4JError, PySparkException) as error:
             self.why = _why(error)
         self.arrived.set()
@@ -171,13 +171,13 @@ class TaskBridge:
 
     def _hear(self) -> None:
         self.arrived.wait()
-        with open(self._streams[0], "rb", buffering=0) as source, suppress(OSError, KeyError):  # `_follow` tells
+        with open(self._streams[0], "rb", buffering=0) as source, suppress(OSError, KeyError):  # `_follow` reports it
             while data := source.read(CHUNK):
                 self._wires[0].sendall(data)
             self._wires[0].shutdown(socket.SHUT_WR)
 
     def _say(self, stream: int) -> None:
-        with suppress(OSError):  # nobody listens any more
+        with suppress(OSError):  # the launcher has ended
             while data := self._wires[stream].recv(CHUNK):
                 while data:
                     data = data[os.write(self._streams[1 + stream], data) :]
@@ -219,7 +219,7 @@ class TaskBridge:
 
 
 def _why(error: Exception) -> str:
-    """The last line before Java's stack, which tells of the cause."""
+    """The last line before the Java stack, which names the cause."""
     lines = str(error).partition("\n\tat ")[0].strip().splitlines()
     text = lines[-1].strip() if lines else type(error).__name__
     return f"preempted: {text}" if re.search("preempt|decommission", text, re.IGNORECASE) else text
@@ -234,20 +234,20 @@ def hold(context: Any, asked: Mapping[str, Any], input_fd: int, tell: Callable[.
         hosts = {number: TaskBridge(gate, context, number) for number in range(asked["nodes"])}
         last_reason, end = "", time.monotonic() + asked["wait"]
         while not all(host.arrived.wait(LOOK / len(hosts)) for host in hosts.values()):
-            if can_read(input_fd, 0.0):  # nobody is there any more
+            if can_read(input_fd, 0.0):  # the launcher has ended
                 return
-            executors = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # and the driver itself
+            executors = len(context._jsc.sc().statusTracker().getExecutorInfos()) - 1  # minus the driver itself
             ready = sum(host.arrived.is_set() for host in hosts.values())
-            why = f"{ready} of {plural(len(hosts), 'task')} run, and Spark has {plural(executors, 'executor')}"
+            why = f"{ready} of {plural(len(hosts), 'task')} running, {plural(executors, 'executor')} available"
             if time.monotonic() > end:
-                cure = "wait for longer with --wait, ask for less, or see Spark's own page"
+                cure = "increase --wait, request less, or check the web page of Spark"
                 tell(what=f"Spark has not placed the hosts within {asked['wait']} s: {why}", cure=cure)
                 return
             if why != last_reason:
                 last_reason = why
                 tell(waits=why)
         if failed := next((host for host in hosts.values() if host.why), None):
-            tell(what=f"Spark could not begin a task ({failed.why})", cure="see the logs of its executors")
+            tell(what=f"Spark could not start a task ({failed.why})", cure="see the logs of the executors")
             return
 
         def begin(number: int, *given: Any) -> TaskBridge:
@@ -274,7 +274,7 @@ def main(asked: Mapping[str, Any]) -> int:
         return 1
     master = asked["master"] or ""
     with os.fdopen(os.memfd_create("log"), "w+b") as log:
-        for stream in (1, 2):  # Spark's own, for as long as it runs
+        for stream in (1, 2):  # the output of Spark goes to the log
             os.dup2(log.fileno(), stream)
         try:
             if master.startswith("spark://"):
@@ -285,8 +285,8 @@ def main(asked: Mapping[str, Any]) -> int:
             log.seek(0)
             last = log.read().decode(errors="replace").strip().splitlines()[-1:]
             why = "; ".join([_why(failure), *last])
-            cure = "give --master as spark://HOST:7077, yarn or local-cluster[2,1,1024]; Spark needs a Java, too"
-            tell(what=f"there is no Spark{master and f' at {master}'} ({why})", cure=cure)
+            cure = "use --master spark://HOST:7077, yarn or local-cluster[2,1,1024]; Spark also needs Java"
+            tell(what=f"Spark{master and f' at {master}'} cannot be reached ({why})", cure=cure)
             return 1
         finally:
             for stream in (1, 2):
@@ -296,7 +296,7 @@ def main(asked: Mapping[str, Any]) -> int:
     finally:
         java = session.sparkContext._gateway.proc
         session.stop()
-        java.stdin.close()  # which ends it
+        java.stdin.close()  # this ends Java
         java.wait()
     return 0
 

@@ -9,12 +9,12 @@ from paceline.launch.engines.tunnel import Tunnel
 
 BROKEN = 255  # ssh's own exit code
 FOR_GOOD = ("Permission denied", "Host key verification failed", "Could not resolve hostname", "Bad ", "no such")
-# A terminal, the agent's and X11's forwarding are not wanted; nobody is there to answer a question.
+# No terminal, no agent forwarding, no X11 forwarding, and no questions.
 OPTIONS = ("-T", "-a", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ServerAliveInterval=5")
 
 
 class Ssh(Engine):
-    """Starts agents with OpenSSH. The user's options come first: of two that disagree, ssh takes the first."""
+    """Starts agents with OpenSSH. The user's options come first, because ssh uses the first of two that disagree."""
 
     name = "ssh"
 
@@ -43,7 +43,7 @@ class Ssh(Engine):
         if code != BROKEN:
             return None
         if "forwarding failed" in last_line:
-            return End("failed", last_line, "let sshd there say AllowStreamLocalForwarding yes, or leave --tunnel out")
+            return End("failed", last_line, "set AllowStreamLocalForwarding yes for sshd there, or leave --tunnel out")
         if any(word in last_line for word in FOR_GOOD):
-            return End("failed", last_line, f"see that `ssh {host.name} true` does not ask or fail")
+            return End("failed", last_line, f"make sure that `ssh {host.name} true` succeeds without a question")
         return End("lost", last_line or "the connection broke")

@@ -30,7 +30,7 @@ from paceline.launch.engines.spark import ask as ask_spark
 from paceline.launch.engines.ssh import Ssh
 from paceline.launch.modules import find_module
 
-MOST = 200_000_000  # bytes that are copied with --sync
+MOST = 200_000_000  # bytes that --sync copies at most
 
 
 def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], options: dict[str, Any]) -> int:
@@ -40,12 +40,12 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
     """
     script = options["script"]
     if script is None:
-        raise UsageError("no script was given", "give the path of the Python file that trains")
+        raise UsageError("no script was given", "pass the path of a Python training script")
     module = script if options["module"] else None
     in_image = where == "kubernetes" and (module is not None or script.startswith("/"))
     options |= {"script": find_module(script) if module and not in_image else script, "module": module}
     if not in_image and not Path(options["script"]).is_file():
-        raise UsageError(f"the script {script} does not exist", "give the path of the Python file that trains")
+        raise UsageError(f"the script {script} does not exist", "pass the path of a Python training script")
     environment = {name: _value(name, value) for name, _, value in (word.partition("=") for word in given["env"])}
     again: list[str] = _without_values(words)
     if options["run_dir"] is None:
@@ -53,8 +53,8 @@ def launch_on(where: str, words: Sequence[str], given: Mapping[str, Any], option
         options["run_dir"] = f"runs/{stem}-{time.strftime('%Y%m%d-%H%M%S')}"
         again[3:3] = ["--run-dir", str(options["run_dir"])]
     if given["tunnel"] and (given["detach"] or given["listen"]):
-        what = "--tunnel leads through this process, so there is no --detach, and no --listen"
-        raise UsageError(what, "leave out either")
+        what = "--tunnel keeps this process between the hosts and cannot be combined with --detach or --listen"
+        raise UsageError(what, "leave out --tunnel or the other option")
     if where == "kubernetes":
         return launch_pods(given, options, environment, command_line(again))
     options |= {"environment": environment, "again": command_line(again)}
@@ -109,16 +109,17 @@ def _requested_hosts(where: str, hosts: str | None, file: Path | None) -> list[H
     if where == "mpi" and hosts is None and file is None:
         return queued()
     if (hosts is None) == (file is None):
-        raise UsageError("which hosts is not said", "give --hosts a,b:2 or --hostfile FILE")
+        what = "the hosts are missing" if hosts is None else "--hosts and --hostfile cannot be combined"
+        raise UsageError(what, "pass --hosts a,b:2 or --hostfile FILE")
     return parse_hosts(hosts) if hosts is not None else read_hosts(file or Path())
 
 
 def _value(name: str, value: str) -> str:
     if not name.isidentifier():
-        raise UsageError(f"--env {shown(name)} is no variable", "give NAME, or NAME=VALUE")
+        raise UsageError(f"--env {shown(name)} is not a variable name", "use NAME or NAME=VALUE")
     value = value or variable(name) or ""
     if not value:
-        raise UsageError(f"--env {name}: there is no such variable here", f"export it, or give --env {name}=VALUE")
+        raise UsageError(f"--env {name}: this variable is not set here", f"export it, or use --env {name}=VALUE")
     return value
 
 
@@ -156,8 +157,8 @@ def archive() -> bytes:
     files = [path for path in paths if path.is_file() and path.name != "token" and "__pycache__" not in path.parts]
     if (size := sum(path.stat().st_size for path in files)) > MOST:
         largest = max(files, key=lambda path: path.stat().st_size)
-        what = f"--sync would copy {size / 1e6:,.0f} MB, the largest is {largest}"
-        raise LaunchError(what, "keep data elsewhere, or name it in .gitignore: at most 200 MB are copied")
+        what = f"--sync would copy {size / 1e6:,.0f} MB; the largest file is {largest}"
+        raise LaunchError(what, "move data to another folder, or list it in .gitignore: at most 200 MB are copied")
     data = io.BytesIO()
     with tarfile.open(fileobj=data, mode="w") as archive:
         for path in files:

@@ -1,10 +1,10 @@
 """Connects hosts that can only be reached over ssh.
 
-Each host has an address of the loopback that no other host of the run has, and what it serves listens there. Whoever
-connects to another host's asks for the way before (`paceline.base.environment.way_to`): the agent of its own host then
-listens at that address and port itself. What comes is handed on by a socket that ssh brings to the launcher, and from
-there by one that ssh brings to the other host's agent, which connects to nothing but what listens at just that address.
-All these sockets are files that one user may open; no port is needed.
+Each host has a loopback address of its own in the run, and its services listen at that address. A process that connects
+to another host first asks for a way (`paceline.base.environment.way_to`): the agent of its own host then listens at
+that address and port itself. The agent forwards the data over a socket that ssh forwards to the launcher, and the
+launcher forwards it over another one to the agent of the other host. That agent connects only to programs that listen
+at exactly this address. All these sockets are files that only one user may open; no port is needed.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from paceline.base.environment import REFUSED, WAY, enter_tunnel
 from paceline.errors import UsageError
 
 MOST_HOSTS = 254
-PIECE = 1 << 16  # bytes that are handed on at a time
-PATIENCE = 20.0  # seconds in which a way opens, and in which one that was asked for is used
-MAPPED = "0000000000000000FFFF0000"  # before an address of IPv4, in /proc/net/tcp6
-LISTENS = "0A"  # a socket's state, in /proc/net/tcp
+PIECE = 1 << 16  # bytes that are forwarded at a time
+PATIENCE = 20.0  # seconds in which a way must open, and in which it must be used
+MAPPED = "0000000000000000FFFF0000"  # prefix of an IPv4 address in /proc/net/tcp6
+LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
 
 Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
@@ -35,15 +35,16 @@ Ends = tuple[Reader, Writer]
 
 
 class Tunnel:
-    """The launcher's side: connects each host's tunnel to those of the others. Call `close` at the end."""
+    """The launcher's side: connects the tunnels of all hosts with each other. Call `close` at the end."""
 
     def __init__(self, names: list[str]) -> None:
         if len(names) > MOST_HOSTS:
-            raise UsageError(f"--tunnel has room for {MOST_HOSTS} hosts", "let the hosts reach each other")
+            what = f"--tunnel supports at most {MOST_HOSTS} hosts"
+            raise UsageError(what, "open the ports between the hosts instead")
         net = f"127.{64 + secrets.randbelow(190)}.{secrets.randbelow(256)}"
         self.addresses = {name: f"{net}.{number}" for number, name in enumerate(names, 1)}
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-", dir="/tmp")  # a socket's path must be short
-        self._doors: dict[str, Path] = {}  # by address: where ssh takes what is for that host
+        self._doors: dict[str, Path] = {}  # by address: the socket that ssh forwards to that host
         self._ways: dict[str, dict[str, str]] = {}
         _serve((Path(self._folder.name, "all"), self._pass))
 
@@ -92,10 +93,10 @@ class _Ways:
         self._address, self._goes = address, goes
         self._opening = asyncio.Lock()
         self._open: dict[tuple[str, int], asyncio.Server] = {}
-        self._begun: dict[tuple[str, int], list[Ends]] = {}  # connections for those who have asked and not come yet
+        self._begun: dict[tuple[str, int], list[Ends]] = {}  # connections that were asked for and are not used yet
 
     async def ask(self, reader: Reader, writer: Writer) -> None:
-        """Prepares a connection of a local process to ``ADDRESS PORT``. The answer says whether something listens
+        """Prepares a connection of a local process to ``ADDRESS PORT``. The answer says whether a program listens
         there; with ``later`` it need not listen yet.
         """
         host, number, *later = (await reader.readline()).decode().split()
@@ -119,7 +120,7 @@ class _Ways:
             ends[1].close()
 
     async def _far(self, host: str, port: int) -> Ends:
-        """A connection to what listens on another host. ConnectionError: nothing does; OSError: there is no way."""
+        """Connects to a listener on another host. ConnectionError: no program listens. OSError: the tunnel broke."""
         reader, writer = await asyncio.open_unix_connection(self._goes)
         writer.write(f"{host} {port}\n".encode())
         if await asyncio.wait_for(reader.read(1), PATIENCE) != WAY:
@@ -143,27 +144,27 @@ class _Ways:
 
 
 def _listens(host: str, port: int) -> bool:
-    """Whether a socket listens at just that address: what listens at all of a host's was not meant for the others."""
+    """Whether a socket listens at exactly that address. Sockets on all addresses are not meant for other hosts."""
     at = _in_table(host, port)
     return any(line.split()[1:4:2] == [at, LISTENS] for line in Path("/proc/net/tcp").read_text().splitlines())
 
 
 def _is_ours(peer: tuple[str, int], local: tuple[str, int]) -> bool:
-    """Whether a process of this user connected from one address of this host to the other: others have no way."""
+    """Whether a process of this user made the connection between these local addresses: other users have no access."""
     ends = [_in_table(*peer), _in_table(*local)]
-    wanted = [ends, [MAPPED + end for end in ends]]  # torch's store calls with sockets of IPv6
+    wanted = [ends, [MAPPED + end for end in ends]]  # the store of torch connects with IPv6 sockets
     lines = (line.split() for name in ("tcp", "tcp6") for line in _table(name))
     return any(words[1:3] in wanted and int(words[7]) == os.getuid() for words in lines)
 
 
 def _table(name: str) -> list[str]:
-    """The sockets of this host of a kind; none where it knows no such kind."""
+    """The lines of a socket table of this host; empty if the kernel does not have the table."""
     path = Path("/proc/net", name)
     return path.read_text().splitlines()[1:] if path.exists() else []
 
 
 def _in_table(host: str, port: int) -> str:
-    """An address as /proc/net/tcp has it."""
+    """Formats an address as in /proc/net/tcp."""
     return f"{bytes(map(int, reversed(host.split('.')))).hex().upper()}:{port:04X}"
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from paceline.compute.blocks import blocks_of, called_again
 from paceline.errors import UsageError
 
-GAIN = 0.9  # another partition is suggested if its slowest worker takes less than this part of the time
-NAMED = 'say which: Trainer(..., pipeline_blocks="model.layers")'
+GAIN = 0.9  # another partition is suggested if its slowest worker takes less than this fraction of the time
+NAMED = 'name the list of blocks: Trainer(..., pipeline_blocks="model.layers")'
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class StagePartition:
 
     @property
     def count(self) -> int:
+        """The number of stages."""
         return len(self.starts)
 
     @cached_property
@@ -52,23 +53,29 @@ class StagePartition:
         """Returns the stage that has the block of this number."""
         return next(stage for stage, end in enumerate(self._ends) if number < end)
 
-    def suggest(self, seconds: Sequence[float], workers: int) -> tuple[str, float, float] | None:
-        """Suggests a partition that balances the measured seconds of each stage better, or None if none gains enough.
+    def suggest(self, seconds: Sequence[float], workers: Sequence[int]) -> tuple[str, float, float] | None:
+        """Suggests a partition that balances the measured seconds better; None if the gain is too small. `workers` has
+        the worker of each stage.
 
         Returns the value for `pipeline_blocks=`, the seconds of the slowest worker now, and those with the suggestion.
         """
         now = [sum(self.weights[number] for number in self.blocks_of(stage)) for stage in range(self.count)]
-        rates = [sum(seconds[at::workers]) / max(1, sum(now[at::workers])) for at in range(workers)]
-        starts = even(self.weights, self.count, [rates[stage % workers] for stage in range(self.count)])
+
+        def by_worker(amounts: Sequence[float]) -> list[float]:
+            pairs = [*zip(workers, amounts, strict=True)]
+            return [sum(amount for of, amount in pairs if of == worker) for worker in range(max(workers) + 1)]
+
+        rates = [taken / max(1, weight) for taken, weight in zip(by_worker(seconds), by_worker(now), strict=True)]
+        starts = even(self.weights, self.count, [rates[worker] for worker in workers])
         partition = replace(self, starts=starts)
         then = [sum(self.weights[number] for number in partition.blocks_of(stage)) for stage in range(self.count)]
-        slowest_then = max(rate * sum(then[worker::workers]) for worker, rate in enumerate(rates))
-        slowest_now = max(sum(seconds[worker::workers]) for worker in range(workers))
+        slowest_then = max(rate * weight for rate, weight in zip(rates, by_worker(then), strict=True))
+        slowest_now = max(by_worker(seconds))
         text = f"{self.blocks[0].rpartition('.')[0]}:{','.join(map(str, starts[1:]))}"
         return (text, slowest_now, slowest_then) if slowest_then < GAIN * slowest_now else None
 
     def homes(self, model: nn.Module) -> dict[int, tuple[int, ...]]:
-        """Returns the stages that have each parameter, by its identity. One with several names may have several."""
+        """Returns the stages that have each parameter, by its identity. Several names may mean several stages."""
         stages_of: dict[int, set[int]] = {}
         blocks_passed = 0
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -90,35 +97,39 @@ def divide(model: nn.Module, count: int, workers: int, requested: str | None) ->
 
     `requested` is the path of the list of blocks, and optionally the first blocks of the later stages:
     ``model.layers:5,9``. Without the latter, each stage gets about the same arithmetic, estimated by the number of
-    elements of the weights. Raises UsageError where the model cannot be divided so.
+    elements of the weights. Raises UsageError if the model cannot be divided into `count` stages.
     """
     path, _, cuts = (requested or "").partition(":")
     blocks = _blocks_at(model, path) if path else _detect_blocks(model)
     if len(blocks) < count:
         where = path or next(iter(blocks)).rpartition(".")[0] or type(model).__name__
         most = len(blocks) * workers // count
-        cure = f"say pipeline={most} at most" if most > 1 else "leave pipeline= out"
-        virtual = ", or leave virtual out" if workers <= len(blocks) else ""
-        raise UsageError(f"{len(blocks)} blocks of {where} do not make {count} stages", cure + virtual)
+        cure = f"use at most pipeline={most}" if most > 1 else "leave pipeline= out"
+        virtual = ", or leave virtual= out" if workers <= len(blocks) else ""
+        counted = "1 block" if len(blocks) == 1 else f"{len(blocks)} blocks"
+        raise UsageError(f"{where} has {counted}, too few for {count} stages", cure + virtual)
     names = tuple(blocks)
     weights = tuple(_weights(model, names))
     if not cuts:
         return StagePartition(names, even(weights, count), weights)
     starts = tuple(int(text) if text.strip().isdecimal() else -1 for text in cuts.split(","))
     if len(starts) != count - 1 or any(not a < b for a, b in pairwise((0, *starts, len(names)))):
-        what = f"pipeline_blocks={requested!r} does not say the first blocks of {count - 1} later stages"
+        later = "stage 1" if count == 2 else f"stages 1 to {count - 1}"
+        what = f"pipeline_blocks={requested!r} does not give the first block of {later}"
         example = ",".join(map(str, even([1] * len(names), count)[1:]))
-        raise UsageError(what, f"write numbers that grow and are less than {len(names)}, as {path}:{example}")
+        raise UsageError(what, f"give increasing block numbers below {len(names)}, for example {path}:{example}")
     return StagePartition(names, (0, *starts), weights)
 
 
 def _blocks_at(model: nn.Module, path: str) -> dict[str, nn.Module]:
     named = dict(model.named_modules(remove_duplicate=False))
     if path not in named:
-        raise UsageError(f"pipeline_blocks= names {path!r}, and the model has no such module", "write its path")
+        raise UsageError(f"the model has no module {path!r}, which pipeline_blocks= names", "give the path of a module")
     children = {f"{path}.{name}": child for name, child in named[path].named_children()}
     if any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in children.values()):
-        raise UsageError(f"pipeline_blocks= names {path!r}, which has lists of blocks", "write the path of one of them")
+        raise UsageError(
+            f"pipeline_blocks= names {path!r}, which contains lists of blocks", "give the path of one list"
+        )
     return {name: child for name, child in children.items() if next(child.parameters(), None) is not None}
 
 
@@ -130,18 +141,25 @@ def _detect_blocks(model: nn.Module) -> dict[str, nn.Module]:
         lists.setdefault(name.rpartition(".")[0], {})[name] = block
     kind = type(model).__name__
     if not lists and (again := called_again(model)):
-        what = f"the blocks of {kind} are one module that is called several times ({again})"
+        what = f"{kind} calls one module several times instead of a list of blocks ({again})"
         raise UsageError(
-            f"{what}, and pipeline= passes each once", "leave pipeline= out; tensor=N cuts such a module inside"
+            f"{what}, but pipeline= runs each block once",
+            "leave pipeline= out, or split the layers inside with tensor=N",
         )
     if len(lists) != 1:
-        what = f"no part of {kind} repeats" if not lists else f"{kind} has several lists of blocks: {', '.join(lists)}"
-        raise UsageError(f"{what}, and pipeline= cuts one", NAMED if lists else f"{NAMED}, or leave pipeline= out")
+        what = (
+            f"{kind} has no list of repeated blocks"
+            if not lists
+            else f"{kind} has several lists of blocks: {', '.join(lists)}"
+        )
+        raise UsageError(
+            f"{what}; pipeline= splits exactly one list", NAMED if lists else f"{NAMED}, or leave pipeline= out"
+        )
     return next(iter(lists.values()))
 
 
 def _weights(model: nn.Module, names: Sequence[str]) -> list[int]:
-    """Estimates the arithmetic of each block, with that of the code between it and the next block or the end."""
+    """Estimates the arithmetic of each block, including the code after it up to the next block or the end."""
     weights, last_block, in_blocks = [0] * len(names), -1, set[int]()
     for name, param in model.named_parameters(remove_duplicate=False):
         number = next((n for n, block in enumerate(names) if name.startswith(f"{block}.")), None)

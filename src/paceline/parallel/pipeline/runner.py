@@ -6,8 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -22,17 +21,28 @@ from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import Chunk, MicroBatch
 from paceline.compute.verify import farthest, loss_apart, room, weighing
 from paceline.errors import PacelineError, UsageError
-from paceline.parallel.pipeline.schedule import FORWARD
+from paceline.parallel.pipeline.schedule import BACKWARD, FORWARD, INPUTS, Action
+from paceline.parallel.pipeline.split_backward import SplitBackward
 from paceline.parallel.pipeline.stage import Pipeline
 
 # Stage times: of the last KEPT steps, looked at after FIRST steps, and again whenever the number of steps has doubled.
 KEPT, FIRST = 8, 16
 _FULL, _BY_BLOCK = "whole", "by block"  # how one worker computes a micro-batch of the full model
 _RESULTS = (
-    "let blocks return what the loss or the head needs of them: what they put into a list or an attribute, and what "
-    "hooks on layers inside of them keep, stays on the worker that has the block; and let neither forward nor loss add "
-    "up the model's parameters (weight_decay= of the optimizer is a penalty on them); or leave pipeline= out"
+    "return everything that the loss or later layers need from the blocks: values that a block or a hook inside it "
+    "stores in a list or an attribute stay on that block's worker; and do not sum over the model's parameters in the "
+    "forward or loss (use weight_decay= of the optimizer for a penalty); or leave pipeline= out"
 )
+
+
+@dataclass
+class _InFlight:
+    """A micro-batch whose backward through a stage has not ended."""
+
+    loss: Loss
+    received: list[torch.Tensor]
+    is_dummy: bool
+    split: SplitBackward | None = None
 
 
 class PipelineRunner(Runner):
@@ -43,96 +53,153 @@ class PipelineRunner(Runner):
         self.pipeline = pipeline
         self.guard.may_idle = False  # draws go from stage to stage
         self._seconds: dict[int, deque[float]] = {stage: deque(maxlen=KEPT) for stage in pipeline.local_stages}
-        assert isinstance(self.grad_sink, Buckets)
-        self.grad_sink.late, self.grad_sink.among = frozenset(pipeline.shared), pipeline.add_up
-        self._buckets = self.grad_sink
+        buckets = self.grad_sink.grad_buffers
+        assert isinstance(buckets, Buckets)
+        buckets.late, buckets.among = frozenset(pipeline.shared), pipeline.add_up
         self._compared = False
 
     def restore(self, void: bool = False) -> None:
-        """Restores buffers as `Runner.restore` does. With `void`, also forgets what is in flight between stages."""
+        """Restores buffers as `Runner.restore` does. With `void`, also forgets what stages have in flight."""
         super().restore(void)
         if void:
             self.pipeline.abandon()
 
     def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
         """Runs the micro-batches of a step. The first one is compared with the full model before, once."""
-        first = next((m for m in micro_batches if not m.is_dummy), None)
-        if first is not None and not self._compared:
-            self._compare(Chunk([first], first.batch), options)
-            self._compared = True
-        self.pipeline.waited = 0.0
+        if not self._compared:
+            # Workers that gather parameters from one another all compare, also one that has only dummies.
+            candidates = [m for m in micro_batches if self.job.gathering is not None or not m.is_dummy]
+            first = min(candidates, key=lambda m: m.is_dummy, default=None)
+            if first is not None:
+                self._compare(Chunk([replace(first, is_dummy=False)], first.batch), options)
+                self._compared = True
+        self.pipeline.messages.waited = 0.0
         sums = super().run(micro_batches, options, ready)
-        sums.waited = self.pipeline.waited
+        sums.waited = self.pipeline.messages.waited
         return sums
 
     def _forwards(self, chunks: Sequence[Chunk]) -> Iterator[Chunk]:
         pipeline = self.pipeline
         self._survey(chunks)
-        for kind, stage, number in pipeline.actions(len(chunks)):
-            if kind == FORWARD:
-                pipeline.set_stage(stage)
-                yield chunks[number]
-                pipeline.take_passed(stage)
+        for _, stage, number in pipeline.actions(len(chunks), forward_only=True):
+            pipeline.set_stage(stage, number)
+            yield chunks[number]
+            pipeline.take_received(stage)
         pipeline.set_stage(None)
-        pipeline.finish()
+        pipeline.messages.finish()
 
     def _through(self, chunks: Sequence[Chunk], sums: StepSums, options: StepOptions) -> list[Loss]:
         if options.hooked or self.guard.probe.hooks.where:
             hook = self.guard.probe.hooks.where or "a gradient hook of another worker"
             raise UsageError(
-                f"{hook} sees gradients, and pipeline= computes parts of them", "leave it or pipeline= out"
+                f"{hook} would see only parts of the gradients, because pipeline= splits each micro-batch's backward",
+                "remove the hook, or leave pipeline= out",
             )
         if sums.records is not None:
-            what = "the model has BatchNorm, or a buffer that says how it is merged"
-            raise UsageError(f"{what}, and pipeline= is not built for these yet", "leave pipeline= out")
+            what = "pipeline= does not support models with BatchNorm or with buffers declared by paceline.buffer yet"
+            raise UsageError(what, "leave pipeline= out")
         self._survey(chunks)
-        pipeline, losses, sent_before = self.pipeline, list[Loss](), self.pipeline.sent
-        passed_forward: dict[tuple[int, int], tuple[Loss, Any]] = {}
+        pipeline, losses, sent_before = self.pipeline, list[Loss](), self.pipeline.messages.sent
+        in_flight: dict[tuple[int, int], _InFlight] = {}
         seconds = dict.fromkeys(pipeline.local_stages, 0.0)
-        for action in pipeline.actions(len(chunks)):
+        actions = pipeline.actions(len(chunks))
+        for position, action in enumerate(actions):
             _, stage, number = action
-            chunk, is_last_stage = chunks[number], stage == pipeline.last
-            pipeline.set_stage(stage)
+            chunk = chunks[number]
+            pipeline.set_stage(stage, number)
+            is_dummy = chunk.micro_batches[0].is_dummy
             with chunk.noted, self._timed(seconds, stage):
                 if action.kind == FORWARD:
-                    if options.fault_point is not None and not passed_forward:
+                    if options.fault_point is not None and not in_flight:
                         options.fault_point("forward")
-                    loss = self._forward(chunk, sums, options)
+                    loss = self._dummy_loss(chunk, options) if is_dummy else self._forward(chunk, sums, options)
                     assert loss is not None
-                    passed_forward[stage, number] = loss, pipeline.take_passed(stage)
+                    in_flight[stage, number] = _InFlight(loss, pipeline.take_received(stage), is_dummy)
                     continue
-                loss, tensors = passed_forward.pop((stage, number))
-                is_last_chunk = number == len(chunks) - 1
-                if is_last_stage:
-                    pipeline.run_backward(stage, tensors, partial(self._backward, loss, options, is_last_chunk))
-                    losses.append(loss.detached())
-                    continue
-                self._buckets.begin_backward(is_last_chunk)
-                pipeline.run_backward(stage, tensors, None)
-                self._buckets.end_backward()
+                flight = in_flight[stage, number]
+                # Where each backward sends the gradients of all stages of this worker, its last one completes them.
+                is_last = number == len(chunks) - 1
+                if self.job.gathering is not None:
+                    is_last = position == len(actions) - 1
+                if action.kind in (BACKWARD, INPUTS):
+                    self._begin_backward(action, flight, options, is_last)
+                if action.kind != INPUTS:
+                    self._end_backward(flight, is_last)
+                    del in_flight[stage, number]
+                    losses += [flight.loss.detached()] * (stage == pipeline.last and not is_dummy)
         pipeline.set_stage(None)
-        pipeline.finish()
+        pipeline.messages.finish()
         self._check_balance(seconds, sums, options.step + 1)
         if chunks:
-            self.job.inside["pipeline"] = (pipeline.sent - sent_before) // len(chunks)
+            self.job.inside["pipeline"] = (pipeline.messages.sent - sent_before) // len(chunks)
         return losses
 
+    def _begin_backward(self, action: Action, flight: _InFlight, options: StepOptions, last: bool) -> None:
+        """Runs a backward, or the part of a split one for the gradients of the inputs, and sends these."""
+        pipeline, split = self.pipeline, action.kind == INPUTS
+        is_last_stage = action.stage == pipeline.last
+        if is_last_stage and not split:
+            self._backward(flight.loss, options, last, flight.is_dummy)
+        else:
+            pairs = [] if is_last_stage else pipeline.receive_gradients(action)
+            outputs, grads = [value for value, _ in pairs], [grad for _, grad in pairs]
+            if is_last_stage:
+                outputs = [flight.loss.total.mul(1.0 / options.expected)]
+                grads = [torch.ones_like(outputs[0])]
+            if split:
+                flight.split = SplitBackward(outputs, grads, flight.received, self.params)
+                flight.split.run_inputs()
+            else:
+                with self._receiving(last, flight.is_dummy):
+                    if outputs:
+                        torch.autograd.backward(outputs, grads)
+        pipeline.send_gradients(action, flight.received)
+
+    def _end_backward(self, flight: _InFlight, last: bool) -> None:
+        """Runs the part of a split backward for the gradients of the weights, if there is one."""
+        if flight.split is not None:
+            with self._receiving(last, flight.is_dummy):
+                flight.split.run_weights()
+
+    @contextmanager
+    def _receiving(self, last: bool, is_dummy: bool) -> Iterator[None]:
+        """Hands the gradients of the weights to the gradient sink while the context is active."""
+        begin_backward, end_backward = self.grad_sink.begin_backward, self.grad_sink.end_backward
+        assert begin_backward is not None
+        assert end_backward is not None
+        begin_backward(last, is_dummy, None)
+        yield
+        end_backward()
+
     def _survey(self, chunks: Sequence[Chunk]) -> None:
-        """Surveys all kinds of forwards before the schedule: during it workers run different chunks."""
-        for chunk in chunks:
-            if not self.pipeline.knows(self.job.model, chunk.batch):
-                with chunk.noted, self.job.autocast():
-                    self.pipeline.survey(self.job.model, chunk.batch)
+        """Surveys all kinds of forwards before the schedule: during it workers run different chunks.
+
+        Workers that gather parameters from one another make equally many surveys.
+        """
+        new = [*{kind: chunk for chunk in chunks if (kind := self.pipeline.new_kind(chunk.batch))}.values()]
+        if chunks and self.job.gathering is not None:
+            self.job.gathering.declare("the surveys of a step", check=False, kind="pipeline")
+            new += [chunks[0]] * (max(self.job.gathering.gather_json(len(new))) - len(new))
+        for chunk in new:
+            with chunk.noted, self.job.autocast():
+                self.pipeline.survey(self.job.model, chunk.batch, again=True)
+
+    def _dummy_loss(self, chunk: Chunk, options: StepOptions) -> Loss:
+        """Runs the forward of a dummy micro-batch, which counts for nothing and leaves buffers unchanged."""
+        self.guard.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
+        loss = self._loss(chunk)
+        super().restore()
+        return loss
 
     @contextmanager
     def _timed(self, seconds: dict[int, float], stage: int) -> Iterator[None]:
         """Adds the seconds of the context to the stage's, except those spent waiting for other stages."""
-        began = time.perf_counter() - self.pipeline.waited
+        began = time.perf_counter() - self.pipeline.messages.waited
         yield
-        seconds[stage] += time.perf_counter() - self.pipeline.waited - began
+        seconds[stage] += time.perf_counter() - self.pipeline.messages.waited - began
 
     def _check_balance(self, seconds: dict[int, float], sums: StepSums, step: int) -> None:
-        """Notes the seconds of each stage, and reports now and then whether another partition would balance better."""
+        """Records the seconds of each stage, and after 16, 32, 64, ... steps suggests a better balanced partition."""
         for stage, duration in seconds.items():
             self._seconds[stage].append(duration)
         if step < FIRST or step & (step - 1):
@@ -153,9 +220,10 @@ class PipelineRunner(Runner):
         pipeline, has_full_model = self.pipeline, self.pipeline.line.rank == self.pipeline.last_worker
         trial_options = replace(options, fault_point=None, noise_sample="")
         self.guard.probe.why("")
+        self.guard.look_around()  # while no parameters are gathered
         way = self._fits(chunk)
         if not way:
-            what = "the whole model does not fit on one worker: no micro-batch was computed by it to compare with"
+            what = "pipeline= was not verified: the full model does not fit on one worker for a comparison"
             self.job.news["pipeline"] = what, ""
             return
         full_loss, full_gradients = None, dict[str, torch.Tensor]()
@@ -165,15 +233,23 @@ class PipelineRunner(Runner):
                 full_loss, full_gradients = self._run_full_model(chunk, trial_options, backward=way == _FULL)
         with self._without_a_trace(trial_options) as sums:
             try:
-                losses = self._through([chunk], sums, trial_options)
+                with self._capturing() as captured:
+                    losses = self._through([chunk], sums, trial_options)
             except USERS_OWN as error:
                 if isinstance(error, torch.OutOfMemoryError | PacelineError):
                     raise
-                what = f"{type(self.job.model).__name__} cannot be computed when it is cut in stages by pipeline="
+                what = f"{pipeline.model_name} fails when pipeline= splits it into stages"
                 raise UsageError(f"{what} ({type(error).__name__}: {error})", _RESULTS) from error
-            local_gradients = self._gradients()
+            local_gradients = self._gradients(captured)
         loss = losses[0] if losses else None
         self._check_same(loss, full_loss, local_gradients, full_gradients if way == _FULL else None)
+
+    @contextmanager
+    def _capturing(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields a dictionary that gets the gradients of gathered parameters, which do not stay in the parameters."""
+        captured: dict[str, torch.Tensor] = {}
+        with nullcontext() if self.job.capture is None else self.job.capture(captured):
+            yield captured
 
     @contextmanager
     def _without_a_trace(self, options: StepOptions) -> Iterator[StepSums]:
@@ -191,7 +267,7 @@ class PipelineRunner(Runner):
         pipeline, sizes = self.pipeline, list[int]()
         with weighing(self.job.model, sizes), self.job.autocast():
             pipeline.survey(self.job.model, chunk.batch)
-        pipeline.line.declare("memory for the whole model", check=False, kind="comparison")
+        pipeline.line.declare("the memory check for the full model", check=False, kind="comparison")
         by_worker = pipeline.line.gather_json([sum(sizes), sum(p.nbytes for p in self.params)])
         activations, parameters = zip(*by_worker, strict=True)
         free, only_line = room(self.job.device), self.job.unit == pipeline.line.size
@@ -202,20 +278,26 @@ class PipelineRunner(Runner):
             way = _BY_BLOCK
         return str(pipeline.line.gather_json(way)[pipeline.last_worker])
 
-    def _gradients(self) -> dict[str, torch.Tensor | None]:
-        """Takes the gradients of the micro-batch that has just run: of parameters whose first holder this worker is."""
+    def _gradients(self, captured: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor | None]:
+        """Removes the last micro-batch's gradients; returns those of parameters that this worker is first to hold.
+
+        The gradients of gathered parameters were `captured`.
+        """
         pipeline, gradients = self.pipeline, dict[str, torch.Tensor | None]()
-        pipeline.line.declare("gradients of tied weights, to compare with", check=False, kind="comparison")
+        pipeline.line.declare("the gradients of tied weights, for the comparison", check=False, kind="comparison")
         for number, (name, param) in enumerate(self.job.named.items()):
-            grad, param.grad = param.grad, None
+            grad, param.grad = captured.get(name, param.grad), None
             if number in pipeline.shared:
                 has_grads = pipeline.line.gather_json(grad is not None)
                 if any(has_grads):
-                    grad = torch.zeros_like(param) if grad is None else grad.clone()
+                    if grad is None:
+                        grad = torch.zeros(param.shape, dtype=param.dtype, device=param.device)
+                    else:
+                        grad = grad.clone()
                     pipeline.add_up(number, [grad])
             if name not in pipeline.absent and pipeline.source_worker(name) == pipeline.line.rank:
                 gradients[name] = grad
-        pipeline.finish()
+        pipeline.messages.finish()
         present = {name: grad for name, grad in gradients.items() if grad is not None}
         self.job.add_up(present, self.job.named)
         return gradients | present
@@ -226,7 +308,7 @@ class PipelineRunner(Runner):
         """Computes loss and gradients with the full model, with the same random draws as the stages."""
         named = {name: param for name, param in self.job.model.named_parameters() if param.requires_grad}
         self.guard.streams.seed(stream_seed(self.job.seed, options.step, chunk.micro_batches[0].index))
-        with chunk.noted:
+        with chunk.noted, self._capturing() as captured:
             with nullcontext() if backward else torch.no_grad():
                 loss = self._loss(chunk)
             if not backward:
@@ -234,7 +316,7 @@ class PipelineRunner(Runner):
             for param in named.values():
                 param.grad = None
             loss.total.mul(1.0 / options.expected).backward()  # not grad(): reentrant checkpoints refuse it
-        gradients = {name: param.grad for name, param in named.items() if param.grad is not None}
+        gradients = captured | {name: param.grad for name, param in named.items() if param.grad is not None}
         for param in named.values():
             param.grad = None
         self.job.add_up(gradients, named)
@@ -253,33 +335,37 @@ class PipelineRunner(Runner):
         the line where they differ.
         """
         expected = full_gradients or {}
-        pipeline, model = self.pipeline, type(self.job.model).__name__
-        pipeline.line.declare("gradients of stages, to compare with", check=False, kind="comparison")
+        pipeline, model = self.pipeline, self.pipeline.model_name
+        pipeline.line.declare("the gradients of the stages, for the comparison", check=False, kind="comparison")
         local_names = [name for name, grad in local_gradients.items() if grad is not None]
         gathered = pipeline.line.gather_json([[*expected], local_names])
         names, computed = gathered[pipeline.last_worker][0], {name for _, of_worker in gathered for name in of_worker}
         news, wrong = "", ""
         if loss is not None and full_loss is not None:
             stage_gradients = _StageGradients(pipeline, local_gradients, expected, computed)
-            with self.job.autocast():  # in a coarse dtype, sums of three numbers in another order are 1e-2 apart
+            with self.job.autocast():  # in a coarse dtype, summing three numbers in another order changes 1e-2
                 name, distance = farthest(stage_gradients, expected, [full_loss.total], most_allowed=3e-2)
             # The arithmetic is the same; only the order of sums that the device chooses may differ.
             rounding = 1e-9 if full_loss.total.dtype == torch.float64 else 1e-5
             one, two, apart = loss_apart(loss, full_loss, rounding, 1e-2)
             compared = () if full_gradients is None else (*expected, *sorted(computed))
             unlike = next((name for name in compared if (name in computed) != (name in expected)), "")
-            how = f"when {model} is cut in stages by pipeline="
+            how = f"when pipeline= splits {model} into stages"
             if one:
-                wrong = f"the loss of a micro-batch is {one} {how}, and {two} of the whole model"
+                wrong = f"the loss of a micro-batch is {one} {how}, but {two} with the full model"
             elif unlike:
-                wrong = f"{unlike} has {'a' if unlike in computed else 'no'} gradient {how}, unlike in the whole model"
+                wrong = f"{unlike} has {'a' if unlike in computed else 'no'} gradient {how}, unlike with the full model"
             elif name:
-                wrong = f"the gradient of {name} differs by {distance:.1g} of its norm, more than any other, {how}"
-            news = f"one micro-batch was computed by the whole model, too: loss {apart:.1g} and gradients "
-            news += f"{distance:.1g} apart"
+                wrong = f"the gradient of {name} differs most, by {distance:.1g} of its norm, {how}"
+            news = "pipeline= was verified on one micro-batch against the full model: relative difference "
+            news += f"{apart:.1g} of the loss and {distance:.1g} of the gradients"
             if full_gradients is None:
-                news = "the whole model does not fit on one worker, to which its blocks came one after another: the "
-                news += f"loss of one micro-batch is {apart:.1g} apart, and gradients were not compared"
+                news = (
+                    "pipeline= was verified on one micro-batch against the full model, computed block by block as it "
+                )
+                news += (
+                    f"does not fit on one worker: relative difference {apart:.1g} of the loss, gradients not compared"
+                )
         else:
             for name in names:
                 if name in computed and name in local_gradients:

@@ -2,15 +2,14 @@
 
 Each stage runs the user's own forward, under `stage_forward.StageForwardMode`. A stage sends the values that later
 stages need, after a header: the shapes of the values, the structure of the blocks' results, and the positions of the
-random generators. Gradients of the values come back. `schedule` decides the order of forwards and backwards,
-`partition` which stage has which blocks. Weights that several stages use, such as tied ones, are held by all of these;
-their gradients are summed at the end of a step.
+random generators. The next stage sends the gradients of the values back. `schedule` decides the order of forwards and
+backwards, `partition` which stage has which blocks. Several stages may hold the same weight (tied weights); its
+gradients are summed over them at the end of a step.
 """
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from paceline.compute.state_dict import refuse_state
 from paceline.errors import UsageError
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.partition import StagePartition
-from paceline.parallel.pipeline.schedule import Action, table
+from paceline.parallel.pipeline.schedule import FORWARD, Action, messages, stages_of, table
 from paceline.parallel.pipeline.stage_forward import (
     ANOTHER_WAY,
     PARAM,
@@ -44,13 +43,24 @@ from paceline.parallel.pipeline.stage_forward import (
     placed,
     placeholder,
 )
+from paceline.parallel.pipeline.stage_messages import Fetch, StageMessages
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.script_view import ABSENT, call_without_script_view
 from paceline.parallel.tensor_parallel.sharded_mode import placement_of, set_placement, tensors_in
 
 _under_way: list[str] = []  # the models whose forward or loss this worker is computing
 HEAD = 1024  # bytes of the first message; the rest of a longer header follows in a second one
-MOST = 64  # messages in flight before a sender waits
+
+
+def refuse_under_way(model: str) -> None:
+    """Raises UsageError if this worker computes the forward or loss of a model in stages: others of its replica do not.
+
+    `model` is the name of a model whose parameters all workers of a replica gather.
+    """
+    if _under_way:
+        what = f"the forward or loss of {_under_way[-1]}, which pipeline= splits into stages, calls {model}"
+        what += ", whose parameters zero=2 or zero=3 gathers from workers that do not make this call"
+        raise UsageError(what, "use zero=1")
 
 
 # What is called, whether in training mode, and the shape of each input tensor with sizes above 1 written as 2.
@@ -76,55 +86,52 @@ class _AbsentParameter:
     part: ShardPlacement | None
 
 
-@dataclass
-class _PassedMicroBatch:
-    """A micro-batch that has passed forward through a stage: the tensors that were received and sent."""
-
-    inputs: list[torch.Tensor]
-    outputs: list[torch.Tensor]
-
-
 class Pipeline:
     """The stages of a job's model that one worker of the `line` runs, the group of workers that form one pipeline.
 
-    Worker r of n has the stages r, r + n, ... `kind` names the schedule. Construction has two steps: the constructor,
+    `kind` names the schedule, which says which worker has which stages. Construction has two steps: the constructor,
     and `drop_absent_parameters`. Tensor parallelism may shard the parameters between them. `inner` workers have the
     same rank in their lines.
     """
 
     def __init__(self, job: ParallelJob, line: Group, stages: StagePartition, kind: str, inner: int) -> None:
         self.job, self.line, self.stages, self.kind, self._inner = job, line, stages, kind, inner
-        self.local_stages = range(line.rank, stages.count, line.size)
+        self.local_stages = stages_of(kind, line.size, stages.count // line.size, line.rank)
+        self.messages = StageMessages(line, kind, self._read_early)
         self.last = stages.count - 1
-        self._streams, self._model = RngState(job.device), type(job.model).__name__
+        self._streams, self.model_name = RngState(job.device), type(job.model).__name__
         homes, keys = stages.homes(job.model), dict[int, Key]()
         named = list(job.model.named_parameters(remove_duplicate=False))
         self._homes = {name: homes[id(param)] for name, param in named}
         self._keys = {name: keys.setdefault(id(param), (PARAM, len(keys), 0)) for name, param in named}
         self.absent = {name for name, stages in self._homes.items() if not {*stages} & {*self.local_stages}}
-        self._local_params: dict[Key, nn.Parameter] = {}  # those that this worker has, by key
-        self._absent: dict[Key, _AbsentParameter] = {}  # those that it has not
+        # Where this worker's parameters are, by key: a module and an attribute. Another layout may replace them.
+        self._local_slots: dict[Key, tuple[nn.Module, str]] = {}
+        self._absent: dict[Key, _AbsentParameter] = {}  # parameters of other workers' stages
         # Stand-ins of parameters outside of blocks: the first stage that has one, the module, attribute, stand-in.
         self._slots: list[tuple[int, nn.Module, str, nn.Parameter]] = []
         self._stand_ins: dict[int, Key] = {}
-        # Parameters outside of blocks that this worker has not: the first stage that has it, its identity, its name.
+        # Parameters outside of blocks that this worker lacks: the first stage that has it, its identity, its name.
         self._outside: list[tuple[int, int, str]] = []
-        self._sends_by_kind: dict[_Kind, list[list[Key]]] = {}  # by kind of forward: what each stage sends on
+        self._sends_by_kind: dict[
+            _Kind, list[list[Key]]
+        ] = {}  # by kind of forward: the values that each stage sends on
         self._forward_mode: StageForwardMode | None = None
         self._stage: int | None = None  # the stage that a runner has set
         self._inputs, self._wanted, self._surveys = StageInputs(), frozenset[Key](), False
-        self._in_flight: dict[int, _PassedMicroBatch] = {}  # the last micro-batch of each stage
-        self._sent: list[Any] = []
-        self.waited = 0.0  # seconds spent waiting for other stages
-        self.sent = 0  # bytes
+        # Values that the last micro-batch of each stage received, and whose gradients the stage before needs.
+        self._received: dict[int, list[torch.Tensor]] = {}
+        self._number = 0  # of the micro-batch that the stage computes
+        self._awaiting: dict[tuple[int, int], list[torch.Tensor]] = {}  # tensors whose gradients are still to come
         self.assembles = False  # whether this worker has the full model for now
+        self._is_script_call = False  # whether the script called the model
         self._by_block = False  # whether the full model's blocks get their weights only while they are called
         self._plain_forward, job.forward = job.forward, self._run_user_forward
         job.loss = Judge(job.loss, self._computing)
 
     def __deepcopy__(self, memo: Any) -> Pipeline:
-        what = f"{self._model} is cut in stages, and a copy would be of this worker's"
-        raise UsageError(what, "export() writes it whole; leave pipeline= out to keep a copy, as an average is")
+        what = f"{self.model_name} cannot be copied, because pipeline= leaves each worker only its own stages"
+        raise UsageError(what, "write the full model with export(), or leave pipeline= out to keep copies (averages)")
 
     @property
     def decision(self) -> tuple[str, str]:
@@ -133,10 +140,12 @@ class Pipeline:
         numbers = [name.rpartition(".")[2] for name in names]
         by_stage = [[numbers[number] for number in stages.blocks_of(stage)] for stage in range(stages.count)]
         parts = ", ".join(blocks[0] if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}" for blocks in by_stage)
-        what = f"{stages.count} stages have the blocks {parts} of {names[0].rpartition('.')[0] or self._model}"
+        what = f"{names[0].rpartition('.')[0] or self.model_name} is split into {stages.count} stages: blocks {parts}"
         shared_names = {self._keys[name]: name for name in reversed(self._homes) if len(self._homes[name]) > 1}
-        held_text = f"; the first and the last hold {', '.join(shared_names.values())}" if shared_names else ""
-        return what + held_text, "each has about the same arithmetic"
+        held_text = (
+            f"; the first and the last stage both hold {', '.join(shared_names.values())}" if shared_names else ""
+        )
+        return what + held_text, "each stage has about the same amount of arithmetic"
 
     # -- which parameters ---------------------------------------------------------------------------------------------
 
@@ -154,7 +163,7 @@ class Pipeline:
                 spec = job.cuts.get(name) or ShardingSpec.unsharded(param.shape)
                 job.cuts[name] = spec = self._restrict_to_stages(spec, homes)
                 if name not in self.absent:
-                    self._local_params[key] = param
+                    self._local_slots[key] = module, attribute
                     continue
                 if not name.startswith(block_prefixes):
                     stand_in = nn.Parameter(placeholder(param.shape, param.dtype, param.device), requires_grad=False)
@@ -178,14 +187,15 @@ class Pipeline:
             forward = partial(self._call_block, number, name, modules[name].forward)
             modules[name].forward = partial(call_without_script_view, forward)
         model.forward = partial(call_without_script_view, partial(self._call_model, model.forward))
-        refuse_state(model, f"{self._model}, which is cut in stages")
-        self._cut_forward, job.forward = job.forward, self.forward
+        refuse_state(model, f"{self.model_name}, which pipeline= splits into stages")
+        self._cut_forward, job.forward, job.skips_block = job.forward, self.forward, self._skips_block
+        self._block_numbers = {id(modules[name]): number for number, name in enumerate(self.stages.blocks)}
         self.shared = self._find_shared()
 
     def _restrict_to_stages(self, spec: ShardingSpec, homes: Sequence[int]) -> ShardingSpec:
         """Returns the sharding spec of a parameter that exists only on the given stages."""
         nothing = LocalShard((0, *spec.shape[1:]), ())
-        workers = {stage % self.line.size for stage in homes}
+        workers = set(map(self.messages.worker, homes))
         shards = [spec.pieces[index % len(spec.pieces)] for index in range(self._inner)]
         pieces = [shard if worker in workers else nothing for worker in range(self.line.size) for shard in shards]
         return ShardingSpec(spec.shape, tuple(pieces))
@@ -194,12 +204,17 @@ class Pipeline:
         """Returns the trainable parameters that several workers of the line have: {its number: the workers}."""
         shared, ends, me = {}, self.job.ends, self.line.rank
         for number, (name, param) in enumerate(self.job.named.items()):
-            workers = sorted({stage % self.line.size for stage in self._homes[name]})
+            workers = sorted(set(map(self.messages.worker, self._homes[name])))
             if len(workers) > 1:
                 shared[number] = workers
                 times = len(workers) - 1 if me == workers[0] else int(me in workers)
                 ends["pipeline"] = ends.get("pipeline", 0) + times * param.nbytes
         return shared
+
+    def _local_param(self, key: Key) -> nn.Parameter | None:
+        """Returns this worker's parameter with a key, gathered if a forward has just used it."""
+        module, attribute = self._local_slots.get(key, (None, ""))
+        return None if module is None else module._parameters[attribute]
 
     # -- forwards -----------------------------------------------------------------------------------------------------
 
@@ -208,9 +223,14 @@ class Pipeline:
             with self._borrowed_block(number) if self._by_block else nullcontext():
                 return forward(*given, **named)
         if self._forward_mode is None:
-            what = f"{name} is called by itself, and {self._model} is cut in stages"
-            raise UsageError(what, "call the whole model, on all workers")
+            what = f"the script calls {name} directly, but pipeline= splits {self.model_name} into stages"
+            raise UsageError(what, "call the full model instead, on all workers")
         return self._forward_mode.block(number, name, forward, given, named)
+
+    def _skips_block(self, block: nn.Module) -> bool:
+        """Whether the stage that runs now leaves out a block that this worker has for another stage."""
+        number = self._block_numbers.get(id(block))
+        return number is not None and self._forward_mode is not None and number not in self._forward_mode.local_blocks
 
     def _run_user_forward(self, model: nn.Module, batch: Any) -> Any:
         """Runs the user's own forward on the current stage. Returns the output, or the values for later stages."""
@@ -235,11 +255,12 @@ class Pipeline:
                 if stage == self.last:
                     return mode.real(output)
         except StageBoundaryError:
-            return tuple(mode.kept.values())
+            values = tuple(mode.kept.values())
+            return values if self._is_script_call else self.job.end_forward(values)
         finally:
             self._forward_mode, self._last_mode, self.job.passing = None, mode, False
-        what = f"the forward of {self._model} ended without a call of {self.stages.blocks[local_blocks.stop]}"
-        raise UsageError(what, "let it call all blocks, one after another, or leave pipeline= out")
+        what = f"the forward of {self.model_name} ended without calling {self.stages.blocks[local_blocks.stop]}"
+        raise UsageError(what, "call all blocks in order in the forward, or leave pipeline= out")
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
         """Runs a micro-batch through the stage that a runner has set, or else through all stages of this worker."""
@@ -249,17 +270,19 @@ class Pipeline:
             return self._cut_forward(model, batch)
         return self._run_local_stages(self.survey(model, batch), partial(self._cut_forward, model, batch))
 
-    def knows(self, model: nn.Module, batch: Any) -> bool:
-        """Whether a forward of this kind has been surveyed."""
-        return _kind("forward", model, batch) in self._sends_by_kind
+    def new_kind(self, batch: Any) -> _Kind | None:
+        """Returns the kind of a forward if it has not been surveyed."""
+        kind = _kind("forward", self.job.model, batch)
+        return None if kind in self._sends_by_kind else kind
 
-    def survey(self, model: nn.Module, batch: Any) -> _Kind:
-        """Finds out which values stages need from earlier stages, if this is the first forward of its kind.
+    def survey(self, model: nn.Module, batch: Any, again: bool = False) -> _Kind:
+        """Finds out which values stages need from earlier stages, if this is the first forward of its kind, or `again`.
 
-        It runs the forward on stand-ins, so no caller may read values meanwhile. Collective in the line then, hence
-        not allowed while a schedule runs.
+        It runs the forward on stand-ins, so the forward must not read values. A survey is collective in the line, so
+        it is not allowed while a schedule runs.
         """
-        if (kind := _kind("forward", model, batch)) not in self._sends_by_kind:
+        kind = _kind("forward", model, batch)
+        if again or kind not in self._sends_by_kind:
             self._survey(kind, partial(self._run_user_forward, model, batch))
         return kind
 
@@ -272,7 +295,7 @@ class Pipeline:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        _under_way.append(self._model)
+        _under_way.append(self.model_name)
         try:
             yield
         finally:
@@ -280,7 +303,7 @@ class Pipeline:
 
     def _run_stage(self, stage: int, sends: list[list[Key]], call: Callable[[], Any]) -> Any:
         before, self._stage = self._stage, stage
-        snapshot = self._streams.snapshot() if stage < self.last else ()  # nobody needs the last stage's draws
+        snapshot = self._streams.snapshot() if stage < self.last else ()  # no later stage needs the last stage's draws
         incoming, outgoing = sends[stage - 1] if stage else [], sends[stage]
         try:
             self._inputs = inputs = self._receive(stage, incoming) if stage else StageInputs()
@@ -289,17 +312,20 @@ class Pipeline:
                 output = call()
         finally:
             self._stage, self._wanted = before, frozenset()
-        self._in_flight[stage] = passed = _PassedMicroBatch([inputs.values[key] for key in incoming], [])
+        received = (inputs.values[key] for key in incoming)
+        self._received[stage] = [value for value in received if value.requires_grad]
         if stage == self.last:
             return output
+        outputs = list[torch.Tensor]()
         made = dict(zip(self._last_mode.kept, self.job.gather_output(output), strict=True))
         for key in outgoing:
-            sources: tuple[Mapping[Key, torch.Tensor], ...] = (made, inputs.values, self._local_params)
-            value = next((tensors[key] for tensors in sources if key in tensors), None)
+            value = made.get(key, inputs.values.get(key))
+            value = self._local_param(key) if value is None else value
             if value is None:
                 raise UsageError(*ANOTHER_WAY)
-            passed.outputs.append(self.job.once(value) if isinstance(value, nn.Parameter) else value)
-        self._send(stage, self._last_mode.forms, self._streams.changes_since(snapshot), passed.outputs)
+            outputs.append(self.job.once(value) if isinstance(value, nn.Parameter) else value)
+        self._awaiting[stage, self._number] = [value for value in outputs if value.requires_grad]
+        self._send(stage, self._last_mode.forms, self._streams.changes_since(snapshot), outputs)
         return ELSEWHERE
 
     # -- messages between stages --------------------------------------------------------------------------------------
@@ -310,44 +336,38 @@ class Pipeline:
         data = len(head).to_bytes(8, "little") + head
         first = torch.frombuffer(bytearray(data[:HEAD].ljust(HEAD)), dtype=torch.uint8)
         rest = [torch.frombuffer(bytearray(data[HEAD:]), dtype=torch.uint8)] if len(data) > HEAD else []
-        self._to(stage + 1, [first, *rest, *(value.detach() for value in values)])
-
-    def _to(self, stage: int, tensors: Sequence[torch.Tensor]) -> None:
-        self._sent = [work for work in self._sent if work is not None and not work.is_completed()]
-        while len(self._sent) > MOST:
-            self.line.finish(self._sent.pop(0))
-        self.sent += sum(tensor.nbytes for tensor in tensors)
-        self._sent += [self.line.start_send(tensor.contiguous(), stage % self.line.size) for tensor in tensors]
-
-    def _from(self, stage: int, tensor: torch.Tensor) -> torch.Tensor:
-        began = time.perf_counter()
-        self.line.receive(tensor, stage % self.line.size)
-        self.waited += time.perf_counter() - began
-        return tensor
+        action = Action(FORWARD, stage + 1, self._number)
+        self.messages.send(action, [first, *rest, *(value.detach() for value in values)])
 
     def _receive(self, stage: int, keys: list[Key]) -> StageInputs:
-        first = bytes(self._from(stage - 1, torch.empty(HEAD, dtype=torch.uint8)).numpy())
+        action = Action(FORWARD, stage, self._number)
+        forms, drawn, tensors = self.messages.receive(action, stage - 1, partial(self._read_values, stage - 1))
+        if len(tensors) != len(keys):
+            raise damaged("values", f"stage {stage - 1}", f"expected {len(keys)} values, got {len(tensors)}")
+        return StageInputs(forms, drawn, dict(zip(keys, tensors, strict=True)))
+
+    def _read_values(self, stage: int, fetch: Fetch) -> tuple[list[Any], list[Any], list[torch.Tensor]]:
+        """Reads the structure of the blocks' results, the changes of generators, and the values that a stage sent."""
+        first = bytes(fetch(torch.empty(HEAD, dtype=torch.uint8)).numpy())
         length = int.from_bytes(first[:8], "little")
         head = first[8 : 8 + length]
         if length > HEAD - 8:
-            head += bytes(self._from(stage - 1, torch.empty(length - HEAD + 8, dtype=torch.uint8)).numpy())
-        sender = f"stage {stage - 1}"
-        forms, drawn, kinds = decode_message(head, "values", sender)
-        if len(kinds) != len(keys):
-            raise damaged("values", sender, f"there are {len(kinds)}, and not {len(keys)}")
-        values = {}
-        for key, (dtype, shape, grad) in zip(keys, kinds, strict=True):
+            head += bytes(fetch(torch.empty(length - HEAD + 8, dtype=torch.uint8)).numpy())
+        forms, drawn, kinds = decode_message(head, "values", f"stage {stage}")
+        tensors = []
+        for dtype, shape, grad in kinds:
             made = torch.empty(shape, dtype=getattr(torch, dtype), device=self.job.device)
-            values[key] = self._from(stage - 1, made).requires_grad_(grad)
-        return StageInputs(forms, drawn, values)
+            tensors.append(fetch(made).requires_grad_(grad))
+        return forms, drawn, tensors
 
-    def finish(self) -> None:
-        """Waits until the other stages have received all messages of this worker."""
-        began = time.perf_counter()
-        for work in self._sent:
-            self.line.finish(work)
-        self._sent.clear()
-        self.waited += time.perf_counter() - began
+    def _read_gradients(self, outputs: Sequence[torch.Tensor], fetch: Fetch) -> list[torch.Tensor]:
+        return [fetch(torch.empty_like(value, memory_format=torch.contiguous_format)) for value in outputs]
+
+    def _read_early(self, action: Action, fetch: Fetch) -> None:
+        if action.kind == FORWARD:
+            self._read_values(action.stage - 1, fetch)
+        else:
+            self._read_gradients(self._awaiting[action.stage, action.micro_batch], fetch)
 
     def _survey(self, kind: _Kind, call: Callable[[], Any]) -> None:
         """Runs one forward on stand-ins, stage by stage, to find out which values stages need from earlier stages."""
@@ -365,7 +385,7 @@ class Pipeline:
                     self._send(stage, self._last_mode.forms, [], [])
         finally:
             self._surveys, self._stage = False, before
-        self.finish()
+        self.messages.finish()
         by_worker = self.line.gather_json(needs_by_stage)
         gathered = {int(stage): keys for of_worker in by_worker for stage, keys in of_worker.items()}
         needs: list[set[Key]] = [{(a, b, c) for a, b, c in gathered[stage]} for stage in range(self.stages.count)]
@@ -384,54 +404,59 @@ class Pipeline:
 
     # -- for the runner -----------------------------------------------------------------------------------------------
 
-    def actions(self, micro_batches: int) -> Sequence[Action]:
-        """Returns this worker's part of the schedule, in order."""
-        return table(self.kind, self.line.size, self.stages.count // self.line.size, micro_batches)[self.line.rank]
+    def actions(self, micro_batches: int, forward_only: bool = False) -> Sequence[Action]:
+        """Begins a schedule. Returns this worker's part of it, in order."""
+        workers, me = self.line.size, self.line.rank
+        schedule = self.kind, workers, self.stages.count // workers, micro_batches
+        self.messages.expect(messages(*schedule, me, forward_only))
+        return table(*schedule, forward_only)[me]
 
-    def set_stage(self, stage: int | None) -> None:
-        """Sets the stage that the next forwards run; None: all stages of this worker, one after another."""
-        self._stage = stage
-
-    def take_passed(self, stage: int) -> _PassedMicroBatch:
-        """Removes and returns the micro-batch that was the last to pass forward through a stage."""
-        return self._in_flight.pop(stage)
-
-    def run_backward(self, stage: int, passed: _PassedMicroBatch, begin: Callable[[], None] | None) -> None:
-        """Runs the backward of a micro-batch through a stage. On the last stage, `begin` runs the loss's backward.
-
-        On other stages the gradients of the sent tensors are received from the next stage. The gradients of the
-        received tensors are sent to the stage before.
+    def set_stage(self, stage: int | None, number: int = 0) -> None:
+        """Sets the stage that the next forward runs, and the number of its micro-batch; None: all stages of this
+        worker, one after another.
         """
-        if begin is not None:
-            begin()
-        else:
-            outputs = [value for value in passed.outputs if value.requires_grad]
-            grads = [self._from(stage + 1, torch.empty_like(v, memory_format=torch.contiguous_format)) for v in outputs]
-            used = [(value, grad) for value, grad in zip(outputs, grads, strict=True) if not _is_none(grad)]
-            if used:
-                torch.autograd.backward([value for value, _ in used], [grad for _, grad in used])
-        inputs = [value for value in passed.inputs if value.requires_grad]
-        if inputs:
-            self._to(stage - 1, [_none_like(v) if v.grad is None else v.grad for v in inputs])
+        self._stage, self._number = stage, number
+
+    def take_received(self, stage: int) -> list[torch.Tensor]:
+        """Returns the values that the last micro-batch of a stage received and whose gradients the stage before needs.
+        The pipeline then forgets them.
+        """
+        return self._received.pop(stage)
+
+    def receive_gradients(self, action: Action) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the values that a stage sent, each with its gradient; without those that no later stage used."""
+        outputs = self._awaiting.pop((action.stage, action.micro_batch))
+        read = partial(self._read_gradients, outputs)
+        grads = self.messages.receive(action, action.stage + 1, read)
+        return [(value, grad) for value, grad in zip(outputs, grads, strict=True) if not _is_none(grad)]
+
+    def send_gradients(self, action: Action, received: Sequence[torch.Tensor]) -> None:
+        """Sends the gradients of the values that a stage received to the stage before."""
+        if received:
+            grads = [_none_like(v) if v.grad is None else v.grad for v in received]
+            self.messages.send(action._replace(stage=action.stage - 1), grads)
 
     def suggest_partition(self, seconds: Mapping[int, float]) -> str:
         """Returns advice for the user: a partition that would balance the measured seconds of the stages better.
 
-        Empty without one. `seconds` are those of this worker's stages. Collective in the line.
+        The text is empty if no partition gains enough. `seconds` are those of this worker's stages. Collective in the
+        line.
         """
         line, names = self.line, self.line.names
         durations = [(int(at), value) for of_worker in line.gather_json(seconds) for at, value in of_worker.items()]
         by_stage = dict(sorted(durations))
         if len(by_stage) != self.stages.count:
             return ""
-        suggestion = self.stages.suggest([*by_stage.values()], line.size)
+        suggestion = self.stages.suggest([*by_stage.values()], [self.messages.worker(stage) for stage in by_stage])
         if suggestion is None:
             return ""
         pipeline_blocks, now, then = suggestion
-        each = ", ".join(f"{value:.2g} s on worker {names[stage % line.size]}" for stage, value in by_stage.items())
-        gain = f"so cut, the slowest worker would compute {then:.2g} instead of {now:.2g}"
-        what = f'other stages suit these workers better: Trainer(..., pipeline_blocks="{pipeline_blocks}")'
-        return f"{what}: in a step the stages take {each}; {gain}"
+        each = ", ".join(
+            f"{value:.2g} s on worker {names[self.messages.worker(stage)]}" for stage, value in by_stage.items()
+        )
+        gain = f"with the suggestion, the slowest worker would compute for {then:.2g} s instead of {now:.2g} s"
+        what = f'other stages would balance these workers better: Trainer(..., pipeline_blocks="{pipeline_blocks}")'
+        return f"{what}. In a step, the stages take {each}; {gain}"
 
     def add_up(self, number: int, parts: Sequence[torch.Tensor]) -> None:
         """Sums the gradient of a parameter that several workers have, in place. `parts` are tensors of the gradient."""
@@ -440,20 +465,20 @@ class Pipeline:
             return
         for part in parts:
             if me != workers[0]:
-                self._to(workers[0], [part.clone()])
-                self._from(workers[0], part)
+                self.messages.send_to(workers[0], [part.clone()])
+                self.messages.fetch_from(workers[0], part)
                 continue
             for other in workers[1:]:
-                part.add_(self._from(other, torch.empty_like(part)))
+                part.add_(self.messages.fetch_from(other, torch.empty_like(part)))
             for other in workers[1:]:
-                self._to(other, [part.clone()])
+                self.messages.send_to(other, [part.clone()])
 
     # -- the full model -----------------------------------------------------------------------------------------------
 
     @property
     def last_worker(self) -> int:
         """The worker of the line that has the last stage."""
-        return self.last % self.line.size
+        return self.messages.worker(self.last)
 
     def missing_bytes(self, by_block: bool) -> int:
         """Returns the bytes of the parameters that only other workers have; or those that the worker of the last stage
@@ -470,7 +495,7 @@ class Pipeline:
 
     def source_worker(self, name: str) -> int:
         """Returns the first worker of the line that has a parameter."""
-        return self._homes[name][0] % self.line.size
+        return self.messages.worker(self._homes[name][0])
 
     @contextmanager
     def assembled(self, by_block: bool) -> Iterator[None]:
@@ -480,7 +505,7 @@ class Pipeline:
         modules or closures hold the values as well. If `by_block`, each block has its weights only while it is called.
         Collective in the line.
         """
-        self.line.declare("the whole model, on one worker of a pipeline", check=False, kind="comparison")
+        self.line.declare("the full model, on one worker of the pipeline", check=False, kind="comparison")
         if by_block:
             with self._assembled_by_block():
                 yield
@@ -527,7 +552,7 @@ class Pipeline:
     def _missing(self) -> list[str]:
         """The parameters that the worker of the last stage lacks, each by the first of its names."""
         first_names = {key: name for name, key in reversed(self._keys.items())}
-        workers = {name: {stage % self.line.size for stage in homes} for name, homes in self._homes.items()}
+        workers = {name: set(map(self.messages.worker, homes)) for name, homes in self._homes.items()}
         return [name for _, name in sorted(first_names.items()) if self.last_worker not in workers[name]]
 
     def _missing_of_block(self, number: int) -> list[str]:
@@ -549,7 +574,9 @@ class Pipeline:
             for name in names:
                 key, home = self._keys[name], self.source_worker(name)
                 if self.line.rank == home:
-                    self.line.send(self._local_params[key].detach().contiguous(), self.last_worker)
+                    param = self._local_param(key)
+                    assert param is not None
+                    self.line.send(self.job.gather_param(param).detach().contiguous(), self.last_worker)
                 elif self.line.rank == self.last_worker:
                     absent = self._absent[key]
                     value = torch.empty(absent.shape, dtype=absent.param.dtype, device=absent.param.device)
@@ -565,9 +592,10 @@ class Pipeline:
 
     def abandon(self) -> None:
         """Forgets all micro-batches and messages in flight, after a step was cut off."""
-        self._sent.clear()
-        self._in_flight.clear()
-        self._stage = None
+        self.messages.abandon()
+        self._received.clear()
+        self._awaiting.clear()
+        self.set_stage(None)
 
     # -- calls by the user's script -----------------------------------------------------------------------------------
 
@@ -576,28 +604,37 @@ class Pipeline:
         if self._forward_mode is not None or self.assembles:
             return forward(*given, **named)
         if _under_way:  # not all workers of the line come to this
-            what = (
-                f"the forward or loss of {_under_way[-1]} calls {self._model}, which pipeline= cuts in stages as well"
-            )
-            raise UsageError(what, 'let the trainer of the one that is called keep it whole: plan="pipeline=1"')
+            what = f"the forward or loss of {_under_way[-1]} calls {self.model_name}, which is also split by pipeline="
+            raise UsageError(what, f'do not split {self.model_name}: give its Trainer plan="pipeline=1"')
         if torch.is_grad_enabled():
-            what = f"{self._model} is cut in stages by pipeline=, and called outside of its own trainer's forward"
-            cure = 'call it under torch.no_grad(), or let that other trainer\'s model whole: plan="pipeline=1"'
+            what = (
+                f"{self.model_name}, which pipeline= splits into stages, is called outside of its own trainer's forward"
+            )
+            cure = 'call it under torch.no_grad(), or do not split it: give its Trainer plan="pipeline=1"'
             raise UsageError(what, cure)
-        self.line.declare(f"a call of {self._model}, which is cut in stages", kind="pipeline")
-        refuse_other_input(self.line, (given, named), self._model, "pipeline= cuts it")
+        self.line.declare(f"a call of {self.model_name}, which pipeline= splits into stages", kind="pipeline")
+        refuse_other_input(self.line, (given, named), self.model_name, "pipeline= splits it")
         call, snapshot = partial(self._run_in_stage, partial(forward, *given, **named)), self._streams.snapshot()
-        if (kind := _kind("call", self.job.model, (given, named))) not in self._sends_by_kind:
-            self._survey(kind, call)
-        output = self._run_local_stages(kind, call)
-        self.finish()
+        kind = _kind("call", self.job.model, (given, named))
+        surveys = [kind not in self._sends_by_kind]
+        if self.job.gathering is not None:
+            self.job.gathering.declare(f"a call of {self.model_name}", check=False, kind="pipeline")
+            surveys = self.job.gathering.gather_json(surveys[0])
+        self._is_script_call = True
+        try:
+            if any(surveys):
+                self._survey(kind, call)
+            output = self._run_local_stages(kind, call)
+        finally:
+            self._is_script_call = False
+        self.messages.finish()
         return self._broadcast_output(output, self._streams.changes_since(snapshot))
 
     def _broadcast_output(self, output: Any, drawn: list[Any]) -> Any:
         """Broadcasts the last stage's output and the changes of its random generators to the line."""
-        source, is_source = self.last % self.line.size, output is not ELSEWHERE
+        source, is_source = self.last_worker, output is not ELSEWHERE
         plain_output = dict(output) if isinstance(output, Mapping) else output
-        message = [form_of(plain_output, f"a call of {self._model}"), drawn] if is_source else None
+        message = [form_of(plain_output, f"a call of {self.model_name}"), drawn] if is_source else None
         form, drawn = self.line.gather_json(message)[source]
         self._streams.apply_changes(drawn)
         made = plain_output if is_source else made_like(form, self.job.device)

@@ -2,9 +2,9 @@
 
 Code before the stage's first block runs on stand-ins: tensors of the right shape, dtype and device that are NaN
 everywhere and take no memory. Each stand-in is known by the number of the call that made it, counted from 0 after each
-block: all stages run the same code, hence count the same calls. Where the stage's blocks or later code take a stand-in,
-they get the value that the stage which computed it has sent. An exception ends the forward after the stage's last
-block.
+block: all stages run the same code, hence count the same calls. Where the stage's blocks or later code use a stand-in,
+it is replaced by the value that an earlier stage computed and sent. An exception ends the forward after the stage's
+last block.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _DRAWS = ("rand", "normal", "bernoulli", "multinomial", "dropout", "uniform", "e
 
 
 ANOTHER_WAY = (
-    "the forward takes another way than at first, and a stage needs what no earlier one of the pipeline sends",
-    "let the forward make the same calls for all rows, or leave pipeline= out",
+    "the forward makes other calls than in its first run, and a pipeline stage lacks a value that these calls need",
+    "make the same calls for all rows in the forward, or leave pipeline= out",
 )
 
 
@@ -52,7 +52,7 @@ class StageBoundaryError(BaseException):
 
 @dataclass
 class StageInputs:
-    """What a stage receives from the stages before it.
+    """The values that a stage receives from the stages before it.
 
     `forms` is the structure of the results of their blocks, `drawn` the changes of the random generators, and `values`
     the tensors that this stage or later ones need.
@@ -104,12 +104,12 @@ class StageForwardMode(TorchFunctionMode):
         if number == self.local_blocks.stop:
             raise StageBoundaryError
         if number < self._next:
-            what = f"{name} is called a second time in one forward, and pipeline= passes each block once"
-            cure = "where the forward calls a model twice, give it both inputs in one call (torch.cat)"
+            what = f"one forward calls {name} twice, but pipeline= runs each block once"
+            cure = "if the forward calls a model twice, pass both inputs in one call (torch.cat)"
             raise UsageError(what, f"{cure}, or leave pipeline= out")
         if number > self._next:
-            what = f"{name} is called before the blocks that stand before it, and pipeline= passes all in their order"
-            cure = 'name a list whose blocks are called one after another: pipeline_blocks="path"'
+            what = f"{name} is called before earlier blocks of its list, but pipeline= runs blocks in list order"
+            cure = 'name a list whose blocks are called in order: pipeline_blocks="path"'
             raise UsageError(what, f"{cure}, or leave pipeline= out")
         self._next, self._calls = self._next + 1, 0
         if number < self.local_blocks.start:
@@ -173,7 +173,7 @@ class StageForwardMode(TorchFunctionMode):
         takes_stand_in = any(id(tensor) in self._without_values for tensor in tensors_in((*given, *named.values())))
         if takes_stand_in and name in _READS:
             what = f"the forward reads a value ({name.strip('_')}) that another stage of the pipeline computes"
-            cure = "let no value that a block gave decide what the forward does, or leave pipeline= out"
+            cure = "do not let values computed by a block decide what the forward does, or leave pipeline= out"
             raise UsageError(what, cure)
         draws = self._next > 0 and any(word in name for word in _DRAWS)
         output = function(*given, **named)
@@ -182,16 +182,14 @@ class StageForwardMode(TorchFunctionMode):
         return output
 
     def _refuse_later(self, tensors: Iterator[Tensor]) -> None:
-        """Raises UsageError if a parameter outside of blocks is used on an earlier stage than the one that has it."""
+        """Raises UsageError if a parameter outside of blocks is used on a stage before the first stage that has it."""
         name = next((self.later[id(tensor)] for tensor in tensors if id(tensor) in self.later), None)
         if name is not None and self._next:
             what = f"the forward uses {name} between two blocks or without calling all of them"
-            raise UsageError(
-                what, "let it call all blocks, one after another, and use it after them, or leave pipeline= out"
-            )
+            raise UsageError(what, f"call all blocks in order and use {name} after them, or leave pipeline= out")
         if name is not None:
-            what = f"{name} is made after the blocks and used before them, and pipeline= puts it behind them"
-            raise UsageError(what, "make it before the blocks in __init__, or leave pipeline= out")
+            what = f"{name} is created after the blocks but used before them; pipeline= assigns it to the last stage"
+            raise UsageError(what, f"create {name} before the blocks in __init__, or leave pipeline= out")
 
     def _mark_without_values(self, made: Any) -> None:
         """Notes that the results of the last call are stand-ins."""
@@ -236,8 +234,8 @@ def form_of(made: Any, name: str) -> Any:
         return {type(made).__name__: [form_of(value, name) for value in made]}
     if type(made) is dict and all(isinstance(key, str) for key in made):
         return {"dict": {key: form_of(value, name) for key, value in made.items()}}
-    what = f"{name} gives {a(type(made).__name__)}, and the next block may be on another worker"
-    raise UsageError(what, "let blocks give tensors, or tuples, lists and dicts of them, or leave pipeline= out")
+    what = f"{name} returns {a(type(made).__name__)}, which pipeline= cannot send to the worker of the next block"
+    raise UsageError(what, "return tensors, or tuples, lists or dicts of tensors, or leave pipeline= out")
 
 
 def made_like(form: Any, device: torch.device, stands_in: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Cuts layers for tensor parallelism: by column, row, vocabulary and heads.
+"""Splits layers for tensor parallelism: by column, row, vocabulary and heads.
 
 A *column* split divides the outputs of a layer (*gathered*: and gathers them again; ``column:3``: each third of them,
 as in a fused weight for query, key and value), a *row* split its inputs, a *vocabulary* split the entries of an
@@ -30,8 +30,8 @@ from paceline.compute.microbatches import refuse_other_input, tensors_of
 from paceline.compute.rng import RngState
 from paceline.compute.state_dict import refuse_state
 from paceline.compute.verify import allowed, apart, farthest, gradients_of, outputs_apart, room
-from paceline.errors import UsageError
-from paceline.parallel.parallel_job import ParallelJob
+from paceline.errors import UsageError, a
+from paceline.parallel.parallel_job import GRADIENT_HOOK, ParallelJob
 from paceline.parallel.pipeline.stage_forward import one_call
 from paceline.parallel.tensor_parallel.attention import attention
 from paceline.parallel.tensor_parallel.op_rules import OP_RULES
@@ -60,9 +60,9 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     suspend_other_modes,
 )
 
-_ADVICE = 'say which layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
-_FROM_USER = "tensor= says so"
-PLACEMENTS = f"say one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {REPLICATED}"
+_ADVICE = 'name the layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
+_FROM_USER = "tensor= names them"
+PLACEMENTS = f"use one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {REPLICATED}"
 # The names that transformers uses in a model's _tp_plan.
 _TRANSFORMERS_STYLES = {
     "colwise": COLUMN,
@@ -97,8 +97,23 @@ def _matching(pattern: str, names: Iterable[str], source: str) -> list[str]:
     expression = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
     matches = [name for name in names if expression.fullmatch(name)]
     if not matches and source == _FROM_USER:
-        raise UsageError(f"tensor= names {pattern!r}, and the model has no such module", "write its path")
+        raise UsageError(f"the model has no module {pattern!r}, which tensor= names", "give the path of a module")
     return matches
+
+
+def _with_adapters(table: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Returns the placements of a model whose layers peft has wrapped: of a layer's base, and of its LoRA matrices.
+
+    LoRA adds B(A(x)) to a layer's output: outputs are split in B as in the base layer, inputs in A.
+    """
+    placements: dict[str, str] = {}
+    for pattern, placement in table.items():
+        for name in _matching(f"base_model.model.{pattern}", modules, ""):
+            base = f"{name}.base_layer"
+            placements[base if base in modules else name] = placement
+            matrix = {COLUMN: "lora_B", GATHERED: "lora_B", ROW: "lora_A"}.get(placement)
+            placements |= {part: placement for part in modules if part.startswith(f"{name}.{matrix}.")}
+    return placements
 
 
 @dataclass
@@ -119,7 +134,7 @@ class TensorCut:
     transformers), or else the structure of its blocks.
 
     Raises UsageError if nothing can be split or a layer cannot be divided by the number of workers; and, in the first
-    forward, if the split model computes something else than the full one.
+    forward, if the split model computes another result than the full one.
     """
 
     def __init__(self, job: ParallelJob, unit: Group, placements: Mapping[str, str] | None) -> None:
@@ -131,8 +146,8 @@ class TensorCut:
         self.table, self._source = self._choose_layers(modules, placements)
         self.layers = [_Layer(name, modules[name], placement) for name, placement in self.table.items()]
         if not self.layers:
-            looked = "its own plan (_tp_plan), and blocks in which one layer takes what others give"
-            raise UsageError(f"nothing of {self._name} can be cut: looked for {looked}", _ADVICE)
+            looked = "it has no _tp_plan and no block where one layer takes the outputs of others"
+            raise UsageError(f"{self._name} has no layers that tensor= can split: {looked}", _ADVICE)
         for layer in self.layers:
             self._cut(layer)
         # Bytes of the full weights of all split layers.
@@ -162,8 +177,8 @@ class TensorCut:
         job.redistributors.append(self.redistributor)
 
     def __deepcopy__(self, memo: Any) -> TensorCut:
-        problem = f"{self._name} is cut by tensor=, and a copy would be of this worker's parts"
-        raise UsageError(problem, "export() writes it whole; leave tensor= out to keep a copy, as an average is")
+        problem = f"{self._name} cannot be copied, because tensor= leaves each worker only shards of its layers"
+        raise UsageError(problem, "write the full model with export(), or leave tensor= out to keep copies (averages)")
 
     @property
     def decision(self) -> tuple[str, str]:
@@ -172,14 +187,15 @@ class TensorCut:
         for pattern, placement in fold_names(self.table).items():
             by_kind.setdefault(placement, []).append(pattern)
         kinds = "; ".join(f"{kind} {', '.join(patterns)}" for kind, patterns in by_kind.items())
-        split = f"{len(self.layers)} layers are cut among {self.unit.size} workers: {kinds}"
+        layers = "1 layer is" if len(self.layers) == 1 else f"{len(self.layers)} layers are"
+        split = f"{layers} split over {self.unit.size} workers: {kinds}"
         inside = {id(module) for layer in self.layers for module in layer.module.modules()}
         not_split = {
             name: Placement(REPLICATED)
             for name, module in self.job.model.named_modules()
             if (is_linear(module) or type(module) in (nn.Embedding, nn.MultiheadAttention)) and id(module) not in inside
         }
-        return split + (f"; whole {', '.join(fold_names(not_split))}" if not_split else ""), self._source
+        return split + (f"; not split: {', '.join(fold_names(not_split))}" if not_split else ""), self._source
 
     # -- which layers -------------------------------------------------------------------------------------------------
 
@@ -196,16 +212,18 @@ class TensorCut:
             placements, source = self._choose_layers(modules, None)
             return {
                 name: placement for name, placement in placements.items() if name not in unsplit
-            }, f"{source}, and tensor= leaves some"
+            }, f"{source}, and tensor= excludes some layers"
         if table is None:
-            table, source = self._transformers_plan(), "the model's own plan says so"
+            table, source = self._transformers_plan(), "the model's own _tp_plan names them"
         if not table:
-            return infer_placements(self.job.model, self.unit.size), "its blocks were run once to see"
+            return infer_placements(
+                self.job.model, self.unit.size
+            ), "a trial run of its blocks found that they can be split"
         placements = {}
         for pattern, text in table.items():
             placement = Placement.parse(text)
             if placement is None:
-                raise UsageError(f"tensor= says {text!r} of {pattern!r}", PLACEMENTS)
+                raise UsageError(f"tensor= gives {pattern!r} the unknown placement {text!r}", PLACEMENTS)
             matches = _matching(pattern, modules, source)
             for name in matches:
                 placements.pop(name, None)
@@ -225,15 +243,17 @@ class TensorCut:
 
     def _transformers_plan(self) -> dict[str, str]:
         """Returns the plan of a transformers model (`_tp_plan`), if the unit's size divides its heads; else nothing."""
-        plan: Mapping[str, str] = getattr(self.job.model, "_tp_plan", None) or {}
-        config, is_known = (
-            getattr(self.job.model, "config", None),
-            all(style in _TRANSFORMERS_STYLES for style in plan.values()),
-        )
+        model = self.job.model
+        inner = getattr(model, "base_model", None) if hasattr(model, "peft_config") else None  # peft's wrapper
+        base = getattr(inner, "model", None) if inner is not None else model
+        plan: Mapping[str, str] = getattr(base, "_tp_plan", None) or {}
+        config = getattr(base, "config", None)
+        is_known = all(style in _TRANSFORMERS_STYLES for style in plan.values())
         heads = [getattr(config, name, 0) or 0 for name in ("num_attention_heads", "num_key_value_heads")]
         if not is_known or any(number % self.unit.size for number in heads):
             return {}
-        return {name: _TRANSFORMERS_STYLES[style] for name, style in plan.items()}
+        table = {name: _TRANSFORMERS_STYLES[style] for name, style in plan.items()}
+        return table if inner is None else _with_adapters(table, dict(model.named_modules()))
 
     # -- cutting ------------------------------------------------------------------------------------------------------
 
@@ -246,12 +266,13 @@ class TensorCut:
             or getattr(module, "max_norm", None) is not None
         ):
             kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention"}
-            problem = f"{layer.name} is {type(module).__name__}, which has no {kind} cut"
-            raise UsageError(problem, self._advice_to_exclude(layer.name, f", or name a {kinds.get(kind, 'Linear')}"))
+            wanted = kinds.get(kind, "Linear")
+            problem = f"{layer.name} is {a(type(module).__name__)}, but the placement {kind} is for {a(wanted)}"
+            raise UsageError(problem, self._advice_to_exclude(layer.name, f", or name {a(wanted)}"))
         if not has_parameter(module, "in_proj_weight" if kind == HEADS else "weight"):
             others = ", ".join(name for name, _ in module.named_parameters())
             problem = (
-                f"the weight of {layer.name} is computed from other parameters ({others}), which tensor= does not cut"
+                f"the weight of {layer.name} is computed from other parameters ({others}), so tensor= cannot split it"
             )
             raise UsageError(problem, self._advice_to_exclude(layer.name))
         if kind == HEADS:
@@ -282,12 +303,12 @@ class TensorCut:
         self._replace(module, partial(self._heads, layer))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Replaces a module's forward on this object alone."""
+        """Replaces a module's forward on this object only."""
         call = partial(call_without_script_view, forward)
         vars(module)["forward"] = call if self.job.stages is None else one_call(module, call)
         # Without a hook, nn.TransformerEncoderLayer passes the weights to a fused kernel and skips the forward.
         module.register_forward_pre_hook(_nothing)
-        refuse_state(module, f"{self._name}, which is cut by tensor=")
+        refuse_state(module, f"{self._name}, which tensor= splits")
 
     def _divided_length(self, layer: _Layer, length: int) -> ShardPlacement:
         """Returns how a length is divided, along dimension 0; UsageError if it is not divisible."""
@@ -298,7 +319,7 @@ class TensorCut:
         if sections is None or size % count or not (shard.is_even or placement.kind in (VOCABULARY, GATHERED)):
             split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]}"
             if placement.sections != (1,):
-                split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]} in sections {placement}"
+                split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]} (placement {placement})"
             raise UsageError(
                 f"tensor={size} does not divide the {split_lengths} of {layer.name}",
                 self._advice_to_divide(layer, length),
@@ -310,13 +331,13 @@ class TensorCut:
         size = self.unit.size
         workers = size * (self.job.units.size if self.job.units else 1)
         fits = [n for n in range(2, size) if length % n == 0 and workers % n == 0]
-        return f"say tensor={fits[-1]}" if fits else self._advice_to_exclude(layer.name)
+        return f"use tensor={fits[-1]}" if fits else self._advice_to_exclude(layer.name)
 
     def _advice_to_exclude(self, name: str, more: str = "") -> str:
         """Returns the advice that tells how to leave a layer out of the split."""
         if self._source == _FROM_USER:
-            return f'say "{REPLICATED}" of it in tensor={more}'
-        return f'say Trainer(..., tensor={{"{name}": "{REPLICATED}"}}): all else is cut as before'
+            return f'set it to "{REPLICATED}" in tensor={more}'
+        return f'exclude it with Trainer(..., tensor={{"{name}": "{REPLICATED}"}}); other layers stay split'
 
     def _divide(
         self, layer: _Layer, module: nn.Module, key: str, dim: int, shard: ShardPlacement, path: str = ""
@@ -326,7 +347,7 @@ class TensorCut:
         if id(param) in self._divided_params:  # tied to one that is cut already
             _, spec = self._divided_params[id(param)]
             if spec != replace(shard, dim=dim).sharding_spec(spec.shape, self.unit.size):
-                problem = f"{layer.name}.{path} is tied to a weight that is cut in another way"
+                problem = f"{layer.name}.{path} is tied to a weight with another placement"
                 raise UsageError(problem, self._advice_to_exclude(layer.name))
             return
         shard = replace(shard, dim=dim)
@@ -337,7 +358,9 @@ class TensorCut:
         self._divided_params[id(param)] = param, spec
         # Neighbours with the same shard each compute only a part of its gradient.
         if shard.count < self.unit.size and param.requires_grad:
-            param.register_hook(partial(self._sum_over_holders, shard))
+            change = partial(self._sum_over_holders, shard)
+            param.register_hook(change)
+            vars(param)[GRADIENT_HOOK] = change
         parameters = self.job.model.named_parameters(remove_duplicate=False)
         self.job.cuts |= {name: spec for name, other in parameters if other is param}
 
@@ -394,7 +417,7 @@ class TensorCut:
             padding = padding if padding is not None and 0 <= padding < len(rows) else None
             if len(rows):
                 output = F.embedding(local_ids.masked_fill(is_elsewhere, 0), module.weight, padding)
-            else:  # there are fewer entries than workers need, and this one has none
+            else:  # there are fewer entries than workers, and this worker has none
                 output = module.weight.new_zeros(*ids.shape, module.embedding_dim) + module.weight.sum()
             return self.redistributor.sum(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
 
@@ -515,7 +538,7 @@ class TensorCut:
         self.redistributor.forget_shared()
 
     def _declare(self) -> None:
-        self.unit.declare("the layers cut by tensor=", check=False, kind="tensor")
+        self.unit.declare("the layers split by tensor=", check=False, kind="tensor")
 
     def _check_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Checks a call of the model by the script: all workers of the unit must make it, with the same input."""
@@ -525,14 +548,14 @@ class TensorCut:
             with torch._C.DisableTorchFunction():
                 self._declare()
             return
-        self.unit.declare(f"a call of {self._name}, whose layers are cut", kind="tensor")
-        refuse_other_input(self.unit, (args, kwargs), self._name, "tensor= cuts its layers")
+        self.unit.declare(f"a call of {self._name}, whose layers tensor= splits", kind="tensor")
+        refuse_other_input(self.unit, (args, kwargs), self._name, "tensor= splits its layers")
 
-    # -- the cut model beside the whole one ---------------------------------------------------------------------------
+    # -- comparison with the full model -------------------------------------------------------------------------------
 
     def _verify(self, model: nn.Module, batch: Any) -> None:
         """Compares the first forward of a mode, and its backward in training, with that of the full model."""
-        self.unit.declare("the whole layers, to compare with", check=False, kind="comparison")
+        self.unit.declare("the full layers, for the comparison", check=False, kind="comparison")
         backward = model.training and torch.is_grad_enabled() and self._has_room_for_full()
         expected, full_gradients = self._compute(model, batch, True, backward)
         try:
@@ -541,27 +564,27 @@ class TensorCut:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             advice = (
-                f'say "{REPLICATED}" in tensor= of the layers whose outputs a torch.autograd.Function takes, or that a '
+                f'in tensor=, set to "{REPLICATED}" the layers whose outputs go into a torch.autograd.Function or that '
+                "run inside checkpoint() (the plan word recompute=blocks recomputes blocks without checkpoint())"
             )
-            advice += "function given to checkpoint() calls (plan recompute=blocks computes blocks again without one)"
-            raise UsageError(f"{self._name} cannot be computed when it is cut by tensor= ({error})", advice) from error
+            raise UsageError(f"{self._name} fails when tensor= splits its layers ({error})", advice) from error
         farthest_output, differs = outputs_apart(output, expected)
         if differs:
             where = self._first_difference(model, batch)
-            problem = f"{where} gives something else when {self._name} is cut by tensor="
-            advice = f'say "{REPLICATED}" of its layers in tensor=, or "{COLUMN}:3" of a weight of three'
+            problem = f"the output of {where} changes when tensor= splits {self._name}"
+            advice = f'in tensor=, set its layers to "{REPLICATED}", or to "{COLUMN}:3" if a weight fuses three'
             raise UsageError(problem, advice)
         name, distance = farthest(gradients, full_gradients, expected)
         if name:
-            problem = f"the gradient of {name} is another when {self._name} is cut by tensor="
-            raise UsageError(problem, f'say "{REPLICATED}" of its layer in tensor=')
+            problem = f"the gradient of {name} changes when tensor= splits {self._name}"
+            raise UsageError(problem, f'set its layer to "{REPLICATED}" in tensor=')
         if model.training and torch.is_grad_enabled():
-            gradients_too = f"and gradients {distance:.1g} apart" if backward else "apart (a backward would not fit)"
-            figures = f"outputs {farthest_output:.1g} {gradients_too}"
-            report = f"one micro-batch was computed with whole layers, too: {figures}"
+            gradient_text = f" and {distance:.1g} of the gradients" if backward else " (no memory for a backward)"
+            report = "tensor= was verified on one micro-batch against full layers: relative difference "
+            report += f"{farthest_output:.1g} of the outputs{gradient_text}"
             if self._gathered_at:
                 locations = sorted(self._gathered_at)
-                report += f"; parts are gathered in {', '.join(locations[:3])}{', ...' if len(locations) > 3 else ''}"
+                report += f"; shards are gathered in {', '.join(locations[:3])}{', ...' if len(locations) > 3 else ''}"
             self.job.news["tensor"] = report, ""
 
     def _has_room_for_full(self) -> bool:
@@ -576,7 +599,7 @@ class TensorCut:
             outputs = self._outputs(model, batch)
             if not backward:
                 return outputs, {}
-            return [x.detach() for x in outputs], gradients_of(outputs, self.job.named)
+            return [x.detach() for x in outputs], gradients_of(outputs, self.job.used_params)
 
     def _outputs(self, model: nn.Module, batch: Any) -> list[torch.Tensor]:
         call = partial(self._original_forward, model, batch)

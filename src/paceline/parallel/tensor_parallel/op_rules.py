@@ -388,9 +388,10 @@ def _attend(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
         attend = partial(function, **options)
     elif tensors[0].is_cuda:
         problem = (
-            f"{mode.where()} draws in a kernel for a part of its heads (scaled_dot_product_attention with dropout)"
+            f"{mode.where()} uses scaled_dot_product_attention with dropout, whose GPU kernel cannot draw the mask of "
+            "only some heads"
         )
-        raise UsageError(problem, 'say attn_implementation="eager", or set its dropout to 0')
+        raise UsageError(problem, 'set attn_implementation="eager", or set its dropout to 0')
     else:
         attend = partial(_attention, mode, max(divided, key=lambda pair: pair[0].count), p, options)
     return mode.product(attend, tensors, letters, heads + "LV", allowed=heads)

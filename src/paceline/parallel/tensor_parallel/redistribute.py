@@ -47,6 +47,7 @@ class ShardPlacement:
 
     @property
     def is_even(self) -> bool:
+        """Whether all workers' shards have the same size."""
         return all(section % self.count == 0 for section in self.sections)
 
     def __reduce__(self) -> Any:
@@ -257,24 +258,31 @@ class DryRunRedistributor(Redistributor):
         self.size, self.bytes_sent = size, 0
 
     def shape(self, full_shape: Sequence[int], placement: ShardPlacement) -> tuple[int, ...]:
+        """The full shape: nothing is divided."""
         return tuple(full_shape)
 
     def narrow(self, full: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        """The full tensor."""
         return full
 
     def refine(self, shard: torch.Tensor, placement: ShardPlacement, count: int) -> torch.Tensor:
+        """The tensor as it is."""
         return shard
 
     def share(self, full: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is."""
         return full
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor as it is: this is the only worker."""
         return x
 
     def join(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        """A view, as a joined tensor is another object than its shard."""
         return shard.view_as(shard)
 
     def exchange(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
+        """The tensor as it is."""
         return shard
 
 

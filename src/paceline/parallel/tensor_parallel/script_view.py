@@ -1,4 +1,4 @@
-"""Shows the script whole weights while workers hold shards.
+"""Shows the script full weights while workers hold shards.
 
 A torch function mode is on in the script's own code, from the first Trainer on: one mode for each iteration of a loop,
 and one for the code outside of loops. The library's code takes it off (`without_script_view`), and puts it back for
@@ -6,8 +6,8 @@ metrics (`metric_view`).
 
 Code that reads a shard gets the full value, gathered where necessary. Code that writes into a shard, or into a view of
 a gathered tensor, writes into the shards of all workers. Elementwise changes run on the shard alone and cost nothing
-more. A weight of another pipeline stage has no values on this worker: elementwise changes do nothing, and whatever
-needs a value raises UsageError.
+more. A weight of another pipeline stage has no values on this worker: elementwise changes do nothing, and a function
+that needs its values raises UsageError.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 
+from paceline.base.sharding import RowShards
 from paceline.comm.torch_private import (
     default_device_mode,
     function_modes_taken,
@@ -32,12 +33,13 @@ from paceline.comm.torch_private import (
     pytree,
 )
 from paceline.compute.job import TrainingJob
-from paceline.compute.state_dict import change_copies, copies_like
+from paceline.compute.state_dict import change_copies, copies_like, local
 from paceline.errors import UsageError
 from paceline.parallel.tensor_parallel.op_rules import ELEMENTWISE, OP_RULES
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
     AS_IT_IS,
+    MADE,
     PART,
     ShardedTensorMode,
     Tensor,
@@ -54,6 +56,8 @@ T = TypeVar("T")
 ABSENT = "_paceline_absent"  # on a parameter of another pipeline stage: its name and full shape
 _MIRROR = "_paceline_mirror"  # on a view of a gathered tensor: its _Mirror
 _NOT_SHARDED = "_paceline_whole"  # on a full tensor that was computed from shards
+_GATHERED_ROWS = "_paceline_gathered_rows"  # on a view of a shard whose rows were gathered: a write would be lost
+ROWS_GROUP = "_paceline_unit"  # attribute of a DeviceMesh: the group of the workers on it
 _view_numbers = count()
 _FIRST = ("tensor", "input", "self")  # the names of functions' first arguments
 _READS = ("__iter__", "__int__", "__index__")  # look like names of in-place functions
@@ -84,7 +88,9 @@ class HasParts(Protocol):
     """A trainer with sharded weights: see `ParallelJob.redistributors` and `mark_copies`."""
 
     @property
-    def parts(self) -> list[Redistributor | None]: ...
+    def parts(self) -> list[Redistributor | None]:
+        """What divides the layers of each model, in the order of the models."""
+
     def mark_copies(self) -> None:
         """Marks copies of parameters that the script made before the loop, as `mark_copies` below does."""
 
@@ -155,14 +161,16 @@ def metric_view() -> Iterator[None]:
 
 
 def refuse_in_metric(reason: str) -> None:
-    """Raises UsageError in a metric, where weights cannot be gathered as not all workers of the unit compute it."""
+    """Raises UsageError in a metric: weights cannot be gathered there, as not all workers of the unit compute it.
+
+    `reason` names the plan word that shards the weight."""
     if _state.in_metric:
-        problem = f"a metric needs values of a weight, of which {reason}"
-        raise UsageError(problem, "compute it before evaluate(), where the script sees whole weights")
+        problem = f"a metric uses a weight that {reason} shards over the workers"
+        raise UsageError(problem, "compute the value before evaluate(), where the script sees full weights")
 
 
 def _where() -> str:
-    """Says whose code runs, for messages."""
+    """Returns whose code is running, for messages."""
     return "a metric" if _state.in_metric else "the script"
 
 
@@ -251,8 +259,8 @@ class _Checked(Redistributor):
     """Checks before each exchange that all workers of the unit make it at the same line of the script."""
 
     def _declare(self) -> None:
-        refuse_in_metric("each worker has a part under tensor=")
-        self.unit.declare("a weight that the script uses, of which each worker has a part", kind="tensor")
+        refuse_in_metric("tensor=")
+        self.unit.declare("a sharded weight that the script uses", kind="tensor")
 
     def sum(self, x: Tensor) -> Tensor:
         """Checks the call, then sums the tensors of all workers."""
@@ -277,7 +285,7 @@ class ScriptView(ShardedTensorMode):
 
     def __init__(self, redistributors: Iterable[Redistributor | None]) -> None:
         active = [redistributor for redistributor in redistributors if redistributor is not None]
-        # With pipeline stages alone there are no shards to move.
+        # With only pipeline stages there are no shards to move.
         super().__init__(_Checked(active[0].unit) if active else None, OP_RULES, _where)  # type: ignore[arg-type]
         self._number = next(_view_numbers)
         self.is_over, self._write_counts = False, Counter[int]()  # by the address of a shard
@@ -322,19 +330,62 @@ class ScriptView(ShardedTensorMode):
         absent = next((t for t in tensors if ABSENT in t.__dict__), None)
         if absent is not None:
             return self._run_absent(absent, function, args, kwargs)
+        if args and isinstance(args[0], Tensor) and _GATHERED_ROWS in args[0].__dict__ and _writes(name):
+            problem = f"{_where()} writes into a view of a weight that zero=2 or zero=3 shards ({name.strip('_')})"
+            raise UsageError(
+                problem, "write into the weight itself (weight[...] = value, weight.copy_(...)), or use zero=1"
+            )
         mirrors = [t for t in tensors if _MIRROR in t.__dict__]
         if mirrors and not any(map(placement_of, tensors)):
             return self._run_on_views(mirrors, function, args, kwargs)
         for t in mirrors:
             self._refresh(t)
         if self._has_several_sizes and not (name in AS_IT_IS or name == "__get__"):
-            problem = f"{_where()} uses weights under tensor= of different sizes ({name.strip('_')})"
-            raise UsageError(problem, "give all trainers of the script the same tensor=, or compute it in the loss")
+            problem = f"{_where()} combines weights of trainers with different tensor= sizes ({name.strip('_')})"
+            raise UsageError(problem, "give all trainers the same tensor=, or compute this in the loss")
         return self._run_on_shards(function, name, args, kwargs, tensors)
 
+    # -- shards of which this worker has some rows ---------------------------------------------------------------------
+
+    def _run_on_rows(self, function: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
+        """Runs a function of shards that zero=2 or zero=3 divides once more by rows (DTensors).
+
+        An elementwise function of such shards alone runs on the rows. Any other one runs on all rows of this worker's
+        shards, which are gathered; what it has written into them is copied back.
+        """
+        kinds = {(placement_of(t), Tensor.size(t)) if _has_rows(t) else None for t in tensors}
+        if name.strip("_") in ELEMENTWISE and name != "__bool__" and len(kinds) == 1 and kwargs.get("out") is None:
+            result, placement = function(*args, **kwargs), placement_of(tensors[0])
+            return set_placement(result, placement) if isinstance(result, Tensor) else result
+        copies: list[tuple[Tensor, Tensor, int]] = []
+
+        def gather(t: Tensor) -> Tensor:
+            if not _has_rows(t):
+                return t
+            copy = set_placement(_copy_all_rows(t), placement_of(t))
+            copies.append((t, copy, copy._version))
+            return copy
+
+        full_args, full_kwargs = pytree.tree_map_only(Tensor, gather, (args, kwargs))
+        result = self.run_function(function, full_args, full_kwargs)
+        for t, copy, version in copies:
+            if copy._version != version:
+                _write_rows(t, copy)
+            if result is copy:
+                return t
+        storages = {copy.untyped_storage().data_ptr() for _, copy, _ in copies}
+        for tensor in tensors_in(result if isinstance(result, (list, tuple)) else [result]):
+            if _MIRROR in tensor.__dict__ or tensor.untyped_storage().data_ptr() in storages:
+                tensor.__dict__[_GATHERED_ROWS] = True
+        return result
+
     def _run_on_shards(self, function: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """Runs a function of which some arguments are shards."""
+        """Runs a function with some arguments that are shards."""
         x: Any = args[0] if args else None
+        is_query = name in AS_IT_IS - {"__repr__"} or name in ("__get__", "size", "dim", "numel", "nelement")
+        is_view = name == "__get__" and function.__self__.__name__ in MADE - {"data"}
+        if any(map(_has_rows, tensors)) and (is_view or not is_query):
+            return self._run_on_rows(function, name, args, kwargs, tensors)
         placement = placement_of(x)
         if placement is not None and _writes(name):
             self._write_counts[x.untyped_storage().data_ptr()] += 1
@@ -386,14 +437,13 @@ class ScriptView(ShardedTensorMode):
                 or _MIRROR in tensor.__dict__
             ):
                 continue
-            if shard_shape[placement.dim] == 1 and not (
-                position == 0 and _writes(name)
-            ):  # it may be meant for each row of all
+            # A tensor of length 1 may be meant to broadcast.
+            if shard_shape[placement.dim] == 1 and not (position == 0 and _writes(name)):
                 problem = (
-                    f"nobody knows whether a tensor of shape {tuple(shard_shape)} that {_where()} uses with a weight of"
+                    f"{_where()} combines a weight of shape {full_shape} with a tensor of shape {tuple(shard_shape)}"
                 )
-                problem = f"{problem} shape {full_shape} is this worker's part of it"
-                raise UsageError(problem, "make it of the weight after its Trainer was made")
+                problem += ", which may or may not be a copy of this worker's shard"
+                raise UsageError(problem, "create the tensor from the weight after creating the Trainer")
             set_placement(tensor, placement)
 
     def _run_elementwise(self, function: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
@@ -538,11 +588,34 @@ class ScriptView(ShardedTensorMode):
             return result
         if key in AS_IT_IS - {"__repr__"} or (name == "__get__" and key not in ("T", "mT", "H", "mH", "nbytes")):
             return function(*args, **kwargs)
-        problem = f"{_where()} uses {param_name} ({key.strip('_')}), and pipeline= leaves it to another worker"
-        advice = (
-            "change each element by itself (clamp_, an average), write weights with export() and compute with those"
-        )
+        problem = f"{_where()} uses {param_name} ({key.strip('_')}), which pipeline= assigns to another worker"
+        advice = "use only elementwise changes (clamp_, averages), or compute with weights written by export()"
         raise UsageError(problem, f"{advice}, or leave pipeline= out")
+
+
+def _has_rows(t: Tensor) -> bool:
+    """Whether a tensor is a DTensor: of its rows, this worker has some."""
+    return hasattr(t, "_local_tensor")
+
+
+def gather_rows(tensor: Any, what: str) -> Tensor:
+    """Returns all rows of a DTensor. Collective; `what` describes it in error messages."""
+    with vars(tensor.device_mesh)[ROWS_GROUP].declared_torch_group(what, "shard"):
+        full: Tensor = tensor.detach().full_tensor()
+    return full
+
+
+def _copy_all_rows(tensor: Any) -> Tensor:
+    refuse_in_metric("zero=2 or zero=3")
+    full = gather_rows(tensor, "a sharded weight that the script uses")
+    return full.clone() if full.data_ptr() == local(tensor).data_ptr() else full
+
+
+def _write_rows(tensor: Any, full: Tensor) -> None:
+    """Copies this worker's rows of a full tensor into a DTensor."""
+    group = vars(tensor.device_mesh)[ROWS_GROUP]
+    with torch.no_grad():
+        local(tensor).copy_(RowShards(group.size, group.rank).of(full.detach(), group.rank))
 
 
 def _writes(name: str) -> bool:

@@ -78,7 +78,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 class _Mode(TorchFunctionMode):
     """Base of the modes that intercept torch functions while they are entered and not suspended.
 
-    `on` counts how often the mode is entered. The placement of a tensor is kept in its `attribute`.
+    `on` is the number of times that the mode is entered now. The placement of a tensor is kept in its `attribute`.
     """
 
     def __init__(self, redistributor: Redistributor, attribute: str = PART) -> None:
@@ -205,8 +205,8 @@ class ShardedTensorMode(_Mode):
 
     def _with_wholes(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         if (is_in_place(name) and placement_of(args[0])) or any(map(placement_of, tensors_in([kwargs.get("out")]))):
-            problem = f"{self.where()} writes into a part of a layer ({name})"
-            raise UsageError(problem, 'let it make another tensor, or say "whole" of that layer in tensor=')
+            problem = f"{self.where()} writes into the shard of a layer that tensor= splits ({name})"
+            raise UsageError(problem, 'create a new tensor instead, or set that layer to "whole" in tensor=')
         placements = [
             placement for placement in map(placement_of, tensors_in((*args, *kwargs.values()))) if placement is not None
         ]

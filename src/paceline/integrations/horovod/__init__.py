@@ -1,0 +1,1 @@
+"""Horovod's PyTorch API over Paceline's transport."""

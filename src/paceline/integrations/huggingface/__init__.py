@@ -1,0 +1,1 @@
+"""`paceline.hf`: trains what a `transformers.Trainer` describes."""

@@ -1,0 +1,1 @@
+"""`paceline.keras`: trains what a compiled Keras model describes."""

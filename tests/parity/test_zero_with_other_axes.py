@@ -1,0 +1,164 @@
+"""`shard=N zero=2|3` beside `tensor`, `pipeline` and `context`: the weights and norms of one worker in float64."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from agents import journal
+from fault_runs import STEPS, Calm
+from fault_runs import calm as calm
+from fault_runs import train as train_with_faults
+from launching import SCRIPTS, paceline
+from mixture_models import MIXTURE_MODELS
+from once import once
+from oracle import Result, apart, train
+from parity_models import shortened
+from safetensors.torch import load_file
+
+TOLERANCE = 1e-12
+# Unequal shares, and shares of units that compute nothing but dummy micro-batches, by the number of workers.
+UNEQUAL = {4: "3,3,1,1", 8: "3,3,3,3,1,1,1,1"}
+EMPTY = {4: "0,0,1,1", 8: "0,0,0,0,1,1,1,1"}
+ON_4 = [
+    "shard=2 tensor=2",
+    "shard=2 pipeline=2",
+    "shard=2 pipeline=2 schedule=gpipe",
+    "shard=2 pipeline=2 virtual=2",
+    "shard=2 context=2",
+]
+ON_8 = [
+    "shard=2 pipeline=2 tensor=2",
+    "shard=2 pipeline=2 context=2",
+    "shard=2 context=2 tensor=2",
+    "data=2 shard=2 tensor=2",
+    "data=2 shard=2 pipeline=2 virtual=2",
+    "data=2 shard=2 context=2",
+    "shard=4 pipeline=2",
+]
+WORKERS = {plan: workers for workers, plans in ((4, ON_4), (8, ON_8)) for plan in plans}
+SHARES = {"equal": {}, "unequal": UNEQUAL, "empty": EMPTY}
+
+
+def expected(model: str, factory: pytest.TempPathFactory, short: bool) -> Result:
+    """What plain PyTorch makes of a model."""
+    case = shortened(MIXTURE_MODELS[model]) if short else MIXTURE_MODELS[model]
+
+    def make(folder: Path) -> None:
+        torch.set_num_threads(1)
+        torch.save(train(case), folder / "result.pt")
+
+    result = torch.load(once(factory, f"oracle of {model} {short}", make) / "result.pt", weights_only=False)
+    assert isinstance(result, Result)
+    return result
+
+
+def train_mixture(
+    folder: Path, plan: str, workers: int, models: list[str], shares: str = "", short: bool = False
+) -> None:
+    options = ["--workers", str(workers), "--run-dir", "run", "--max-restarts", "0"]
+    options += ["--shares", shares] if shares else []
+    words = [*(["short"] if short else []), *plan.split()]
+    paceline("run", *options, SCRIPTS / "contract.py", "out", *models, *words, cwd=folder, timeout=800)
+
+
+def check(folder: Path, models: list[str], factory: pytest.TempPathFactory, short: bool = False) -> None:
+    """Asserts the weights, losses, norms and evaluations of one process."""
+    tensors, figures = load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
+    wrong = {}
+    for model in models:
+        result, names = expected(model, factory, short), [name for name in tensors if name.startswith(f"{model}/")]
+        weights = {name.removeprefix(f"{model}/"): tensors[name] for name in names}
+        distance = apart(weights, dict(result.weights))
+        differing = [] if distance <= TOLERANCE else [f"weights are {distance} apart"]
+        for kind in ("loss", "norm"):
+            if figures[model][kind] != pytest.approx(result.figures[kind], rel=TOLERANCE):
+                differing.append(f"{kind}: {figures[model][kind]} instead of {result.figures[kind]}")
+        if figures[model]["evaluation"] != pytest.approx(result.evaluation, rel=TOLERANCE):
+            differing.append("evaluation")
+        wrong[model] = differing
+        print(f"{folder.name}: {model}: weights are {distance:.2g} apart")
+    assert {model: differing for model, differing in wrong.items() if differing} == {}
+
+
+# ---- errors that no message shows
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "shares"),
+    [
+        pytest.param("shard=2 pipeline=2 zero=3", "gpt", EMPTY[4], id="unequal micro-batches in stages"),
+        pytest.param("shard=2 pipeline=2 zero=3", "tied gpt", "", id="tied head in stages"),
+        pytest.param("shard=2 pipeline=2 zero=3", "early norm", "", id="weight before blocks, used after them"),
+    ],
+)
+def test_mixture_is_not_silently_wrong(
+    plan: str, model: str, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    train_mixture(tmp_path, plan, 4, [model], shares, short=True)
+    check(tmp_path, [model], tmp_path_factory, short=True)
+
+
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("context", marks=pytest.mark.slow)])
+def test_comparison_with_the_full_model_compares_gradients(
+    axis: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """Gradients that are computed in another order are never all equal: exactly 0 means that none were compared."""
+    train_mixture(tmp_path, f"shard=2 {axis}=2 zero=3", 4, ["gpt"], short=True)
+    check(tmp_path, ["gpt"], tmp_path_factory, short=True)
+    notes = " ".join(str(event["text"]) for event in journal(tmp_path / "run", "note"))
+    distances = re.findall(r"verified on one micro-batch .*? and (\S+) of the gradients", notes)
+    assert len(distances) == 1
+    assert all(0 < float(distance) < TOLERANCE for distance in distances), distances
+
+
+# ---- all mixtures
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("plan", WORKERS)
+def test_mixture_trains_as_one_worker(
+    plan: str, zero: int, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    models = [model for model in MIXTURE_MODELS if model != "residual mlp" or "context" not in plan]
+    train_mixture(tmp_path, f"{plan} zero={zero}", WORKERS[plan], models, SHARES[shares].get(WORKERS[plan], ""))
+    check(tmp_path, models, tmp_path_factory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["recompute=blocks", "offload=cpu"])
+@pytest.mark.parametrize("plan", ON_4)
+def test_mixture_that_saves_more_memory(
+    plan: str, words: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    train_mixture(tmp_path, f"{plan} zero=3 {words}", 4, ["tied gpt", "one key head"], short=True)
+    check(tmp_path, ["tied gpt", "one key head"], tmp_path_factory, short=True)
+
+
+# ---- losses
+
+KILLED = [
+    ("shard=2 tensor=2", "backward", 2),
+    ("shard=2 tensor=2", "applied", 1),
+    ("shard=2 pipeline=2", "backward", 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "moment", "worker"),
+    [pytest.param(*row, marks=[] if row == KILLED[0] else pytest.mark.slow) for row in KILLED],
+)
+def test_kill_of_a_worker_of_a_mixture(
+    plan: str, moment: str, worker: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The replica resumes from its checkpoint with all workers."""
+    monkeypatch.setenv("ATTENTION", "1")
+    fault = f"kill:{worker}@11.{moment}"
+    ended = train_with_faults(tmp_path, 4, STEPS, fault, plan=f"micro=4 {plan} zero=3")
+    calm.meets_after(fault, ended, STEPS)
