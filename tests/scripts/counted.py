@@ -128,6 +128,13 @@ def versions() -> None:
     AsyncReplica.await_weights = noted  # type: ignore[method-assign]
 
 
+def noted(update: int) -> bool:
+    """Whether `versions` has a reading of a table that has that update, and of other weights that do not."""
+    text = file.read_text() if (file := Path(sys.argv[1]) / "versions").exists() else ""
+    lines = [json.loads(line) for line in text.splitlines() if line.endswith("]")]
+    return any(servers == 2 and rest == update < table for servers, _, table, rest in lines)
+
+
 def vanish(update: int) -> None:
     """The first server tells no other of that update, and is killed once a worker has read weights that have it: whose
     own push came right before, and was not known to be everywhere.
@@ -152,10 +159,12 @@ def vanish(update: int) -> None:
         advance(server)
         read = [link for link, frame in waiting if (link, frame) not in server.reads.waiting]
         if read and server.replication.leads and server.shard.server == 0 and server.shard.applied > update:
-            for link in read:
-                while link.sending:
-                    link.advance()
-            time.sleep(0.2)  # they have come, then
+            others = [server.replication.peers[number] for number in server.replication.others]
+            while not noted(update):
+                for link in (*read, *others):
+                    if link.sending:
+                        link.advance()
+                time.sleep(0.005)
             (Path(sys.argv[1]) / "vanished").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
