@@ -242,6 +242,28 @@ def test_take_over_by_another_host(cluster: Callable[[int], Cluster], undisturbe
     same(here, undisturbed, first=1)
 
 
+@pytest.mark.slow
+def test_signal_to_the_host_that_took_over_stops_the_run_which_its_folder_continues(
+    cluster: Callable[[int], Cluster], undisturbed: Path
+) -> None:
+    """The only host that is left."""
+    here = cluster(2)
+    here.spread(1, 2)
+    here.agents[0].kill()
+    here.until(lambda: "does not answer; the workers of this host wait" in here.agents[1].text)
+    paceline("run", "--take-over", here.agents[1].folder, cwd=here.folder)
+    here.members(2, agent=1)
+    here.stop(1)
+    here.end(-9, 75)
+    (stopped,) = here.agents[1].events("stopped")
+    again = f"paceline run --workers 2 --run-dir run-1 {SCRIPTS / 'survivor.py'} out {here.steps}"
+    saved = f"saved run-1/checkpoints/step-{stopped['step']:012d}"
+    assert f"stopped after step {stopped['step']}; {saved}\ncontinue with: {again}\n" in here.agents[1].text
+    done = paceline(*again.split()[1:], cwd=here.folder)
+    assert f"resuming from step {stopped['step']} of " in done.stdout + done.stderr
+    same(here, undisturbed, first=1)
+
+
 def test_joined_host_has_a_share_cannot_take_over_and_is_told_where_a_stop_saved(
     cluster: Callable[[int], Cluster], golden: Callable[[str, str], None], tmp_path: Path
 ) -> None:

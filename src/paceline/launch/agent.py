@@ -206,6 +206,11 @@ class Agent:
             self._progress.line(text)
 
     @property
+    def _leads(self) -> bool:
+        """Whether a signal to this host stops the run: it is the first host, or has taken over from it."""
+        return self._ending.first or self._ending.took_over
+
+    @property
     def was_stopped(self) -> bool:
         """Whether the run was asked to stop."""
         return self._stop is not None
@@ -249,7 +254,7 @@ class Agent:
                 meant = number == self._stop == signal.SIGTERM and time.monotonic() - self._stopping > TWICE
                 if number == signal.SIGINT or meant:
                     self._at_once, self._stop = True, number
-            elif self._ending.first:
+            elif self._leads:
                 self._stop_all(number)
             else:
                 self._leave(number)
@@ -292,7 +297,7 @@ class Agent:
         report = {
             "workers": {str(number): worker_report for number, worker_report in (workers | self._declined).items()},
             "step": max((w.events.get("step", {}).get("step") or 0 for w in self._workers.all), default=0),
-            "stop": self._ending.first and self._stop is not None,
+            "stop": self._leads and self._stop is not None,
             "leaving": self._leaving,
         }
         if report != self._report:
@@ -476,6 +481,7 @@ class Agent:
         newest = self._link.newest.get("generation") or {"number": 0, "members": list(range(run["workers"]))}
         generation = [newest["number"], newest["members"]]
         again |= before is not None
+        self._ending.took_over = not self._ending.first
         given = {"run": run, "generation": generation, "epoch": epoch, "before": before, "again": again}
         self._standby.listen(256)
         token, selector = self._link.token, self._workers.selector
@@ -502,7 +508,7 @@ class Agent:
     def _taken_over(self, address: tuple[str, int]) -> None:
         host, port = address
         self.say(f"the host at {host}:{port} has taken over; the workers of this host join it as new workers")
-        self._ending.first = self._held_back = False
+        self._ending.first = self._ending.took_over = self._held_back = False
         self._forget_served()
         self._serving.stop()
 

@@ -40,6 +40,7 @@ class RunOutcome:
         self._options, self._folder, self._journal, self._output, self._say = options, folder, journal, output, say
         self._coloured = sys.stderr.isatty()
         self.first = options.join is None  # whether the workers of this agent started the run, and wrote its journal
+        self.took_over = False  # whether this host runs the coordinator instead of the first host
         self._events: ChainMap[str, Any] = ChainMap()  # of all workers, the last of each kind; members win
 
     def failures(self, workers: Sequence[Worker], stop: int | None, failing: Mapping[int, str]) -> list[Worker]:
@@ -233,11 +234,12 @@ class RunOutcome:
         options, done = self._options, self._newest_checkpoint() or 0
         if options.again is not None:
             return options.again
+        join = None if self.took_over else options.join
         given = {
-            "--join": options.join,
-            "--token-file": options.token_file,
+            "--join": join,
+            "--token-file": options.token_file if join else None,
             "--workers": options.workers,
-            "--run-dir": None if options.join else short(self._folder),
+            "--run-dir": None if join else short(self._folder),
             "--plan": options.plan,
             "--shares": options.shares,
             "--save-every": options.save_every,
