@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,34 @@ def test_signal_to_the_host_that_took_over_stops_the_run_which_its_folder_contin
     done = paceline(*again.split()[1:], cwd=here.folder)
     assert f"resuming from step {stopped['step']} of " in done.stdout + done.stderr
     same(here, undisturbed, first=1)
+
+
+WAITS = """
+if os.environ["PACELINE_RANK"] != "0":
+    time.sleep(300)
+trainer = paceline.Trainer("""
+
+
+@pytest.mark.slow
+def test_stop_after_a_take_over_by_a_host_without_the_state_ends_the_run(cluster: Callable[[int], Cluster]) -> None:
+    """Its workers had not joined when the first host was lost, and nothing can be saved."""
+    here, code = cluster(2), (SCRIPTS / "survivor.py").read_text().replace("trainer = paceline.Trainer(", WAITS)
+    here.start(0, 1, code=code)
+    here.members(1)
+    here.start(1, 2, code=code)
+    here.until(lambda: "for the run at" in here.agents[1].text)
+    here.agents[0].kill()
+    here.until(lambda: "does not answer; the workers of this host wait" in here.agents[1].text)
+    paceline("run", "--take-over", here.agents[1].folder, cwd=here.folder)
+    here.until(lambda: "and no other worker has the training state: waiting" in here.agents[1].text)
+    asked = here.network.hosts[1].command(sys.executable, "-m", "paceline", "stop", "run-1")
+    done = subprocess.run(asked, cwd=here.folder, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr.endswith("run-1 has ended\n")
+    here.end(-9, 75)
+    ends = "no other worker has the training state, so the run stops without a checkpoint\n"
+    assert f"{ends}stopped; no checkpoint was written\nstart again with: paceline run --workers 2 --run-dir run-1 " in (
+        here.agents[1].text
+    )
 
 
 def test_joined_host_has_a_share_cannot_take_over_and_is_told_where_a_stop_saved(

@@ -126,7 +126,7 @@ class RunOutcome:
 
     def _finished(self, workers: Sequence[Worker]) -> int:
         name, events = self._name, self._events
-        if not self.first or not workers:  # other hosts ended the run
+        if not (self.first or self.took_over) or not workers:  # other hosts ended the run
             self._say("the run has ended; its report is in the run folder on the host that started the run")
             return 0
         if self._options.raw:

@@ -662,4 +662,7 @@ class Coordinator:
             self._late = math.inf
             have = "has" if len(missing) == 1 else "have"
             self._say(f"{ranks(missing)} {have} not reported to the restarted coordinator yet, and {NO_STATE}: waiting")
+        if self.stop and self._late == math.inf and not self.ended:
+            self.ended = True
+            self._say(f"{NO_STATE}, so the run stops without a checkpoint")
         self.recovering = now + RETURN
