@@ -310,7 +310,7 @@ def test_the_next_command_names_the_module(tmp_path: Path) -> None:
     done = paceline("run", "--run-dir", "run", "-m", "pkg.train", "--lr", "3", cwd=tmp_path, code=1)
     assert done.stderr.splitlines()[-1] == (
         "next: fix the cause; then run `paceline run --workers 1 --run-dir run -m pkg.train --lr 3`: "
-        "it starts over: no checkpoint was written"
+        "it starts over, as no checkpoint was written"
     )
 
 

@@ -41,7 +41,7 @@ def test_exception_in_one_worker_ends_the_run_with_its_traceback(launcher: Launc
         "  | ValueError: no labels in batch 7\n"
         "Paceline stopped the others: worker 0\n"
         "logs: run/logs/\n"
-        f"next: fix the cause; then run `{AGAIN}`: it starts over: no checkpoint was written"
+        f"next: fix the cause; then run `{AGAIN}`: it starts over, as no checkpoint was written"
     )
     (event,) = journal(ended.folder, "failed")
     assert (event["worker"], event["cause"], event["code"]) == (1, "ValueError: no labels in batch 7", 1)
@@ -210,7 +210,7 @@ def test_kill_of_a_worker_is_the_cause_of_lost_peers(launcher: Launcher) -> None
         "Paceline stopped the others: worker 3",
         "logs: run/logs/",
         "next: find out who sent the signal; then run `paceline run --workers 4 --run-dir run train.py`: it "
-        "starts over: no checkpoint was written",
+        "starts over, as no checkpoint was written",
     ]
     assert "PeerLostError" not in ended.stderr
     assert "PeerLostError: the connection to worker 1 broke" in ended.log(0)
@@ -369,5 +369,5 @@ def test_out_of_memory_kill_is_named(launcher: Launcher, memory_group: MemoryGro
         "Paceline stopped the others: worker 0",
         "logs: run/logs/",
         "next: reduce the memory that is used: fewer workers on this host, fewer loader workers, or a smaller micro= "
-        f"in the plan, which changes the mathematics; then run `{AGAIN}`: it starts over: no checkpoint was written",
+        f"in the plan, which changes the mathematics; then run `{AGAIN}`: it starts over, as no checkpoint was written",
     ]

@@ -30,7 +30,7 @@ def test_launch_has_the_output_and_exit_code_of_a_local_run(launched: Launched) 
     assert process.returncode == 3, error
     assert out == "out 0\n"
     assert "\nworker 0 failed (host " in error
-    assert error.endswith("then run `AGAIN`: it starts over: no checkpoint was written\n")
+    assert error.endswith("then run `AGAIN`: it starts over, as no checkpoint was written\n")
 
 
 def test_token_is_in_the_run_folder_only(launched: Launched) -> None:

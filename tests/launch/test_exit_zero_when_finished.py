@@ -244,6 +244,6 @@ def test_worker_that_calls_os_exit_has_not_finished(options: tuple[str, ...], tm
         "  | enough\n"
         "logs: out/logs/\n"
         "next: see the log of the worker; then run `paceline run --workers 1 --run-dir out train.py`: "
-        "it starts over: no checkpoint "
+        "it starts over, as no checkpoint "
         "was written\n"
     )

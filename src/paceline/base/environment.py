@@ -444,14 +444,9 @@ NODES = {
 }
 
 
-CONTRADICT = "contradict each other"
-
-
-def read_nodes(env: Mapping[str, str] = os.environ) -> tuple[int, int, str, int]:
-    """Returns this node's number, the number of nodes (0: it may change), the first node's address, and this node's
-    number of GPUs (0: unknown).
-
-    Raises UsageError if no variables of a known launcher are set, or those of two disagree.
+def nodes_by_launcher(env: Mapping[str, str] = os.environ) -> dict[str, tuple[int, int, str, int]]:
+    """What the variables of each launcher say that are set: this node's number, the number of nodes (0: it may change),
+    the first node's address, and this node's number of GPUs (0: unknown).
     """
     nodes = {}
     for name, (rank, count, first, gpu_count, own_address) in NODES.items():
@@ -462,12 +457,21 @@ def read_nodes(env: Mapping[str, str] = os.environ) -> tuple[int, int, str, int]
             address = env.get(own_address, "") if is_own else [*env.get(first, "").split(), ""][0]
             many = _number(env, count, 1, 1) if count else 0
             nodes[name] = (number, many, address, int(gpus) if gpus.isdecimal() else 0)
+    return nodes
+
+
+def read_nodes(env: Mapping[str, str] = os.environ) -> tuple[int, int, str, int]:
+    """This node's entry of `nodes_by_launcher`.
+
+    Raises UsageError if no variables of a known launcher are set, or those of two disagree.
+    """
+    nodes = nodes_by_launcher(env)
     if not nodes:
         what = f"--nodes auto finds no variables of {', '.join(NODES)}"
         raise UsageError(what, "say --listen on the first node and --join on the others")
     if len(set(nodes.values())) > 1:
         raise UsageError(
-            f"the variables of {' and '.join(nodes)} {CONTRADICT}",
+            f"the variables of {' and '.join(nodes)} contradict each other",
             "unset the variables that another launcher left",
         )
     return next(iter(nodes.values()))

@@ -29,6 +29,7 @@ TOGETHER = 2048  # steps in one, at most: half of what the other workers remembe
 APART = 1 << 14  # records of steps that a reader keeps apart
 _SUMS = ("samples", "tokens", "steps", "seconds", "bytes")
 _TABLES = ("time", "waited_for", "computed", "lanes", "account")
+HUNG, KILLED_FOR_MEMORY = "hung", "killed for memory"  # the `kind` of failures that are no exceptions
 Event = dict[str, Any]
 
 

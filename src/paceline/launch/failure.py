@@ -8,7 +8,7 @@ import signal
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from paceline.base.journal import Event
+from paceline.base.journal import HUNG, KILLED_FOR_MEMORY, Event
 from paceline.base.stacks import Hung
 from paceline.base.text import called, ranks
 from paceline.base.tracebacks import read_trace
@@ -68,7 +68,7 @@ class Failure:
     ) -> None:
         self.rank, self.pid, self.when, self.step = rank, pid, when, event.get("step")
         self.tail, errors = output.tail(rank), output.errors(rank)
-        self.kind: str = event.get("kind", "")  # the class of its exception, if it reported one
+        self.kind: str = event.get("kind", "")  # the class of its exception, HUNG or KILLED_FOR_MEMORY, if known
         self.out_of_memory = False
         self.code = 128 - status if status < 0 else 2 if self.kind in USAGE else status  # the run's exit code
         if status < 0:
@@ -77,6 +77,7 @@ class Failure:
             self.frame = read_trace(errors, crash=True)[1] if status != -signal.SIGKILL else None
             self.out_of_memory = status == -signal.SIGKILL and out_of_memory
             if self.out_of_memory:
+                self.kind = KILLED_FOR_MEMORY
                 self.what, self.cure = OUT_OF_MEMORY
             return
         what, self.frame = event.get("what", ""), event.get("at")
@@ -103,7 +104,7 @@ class Failure:
         """Describes a worker that was ended because it made no progress."""
         self.what = f"{hung.why}, {hung.doing}"
         self.cure = f"find out why it {'does not finish' if hung.busy else 'waits'}; all its stacks are in its log"
-        self.frame, self.code = None, 1
+        self.frame, self.code, self.kind = None, 1, HUNG
 
 
 def culprit(failures: Sequence[Failure]) -> Failure:

@@ -177,7 +177,7 @@ class RunOutcome:
         logs = "" if self._options.temporary else f"logs: {named(self._folder / 'logs')}{os.sep}\n"
         text = f"{what}\n{logs}next: {cure} `{self._command()}`"
         self._say(f"\n{text}", always=True)
-        self._journal.write("failed", worker=None, host=socket.gethostname(), cause=what, code=1, text=text)
+        self._journal.write("failed", worker=None, host=socket.gethostname(), kind="", cause=what, code=1, text=text)
         return 1
 
     def _failed(self, workers: Sequence[Worker], failed: Sequence[Worker], failing: Mapping[int, str]) -> int:
@@ -206,8 +206,8 @@ class RunOutcome:
         title, _, rest = text.partition("\n")
         red = Coloured(f"\n\x1b[1;31m{printable(title)}\x1b[0m\n{printable(rest)}")
         self._say(red if self._coloured else f"\n{text}", always=True)
-        fields = {"worker": cause.rank, "host": host, "step": cause.step, "cause": cause.what, "code": cause.code}
-        self._journal.write("failed", **fields, text=text)
+        fields = {"worker": cause.rank, "host": host, "step": cause.step, "kind": cause.kind, "cause": cause.what}
+        self._journal.write("failed", **fields, code=cause.code, text=text)
         return cause.code
 
     def _then(self, cause: Failure) -> str:
@@ -217,7 +217,7 @@ class RunOutcome:
         if self._options.raw:
             return f"then run `{self._command()}`: it continues from the script's own checkpoints, if it loads any"
         newest = self._newest_checkpoint()
-        goes_on = "starts over: no checkpoint was written" if newest is None else f"continues from step {newest}"
+        goes_on = "starts over, as no checkpoint was written" if newest is None else f"continues from step {newest}"
         if cause.kind == "CheckpointError" and "found" not in self._events:  # it found no checkpoint that it can read
             goes_on = "continues from the newest readable checkpoint, and fails again if no checkpoint is readable"
         return f"then run `{self._command()}`: it {goes_on}"

@@ -21,11 +21,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from paceline.base.environment import (
-    CONTRADICT,
     address_towards,
     gloo_interface,
     gpus,
     memory_free,
+    nodes_by_launcher,
     reached_at,
     read_nodes,
     read_world,
@@ -237,10 +237,11 @@ def _start() -> Iterator[Finding]:
             yield Finding("no launcher found: `python train.py` trains with one worker")
     except PacelineError as error:
         yield Finding(error.what, error.cure)
+    if not nodes_by_launcher():
+        return
     try:
         number, count, first, _ = read_nodes()
         of = f" of {count}" if count else ""  # otherwise the number may change
         yield Finding(f"node {number}{of} at {first}: start `paceline run --nodes auto train.py` on each node")
     except PacelineError as error:
-        if CONTRADICT in error.what:  # otherwise no such launcher has started this
-            yield Finding(error.what, error.cure)
+        yield Finding(error.what, error.cure)

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from paceline.base.console import in_one_line
-from paceline.base.journal import Event
+from paceline.base.journal import HUNG, KILLED_FOR_MEMORY, Event
 from paceline.base.text import duration, ranks
 from paceline.observe.summary import Summary
 from paceline.observe.team_table import a_step
@@ -47,14 +47,17 @@ COSTS = {
     "hand-over": ("sending the state to new workers", "find out why workers were lost"),
     "forming": ("forming new teams", "find out why workers were lost"),
 }
-KINDS = (
-    (r"is not finite", "not finite", "a loss or gradient is NaN or infinite"),
-    (r"differs from that on|of their norm", "diverged", "the workers' weights differ"),
-    (r"hung at", "hang", "the script hung"),
-    (r"out-of-memory|OutOfMemory", "memory", "a worker ran out of memory"),
-    (r"workers called different collectives", "mismatch", "workers called different collectives"),
-)
-
+_MEMORY = "memory", "a worker ran out of memory"
+# By the `kind` of the journal's event "failed", which is mostly the class of an exception.
+KINDS = {
+    "NonFiniteLossError": ("not finite", "a loss or gradient is NaN or infinite"),
+    "WorkersDifferError": ("diverged", "the workers differ"),
+    "CollectiveMismatchError": ("mismatch", "workers called different collectives"),
+    HUNG: ("hang", "the script hung"),
+    KILLED_FOR_MEMORY: _MEMORY,
+    "OutOfMemoryError": _MEMORY,
+    "MemoryError": _MEMORY,
+}
 
 _WHERE = r"\bworkers? (\d+(?:, \d+)*) (?:is in|are in|(ended after)) "
 NOBODY: Mapping[int, int] = {}
@@ -305,9 +308,7 @@ def verdict(summary: Summary, steps: UsualStep | None) -> Verdict:
 def _failed(summary: Summary) -> Verdict:
     event: Event = summary.outcome or {}
     cause = str(event.get("cause"))
-    kind, what = next(
-        ((kind, what) for pattern, kind, what in KINDS if re.search(pattern, cause)), ("failed", "the run failed")
-    )
+    kind, what = KINDS.get(str(event.get("kind")), ("failed", "the run failed"))
     named = re.search(r"\bworkers? (\d+)", cause)
     worker = int(named[1]) if named and kind in ("not finite", "diverged") else event.get("worker")
     if kind == "mismatch":
