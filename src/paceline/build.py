@@ -77,7 +77,7 @@ def build_replica(
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile:
-        job.decisions.append(compiled(job.model, plan.together > 1, plan.exact))
+        job.decisions.append(compiled(job.model, plan.together > 1 or pipeline is not None, plan.exact))
     if sequences is not None:
         sequences.narrow()
         # Those along the outer axis hold the same pieces.

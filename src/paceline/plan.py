@@ -315,16 +315,16 @@ class Plan:
                 f"schedule=zbv and virtual={self.virtual} contradict each other: the stages of a worker come in pairs"
             )
             raise PlanError(what, "use virtual=2, or schedule=zb")
+        for axis in ("context", "tensor") if self.compile else ():
+            if (getattr(self, axis) or 1) > 1:
+                what = f"compile and {axis}={getattr(self, axis)} cannot be used together yet"
+                raise PlanError(what, f"leave compile or {axis} out")
         if self.schedule in ("zb", "zbv") and self.zero in (2, 3):
             what = f"schedule={self.schedule} and zero={self.zero} cannot be used together yet"
             raise PlanError(what, "use zero=1, or schedule=1f1b")
         for row, value, word in self.stated_words():
             if self.exact and row.name in ("codec", "staleness", "backup") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
-            for axis in (axis for axis in AXES[2:] if (getattr(self, axis) or 1) > 1):
-                if word in ("compile", "precision=fp16") or (word == "exact" and axis != "tensor"):
-                    what = f"{word} and {axis}={getattr(self, axis)} cannot be used together yet"
-                    raise PlanError(what, f"leave {word} or {axis} out")
             if self.local and (word in ("exact", "precision=fp16") or row.name in ("codec", "lr_scaling")):
                 what = f"{word} and local={self.local} cannot be used together yet"
                 raise PlanError(what, f"leave {word} or local out")

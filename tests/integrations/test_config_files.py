@@ -193,10 +193,7 @@ def test_words_that_do_not_fit_together_are_refused_by_field() -> None:
     made = convert_deepspeed({"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}, 4)
     assert (made.plan, made.settled["zero_optimization.stage"].verdict) == ("shard=2 zero=3 tensor=2", USED)
     made = convert_deepspeed({"fp16": {"enabled": True}, "sequence_parallel_size": 2}, 4)
-    fp16 = made.settled["fp16.enabled"]
-    assert (made.plan, fp16.verdict) == ("context=2", REFUSED)
-    assert "precision=fp16 and context=2 cannot be used together yet" in fp16.text
-    assert fp16.text.endswith("the plan leaves precision=fp16 out")
+    assert (made.plan, made.settled["fp16.enabled"].verdict) == ("context=2 precision=fp16", USED)
     made = convert_deepspeed({"tensor_parallel": {"autotp_size": 3}}, 4)
     assert (made.plan, made.settled["tensor_parallel.autotp_size"].verdict) == ("", REFUSED)
 

@@ -37,7 +37,13 @@ CUT_TEAMS = {
     "tensor=2": [("2", "1,1"), ("4", "1,1,2,2")],
     "micro=1 tensor=2": [("2", "1,1"), ("6", "3,3,0,0,1,1")],
     "shard=2 zero=1 tensor=2": [("4", "1,1,1,1"), ("8", "1,1,0,0,2,2,1,1")],
+    "pipeline=2": [("2", "1,1"), ("6", "3,3,0,0,1,1")],
+    "pipeline=2 virtual=2 schedule=zb": [("2", "1,1"), ("4", "1,1,2,2")],
+    "pipeline=2 shard=2 zero=3": [("4", "1,1,1,1"), ("8", "1,1,0,0,2,2,1,1")],
+    "context=2": [("2", "1,1"), ("6", "3,3,0,0,1,1")],
+    "context=2 tensor=2 micro=1": [("4", "1,1,1,1"), ("8", "1,1,1,1,2,2,2,2")],
 }
+STACKS = ["short", "gpt", "tied gpt", "one key head"]  # of blocks, with attention
 
 
 def plain(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -130,13 +136,19 @@ def test_exact_bits_on_any_number_of_workers_and_shares(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", CUT_TEAMS)
-def test_any_number_of_replicas_of_one_tensor_cut_has_the_same_bits(tmp_path: Path, plan: str) -> None:
+def test_any_number_of_replicas_of_one_cut_has_the_same_bits(tmp_path: Path, plan: str) -> None:
+    words = [*(STACKS if "pipeline" in plan or "context" in plan else CUT), *plan.split()]
     outcomes = [
-        outcome(
-            tmp_path / workers, ["--workers", workers, "--max-restarts", "0", "--shares", shares], *CUT, *plan.split()
-        )
+        outcome(tmp_path / workers, ["--workers", workers, "--max-restarts", "0", "--shares", shares], *words)
         for workers, shares in CUT_TEAMS[plan]
     ]
+    assert all(found == outcomes[0] for found in outcomes[1:])
+
+
+def test_exact_stages_have_the_bits_of_one_worker(tmp_path: Path) -> None:
+    """Each block computes what it does on one worker, in the same order."""
+    teams = [("1", []), ("2", ["pipeline=2"]), ("4", ["pipeline=2", "schedule=gpipe"])]
+    outcomes = [outcome(tmp_path / workers, ["--workers", workers], "gpt", "short", *plan) for workers, plan in teams]
     assert all(found == outcomes[0] for found in outcomes[1:])
 
 

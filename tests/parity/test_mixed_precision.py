@@ -37,8 +37,8 @@ def rows() -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
 
 
-def by_hand() -> tuple[dict[str, torch.Tensor], list[str]]:
-    """The weights, and the loss scales that were tried and left."""
+def by_hand(fp16: bool = True) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """The weights, and the loss scales that were tried and left; without `fp16` all is computed in float32."""
     torch.manual_seed(stream_seed(0, 0, -1))
     model = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(), nn.Linear(24, 2))
     optimizer, data = torch.optim.AdamW(model.parameters(), lr=0.01), rows()
@@ -51,7 +51,7 @@ def by_hand() -> tuple[dict[str, torch.Tensor], list[str]]:
             model.zero_grad()
             for some in (found[start : start + 3] for start in range(0, 24, 3)):
                 x, y = (torch.stack(column) for column in zip(*(data[i] for i in some), strict=True))
-                with torch.autocast("cpu", torch.float16):
+                with torch.autocast("cpu", torch.float16, enabled=fp16):
                     loss = LOUD * F.cross_entropy(model(x.float()), y, reduction="sum")
                 (loss * (tried / 24)).backward()
             if all(bool(p.grad.isfinite().all()) for p in model.parameters()):
@@ -79,6 +79,10 @@ def scales(folder: Path) -> list[str]:
         pytest.param(2, "", marks=pytest.mark.slow),
         (2, "shard=2 zero=1"),
         pytest.param(3, "shard=3", marks=pytest.mark.slow),
+        (2, "pipeline=2 schedule=zb"),
+        pytest.param(2, "pipeline=2", marks=pytest.mark.slow),
+        pytest.param(4, "data=2 pipeline=2 schedule=gpipe", marks=pytest.mark.slow),
+        pytest.param(4, "shard=2 pipeline=2 zero=2", marks=pytest.mark.slow),
     ],
 )
 def test_fp16_takes_the_decisions_of_one_process(workers: int, words: str, tmp_path: Path) -> None:
@@ -87,6 +91,20 @@ def test_fp16_takes_the_decisions_of_one_process(workers: int, words: str, tmp_p
     found = exported(tmp_path / "team", BODY, workers, f"precision=fp16 {words}")
     assert scales(found.parent) == said
     assert apart(load_file(found), weights) <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("workers", "words"), [(2, "tensor=2"), pytest.param(4, "shard=2 tensor=2 zero=3", marks=pytest.mark.slow)]
+)
+def test_fp16_with_layers_in_parts_is_as_near_to_float32_as_one_process(
+    workers: int, words: str, tmp_path: Path
+) -> None:
+    """Each worker rounds its part of a layer's sums to fp16, where one process rounds the sum."""
+    weights, said = by_hand()
+    plain, _ = by_hand(fp16=False)
+    found = exported(tmp_path / "team", BODY, workers, f"precision=fp16 {words}")
+    assert scales(found.parent) == said
+    assert apart(load_file(found), plain) <= 1.5 * apart(weights, plain)
 
 
 @pytest.mark.slow
@@ -198,6 +216,19 @@ def test_compile_gives_the_same_weights_and_names(words: str, tmp_path: Path) ->
         found.append(load_file(weights))
         assert ("compiled" in (weights.parent / "out" / "journal.jsonl").read_text()) == ("compile" in plan)
     assert apart(found[1], found[0]) <= 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("workers", "words"),
+    [(2, "pipeline=2"), (2, "pipeline=2 virtual=2 schedule=zb"), (4, "shard=2 pipeline=2 zero=3")],
+)
+def test_compiled_stages_give_the_same_weights(workers: int, words: str, tmp_path: Path) -> None:
+    body = BODY.replace("nn.ReLU(), nn.Linear(24, 2)", "nn.ReLU(), nn.Linear(24, 24), nn.Linear(24, 2)")
+    plain = load_file(exported(tmp_path / "plain", body, 1, ""))
+    found = exported(tmp_path / "team", body, workers, f"compile {words}")
+    assert "blocks are compiled separately" in (found.parent / "out" / "journal.jsonl").read_text()
+    assert apart(load_file(found), plain) <= 1e-5
 
 
 @pytest.mark.slow

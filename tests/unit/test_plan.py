@@ -208,10 +208,8 @@ CONTRADICTING = [
     "local=3 every=50 outer_codec=int8 quorum=2",
     "local=3 every=50 lr_scaling=sqrt",
     "tensor=2 compile",
-    "pipeline=2 exact",
-    "context=2 exact",
+    "context=2 compile",
     "virtual=2",
-    "tensor=2 precision=fp16",
     "shard=2 auto",
     "server=2 shard=2",
     "server=2 codec=topk:0.01",
@@ -279,7 +277,7 @@ def test_plan_words_are_refused_with_a_way_out(
 def test_plan_checks_axes_then_pairs_then_support() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
-    assert refusal("shard=4 pipeline=2 compile codec=int8").startswith("compile and pipeline=2 cannot be used")
+    assert refusal("shard=4 tensor=2 compile exact codec=int8").startswith("compile and tensor=2 cannot be used")
     assert refusal("pipeline=2 local=2 every=8 auto").startswith("auto and local=2 both decide")
 
 

@@ -268,7 +268,20 @@ class Pipeline:
             return self._plain_forward(model, batch)
         if self.assembles:
             return self._cut_forward(model, batch)
-        return self._run_local_stages(self.survey(model, batch), partial(self._cut_forward, model, batch))
+        call, kind = partial(self._cut_forward, model, batch), _kind("forward", model, batch)
+        if self._stage is None and self._is_new_to_some(kind, "a forward"):
+            self._survey(kind, partial(self._run_user_forward, model, batch))
+        return self._run_local_stages(kind, call)
+
+    def _is_new_to_some(self, kind: _Kind, what: str) -> bool:
+        """Whether this kind of forward was not surveyed here, or on a worker that gathers parameters from this one:
+        these survey equally often. Collective among them.
+        """
+        is_new = kind not in self._sends_by_kind
+        if self.job.gathering is None:
+            return is_new
+        self.job.gathering.declare(f"{what} of {self.model_name}", check=False, kind="pipeline")
+        return any(self.job.gathering.gather_json(is_new))
 
     def new_kind(self, batch: Any) -> _Kind | None:
         """Returns the kind of a forward if it has not been surveyed."""
@@ -616,13 +629,9 @@ class Pipeline:
         refuse_other_input(self.line, (given, named), self.model_name, "pipeline= splits it")
         call, snapshot = partial(self._run_in_stage, partial(forward, *given, **named)), self._streams.snapshot()
         kind = _kind("call", self.job.model, (given, named))
-        surveys = [kind not in self._sends_by_kind]
-        if self.job.gathering is not None:
-            self.job.gathering.declare(f"a call of {self.model_name}", check=False, kind="pipeline")
-            surveys = self.job.gathering.gather_json(surveys[0])
         self._is_script_call = True
         try:
-            if any(surveys):
+            if self._is_new_to_some(kind, "a call"):
                 self._survey(kind, call)
             output = self._run_local_stages(kind, call)
         finally:
