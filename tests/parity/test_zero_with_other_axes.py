@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -12,14 +11,12 @@ from agents import journal
 from fault_runs import STEPS, Calm
 from fault_runs import calm as calm
 from fault_runs import train as train_with_faults
-from launching import SCRIPTS, paceline
 from mixture_models import MIXTURE_MODELS
+from mixtures import TOLERANCE, check_figures, train_cases
 from once import once
-from oracle import Result, apart, train
+from oracle import Result, train
 from parity_models import shortened
-from safetensors.torch import load_file
 
-TOLERANCE = 1e-12
 # Unequal shares, and shares of units that compute nothing but dummy micro-batches, by the number of workers.
 UNEQUAL = {4: "3,3,1,1", 8: "3,3,3,3,1,1,1,1"}
 EMPTY = {4: "0,0,1,1", 8: "0,0,0,0,1,1,1,1"}
@@ -56,32 +53,8 @@ def expected(model: str, factory: pytest.TempPathFactory, short: bool) -> Result
     return result
 
 
-def train_mixture(
-    folder: Path, plan: str, workers: int, models: list[str], shares: str = "", short: bool = False
-) -> None:
-    options = ["--workers", str(workers), "--run-dir", "run", "--max-restarts", "0"]
-    options += ["--shares", shares] if shares else []
-    words = [*(["short"] if short else []), *plan.split()]
-    paceline("run", *options, SCRIPTS / "contract.py", "out", *models, *words, cwd=folder, timeout=800)
-
-
 def check(folder: Path, models: list[str], factory: pytest.TempPathFactory, short: bool = False) -> None:
-    """Asserts the weights, losses, norms and evaluations of one process."""
-    tensors, figures = load_file(folder / "out.safetensors"), json.loads((folder / "out.json").read_text())
-    wrong = {}
-    for model in models:
-        result, names = expected(model, factory, short), [name for name in tensors if name.startswith(f"{model}/")]
-        weights = {name.removeprefix(f"{model}/"): tensors[name] for name in names}
-        distance = apart(weights, dict(result.weights))
-        differing = [] if distance <= TOLERANCE else [f"weights are {distance} apart"]
-        for kind in ("loss", "norm"):
-            if figures[model][kind] != pytest.approx(result.figures[kind], rel=TOLERANCE):
-                differing.append(f"{kind}: {figures[model][kind]} instead of {result.figures[kind]}")
-        if figures[model]["evaluation"] != pytest.approx(result.evaluation, rel=TOLERANCE):
-            differing.append("evaluation")
-        wrong[model] = differing
-        print(f"{folder.name}: {model}: weights are {distance:.2g} apart")
-    assert {model: differing for model, differing in wrong.items() if differing} == {}
+    check_figures(folder, {model: expected(model, factory, short) for model in models})
 
 
 # ---- errors that no message shows
@@ -98,7 +71,7 @@ def check(folder: Path, models: list[str], factory: pytest.TempPathFactory, shor
 def test_mixture_is_not_silently_wrong(
     plan: str, model: str, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    train_mixture(tmp_path, plan, 4, [model], shares, short=True)
+    train_cases(tmp_path, plan, 4, [model], shares, short=True)
     check(tmp_path, [model], tmp_path_factory, short=True)
 
 
@@ -107,7 +80,7 @@ def test_comparison_with_the_full_model_compares_gradients(
     axis: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """Gradients that are computed in another order are never all equal: exactly 0 means that none were compared."""
-    train_mixture(tmp_path, f"shard=2 {axis}=2 zero=3", 4, ["gpt"], short=True)
+    train_cases(tmp_path, f"shard=2 {axis}=2 zero=3", 4, ["gpt"], short=True)
     check(tmp_path, ["gpt"], tmp_path_factory, short=True)
     notes = " ".join(str(event["text"]) for event in journal(tmp_path / "run", "note"))
     distances = re.findall(r"verified on one micro-batch .*? and (\S+) of the gradients", notes)
@@ -127,7 +100,7 @@ def test_mixture_trains_as_one_worker(
     plan: str, zero: int, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     models = [model for model in MIXTURE_MODELS if model != "residual mlp" or "context" not in plan]
-    train_mixture(tmp_path, f"{plan} zero={zero}", WORKERS[plan], models, SHARES[shares].get(WORKERS[plan], ""))
+    train_cases(tmp_path, f"{plan} zero={zero}", WORKERS[plan], models, SHARES[shares].get(WORKERS[plan], ""))
     check(tmp_path, models, tmp_path_factory)
 
 
@@ -137,7 +110,7 @@ def test_mixture_trains_as_one_worker(
 def test_mixture_that_saves_more_memory(
     plan: str, words: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    train_mixture(tmp_path, f"{plan} zero=3 {words}", 4, ["tied gpt", "one key head"], short=True)
+    train_cases(tmp_path, f"{plan} zero=3 {words}", 4, ["tied gpt", "one key head"], short=True)
     check(tmp_path, ["tied gpt", "one key head"], tmp_path_factory, short=True)
 
 

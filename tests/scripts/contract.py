@@ -12,12 +12,13 @@ from pathlib import Path
 from cases import right
 from mixture_models import MIXTURE_MODELS
 from parity_models import MODELS, shortened
+from reported_bugs import REPORTED_MODELS
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import paceline
 
-MODELS = MODELS | MIXTURE_MODELS
+MODELS = MODELS | MIXTURE_MODELS | REPORTED_MODELS
 out = Path(sys.argv[1])
 tensors, figures = {}, {}
 words = [word for word in sys.argv[2:] if word not in MODELS and word != "short"]
