@@ -14,6 +14,10 @@ trainer `paceline run`
 exact   `paceline run --plan exact`
 before  the Trainer of another checkout, whose `src` is given
 
+On demand:
+
+backend tuned, over Paceline's transport instead of gloo: `init_process_group("paceline")` in a loop of one's own
+
 On demand, each under torch's own environment like plain, and described in peers.py:
 
 accelerate, fabric, deepspeed, ray
@@ -48,6 +52,7 @@ import paceline
 from paceline.comm.autoload import register
 
 SIDES = ("plain", "tuned", "bound", "barrier", "trainer", "exact")
+TUNED = ("tuned", "backend")
 ALONE = ("bound", "barrier")  # they send nothing
 OURS = ("trainer", "exact", "before")
 
@@ -57,7 +62,7 @@ def by_hand(job: Job, side: str, rank: int, steps: int) -> Iterator[float]:
     torch.manual_seed(0)
     model: Any = job.model()
     if side not in ALONE:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=side == "tuned")
+        model = DistributedDataParallel(model, gradient_as_bucket_view=side in TUNED)
     update = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=None if side == "plain" else True)
     data = job.data(steps * job.global_batch)
     share = job.global_batch // WORKERS
@@ -105,7 +110,7 @@ def worker(side: str, address: str, model: str, steps: int, folder: str) -> None
     else:
         if side != "bound":
             register()
-            dist.init_process_group("paceline" if side == "barrier" else "gloo")
+            dist.init_process_group("paceline" if side in ("barrier", "backend") else "gloo")
         stepping = by_hand(job, side, rank, steps)
     take(address, side, rank, stepping)
     if side not in OURS and dist.is_initialized():
@@ -133,7 +138,7 @@ def start(side: str, address: str, model: str, steps: int, folder: Path, before:
         ]
         return [subprocess.Popen([sys.executable, *command, "--save-every", "1000000", *script], env=environment)]
     pins: list[list[int]] = []
-    if side in ("tuned", *ALONE):
+    if side in (*TUNED, *ALONE):
         from paceline.launch.tuning import KEEP, surround  # another checkout may have it elsewhere
 
         variables, pins, _ = surround(WORKERS, environment, sorted(os.sched_getaffinity(0)))
@@ -158,7 +163,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--before", type=Path, metavar="SRC")
     parser.add_argument("--record", type=Path)
-    parser.add_argument("--sides", nargs="+", choices=[*SIDES, *PEERS], default=list(SIDES))
+    parser.add_argument("--sides", nargs="+", choices=[*SIDES, "backend", *PEERS], default=list(SIDES))
     options = parser.parse_args()
     if unknown := set(options.models) - set(JOBS):
         parser.error(f"there is no model {', '.join(sorted(unknown))}; choose of {', '.join(JOBS)}")
@@ -172,7 +177,7 @@ def main() -> None:
         seconds = measure(name, options.rounds, sides, options.before)
         found: dict[str, object] = {"seconds": seconds}
         medians(name, seconds)
-        for mine in (side for side in ("trainer", "exact") if side in seconds):
+        for mine in (side for side in ("trainer", "exact", "backend") if side in seconds):
             for other in (side for side in seconds if side != mine):
                 found |= compare(seconds, mine, other)
         results[name] = found

@@ -27,23 +27,11 @@ PLANS = {
     "tensor=2": (2, ""),
     "pipeline=2": (2, ""),
     "context=2": (2, ""),
-    "shard=3 zero=3": (3, "3,1,1"),
-    "data=2 shard=2 zero=2": (4, ""),
-    "exact": (2, ""),
-    "server=1": (2, ""),
-    "tensor=4": (4, ""),
     "data=2 tensor=2": (4, "3,3,1,1"),
-    "shard=2 tensor=2 zero=1": (4, ""),
     "shard=2 tensor=2 zero=3": (4, ""),
-    "pipeline=2 schedule=gpipe": (2, ""),
-    "pipeline=2 schedule=zb": (2, ""),
     "pipeline=2 schedule=zbv": (2, ""),
-    "pipeline=4": (4, ""),
     "data=2 pipeline=2 virtual=2": (4, "3,3,1,1"),
     "shard=2 pipeline=2 zero=3": (4, ""),
-    "pipeline=2 tensor=2": (4, ""),
-    "shard=2 context=2 zero=3": (4, ""),
-    "context=2 tensor=2": (4, ""),
     "pipeline=2 context=2": (4, ""),
     "shard=2 pipeline=2 tensor=2 zero=3": (8, ""),
 }
@@ -83,16 +71,19 @@ def test_reported_bug_does_not_happen_under_the_plan_of_the_report(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("plan", PLANS)
-def test_reported_bugs_do_not_happen_under_any_plan(
+def test_other_reported_bugs_do_not_happen_either(
     plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    names = [name for name, report in REPORTS.items() if not re.search(report.refused, plan)]
+    others = {name: report for name, report in REPORTS.items() if report.plan != plan}
+    names = [name for name, report in others.items() if not re.search(report.refused, plan)]
     check(tmp_path, plan, names, tmp_path_factory)
 
 
 def test_page_has_each_report() -> None:
-    page = " ".join((DOCS / "bugs-of-other-systems.md").read_text().split())
+    text = " ".join((DOCS / "bugs-of-other-systems.md").read_text().split())
+    page = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)  # without the addresses of links
     for report in REPORTS.values():
         assert all(where in page for where in report.where), report.where
         assert report.what in page, report.what
     assert f"{len(REPORTS)} kinds" in page
+    assert f"under {len(PLANS)} plans" in page

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from agents import journal
+from covering import pairwise
 from fault_runs import STEPS, Calm
 from fault_runs import calm as calm
 from fault_runs import train as train_with_faults
@@ -38,6 +41,18 @@ ON_8 = [
 ]
 WORKERS = {plan: workers for workers, plans in ((4, ON_4), (8, ON_8)) for plan in plans}
 SHARES = {"equal": {}, "unequal": UNEQUAL, "empty": EMPTY}
+
+
+def mixtures() -> list[Any]:
+    """Each two of a plan, a kind of sharding, shares and a model meet in one of these runs."""
+    runs = defaultdict[tuple[str, int, str], list[str]](list)
+    exists = lambda plan, zero, shares, model: model != "residual mlp" or "context" not in plan
+    for *run, model in pairwise([*WORKERS], [2, 3], [*SHARES], [*MIXTURE_MODELS], valid=exists):
+        runs[tuple(run)].append(model)  # type: ignore[index]
+    return [pytest.param(*run, models, id=f"{run[0]} zero={run[1]}, {run[2]}") for run, models in runs.items()]
+
+
+MIXTURES = mixtures()
 
 
 def expected(model: str, factory: pytest.TempPathFactory, short: bool) -> Result:
@@ -93,13 +108,10 @@ def test_comparison_with_the_full_model_compares_gradients(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("shares", SHARES)
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("plan", WORKERS)
+@pytest.mark.parametrize(("plan", "zero", "shares", "models"), MIXTURES)
 def test_mixture_trains_as_one_worker(
-    plan: str, zero: int, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    plan: str, zero: int, shares: str, models: list[str], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    models = [model for model in MIXTURE_MODELS if model != "residual mlp" or "context" not in plan]
     train_cases(tmp_path, f"{plan} zero={zero}", WORKERS[plan], models, SHARES[shares].get(WORKERS[plan], ""))
     check(tmp_path, models, tmp_path_factory)
 
