@@ -297,7 +297,7 @@ class Agent:
         report = {
             "workers": {str(number): worker_report for number, worker_report in (workers | self._declined).items()},
             "step": max((w.events.get("step", {}).get("step") or 0 for w in self._workers.all), default=0),
-            "stop": self._leads and self._stop is not None,
+            "stop": self._leads and self._stop is not None and not self._leaving,
             "leaving": self._leaving,
         }
         if report != self._report:
