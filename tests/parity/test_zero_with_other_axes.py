@@ -80,6 +80,7 @@ def check(folder: Path, models: list[str], factory: pytest.TempPathFactory, shor
     [
         pytest.param("shard=2 pipeline=2 zero=3", "gpt", EMPTY[4], id="unequal micro-batches in stages"),
         pytest.param("shard=2 pipeline=2 zero=3", "tied gpt", "", id="tied head in stages"),
+        pytest.param("pipeline=2", "tied gpt", "1,1,0,0", id="tied head in stages of an idle replica"),
         pytest.param("shard=2 pipeline=2 zero=3", "early norm", "", id="weight before blocks, used after them"),
     ],
 )

@@ -73,6 +73,8 @@ class PipelineRunner(Runner):
             if first is not None:
                 self._compare(Chunk([replace(first, is_dummy=False)], first.batch), options)
                 self._compared = True
+        # Connects the line also where a unit has no micro-batches: it adds up gradients of shared parameters, too.
+        self.pipeline.line.declare("the stages of a pipeline", check=False, kind="pipeline")
         self.pipeline.messages.waited = 0.0
         sums = super().run(micro_batches, options, ready)
         sums.waited = self.pipeline.messages.waited

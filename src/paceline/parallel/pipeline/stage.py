@@ -456,6 +456,7 @@ class Pipeline:
         line.
         """
         line, names = self.line, self.line.names
+        line.declare("the seconds of the stages", check=False, kind="pipeline")
         durations = [(int(at), value) for of_worker in line.gather_json(seconds) for at, value in of_worker.items()]
         by_stage = dict(sorted(durations))
         if len(by_stage) != self.stages.count:
