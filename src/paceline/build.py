@@ -16,7 +16,6 @@ from paceline.parallel.data_parallel import share
 from paceline.parallel.layout import Layout
 from paceline.parallel.model_values import ModelValues
 from paceline.parallel.parallel_job import ParallelJob
-from paceline.parallel.pipeline.schedule import KINDS
 from paceline.parallel.zero1 import Zero1
 from paceline.param_server.async_window import build_async_windows
 from paceline.param_server.backup_steps import build_backup_windows
@@ -60,7 +59,7 @@ def build_replica(
 
         job.stages = divide(job.model, mesh.pipeline * (plan.virtual or 1), mesh.pipeline, blocks)
         line = group.subgroup("pipeline", mesh=mesh)
-        pipeline = Pipeline(job, line, job.stages, plan.schedule or KINDS[0], mesh.context * mesh.tensor)
+        pipeline = Pipeline(job, line, job.stages, plan.stage_order, mesh.context * mesh.tensor)
         job.decisions.append(pipeline.decision)
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut

@@ -229,6 +229,11 @@ class Plan:
         return self.mesh(1).shard if self.zero in (2, 3) else 1
 
     @property
+    def stage_order(self) -> str:
+        """The order of micro-batches in a pipeline: `schedule`, or its default."""
+        return self.schedule or "1f1b"
+
+    @property
     def apart(self) -> bool:
         """Whether a worker keeps but a part of a model's parameters."""
         return self.together > 1 or (self.pipeline or 1) * (self.tensor or 1) > 1

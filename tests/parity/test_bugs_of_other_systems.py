@@ -9,10 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from cases import Case
-from mixtures import check_figures, train_cases
-from once import once
+from mixtures import check_figures, result_once, train_cases
 from oracle import Result, apart, train
 from paths import DOCS
 from reported_bugs import REPORTS
@@ -41,18 +38,12 @@ def expected(name: str, factory: pytest.TempPathFactory) -> Result:
     """What plain PyTorch makes of the training, which is not what it makes of the reported mistake."""
     report = REPORTS[name]
 
-    def trained(case: Case) -> Result:
-        torch.set_num_threads(1)
-        return train(case)
+    def make() -> Result:
+        right = train(report.case)
+        assert apart(dict(train(report.mistake).weights), dict(right.weights)) > 1e-4
+        return right
 
-    def make(folder: Path) -> None:
-        right = trained(report.case)
-        assert apart(dict(trained(report.mistake).weights), dict(right.weights)) > 1e-4
-        torch.save(right, folder / "result.pt")
-
-    result = torch.load(once(factory, f"report: {name}", make) / "result.pt", weights_only=False)
-    assert isinstance(result, Result)
-    return result
+    return result_once(factory, f"report: {name}", make)
 
 
 def check(folder: Path, plan: str, names: list[str], factory: pytest.TempPathFactory) -> None:

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import torch
 from agents import journal
 from covering import pairwise
 from launching import SCRIPTS, TRANSFORMERS, paceline
+from mixtures import result_once
 from once import once
 from oracle import Result, apart, train
 from oracle_over_batch import train_over_batch
@@ -175,15 +177,9 @@ def trained(run: Run, models: tuple[str, ...], factory: pytest.TempPathFactory, 
 
 def oracle(model: str, factory: pytest.TempPathFactory, *short: str) -> Result:
     """What plain PyTorch gives."""
-
-    def make(folder: Path) -> None:
-        torch.set_num_threads(1)
-        case = shortened(MODELS[model]) if short else MODELS[model]
-        torch.save(train_over_batch(case) if case.loss_over else train(case), folder / "result.pt")
-
-    found = torch.load(once(factory, f"oracle of {model} {short}", make) / "result.pt", weights_only=False)
-    assert isinstance(found, Result)
-    return found
+    case = shortened(MODELS[model]) if short else MODELS[model]
+    make = partial(train_over_batch if case.loss_over else train, case)
+    return result_once(factory, f"oracle of {model} {short}", make)
 
 
 def is_statistic(name: str) -> bool:

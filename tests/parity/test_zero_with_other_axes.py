@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from agents import journal
 from covering import pairwise
 from fault_runs import STEPS, Calm
 from fault_runs import calm as calm
 from fault_runs import train as train_with_faults
 from mixture_models import MIXTURE_MODELS
-from mixtures import TOLERANCE, check_figures, train_cases
-from once import once
+from mixtures import TOLERANCE, check_figures, result_once, train_cases
 from oracle import Result, train
 from parity_models import shortened
 
@@ -59,13 +58,7 @@ def expected(model: str, factory: pytest.TempPathFactory, short: bool) -> Result
     """What plain PyTorch makes of a model."""
     case = shortened(MIXTURE_MODELS[model]) if short else MIXTURE_MODELS[model]
 
-    def make(folder: Path) -> None:
-        torch.set_num_threads(1)
-        torch.save(train(case), folder / "result.pt")
-
-    result = torch.load(once(factory, f"oracle of {model} {short}", make) / "result.pt", weights_only=False)
-    assert isinstance(result, Result)
-    return result
+    return result_once(factory, f"oracle of {model} {short}", partial(train, case))
 
 
 def check(folder: Path, models: list[str], factory: pytest.TempPathFactory, short: bool = False) -> None:

@@ -140,7 +140,7 @@ class Mixture(nn.Module):
 
 
 class Residual(nn.Module):
-    """`lost`: its scale, a parameter of one element, gets no gradient. `first_only`: a second use of it gets none."""
+    """A residual block. With `lost` its scale, a parameter of one element, gets no gradient."""
 
     def __init__(self, lost: bool = False) -> None:
         super().__init__()
@@ -469,7 +469,7 @@ REPORTS = {
     ),
     "hidden optimizer step": Report(
         ["Megatron-LM#5974"],
-        "a step without gradients created the optimizer's state, so the first update was that of the second step",
+        "a step without gradients created the optimizer's state, so the first real update was computed as the second",
         language(optimizer=adamw),
         language(optimizer=stepped_before),
         "shard=2 zero=1",

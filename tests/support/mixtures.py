@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from launching import SCRIPTS, paceline
+from once import once
 from oracle import Result, apart
 from safetensors.torch import load_file
 
 TOLERANCE = 1e-12
+
+
+def result_once(factory: pytest.TempPathFactory, name: str, make: Callable[[], Result]) -> Result:
+    """The result that `make` gives on one thread. It is made once for all tests that use the same `name`."""
+
+    def save(folder: Path) -> None:
+        torch.set_num_threads(1)
+        torch.save(make(), folder / "result.pt")
+
+    result = torch.load(once(factory, name, save) / "result.pt", weights_only=False)
+    assert isinstance(result, Result)
+    return result
 
 
 def train_cases(

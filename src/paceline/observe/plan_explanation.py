@@ -11,7 +11,6 @@ from paceline.base.journal import Event
 from paceline.base.mesh import AXES
 from paceline.base.text import duration, plural, ranks, size_of
 from paceline.parallel.pipeline.schedule import (
-    KINDS,
     SPLIT,
     Simulated,
     drawn,
@@ -104,7 +103,7 @@ class PlanExplanation:
         waited = sum(amounts.get("waited") or 0.0 for amounts in self.measured)
         busy = sum(amounts.get("seconds") or 0.0 for amounts in self.measured)
         self.waited = waited / (waited + busy) if busy else None  # the part of a step, measured
-        self.kind = plan.schedule or KINDS[0], self.mesh.pipeline, plan.virtual or 1
+        self.kind = plan.stage_order, self.mesh.pipeline, plan.virtual or 1
         count = self.kind[1] * self.kind[2]
         self.bubble = simulate(table(*self.kind, self.each), [1.0] * count, [2.0] * count).bubble
         self.lines = [

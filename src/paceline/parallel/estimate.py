@@ -17,7 +17,7 @@ from paceline.compute.forward_backward import Loss
 from paceline.compute.microbatches import Chunk, MicroBatch
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.partition import StagePartition, divide
-from paceline.parallel.pipeline.schedule import KINDS, kept, stages_of, table
+from paceline.parallel.pipeline.schedule import kept, stages_of, table
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.sharded_mode import tensors_in
 from paceline.plan import Plan
@@ -55,7 +55,7 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
 
         TensorCut(job, cast(Any, SimpleNamespace(rank=0, size=mesh.tensor)), job.requested_split[0])
     forwards, inner, predicted = -(-count // mesh.units), mesh.context * mesh.tensor, []
-    kind, virtual = plan.schedule or KINDS[0], plan.virtual or 1
+    kind, virtual = plan.stage_order, plan.virtual or 1
     rows = table(kind, mesh.pipeline, virtual, forwards)
     for stage_rank in range(mesh.pipeline):
         local_stages = {*stages_of(kind, mesh.pipeline, virtual, stage_rank)}

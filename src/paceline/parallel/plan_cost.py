@@ -10,7 +10,7 @@ from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import held, kept_for_each
 from paceline.parallel import data_parallel, zero1
 from paceline.parallel.cost_model import CODED, Cost, Facts, IslandFacts
-from paceline.parallel.pipeline.schedule import KINDS, kept, table
+from paceline.parallel.pipeline.schedule import kept, table
 from paceline.plan import Plan
 
 
@@ -49,7 +49,7 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         if plan.codec:
             sent_bytes = sum(map(RowShards(1).width, dense_shapes)) * CODED[plan.codec] // 256
         estimate = replace(estimate, optimizer=0, sent={"servers": sent_bytes * (1 + (plan.copies or 0))})
-    rows = table(plan.schedule or KINDS[0], mesh.pipeline, plan.virtual or 1, forwards)
+    rows = table(plan.stage_order, mesh.pipeline, plan.virtual or 1, forwards)
     return replace(estimate, in_flight=max(map(kept, rows)))
 
 

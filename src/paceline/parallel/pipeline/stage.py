@@ -288,7 +288,7 @@ class Pipeline:
         kind = _kind("forward", self.job.model, batch)
         return None if kind in self._sends_by_kind else kind
 
-    def survey(self, model: nn.Module, batch: Any, again: bool = False) -> _Kind:
+    def survey(self, model: nn.Module, batch: Any, again: bool = False) -> None:
         """Finds out which values stages need from earlier stages, if this is the first forward of its kind, or `again`.
 
         It runs the forward on stand-ins, so the forward must not read values. A survey is collective in the line, so
@@ -297,7 +297,6 @@ class Pipeline:
         kind = _kind("forward", model, batch)
         if again or kind not in self._sends_by_kind:
             self._survey(kind, partial(self._run_user_forward, model, batch))
-        return kind
 
     def _run_local_stages(self, kind: _Kind, call: Callable[[], Any]) -> Any:
         self.line.declare("the stages of a pipeline", check=False, kind="pipeline")
