@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from conftest import enter_group
+from covering import each_value
 from fault_runs import LONG, MOMENTS, STEPS, WORKERS, fired, same, train
 from fault_runs import undisturbed as undisturbed
 from launching import SCRIPTS, paceline, train_basics, without_an_agent
@@ -18,8 +19,7 @@ from paceline.team.fault_injection import read_log
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("worker", [0, 3])
+@pytest.mark.parametrize(("moment", "worker"), each_value(MOMENTS, [0, 3]))
 def test_kill_of_a_worker_out_of_memory_gives_the_undisturbed_weights(
     worker, moment, undisturbed, memory_group, tmp_path
 ):

@@ -16,6 +16,7 @@ import pytest
 from agents import journal, until
 from clusters import Cluster
 from clusters import cluster as cluster
+from covering import each_value
 from island_runs import TOLERANCE
 from islands import BATCH, CASES, DATA, MICRO, SEED, STEPS, loss
 from launching import SCRIPTS, paceline, train_basics
@@ -359,8 +360,9 @@ def test_quorum_between_two_hosts(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", range(3))
-@pytest.mark.parametrize("moment", ["loading", "backward", "summed", "reduced", "applied"])
+@pytest.mark.parametrize(
+    ("worker", "moment"), each_value(range(3), ["loading", "backward", "summed", "reduced", "applied"])
+)
 def test_kill_of_any_worker_in_the_round_after_a_late_merge(worker: int, moment: str, tmp_path: Path) -> None:
     fault = f"kill:{worker}@2.{moment}"
     train_late(tmp_path, 3, "local=3 every=2 quorum=2", LATE="2:0:0:2", PACELINE_CHAOS=fault)

@@ -70,7 +70,7 @@ PLANS = {
     "data": Plan("micro=2", several=(0, 3), moments=MOMENTS, steps=50),
     "exact": Plan("micro=2 exact", several=(0, 3), moments=MOMENTS, steps=50),
     **{f"zero={zero}": Plan(f"micro=2 exact shard=2 zero={zero}") for zero in (1, 2, 3)},
-    "tensor": Plan("micro=4 tensor=2", undisturbed="micro=4", model="attention"),
+    "tensor": Plan("micro=4 tensor=2 recompute=blocks", undisturbed="micro=4", model="attention"),
     "pipeline": Plan("micro=4 pipeline=2", undisturbed="micro=4", model="attention"),
     "streaming": Plan(STREAMING, undisturbed=STREAMING, **OF_ISLANDS),
     "servers": Plan("micro=2 server=2 copies=1", of_server=("summed", "reduced", "applied"), **BY_SERVERS),

@@ -71,7 +71,8 @@ def same_as_by_hand(folder: Path, names: Iterable[str] = changing.MODELS) -> Non
 
 ALL = [*changing.MODELS]
 SHARES = {"1": "1", "2": "3,1", "3": "1,0,2", "5": "3,1,1,2,1"}
-EACH = [pytest.param(workers, [name], marks=pytest.mark.slow) for workers in SHARES for name in ALL]
+# All models, beginning with another one: the first one has the loss.
+EACH = [pytest.param(workers, ALL[at:] + ALL[:at], marks=pytest.mark.slow) for at, workers in enumerate(SHARES)]
 
 
 @pytest.mark.parametrize(("workers", "names"), [("3", ALL), *EACH])

@@ -10,6 +10,7 @@ from typing import Any
 import islands
 import pytest
 import torch
+from covering import each_value
 from island_runs import KILL_MOMENTS, SGD, TOLERANCE, check_islands, islands_by_hand, stop_in_a_round, train_islands
 from islands import BATCH, CASES, DATA
 from oracle import DILOCO, Outer, apart
@@ -68,9 +69,7 @@ HAVE = {2: [{0, 1}, {0, 1}], 3: [{0, 1}, {0, 2}], 5: [{0, 1, 2}, {3, 4}]}
         *[
             pytest.param(workers, worker, moment, marks=pytest.mark.slow)
             for workers in (2, 3, 5)
-            for worker in range(workers)
-            for moment in (*KILL_MOMENTS, "forming")
-            if (workers, worker, moment) != (3, 1, "reduced") and (workers > 2 or moment != "forming")
+            for worker, moment in each_value(range(workers), (*KILL_MOMENTS, *(["forming"] if workers > 2 else [])))
         ],
     ],
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import re
 import weakref
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import torch.nn.functional as F
 from agents import journal
 from alone import trainer
 from by_hand import built, grid
+from covering import each_value
 from fault_runs import STEPS as LOST_STEPS
 from fault_runs import Ended, fired, outcome, same, train
 from launching import SCRIPTS, equal_bytes, exported, paceline, train_basics
@@ -49,7 +49,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 MOMENTS = ("loading", "outputs", "gathered", "forward", "backward", "summed", "reduced", "applied")
-LOST = [*product(("kill",), MOMENTS, (0, 2, 4)), *product(("stop", "raise", "exit"), ("outputs", "gathered"), (2,))]
+LOST = [("kill", *one) for one in each_value(MOMENTS, (0, 2, 4))]
+LOST += [("stop", "outputs", 2), ("raise", "gathered", 2), ("exit", "outputs", 2)]
 
 
 @pytest.mark.parametrize(

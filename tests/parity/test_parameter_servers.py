@@ -63,7 +63,7 @@ def test_two_parameter_servers_give_what_one_process_gives(two_servers: Path) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (1, 3), (1, 7), (2, 1), (2, 3), (5, 1), (5, 2), (5, 3)])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 7), (2, 3), (5, 1), (5, 3)])
 def test_any_number_of_servers_and_workers(tmp_path: Path, workers: int, servers: int) -> None:
     """Also more than there are parameters."""
     train_served(tmp_path, workers, f"server={servers}")
@@ -184,9 +184,7 @@ def test_codec_survives_a_kill(tmp_path: Path, chaos: str) -> None:
     assert apart(load_file(tmp_path / "out.safetensors"), served_by_hand()[0]) <= 5e-3
 
 
-MOMENTS = ["forward", "backward", "reduced", "applied", "loading", "summed", "saving"]
-LOST = [(worker, moment) for worker in (0, 1) for moment in MOMENTS if (worker, moment) != (1, "reduced")]
-LOST += [(0, "writing")]  # the first alone writes so little
+LOST = [(0, "applied"), (1, "saving"), (0, "writing")]  # without copies; the table of recovery has them
 
 
 @pytest.mark.parametrize(
@@ -206,8 +204,7 @@ def test_kill_of_a_worker_gives_the_undisturbed_weights(tmp_path: Path, worker: 
         pytest.param(1, "reduced", "stop", "was stopped", marks=pytest.mark.slow),
         *(
             pytest.param(server, moment, "kill", KILLED, marks=pytest.mark.slow)
-            for server in (0, 1)
-            for moment in ("summed", "reduced")
+            for server, moment in ((0, "summed"), (1, "reduced"))
         ),
     ],
 )
@@ -227,8 +224,7 @@ def test_kill_of_a_server_without_copies_returns_to_the_checkpoint(
         (2, 2, 0, "applied"),
         *(
             pytest.param(workers, 3, server, moment, marks=pytest.mark.slow)
-            for workers, server in [(2, 0), (3, 1), (5, 2)]
-            for moment in ("summed", "reduced", "applied")
+            for workers, server, moment in [(2, 0, "summed"), (3, 1, "reduced"), (5, 2, "applied")]
         ),
     ],
 )
@@ -311,11 +307,8 @@ def test_copies_and_lost_connections_change_no_bit(
             for plan, near in [
                 ("server=2", False),
                 ("server=3 copies=1", True),
-                ("server=3 copies=1", False),
-                ("server=2 codec=int8", True),
                 ("server=2 codec=int8", False),
                 ("server=2 exact", True),
-                ("server=2 exact", False),
             ]
         ),
     ],

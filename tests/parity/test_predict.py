@@ -13,6 +13,7 @@ from alone import trainer
 from basics import cross_entropy, data, net, x
 from by_hand import Plain, built, grid
 from cases import rows
+from covering import pairwise
 from launching import train_basics
 from public import Stream
 from safetensors.torch import load_file
@@ -117,14 +118,17 @@ def test_predict_gives_each_row_once_in_order_through_a_kill(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["", 0, 1])
-@pytest.mark.parametrize("during", ["iterator", "file"])
-@pytest.mark.parametrize(("workers", "shares"), [(1, ""), (2, "3,1"), (3, ""), (5, "1,2,2,3,1")])
-def test_predict_gives_each_row_once_on_any_workers(
-    workers: int, shares: str, during: str, lost: Any, tmp_path: Path
-) -> None:
-    if workers > 1 or lost == "":
-        predicts(tmp_path, workers, shares, during, lost)
+@pytest.mark.parametrize(
+    ("shares", "during", "lost"),
+    pairwise(
+        ["", "3,1", "1,1,1", "1,2,2,3,1"],
+        ["iterator", "file"],
+        ["", 0, 1],
+        valid=lambda shares, during, lost: shares or lost == "",
+    ),
+)
+def test_predict_gives_each_row_once_on_any_workers(shares: str, during: str, lost: Any, tmp_path: Path) -> None:
+    predicts(tmp_path, shares.count(",") + 1, shares, during, lost)
 
 
 AGAIN = """

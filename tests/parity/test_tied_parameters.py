@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import each_value
 from launching import SCRIPTS, paceline
 from safetensors.torch import load_file
 from sharing import BATCH, MODELS, ROWS, SEED, loss, optimizer, x, y
@@ -26,7 +27,7 @@ PLANS = [(2, "tensor=2"), (3, "tensor=3"), (2, "pipeline=2"), (3, "pipeline=3"),
 PLANS += [(1, "recompute=blocks"), (2, "shard=2 zero=1"), (2, "shard=2 zero=2"), (3, "shard=3 zero=3")]
 # pipeline= refuses a penalty on parameters of several stages, and zero=2|3 lists of them.
 UNFIT = {("Held", words) for _, words in PLANS if "pipeline" in words or "zero=2" in words or "zero=3" in words}
-CELLS = [(name, *plan) for name in MODELS for plan in PLANS if (name, plan[1]) not in UNFIT]
+CELLS = each_value([*MODELS], PLANS, valid=lambda name, plan: (name, plan[1]) not in UNFIT)
 
 
 @cache
@@ -55,13 +56,14 @@ def apart(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "workers", "plan"), CELLS)
+@pytest.mark.parametrize(("name", "plan"), CELLS)
 def test_tied_parameters_are_exported_and_resumed_under_every_name(
-    name: str, workers: int, plan: str, tmp_path: Path
+    name: str, plan: tuple[int, str], tmp_path: Path
 ) -> None:
+    workers, plan_words = plan
     for count in (3, 5):
         script = (SCRIPTS / "sharing.py", name, count)
-        words = ("run", "--workers", workers, "--run-dir", "out", "--max-restarts", "0", "--plan", plan, *script)
+        words = ("run", "--workers", workers, "--run-dir", "out", "--max-restarts", "0", "--plan", plan_words, *script)
         paceline(*map(str, words), cwd=tmp_path)
         assert apart(load_file(tmp_path / "out.safetensors"), by_hand(name, count)) < 1e-12
 

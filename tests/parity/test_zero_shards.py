@@ -1,4 +1,6 @@
-"""Sharded training beside `data`: the bits with `exact`, checkpoints from and to every plan, and what is refused."""
+"""Sharded training beside `data`: the bits with `exact` through checkpoints, and what is refused. The bits of each plan
+by itself are in test_plans_models_workers.py.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from agents import journal
 from checkpoints import find_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
-from launching import SHARDED, equal_bytes, train_basics
+from launching import equal_bytes, train_basics
+from once import once
 from torch import nn
 
 from paceline.base.batching import exact_sum
@@ -54,9 +57,6 @@ BODY = (
     "t.export('out.safetensors')\n"
     "if t.main: Path('losses').write_text(repr(losses))\n"
 )
-UNEQUAL = {2: "3,1", 3: "3,0,2", 4: "1,0,2,1"}
-TEAMS = [(*team, "") for team in SHARDED] + [(*team, UNEQUAL[team[0]]) for team in SHARDED if team[0] in UNEQUAL]
-TEAMS += [(2, "shard=2 offload=cpu", ""), (4, "shard=2 zero=1 offload=cpu", UNEQUAL[4])]
 
 
 def train(folder: Path, workers: int, words: str, *options: str) -> None:
@@ -64,31 +64,18 @@ def train(folder: Path, workers: int, words: str, *options: str) -> None:
     train_basics(folder, BODY, workers, "--max-restarts", "0", "--plan", f"exact {words}".strip(), *options)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("undisturbed")
-    train(folder, *PLANS["data"])
-    return folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "words", "shares"), TEAMS)
-def test_exact_shards_have_the_bytes_of_one_worker(
-    workers: int, words: str, shares: str, undisturbed: Path, tmp_path: Path
+@pytest.mark.parametrize("chain", [[*PLANS], [*PLANS][::-1]], ids=["there", "and back"])
+def test_exact_shards_resume_each_others_checkpoints(
+    chain: list[str], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    train(tmp_path, workers, words, *(["--shares", shares] if shares else []))
-    for name in ("out.safetensors", "losses"):
-        assert (tmp_path / name).read_bytes() == (undisturbed / name).read_bytes()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("then", PLANS)
-@pytest.mark.parametrize("first", PLANS)
-def test_exact_shards_resume_any_checkpoint(first: str, then: str, undisturbed: Path, tmp_path: Path) -> None:
-    train(tmp_path, *PLANS[first], "--steps", "5")
-    assert find_checkpoint(tmp_path / "out", print).step == 5
-    train(tmp_path, *PLANS[then])
-    assert (tmp_path / "out.safetensors").read_bytes() == (undisturbed / "out.safetensors").read_bytes()
+    """Each plan makes a step of what the one before it has saved, and the last plan the rest."""
+    one = once(tmp_path_factory, "exact steps of one worker", lambda folder: train(folder, *PLANS["data"]))
+    for steps, plan in enumerate(chain[:-1], 1):
+        train(tmp_path, *PLANS[plan], "--steps", str(steps))
+        assert find_checkpoint(tmp_path / "out", print).step == steps
+    train(tmp_path, *PLANS[chain[-1]])
+    assert (tmp_path / "out.safetensors").read_bytes() == (one / "out.safetensors").read_bytes()
 
 
 def test_rows_are_sharded_as_torch_chunk_cuts() -> None:

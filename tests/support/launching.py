@@ -30,11 +30,6 @@ TRANSFORMERS = {"WARM_WITH": " ".join(MODELS)}
 METRICS = {"WARM_WITH": "torchmetrics.classification torchmetrics.regression"}
 
 # Every level of shards on one to four workers: how many there are, and the words of the plan.
-SHARDED = [
-    (workers, f"shard={shard} zero={zero}")
-    for workers, shard in ((1, 1), (2, 2), (3, 3), (4, 4), (4, 2))
-    for zero in (1, 2, 3)
-]
 
 
 def paceline(
