@@ -208,7 +208,9 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "plan"), [(2, "data=2"), (3, "data=3"), (2, "shard=2")])
+@pytest.mark.parametrize(
+    ("workers", "plan"), [(2, "data=2"), (3, "data=3"), (2, "shard=2"), (2, "tensor=2"), (2, "pipeline=2")]
+)
 def test_supervised_fine_tuning_of_trl_trains_as_by_itself(
     workers: int, plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -227,6 +229,7 @@ def test_supervised_fine_tuning_of_trl_trains_as_by_itself(
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-6 if plan == "data=2" else 1e-5)
         assert ours["num_tokens"] >= theirs["num_tokens"]  # a micro-batch that is computed twice counts twice
         assert ours["entropy"] == pytest.approx(theirs["entropy"], rel=1e-3)  # a mean of means of micro-batches
+    assert mine[-2]["num_tokens"] <= 1.1 * other[-2]["num_tokens"]  # workers of a unit do not count twice
     assert {*mine[-1]} >= {"train_loss", "train_runtime"}
     monkeypatch.syspath_prepend(SCRIPTS)
     from hf_tiny import tiny_llama

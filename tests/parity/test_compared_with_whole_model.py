@@ -76,9 +76,8 @@ def test_tensor_refuses_user_checkpointing_of_cut_layers(tmp_path: Path) -> None
     said = run(tmp_path, "aside.py", 4, "micro=2 pipeline=2 tensor=2", "recomputed", code=None)
     what = (
         "UsageError: Recomputed fails when tensor= splits its layers (The size of tensor a (8) must match the size of "
-        'tensor b (4) at non-singleton dimension 2); in tensor=, set to "whole" the layers whose outputs go into a '
-        "torch.autograd.Function or that run inside checkpoint() (the plan word recompute=blocks recomputes blocks "
-        "without checkpoint())\n"
+        'tensor b (4) at non-singleton dimension 2); in tensor=, set to "whole" the layers that run inside '
+        "checkpoint() (the plan word recompute=blocks recomputes blocks without checkpoint())\n"
     )
     assert what in said
     assert not list(journal(tmp_path / "out", "step"))

@@ -55,9 +55,42 @@ t = make(
 )
 for _ in t.steps(data, epochs=1): pass
 """
+OWN_FUNCTIONS = """
+class Normed(torch.autograd.Function):  # of an activation, with a backward that needs all of it
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.norm(dim=-1, keepdim=True)
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        norm = x.norm(dim=-1, keepdim=True)
+        return grad * norm + x / norm * (grad * x).sum(-1, keepdim=True)
+class Head(torch.autograd.Function):  # of a weight, in sections, as losses over large vocabularies
+    @staticmethod
+    def forward(ctx, x, weight, rows=2):
+        ctx.save_for_backward(x, weight)
+        return torch.cat([x @ some.t() for some in weight.split(rows)], -1).logsumexp(-1)
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        share = (x @ weight.t()).softmax(-1) * grad.unsqueeze(-1)
+        return share @ weight, share.flatten(0, -2).t() @ x.flatten(0, -2), None
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(10, 16), nn.Linear(16, 6), nn.Linear(6, 4, bias=False)
+    def forward(self, x):
+        x = self.down(Normed.apply(self.up(x)))
+        return torch.stack([Head.apply(x, self.head.weight), self.head(x).sum(-1)], -1)
+cut = {"up": "column", "down": "row", "head": "gathered"}
+t = make(model=lambda: Net().double(), tensor=cut)
+for _ in t.steps(data, epochs=1): pass
+"""
 ATTENDING = "from attending import *\n"
 SCRIPTS = {
     "a forward with keywords of any name, recomputed": KEYWORDS,
+    "autograd functions of an activation and of a weight": OWN_FUNCTIONS,
     "outputs that are predicted": "t = make()\nfor r in t.steps(data, count=2): pass\n"
     "t.predict(data, path='outputs.npy')\n",
     "a fused weight, with dropout where all have all": ATTENDING
@@ -392,18 +425,16 @@ TRIES = f"""
 import basics, copy
 from paceline.errors import UsageError
 from attending import *
-class Row(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x): return x.clone()
-    @staticmethod
-    def backward(ctx, grad): return grad / grad.shape[-1]
+def hooked(x):
+    x.register_hook(lambda grad: grad / grad.shape[-1])
+    return x
 def unseen(x):
     with torch._C.DisableTorchFunction(): return x / x.shape[-1]
 class Hidden(nn.Module):
     def __init__(self, late=False):
         super().__init__()
         self.up, self.down, self.late = nn.Linear(10, 16), nn.Linear(16, 2), late
-    def forward(self, x): return self.down((Row.apply if self.late else unseen)(self.up(x)))
+    def forward(self, x): return self.down((hooked if self.late else unseen)(self.up(x)))
 class Writing(Hidden):
     def forward(self, x):
         x = self.up(x)

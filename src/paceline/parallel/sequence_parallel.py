@@ -157,9 +157,19 @@ class _SequenceShardMode(ShardedTensorMode):
         asks = function.__name__ == "__get__" and function.__self__.__name__ not in MADE
         if asks or not torch.is_grad_enabled():
             return function(*given, **named)
-        if any(isinstance(t, nn.Parameter) and t.requires_grad for t in tensors_in((*given, *named.values()))):
-            given, named = pytree.tree_map_only(nn.Parameter, self.once, (given, named))
+        given, named = self._with_weights_once(given, named)
         return function(*given, **named)
+
+    def gather_arguments(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments of a function with full tensors, and with weights whose gradients count once."""
+        return self._with_weights_once(*super().gather_arguments(name, args, kwargs))
+
+    def _with_weights_once(self, given: Any, named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return given, named
+        if any(isinstance(t, nn.Parameter) and t.requires_grad for t in tensors_in((*given, *named.values()))):
+            return pytree.tree_map_only(nn.Parameter, self.once, (given, named))
+        return given, named
 
     def _with_wholes(self, function: Any, name: str, given: Any, named: Any) -> Any:
         if is_in_place(name) and placement_of(given[0]):

@@ -34,15 +34,21 @@ def check_callbacks(hf_trainer: Any) -> None:
                 raise UsageError(what, "use on_step_end(), on_log() or on_evaluate(), or remove the callback")
 
 
-def merge_metrics(metrics: dict[str, list[float]]) -> None:
+def merge_metrics(metrics: dict[str, list[float]], unit: int) -> None:
     """Merges what the loss functions of TRL's trainers record of each worker's micro-batches: lists of values by name,
     which are averaged when they are logged, and the growing number of tokens.
+
+    Of each `unit` workers that compute a micro-batch together, the last one has the last stage of a pipeline, and so
+    the loss. The trial run of a pipeline records NaN, which is left out.
     """
-    parts = gather_trees(dict(metrics), "metrics of the loss function")
-    for name in metrics:
-        values = [part.get(name) or [] for part in parts]
-        is_total = name == "num_tokens"
-        metrics[name] = [sum(one[-1] for one in values if one)] if is_total else [v for one in values for v in one]
+    with_loss = gather_trees(dict(metrics), "metrics of the loss function")[unit - 1 :: unit]
+    for name in dict.fromkeys(name for part in with_loss for name in part):
+        values = [part.get(name) or [] for part in with_loss]
+        if name == "num_tokens":
+            metrics[name] = [sum(one[-1] for one in values if one)]
+        else:
+            every = [value for one in values for value in one]
+            metrics[name] = [value for value in every if not math.isnan(value)] or every
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ class Flow:
         self._total += self._losses
         self._losses, self._last = 0.0, hf.state.global_step
         if isinstance(getattr(hf, "_metrics", None), dict):
-            merge_metrics(hf._metrics.get("train", {}))
+            merge_metrics(hf._metrics.get("train", {}), self._trainer.plan.mesh(join().size).unit)
         hf.log(logs)
 
     def _evaluate(self) -> dict[str, float]:

@@ -564,8 +564,8 @@ class TensorCut:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             advice = (
-                f'in tensor=, set to "{REPLICATED}" the layers whose outputs go into a torch.autograd.Function or that '
-                "run inside checkpoint() (the plan word recompute=blocks recomputes blocks without checkpoint())"
+                f'in tensor=, set to "{REPLICATED}" the layers that run inside checkpoint() (the plan word '
+                "recompute=blocks recomputes blocks without checkpoint())"
             )
             raise UsageError(f"{self._name} fails when tensor= splits its layers ({error})", advice) from error
         farthest_output, differs = outputs_apart(output, expected)

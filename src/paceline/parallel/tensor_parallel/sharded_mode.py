@@ -110,8 +110,7 @@ class _Mode(TorchFunctionMode):
             _attribute = previous
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        main = self.outranked_by
-        if self._suspensions or (main is not None and (main.on or main._suspensions)):
+        if self.is_off:
             return function(*args, **(kwargs or {}))
         global _attribute
         previous, _attribute = _attribute, self.attribute
@@ -120,12 +119,31 @@ class _Mode(TorchFunctionMode):
         finally:
             _attribute = previous
 
+    @property
+    def is_off(self) -> bool:
+        """Whether functions run unchanged, though this mode is entered."""
+        main = self.outranked_by
+        return bool(self._suspensions) or (main is not None and bool(main.on or main._suspensions))
+
     def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs a torch function that this mode intercepted."""
         raise NotImplementedError
 
+    def full_arguments(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments of the user's autograd function with this name, with gathered tensors for shards."""
+        if self.is_off:
+            return args, kwargs
+        with torch._C.DisableTorchFunction(), self.using_own_attribute():
+            return self.gather_arguments(name, args, kwargs)
+
+    def gather_arguments(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments of a function with full tensors, gathered from all workers."""
+        return pytree.tree_map_only(Tensor, self.gather_full, (args, kwargs))
+
     def __enter__(self) -> Any:
         self.on += 1
+        if not _active:
+            _intercept_autograd_functions(True)
         _active.append(self)
         innermost = innermost_function_mode()
         entered = super().__enter__()  # type: ignore[no-untyped-call]
@@ -139,6 +157,8 @@ class _Mode(TorchFunctionMode):
     def __exit__(self, *error: Any) -> None:
         self.on -= 1
         _active.pop()
+        if not _active:
+            _intercept_autograd_functions(False)
         if (kept_innermost := self._kept_innermost.pop()) is not None:
             kept_innermost.__exit__(*error)
         super().__exit__(*error)  # type: ignore[no-untyped-call]
@@ -147,6 +167,26 @@ class _Mode(TorchFunctionMode):
         """Returns the full tensor of a shard, gathered from all workers; full tensors are returned as they are."""
         placement = placement_of(tensor)
         return tensor if placement is None else self.redistributor.join(tensor, placement)
+
+
+# Torch calls no function mode for `torch.autograd.Function.apply`, but for what the forward of such a function calls.
+# So that would compute with full tensors, and the backward with the shards that the forward saved.
+_PLAIN_APPLY = vars(torch.autograd.Function)["apply"]
+_OWN_FUNCTIONS = ("torch.", "paceline.")  # these handle shards themselves, or pass them on
+
+
+def _apply_to_full_tensors(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of `torch.autograd.Function.apply` while a mode is on."""
+    if torch._C._is_torch_function_enabled() and not cls.__module__.startswith(_OWN_FUNCTIONS):
+        for mode in reversed(_active):
+            args, kwargs = mode.full_arguments(cls.__name__, args, kwargs)
+    return _PLAIN_APPLY.__func__(cls, *args, **kwargs)
+
+
+def _intercept_autograd_functions(is_on: bool) -> None:
+    """Gives all of the user's autograd functions full tensors, or no longer."""
+    applies: Any = classmethod(_apply_to_full_tensors) if is_on else _PLAIN_APPLY
+    torch.autograd.Function.apply = applies  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -207,12 +247,20 @@ class ShardedTensorMode(_Mode):
         if (is_in_place(name) and placement_of(args[0])) or any(map(placement_of, tensors_in([kwargs.get("out")]))):
             problem = f"{self.where()} writes into the shard of a layer that tensor= splits ({name})"
             raise UsageError(problem, 'create a new tensor instead, or set that layer to "whole" in tensor=')
+        args, kwargs = self._gather_noted(name, args, kwargs, self._wished_ends, self._wished_count)
+        return self.alike(function, args, kwargs)
+
+    def gather_arguments(self, name: str, args: Any, kwargs: Any) -> Any:
+        """Returns the arguments of a function with full tensors, and reports it if there were shards among them."""
+        return self._gather_noted(name, args, kwargs)
+
+    def _gather_noted(self, name: str, args: Any, kwargs: Any, *wished: Any) -> Any:
         placements = [
             placement for placement in map(placement_of, tensors_in((*args, *kwargs.values()))) if placement is not None
         ]
-        self.note(name, placements, self._wished_ends, self._wished_count)
-        args, kwargs = pytree.tree_map_only(Tensor, self.gather_full, (args, kwargs))
-        return self.alike(function, args, kwargs)
+        if placements:
+            self.note(name, placements, *wished)
+        return pytree.tree_map_only(Tensor, self.gather_full, (args, kwargs))
 
     def note(
         self,
@@ -391,7 +439,7 @@ class GatherMode(_Mode):
             function.__name__ == "__get__" and function.__self__.__name__ != "shape"
         )
         if not is_query and any(map(placement_of, tensors_in((*args, *kwargs.values())))):
-            args, kwargs = pytree.tree_map_only(Tensor, self.gather_full, (args, kwargs))
+            args, kwargs = self.gather_arguments(function.__name__, args, kwargs)
         return function(*args, **kwargs)
 
 
