@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from doc_pages import blocks_of
 from launching import SCRIPTS, paceline
 
 import paceline.horovod.torch as hvd
@@ -112,3 +113,13 @@ def test_variables_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "soon")
     with pytest.raises(HorovodArgumentError, match="HOROVOD_CYCLE_TIME=soon is not a number from 0 on"):
         number_of("HOROVOD_CYCLE_TIME", 1.0)
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_trains_on_four_workers(tmp_path: Path) -> None:
+    script = next(block.text for block in blocks_of(PAGE.read_text()) if "hvd.init()" in block.text)
+    (tmp_path / "train.py").write_text(script)
+    done = paceline("run", "--workers", "4", "--run-dir", "run", "train.py", cwd=tmp_path)
+    losses = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(losses) == 20
+    assert losses[-1] < losses[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from doc_pages import blocks_of
 from launching import SCRIPTS, free_port, paceline
 from lazily import Lazily
 from once import once
+from paths import DOCS
 from plain_python import python_train
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader, TensorDataset
@@ -379,3 +382,12 @@ def test_weighted_sampler_draws_the_same_on_each_worker() -> None:
 def test_last_rows_are_dropped_with_drop_last() -> None:
     rows = LoaderRows(loader(drop_last=True), seed=0, batch=4)
     assert (rows.count, len(rows.dataset)) == (8, 8)
+
+
+@pytest.mark.slow
+def test_the_script_of_the_page_trains_on_two_workers(tmp_path: Path) -> None:
+    script = next(block for block in blocks_of((DOCS / "coming-from/lightning.md").read_text()) if block.file)
+    (tmp_path / "train.py").write_text(script.text)
+    done = paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
+    assert re.search(r"^right: 9\d%$", done.stdout, re.MULTILINE), done.stdout
+    assert len(load_file(tmp_path / "model.safetensors")) == 6

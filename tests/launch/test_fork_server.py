@@ -100,6 +100,18 @@ def test_variable_set_before_import_torch_starts_the_worker_cold(tmp_path, name)
     assert last.split()[1] == "1"
 
 
+def test_variable_that_torch_reads_in_each_use_keeps_the_worker_warm(tmp_path):
+    """Lightning sets it when it is imported."""
+    name = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    (tmp_path / "train.py").write_text(
+        f"import os, sys\nos.environ[{name!r}] = '1'\nprint('torch' in sys.modules, os.environ[{name!r}])\n"
+        "import paceline\npaceline.join()\n"
+    )
+    done = paceline("run", "--run-dir", "out", "train.py", cwd=tmp_path)
+    assert "cold" not in done.stderr
+    assert (tmp_path / "out/logs/worker-0.log").read_text() == "True 1\n"
+
+
 def test_variable_set_after_import_torch_changes_nothing(tmp_path):
     (tmp_path / "train.py").write_text(
         "import os\n"

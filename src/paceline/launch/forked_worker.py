@@ -42,6 +42,7 @@ READ_ONCE = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "GOTO_", "NPY_", "ONEDNN_", "DNNL_"),
     *("TORCH", "PYTORCH_", "ATEN_", "MALLOC_", "THP_"),
 )
+READ_WHEN_USED = ("PYTORCH_NVML_BASED_CUDA_CHECK",)  # in each call of torch.cuda.is_available(); Lightning sets it
 # Variables that the interpreter, the C library and its loader read at the start of a process.
 READ_FIRST = ("PYTHON", "GLIBC_TUNABLES", "LD_", "LC_", "LANG")
 POOL = "OPENBLAS_NUM_THREADS"  # unless it is 1, numpy starts threads when it is imported
@@ -101,7 +102,11 @@ def receive(of: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
 
 def fixed(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that are read only at the start of a process."""
-    return {n: v for n, v in environment.items() if n.startswith((*READ_ONCE, *READ_FIRST)) and n != POOL}
+    return {n: v for n, v in environment.items() if (_is_read_once(n) or n.startswith(READ_FIRST)) and n != POOL}
+
+
+def _is_read_once(name: str) -> bool:
+    return name.startswith(READ_ONCE) and name not in READ_WHEN_USED
 
 
 # ---- the warm process
@@ -373,7 +378,7 @@ def _watch(environment: dict[str, str]) -> None:
             return
         name = os.fsdecode(values[0])
         value = os.fsdecode(values[1]) if event == "os.putenv" else None
-        if name.startswith(READ_ONCE) and value != environment.get(name) and not _has_torch():
+        if _is_read_once(name) and value != environment.get(name) and not _has_torch():
             _anew(name, environment)
 
     sys.addaudithook(on_audit_event)
