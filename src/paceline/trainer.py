@@ -70,6 +70,7 @@ from paceline.session.validation import (
     enable_fused,
     left_out,
     missing_method,
+    names_to_own,
     optimizers_of,
     refuse_fused,
     refuse_other_groups,
@@ -396,8 +397,13 @@ class Trainer(TrainerLogging):
                 coupling, groups = coupling_of(make, job)
             refuse_spread(coupling, plan)
             if job.local_cuts and coupling.scope > Scope.ELEMENT:
-                self._replica.use_full_parameters()
-                what = f"{coupling.kind} gets full parameters on each worker, and its state is not sharded"
+                owned = names_to_own(make, job, coupling, groups, plan)
+                if owned is None:
+                    self._replica.use_full_parameters()
+                    what = f"{coupling.kind} gets full parameters on each worker, and its state is not sharded"
+                else:
+                    self._replica.assign_owners(owned)
+                    what = f"{coupling.kind} updates full parameters, each on one worker, which keeps its state"
                 self._reporter.decide(self._number, what, f"it {coupling.why}")
                 self._reporter.say(f"{what}: it {coupling.why}", once=True)
         optimizers = optimizers_of(make, list(job.local_params.items()))

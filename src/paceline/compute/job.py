@@ -73,6 +73,7 @@ class TrainingJob:
     cuts: dict[str, ShardingSpec] = field(default_factory=dict)
     local_cuts: dict[str, ShardingSpec] = field(default_factory=dict)
     whole_copies: bool = False  # whether `local_params` are full copies of sharded parameters
+    owned_cuts: dict[str, ShardingSpec] = field(default_factory=dict)  # of parameters that one worker updates in full
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of full parameters, under all of their names
     assembled: bool = False  # whether this worker has the full model now, for a comparison with the stages
     passing: bool = False  # whether a forward runs through a pipeline stage now
@@ -105,7 +106,7 @@ class TrainingJob:
     @property
     def kept_cuts(self) -> Mapping[str, ShardingSpec]:
         """The sharding of the optimizers' state by parameter; empty if optimizers hold full copies."""
-        return {} if self.whole_copies else self.local_cuts
+        return {} if self.whole_copies else {**self.local_cuts, **self.owned_cuts}
 
     @property
     def used_params(self) -> Mapping[str, nn.Parameter]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -16,6 +17,7 @@ from paceline.comm.gradient_sinks import GradBuffers
 from paceline.compute.cpu_offload import CpuOffloadedParams
 from paceline.compute.full_parameters import FullParameterCopies
 from paceline.compute.job import StepOptions, TrainingJob
+from paceline.compute.parameter_owners import OwnedParameters
 from paceline.compute.sparse_grads import rows_of
 from paceline.compute.state_dict import held, load_optimizer, optimizer_state, refuse_odd_state, same_number
 from paceline.errors import UsageError
@@ -25,17 +27,15 @@ class OptimizerUpdate:
     """Applies the optimizers of a job to its summed gradients, which are in `grad_buffers`.
 
     `rows` are this worker's rows of the parameters, `params` the tensors that the optimizers hold: the same ones, or
-    copies in host memory or of full parameters.
+    copies in host memory, of full parameters, or of those that this worker owns.
     """
 
     def __init__(self, job: TrainingJob, grad_buffers: GradBuffers) -> None:
         self.job, self.grad_buffers = job, grad_buffers
         self.rows = list(job.local_params.values())
-        self.hosted: CpuOffloadedParams | FullParameterCopies | None = (
-            CpuOffloadedParams(self.rows) if job.offload else None
-        )
-        if self.hosted is not None:
-            job.local_params = dict(zip(job.local_params, self.hosted.copies, strict=True))
+        self._copies: list[CpuOffloadedParams | FullParameterCopies | OwnedParameters] = []
+        if job.offload:
+            self._offload(dict(zip(job.local_params, self.rows, strict=True)))
         self.params = list(job.local_params.values())
         self._looks = True  # whether to check the optimizers' state after the next update
         frozen = [(name, param) for name, param in job.model.named_parameters() if not param.requires_grad]
@@ -46,10 +46,30 @@ class OptimizerUpdate:
         parameter.
         """
         job, rows = self.job, dict(zip(self.job.local_params, self.rows, strict=True))
-        self.hosted = made = FullParameterCopies(rows, job.local_cuts, job.shard_index, replica, job.offload)
-        job.local_params, job.whole_copies = made.copies, True
-        self.params = list(made.copies.values())
-        self.names |= {id(copy): name for name, copy in made.copies.items()}
+        made = FullParameterCopies(rows, job.local_cuts, job.shard_index, replica, job.offload)
+        self._copies, job.whole_copies = [made], True
+        self._let_hold(made.copies)
+
+    def assign_owners(self, names: Collection[str], replica: Group) -> None:
+        """Gives each of these parameters an owner, which updates the full parameter; the others stay in shards."""
+        job, rows = self.job, dict(zip(self.job.local_params, self.rows, strict=True))
+        shared = {name: rows[name] for name in rows if name in names}
+        owned = OwnedParameters(shared, job.local_cuts, job.shard_index, replica, job.offload)
+        self._copies, job.owned_cuts = [owned], owned.owned_cuts
+        if job.offload:
+            self._offload({name: row for name, row in rows.items() if name not in names})
+        self._let_hold(owned.held)
+
+    def _offload(self, rows: Mapping[str, Parameter]) -> None:
+        """Lets the optimizers hold copies of these rows in host memory."""
+        offloaded = CpuOffloadedParams([*rows.values()])
+        self._copies.append(offloaded)
+        self.job.local_params = {**self.job.local_params, **dict(zip(rows, offloaded.copies, strict=True))}
+
+    def _let_hold(self, tensors: Mapping[str, Parameter]) -> None:
+        self.job.local_params = {**self.job.local_params, **tensors}
+        self.params = list(self.job.local_params.values())
+        self.names |= {id(tensor): name for name, tensor in self.job.local_params.items()}
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes over the optimizers, which were made for this worker's `local_params`. Raises UsageError for other
@@ -79,7 +99,9 @@ class OptimizerUpdate:
                     torch._foreach_mul_(grads, factor)
             for number in agreed.unused:
                 self.rows[number].grad = None
-            with self.hosted.update() if self.hosted is not None else nullcontext():
+            with ExitStack() as stack:
+                for copies in self._copies:
+                    stack.enter_context(copies.update())
                 for optimizer in self.job.optimizers:
                     optimizer.step()
             if self._looks:

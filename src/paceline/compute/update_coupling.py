@@ -64,12 +64,15 @@ class Coupling:
     """The largest scope among the optimizers of a trainer, the class of an optimizer that has it, and the reason.
 
     `names` are the parameters whose optimizers may have this scope. The other parameters have elementwise optimizers.
+    `takes_empty` says whether the optimizers treat an empty tensor as a parameter of this scope, with state of its
+    shape: then each worker can hold some full parameters, and empty tensors in place of the others.
     """
 
     scope: Scope
     kind: str = ""
     why: str = ""
     names: frozenset[str] = frozenset()
+    takes_empty: bool = False
 
 
 def find_coupling(
@@ -189,7 +192,7 @@ class _Trial:
             coupling = coupling or self._keeps_other_shapes(reshaped)
         if coupling and (needs_all := self._needs_all_gradients(names)):
             return needs_all
-        return coupling or Coupling(Scope.ELEMENT)
+        return replace(coupling, takes_empty=self._takes_empty(names)) if coupling else Coupling(Scope.ELEMENT)
 
     def _courses(self) -> list[tuple[int, bool]]:
         """The numbers of steps to try, and whether gradients are those of a bowl."""
@@ -239,6 +242,26 @@ class _Trial:
                 why = f"cannot be updated if other parameters have no gradients ({first_line(error)})"
             return Coupling(Scope.ALL, self._kind(name), f"updates each parameter in a way that {why}")
         return None
+
+    def _takes_empty(self, names: Sequence[str]) -> bool:
+        """Tries empty tensors in place of the parameters: their state must have the same keys and kinds of shapes."""
+        if any(name in self.sparse or not self.values[name].dim() for name in names):
+            return False
+        kinds = []
+        for rows in (None, 0):
+            tiny = {name: marked(self.values[name][:rows].clone(), self.marks[name]) for name in names}
+            with torch.random.fork_rng(devices=self.drawn):
+                try:
+                    optimizers = self._built(tiny, False)
+                    for _ in _SCALES:
+                        for name, param in tiny.items():
+                            param.grad = self.slopes[name][:rows].clone()
+                        for one in optimizers:
+                            one.step()
+                except PROBE_ERRORS:
+                    return False
+            kinds.append([_kinds_of_state(one, param) for param in tiny.values() for one in optimizers])
+        return kinds[0] == kinds[1] and not any("other" in kind.values() for kind in kinds[0])
 
     def _keeps_other_shapes(self, reshaped: Sequence[str]) -> Coupling | None:
         if not reshaped:
@@ -351,6 +374,17 @@ def _half(tensor: torch.Tensor, half: Half | None) -> torch.Tensor:
 def _has_other_shape(optimizer: Optimizer, param: nn.Parameter) -> bool:
     tensors = (value for value in optimizer.state.get(param, {}).values() if isinstance(value, torch.Tensor))
     return any(tensor.numel() != 1 and tensor.shape != param.shape for tensor in tensors)
+
+
+def _kinds_of_state(optimizer: Optimizer, param: nn.Parameter) -> dict[str, str]:
+    """By key: whether the state of a parameter is a "number", has the parameter's "shape", or is something "other"."""
+
+    def kind(value: object) -> str:
+        if isinstance(value, torch.Tensor):
+            return "number" if value.dim() == 0 else "shape" if value.shape == param.shape else "other"
+        return "number" if value is None or isinstance(value, (bool, int, float, str)) else "other"
+
+    return {str(key): kind(value) for key, value in optimizer.state.get(param, {}).items()}
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:

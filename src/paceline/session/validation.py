@@ -459,6 +459,30 @@ def coupling_of(optimizer: Any, job: TrainingJob) -> tuple[Coupling, dict[str, t
     return find_coupling(made, params, shapes, make, device, sparse), groups
 
 
+def names_to_own(
+    optimizer: Any, job: TrainingJob, coupling: Coupling, groups: Mapping[str, tuple[int, int]], plan: Plan
+) -> frozenset[str] | None:
+    """Returns the parameters that need an owner, which alone updates them in full; None if the optimizers need full
+    copies on all workers.
+
+    A parameter that a worker has in full anyway, such as those of a pipeline stage, needs no owner.
+    """
+    if coupling.scope != Scope.PARAMETER or not coupling.takes_empty or plan.local is not None or not groups:
+        return None
+    cuts = {name: cut for name, cut in job.local_cuts.items() if name in coupling.names}
+    names = frozenset(n for n, cut in cuts.items() if all(piece.shape != cut.shape for piece in cut.pieces))
+    shapes = {name: (0, *cuts[name].shape[1:]) for name in names}
+    empty = {
+        name: marked(torch.empty(shapes.get(name, param.shape), dtype=param.dtype, device="meta"), marks_of(param))
+        for name, param in job.local_params.items()
+    }
+    try:
+        is_alike = _groups(optimizers_of(optimizer, list(empty.items())), empty) == groups
+    except PROBE_ERRORS:
+        return None
+    return names if is_alike else None
+
+
 def refuse_spread(coupling: Coupling, plan: Plan) -> None:
     """Raises UsageError for optimizers whose update of a parameter depends on all others, if no server holds
     them all.

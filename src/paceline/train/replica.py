@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -87,6 +87,11 @@ class Replica:
         """Lets the optimizers hold full parameters, though this worker stores only shards of them."""
         assert self.job.replica is not None
         self.updater.use_full_parameters(self.job.replica)
+
+    def assign_owners(self, names: Collection[str]) -> None:
+        """Lets one worker of the replica update each of these parameters."""
+        assert self.job.replica is not None
+        self.updater.assign_owners(names, self.job.replica)
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes the optimizers and schedulers, made for the trainable parameters that this worker holds."""

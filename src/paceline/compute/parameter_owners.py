@@ -1,0 +1,154 @@
+"""Gives each sharded parameter an owner, which alone updates it and keeps its optimizer state.
+
+For optimizers whose update of an element depends on the full parameter, such as Muon. In each update the owner gets the
+values and gradients that other workers hold, updates the full parameter, and sends back what they hold. So each
+parameter is updated once in a replica. On workers that do not own it the optimizers hold an empty tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.nn import Parameter
+
+from paceline.base.sharding import Block, LocalShard, ShardingSpec
+from paceline.comm.communicator import Group
+from paceline.compute.state_dict import marked, marks_of
+
+_AT_ONCE = 1 << 24  # elements of parameters that travel together, unless one parameter has more
+
+
+def choose_owners(shapes: Mapping[str, Sequence[int]], workers: int) -> dict[str, int]:
+    """Returns the owner of each parameter, such that all workers have about as much to compute.
+
+    A matrix costs its elements times its shorter side, as methods that orthogonalize it multiply it by itself.
+    """
+    load, owners = [0] * workers, dict[str, int]()
+    for name, shape in sorted(shapes.items(), key=lambda one: (-_cost(one[1]), one[0])):
+        owner = load.index(min(load))
+        owners[name], load[owner] = owner, load[owner] + _cost(shape)
+    return owners
+
+
+def _cost(shape: Sequence[int]) -> int:
+    elements = math.prod(shape)
+    return elements * min(shape[0], elements // max(shape[0], 1)) if len(shape) > 1 else elements
+
+
+def spec_of_owner(shape: Sequence[int], owner: int, workers: int) -> ShardingSpec:
+    """Returns the spec of a tensor that one worker of a replica holds in full, and the others not at all."""
+    full, first = tuple(shape), (0,) * len(shape)
+    holds = LocalShard(full, (Block(first, full, first),))
+    lacks = LocalShard((0, *full[1:]), ())
+    return ShardingSpec(full, tuple(holds if worker == owner else lacks for worker in range(workers)))
+
+
+class OwnedParameters:
+    """Full parameters on their owners, which optimizers hold.
+
+    `params` are this worker's shards by name, `cuts` their sharding in the `replica`, in which this worker has the
+    shard number `shard_index`. `owned_cuts` is the sharding of the optimizers' state. With `hosted` the full parameters
+    are in host memory.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Parameter],
+        cuts: Mapping[str, ShardingSpec],
+        shard_index: int,
+        replica: Group,
+        hosted: bool,
+    ) -> None:
+        self._params, self._cuts, self._me, self._replica = params, cuts, shard_index, replica
+        self._owners = choose_owners({name: cuts[name].shape for name in params}, replica.size)
+        self.owned_cuts = {
+            name: spec_of_owner(cuts[name].shape, owner, replica.size) for name, owner in self._owners.items()
+        }
+        self.held: dict[str, Parameter] = {}
+        for name, param in params.items():
+            shape = self.owned_cuts[name].at(shard_index).shape
+            tensor = torch.zeros(shape, dtype=param.dtype, device="cpu" if hosted else param.device)
+            self.held[name] = marked(tensor, marks_of(param))
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Sends values and gradients to the owners, and the values that these have updated back. Collective."""
+        self._replica.declare("parameters for the workers that update them", check=False, kind="weights")
+        for names in self._batches():
+            self._to_owners(names, self._params, self.held)
+            used = {name: grad for name in names if (grad := self._params[name].grad) is not None}
+            for name in names:
+                self.held[name].grad = torch.empty_like(self.held[name]) if name in used else None
+            if used:
+                self._to_owners([*used], used, {name: self.held[name].grad for name in used})
+        yield
+        for names in self._batches():
+            self._from_owners(names)
+            for name in names:
+                self.held[name].grad = None
+
+    def _batches(self) -> Iterator[list[str]]:
+        """Names of parameters that travel together: those of one dtype, up to `_AT_ONCE` elements."""
+        batch, size = list[str](), 0
+        for name in sorted(self._params, key=lambda name: str(self._params[name].dtype)):
+            elements = math.prod(self._cuts[name].shape)
+            if batch and (self._params[batch[0]].dtype != self._params[name].dtype or size + elements > _AT_ONCE):
+                yield batch
+                batch, size = [], 0
+            batch.append(name)
+            size += elements
+        if batch:
+            yield batch
+
+    def _to_owners(
+        self, names: Sequence[str], shards: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        """Fills the full tensors of this worker's parameters with the shards of all workers."""
+        like = shards[names[0]]
+        given, taken = list[torch.Tensor](), list[torch.Tensor]()
+        for worker in range(self._replica.size):
+            parts = [
+                block.of(shards[name].detach()).reshape(-1)
+                for name in self._of(worker, names)
+                for block in self._cuts[name].counted(self._me)
+            ]
+            given.append(torch.cat(parts) if parts else like.new_empty(0))
+            blocks = (block for name in self._of(self._me, names) for block in self._cuts[name].counted(worker))
+            taken.append(like.new_empty(sum(math.prod(block.shape) for block in blocks)))
+        self._replica.exchange(given, taken)
+        for worker, flat in enumerate(taken):
+            rest = flat
+            for name in self._of(self._me, names):
+                target = full[name]
+                assert target is not None
+                for block in self._cuts[name].counted(worker):
+                    part, rest = rest.split((math.prod(block.shape), len(rest) - math.prod(block.shape)))
+                    block.of_whole(target.detach()).copy_(part.view(block.shape))
+
+    def _from_owners(self, names: Sequence[str]) -> None:
+        """Fills this worker's shards with the values of the owners."""
+        like = self._params[names[0]].detach()
+        given, taken = list[torch.Tensor](), list[torch.Tensor]()
+        for worker in range(self._replica.size):
+            parts = [
+                block.of_whole(self.held[name].detach()).reshape(-1).to(like.device)
+                for name in self._of(self._me, names)
+                for block in self._cuts[name].at(worker).blocks
+            ]
+            given.append(torch.cat(parts) if parts else like.new_empty(0))
+            blocks = (b for name in self._of(worker, names) for b in self._cuts[name].at(self._me).blocks)
+            taken.append(like.new_empty(sum(math.prod(block.shape) for block in blocks)))
+        self._replica.exchange(given, taken)
+        for worker, flat in enumerate(taken):
+            rest = flat
+            for name in self._of(worker, names):
+                for block in self._cuts[name].at(self._me).blocks:
+                    part, rest = rest.split((math.prod(block.shape), len(rest) - math.prod(block.shape)))
+                    block.of(self._params[name].detach()).copy_(part.view(block.shape))
+
+    def _of(self, worker: int, names: Sequence[str]) -> list[str]:
+        """Those of the parameters that a worker owns."""
+        return [name for name in names if self._owners[name] == worker]
