@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import paceline.hf as hf
     import paceline.keras as keras
     import paceline.lightning as lightning
+    import paceline.optim as optim
     from paceline.base.batching import stream_seed as stream_seed
     from paceline.compute.buffers import buffer as buffer
     from paceline.compute.lr_schedules import cosine as cosine
@@ -68,6 +69,7 @@ __all__ = [  # noqa: PLE0604 (they are strings)
     "keras",
     "launch",
     "lightning",
+    "optim",
     "__version__",
 ]
 
@@ -77,7 +79,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(_HOMES[name]), name)
         globals()[name] = value
         return value
-    if name in ("data", "hf", "keras", "launch", "lightning"):
+    if name in ("data", "hf", "keras", "launch", "lightning", "optim"):
         return import_module(f"paceline.{name}")
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 

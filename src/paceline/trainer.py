@@ -398,12 +398,10 @@ class Trainer(TrainerLogging):
             refuse_spread(coupling, plan)
             if job.local_cuts and coupling.scope > Scope.ELEMENT:
                 owned = names_to_own(make, job, coupling, groups, plan)
+                self._replica.use_full_parameters(owned)
+                what = f"{coupling.kind} updates full parameters, each on one worker, which keeps its state"
                 if owned is None:
-                    self._replica.use_full_parameters()
                     what = f"{coupling.kind} gets full parameters on each worker, and its state is not sharded"
-                else:
-                    self._replica.assign_owners(owned)
-                    what = f"{coupling.kind} updates full parameters, each on one worker, which keeps its state"
                 self._reporter.decide(self._number, what, f"it {coupling.why}")
                 self._reporter.say(f"{what}: it {coupling.why}", once=True)
         optimizers = optimizers_of(make, list(job.local_params.items()))

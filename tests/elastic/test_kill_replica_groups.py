@@ -51,8 +51,7 @@ def test_kill_between_the_sums_of_two_shards(zero, undisturbed, tmp_path, monkey
     same(ended, undisturbed[STEPS])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, *(pytest.param(zero, marks=pytest.mark.slow) for zero in (2, 3))])
 def test_replica_that_has_the_sums_applies_the_step_of_a_killed_one(zero, undisturbed, tmp_path):
     """Workers 0 to 3 have updated, 4 and 5 hold the sums alone: 5 sleeps when worker 0 is lost."""
     faults = {"kill:0@12.applied", "slow:5@11.reduced"}

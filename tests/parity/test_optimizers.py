@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 from agents import journal
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, train_basics
 from optimizers import OPTIMIZERS, in_plain_torch
 from safetensors.torch import load_file
 from torch import nn
 
+from paceline.base.sharding import ShardingSpec
 from paceline.compute.update_coupling import Coupling, Scope, find_coupling
 from paceline.optim import LAMB, LARS
-from paceline.session.validation import coupling_of
+from paceline.plan import Plan
+from paceline.session.validation import coupling_of, names_to_own
+from paceline.team.fault_injection import read_log
 
 STEPS = 12
 
@@ -72,6 +78,7 @@ KINDS = {
     "StableAdamW": (Scope.PARAMETER, "StableAdamW", WHOLE),
     "Adafactor": (Scope.PARAMETER, "Adafactor", WHOLE),
     "both": (Scope.PARAMETER, "Muon", WHOLE),
+    "LAMB": (Scope.PARAMETER, "LAMB", WHOLE),
     "Stacked": (Scope.PARAMETER, "Stacked", SHAPED),
     "AdamW": (Scope.ELEMENT, "", ""),
 }
@@ -81,6 +88,34 @@ KINDS = {
 def test_optimizer_coupling_is_found(name: str) -> None:
     coupling = tried(OPTIMIZERS[name], SHAPES)
     assert (coupling.scope, coupling.kind, coupling.why) == KINDS[name]
+
+
+def test_optimizers_that_take_an_empty_tensor_as_a_parameter_are_found() -> None:
+    """With state of the shape of the parameter."""
+    shapes = {name: shape for name, shape in SHAPES.items() if shape}
+    found = {name: tried(make, shapes) for name, make in OPTIMIZERS.items()}
+    assert {name for name, one in found.items() if one.takes_empty} == {"StableAdamW", "both", "LAMB"}
+
+
+def test_groups_by_size_need_full_parameters_on_all_workers() -> None:
+    """They would be others for an empty tensor."""
+    params = {"0.weight": nn.Parameter(torch.zeros(8, 12)), "1.weight": nn.Parameter(torch.zeros(1, 16))}
+    cuts = {"0.weight": ShardingSpec.split((16, 12), 0, 2), "1.weight": ShardingSpec.split((2, 16), 0, 2)}
+    job = SimpleNamespace(local_params=params, local_cuts=cuts, named=params, in_rows=[])
+
+    def by_size(params: Any) -> torch.optim.Optimizer:
+        large = [param for _, param in params if param.numel() > 100]
+        small = [param for _, param in params if param.numel() <= 100]
+        return LARS([{"params": large}, {"params": small, "momentum": 0.0}], lr=0.1)
+
+    def by_dimensions(params: Any) -> torch.optim.Optimizer:
+        return LARS([param for _, param in params if param.dim() == 2], lr=0.1)
+
+    owned = []
+    for make in (by_size, by_dimensions):
+        coupling, groups = coupling_of(make, job)  # type: ignore[arg-type]
+        owned.append(names_to_own(make, job, coupling, groups, Plan.parse("shard=2")))  # type: ignore[arg-type]
+    assert owned == [None, {"0.weight", "1.weight"}]
 
 
 @pytest.mark.parametrize("name", ELEMENTS)
@@ -145,8 +180,15 @@ def test_optimizer_groups_by_parameter_attributes_are_kept() -> None:
 
 CELLS = [(2, "shard=2 zero=1"), (2, "shard=2 zero=2"), (3, "shard=3"), (2, "shard=2 offload=cpu"), (2, "tensor=2")]
 CELLS += [(2, "pipeline=2"), (4, "data=2 shard=2 zero=1"), (4, "shard=2 tensor=2 zero=1"), (1, ""), (3, "")]
-CELLS += [(2, "server=1"), (3, "server=2 copies=1"), (2, "context=2"), (2, "exact shard=2 zero=1")]
-QUICK = ("DAdapt", "Soap", "Stacked", "AdamW")  # one of each kind
+CELLS += [
+    (4, "shard=2 tensor=2 zero=3"),
+    (4, "shard=2 pipeline=2 zero=2"),
+    (2, "server=1"),
+    (3, "server=2 copies=1"),
+    (2, "context=2"),
+    (2, "exact shard=2 zero=1"),
+]
+QUICK = ("DAdapt", "Soap", "both", "AdamW")  # one of each kind
 
 
 @pytest.mark.parametrize(
@@ -167,7 +209,62 @@ def test_optimizers_that_couple_parameters_train_as_plain_pytorch(
         what = "DAdapt gets full parameters on each worker, and its state is not sharded"
         assert f"{what}: it {OTHERS}" in said
         assert what in [entry.get("what") for entry in journal(tmp_path / "out", "decision")]
+        assert f"Muon updates full parameters, each on one worker, which keeps its state: it {WHOLE}" in said
         assert " AdamW gets" not in said
+
+
+OWNED = """
+import json, os
+held = {}
+def optimizer(params):
+    held.clear()
+    held.update(params)
+    held["optimizer"] = paceline.optim.LAMB([param for _, param in params], lr=0.01)
+    return held["optimizer"]
+t = paceline.Trainer(lambda: nn.Sequential(nn.Linear(10, 12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 2)).double(),
+    cross_entropy, optimizer, global_batch=24)
+for r in t.steps(data, count=3): pass
+state = held.pop("optimizer").state
+kept = {name: [param.numel(), state[param]["exp_avg"].numel()] for name, param in held.items()}
+open(f"kept-{os.environ['PACELINE_RANK']}.json", "w").write(json.dumps(kept))
+"""
+
+
+@pytest.mark.parametrize("plan", ["shard=3", pytest.param("shard=2 tensor=2 zero=1", marks=pytest.mark.slow)])
+def test_each_full_parameter_and_its_state_are_on_one_worker(plan: str, tmp_path: Path) -> None:
+    workers = math.prod(int(number) for number in re.findall(r"(?:shard|tensor)=(\d)", plan))
+    train_basics(tmp_path, OWNED, workers, "--max-restarts", "0", "--plan", plan)
+    kept = [json.loads((tmp_path / f"kept-{worker}.json").read_text()) for worker in range(workers)]
+    sizes = {"0.weight": 120, "0.bias": 12, "2.weight": 144, "2.bias": 12, "3.weight": 24, "3.bias": 2}
+    for name, size in sizes.items():
+        assert sorted(one[name] for one in kept) == [[0, 0]] * (workers - 1) + [[size, size]], name
+    assert max(sum(own for own, _ in one.values()) for one in kept) < 150, "all owners have about as much"
+
+
+KILLED = [("data=2 shard=2 zero=1", "kill:1@7.backward"), ("data=2 shard=2 zero=3", "kill:2@7.applied")]
+KILLED += [("data=2 tensor=2", "kill:3@6.reduced")]
+
+
+@pytest.mark.parametrize(
+    ("plan", "fault"), [pytest.param(*one, marks=[] if not at else pytest.mark.slow) for at, one in enumerate(KILLED)]
+)
+def test_kill_of_a_worker_that_owns_parameters(plan: str, fault: str, tmp_path: Path) -> None:
+    names = ["both", "StableAdamW"]
+    command = ("run", "--workers", "4", "--run-dir", "out", "--plan", plan, SCRIPTS / "optimizers.py", str(STEPS))
+    paceline(*command, *names, cwd=tmp_path, PACELINE_CHAOS=fault)
+    assert [entry["fault"] for entry in read_log(tmp_path / "out")] == [fault]
+    for name in names:
+        assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
+
+
+@pytest.mark.slow
+def test_state_of_owners_resumes_under_other_plans(tmp_path: Path) -> None:
+    names = ["both", "LAMB"]
+    plans = [(2, "shard=2 zero=1"), (3, "shard=3"), (2, "tensor=2"), (1, ""), (2, "pipeline=2"), (2, "shard=2 zero=2")]
+    for number, (workers, plan) in enumerate(plans, 1):
+        train(tmp_path, workers, plan, "by turns", *names, options=("--steps", str(4 * number), "--max-restarts", "0"))
+    for name in names:
+        assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
 
 
 @pytest.mark.parametrize("name", ["Prodigy", pytest.param("Complete", marks=pytest.mark.slow)])
@@ -185,7 +282,7 @@ def test_optimizer_state_of_another_shape_gets_full_parameters(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_parameter_servers_give_each_optimizer_whole_parameters(tmp_path: Path) -> None:
-    names = ["Soap", "StableAdamW", "Adafactor", "both", "Stacked", "AdamW"]
+    names = ["Soap", "StableAdamW", "Adafactor", "both", "LAMB", "Stacked", "AdamW"]
     train(tmp_path, 2, "server=2", *names)
     for name in names:
         assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name

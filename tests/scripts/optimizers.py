@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.optim import LAMB
 
 GLOBAL_BATCH, ROWS = 24, 60  # of four tokens each
 x = torch.randn(ROWS, 4, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
@@ -258,6 +259,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adafactor": lambda params: torch.optim.Adafactor([param for _, param in params], lr=0.01),
     "hooked": hooked,
     "both": both,
+    "LAMB": lambda params: LAMB([param for _, param in params], lr=0.02),
     "in_groups": in_groups,
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
 }

@@ -15,7 +15,22 @@ from paceline.base.sharding import ShardingSpec, assemble
 from paceline.comm.communicator import Group
 from paceline.compute.state_dict import marked, marks_of
 
-_AT_ONCE = 1 << 24  # elements of pieces that are gathered together, unless one parameter has more
+_AT_ONCE = 1 << 24  # elements that travel together, unless one parameter has more
+
+
+def in_batches(elements: Mapping[str, int], params: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
+    """Yields the names of parameters that travel together: those of one dtype, with so many `elements`, up to
+    `_AT_ONCE`.
+    """
+    batch, size = list[str](), 0
+    for name in sorted(elements, key=lambda name: str(params[name].dtype)):
+        if batch and (params[batch[0]].dtype != params[name].dtype or size + elements[name] > _AT_ONCE):
+            yield batch
+            batch, size = [], 0
+        batch.append(name)
+        size += elements[name]
+    if batch:
+        yield batch
 
 
 class FullParameterCopies:
@@ -39,19 +54,6 @@ class FullParameterCopies:
             for name, param in params.items()
         }
 
-    def _batches(self) -> Iterator[list[str]]:
-        """Names of parameters that are gathered together: those of one dtype, up to `_AT_ONCE` elements."""
-        batch, size = list[str](), 0
-        for name in sorted(self._cuts, key=lambda name: str(self._params[name].dtype)):
-            elements = max(piece.elements for piece in self._cuts[name].pieces)
-            if batch and (self._params[batch[0]].dtype != self._params[name].dtype or size + elements > _AT_ONCE):
-                yield batch
-                batch, size = [], 0
-            batch.append(name)
-            size += elements
-        if batch:
-            yield batch
-
     def _gather(self, names: Sequence[str], pieces: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Fills full tensors with the shards of all workers."""
         everyone = self._replica.gather(torch.cat([piece.detach().reshape(-1) for piece in pieces]))
@@ -69,7 +71,8 @@ class FullParameterCopies:
     def update(self) -> Iterator[None]:
         """Gathers values and gradients into the copies, then writes the updated copies back to shards. Collective."""
         self._replica.declare("full copies of parameters for the optimizer", check=False, kind="weights")
-        for names in self._batches():
+        elements = {name: max(piece.elements for piece in cut.pieces) for name, cut in self._cuts.items()}
+        for names in in_batches(elements, self._params):
             self._gather(names, [self._params[n] for n in names], [self.copies[n].detach() for n in names])
             used = [(n, grad) for n in names if (grad := self._params[n].grad) is not None]
             for name in names:

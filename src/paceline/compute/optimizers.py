@@ -4,7 +4,7 @@
 
 Both take parameters or parameter groups, as torch's optimizers do. Tensors of one dimension (biases, gains of norms)
 are updated without the ratio, as in both papers' experiments. The norm is that of the full parameter, so with `shard=`
-the optimizers get full copies of the parameters.
+one worker updates each full parameter (see parameter_owners.py).
 """
 
 from __future__ import annotations

@@ -16,9 +16,8 @@ from torch.nn import Parameter
 
 from paceline.base.sharding import Block, LocalShard, ShardingSpec
 from paceline.comm.communicator import Group
+from paceline.compute.full_parameters import in_batches
 from paceline.compute.state_dict import marked, marks_of
-
-_AT_ONCE = 1 << 24  # elements of parameters that travel together, unless one parameter has more
 
 
 def choose_owners(shapes: Mapping[str, Sequence[int]], workers: int) -> dict[str, int]:
@@ -77,7 +76,9 @@ class OwnedParameters:
     def update(self) -> Iterator[None]:
         """Sends values and gradients to the owners, and the values that these have updated back. Collective."""
         self._replica.declare("parameters for the workers that update them", check=False, kind="weights")
-        for names in self._batches():
+        elements = {name: math.prod(self._cuts[name].shape) for name in self._params}
+        batches = [*in_batches(elements, self._params)]
+        for names in batches:
             self._to_owners(names, self._params, self.held)
             used = {name: grad for name in names if (grad := self._params[name].grad) is not None}
             for name in names:
@@ -85,23 +86,10 @@ class OwnedParameters:
             if used:
                 self._to_owners([*used], used, {name: self.held[name].grad for name in used})
         yield
-        for names in self._batches():
+        for names in batches:
             self._from_owners(names)
             for name in names:
                 self.held[name].grad = None
-
-    def _batches(self) -> Iterator[list[str]]:
-        """Names of parameters that travel together: those of one dtype, up to `_AT_ONCE` elements."""
-        batch, size = list[str](), 0
-        for name in sorted(self._params, key=lambda name: str(self._params[name].dtype)):
-            elements = math.prod(self._cuts[name].shape)
-            if batch and (self._params[batch[0]].dtype != self._params[name].dtype or size + elements > _AT_ONCE):
-                yield batch
-                batch, size = [], 0
-            batch.append(name)
-            size += elements
-        if batch:
-            yield batch
 
     def _to_owners(
         self, names: Sequence[str], shards: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor | None]

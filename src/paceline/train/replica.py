@@ -83,15 +83,15 @@ class Replica:
         self.send_bucket: Ready = reducer.send
         self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.grad_buffers, cuts)
 
-    def use_full_parameters(self) -> None:
-        """Lets the optimizers hold full parameters, though this worker stores only shards of them."""
+    def use_full_parameters(self, owned: Collection[str] | None) -> None:
+        """Lets the optimizers hold full parameters, though this worker stores only shards of them: the `owned` ones on
+        one worker each, or all of them on each worker.
+        """
         assert self.job.replica is not None
-        self.updater.use_full_parameters(self.job.replica)
-
-    def assign_owners(self, names: Collection[str]) -> None:
-        """Lets one worker of the replica update each of these parameters."""
-        assert self.job.replica is not None
-        self.updater.assign_owners(names, self.job.replica)
+        if owned is None:
+            self.updater.use_full_parameters(self.job.replica)
+        else:
+            self.updater.assign_owners(owned, self.job.replica)
 
     def build(self, optimizers: list[Optimizer], schedulers: list[LRScheduler]) -> None:
         """Takes the optimizers and schedulers, made for the trainable parameters that this worker holds."""
