@@ -258,11 +258,24 @@ def test_kill_of_a_worker_that_owns_parameters(plan: str, fault: str, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("workers", "plan"), [(2, "shard=2 zero=1"), (3, "shard=3"), (4, "data=2 shard=2 zero=2")])
+def test_exact_owners_give_the_bytes_of_one_worker(workers: int, plan: str, tmp_path: Path) -> None:
+    names = ["both", "LAMB", "StableAdamW"]
+    for folder, count, words in (("one", 1, "exact"), ("several", workers, f"exact {plan}")):
+        (tmp_path / folder).mkdir()
+        train(tmp_path / folder, count, words, *names)
+    for name in names:
+        one, several = (tmp_path / folder / f"{name}.safetensors" for folder in ("one", "several"))
+        assert several.read_bytes() == one.read_bytes(), name
+
+
+@pytest.mark.slow
 def test_state_of_owners_resumes_under_other_plans(tmp_path: Path) -> None:
     names = ["both", "LAMB"]
     plans = [(2, "shard=2 zero=1"), (3, "shard=3"), (2, "tensor=2"), (1, ""), (2, "pipeline=2"), (2, "shard=2 zero=2")]
     for number, (workers, plan) in enumerate(plans, 1):
-        train(tmp_path, workers, plan, "by turns", *names, options=("--steps", str(4 * number), "--max-restarts", "0"))
+        stop = ("--steps", str(4 * number)) if number < len(plans) else ()
+        train(tmp_path, workers, plan, "by turns", *names, options=(*stop, "--max-restarts", "0"))
     for name in names:
         assert distance(load_file(tmp_path / f"{name}.safetensors"), in_plain_torch(name, STEPS)) < 1e-12, name
 

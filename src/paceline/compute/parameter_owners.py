@@ -70,7 +70,9 @@ class OwnedParameters:
         for name, param in params.items():
             shape = self.owned_cuts[name].at(shard_index).shape
             tensor = torch.zeros(shape, dtype=param.dtype, device="cpu" if hosted else param.device)
-            self.held[name] = marked(tensor, marks_of(param))
+            # Without the marks of a shard, which say how it is sharded: a script that reads it would gather it.
+            marks = {key: value for key, value in marks_of(param).items() if not key.startswith("_paceline_")}
+            self.held[name] = marked(tensor, marks)
 
     @contextmanager
     def update(self) -> Iterator[None]:
