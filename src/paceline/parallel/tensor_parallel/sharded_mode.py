@@ -177,7 +177,7 @@ _OWN_FUNCTIONS = ("torch.", "paceline.")  # these handle shards themselves, or p
 
 def _apply_to_full_tensors(cls: Any, *args: Any, **kwargs: Any) -> Any:
     """Takes the place of `torch.autograd.Function.apply` while a mode is on."""
-    if torch._C._is_torch_function_enabled() and not cls.__module__.startswith(_OWN_FUNCTIONS):
+    if torch.overrides.has_torch_function(args) and not cls.__module__.startswith(_OWN_FUNCTIONS):
         for mode in reversed(_active):
             args, kwargs = mode.full_arguments(cls.__name__, args, kwargs)
     return _PLAIN_APPLY.__func__(cls, *args, **kwargs)
