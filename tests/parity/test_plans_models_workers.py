@@ -98,8 +98,8 @@ DECISIONS = {
     "shard=[2-9] zero=3": "parameters are gathered in",
 }
 IN_TRANSFORMERS = {"llama", "llama, tied"}  # which takes seconds to be imported
-# What the fast tests leave to the slow ones: models that are like another one, those that mean nothing to most plans,
-# all but one of them under mixtures of plans, and many workers.
+# Only the slow tests train models that resemble another one, train a model under plans that it was not made for, train
+# more than one model under a mixture of plans, and use many workers.
 LIKE_OTHERS = {"mlp", "wide", "wide, unclipped", "few heads", "encoder, decoder"}
 LIKE_OTHERS |= {f"{name} over the batch" for name in ("simclr", "batchnorm", "vicreg", "triplet")}
 FAST_MODELS = sorted(MODELS.keys() - IN_TRANSFORMERS - LIKE_OTHERS)

@@ -1,4 +1,4 @@
-"""Covering arrays, of which tests draw their cells."""
+"""Covering arrays, from which tests take their combinations."""
 
 from __future__ import annotations
 

@@ -50,7 +50,9 @@ class FullParameterCopies:
     ) -> None:
         self._params, self._cuts, self._shard_index, self._replica = params, cuts, shard_index, replica
         self.copies = {
-            name: marked(_zeros(cuts[name].shape, param, hosted), marks_of(param)) if name in cuts else param
+            name: marked(zeros_for_optimizer(cuts[name].shape, param, hosted), marks_of(param))
+            if name in cuts
+            else param
             for name, param in params.items()
         }
 
@@ -88,5 +90,6 @@ class FullParameterCopies:
             self.copies[name].grad = None
 
 
-def _zeros(shape: Sequence[int], like: torch.Tensor, hosted: bool) -> torch.Tensor:
+def zeros_for_optimizer(shape: Sequence[int], like: torch.Tensor, hosted: bool) -> torch.Tensor:
+    """A tensor for an optimizer to hold: on the device of `like`, or, if `hosted`, in host memory."""
     return torch.zeros(shape, dtype=like.dtype, device="cpu" if hosted else like.device)

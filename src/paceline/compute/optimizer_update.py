@@ -26,8 +26,8 @@ from paceline.errors import UsageError
 class OptimizerUpdate:
     """Applies the optimizers of a job to its summed gradients, which are in `grad_buffers`.
 
-    `rows` are this worker's rows of the parameters, `params` the tensors that the optimizers hold: the same ones, or
-    copies in host memory, of full parameters, or of those that this worker owns.
+    `rows` are this worker's rows of the parameters, `params` the tensors that the optimizers hold: the rows, copies of
+    the rows in host memory, full copies of all parameters, or full copies of the parameters that this worker owns.
     """
 
     def __init__(self, job: TrainingJob, grad_buffers: GradBuffers) -> None:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from paceline.base.sharding import Block, LocalShard, ShardingSpec
 from paceline.comm.communicator import Group
-from paceline.compute.full_parameters import in_batches
+from paceline.compute.full_parameters import in_batches, zeros_for_optimizer
 from paceline.compute.state_dict import marked, marks_of
 
 
@@ -68,8 +68,7 @@ class OwnedParameters:
         }
         self.held: dict[str, Parameter] = {}
         for name, param in params.items():
-            shape = self.owned_cuts[name].at(shard_index).shape
-            tensor = torch.zeros(shape, dtype=param.dtype, device="cpu" if hosted else param.device)
+            tensor = zeros_for_optimizer(self.owned_cuts[name].at(shard_index).shape, param, hosted)
             # Without the marks of a shard, which say how it is sharded: a script that reads it would gather it.
             marks = {key: value for key, value in marks_of(param).items() if not key.startswith("_paceline_")}
             self.held[name] = marked(tensor, marks)
@@ -86,7 +85,7 @@ class OwnedParameters:
             for name in names:
                 self.held[name].grad = torch.empty_like(self.held[name]) if name in used else None
             if used:
-                self._to_owners([*used], used, {name: self.held[name].grad for name in used})
+                self._to_owners([*used], used, {n: grad for n in used if (grad := self.held[n].grad) is not None})
         yield
         for names in batches:
             self._from_owners(names)
@@ -94,50 +93,48 @@ class OwnedParameters:
                 self.held[name].grad = None
 
     def _to_owners(
-        self, names: Sequence[str], shards: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor | None]
+        self, names: Sequence[str], shards: Mapping[str, torch.Tensor], full: Mapping[str, torch.Tensor]
     ) -> None:
         """Fills the full tensors of this worker's parameters with the shards of all workers."""
-        like = shards[names[0]]
-        given, taken = list[torch.Tensor](), list[torch.Tensor]()
-        for worker in range(self._replica.size):
-            parts = [
-                block.of(shards[name].detach()).reshape(-1)
-                for name in self._of(worker, names)
-                for block in self._cuts[name].counted(self._me)
-            ]
-            given.append(torch.cat(parts) if parts else like.new_empty(0))
-            blocks = (block for name in self._of(self._me, names) for block in self._cuts[name].counted(worker))
-            taken.append(like.new_empty(sum(math.prod(block.shape) for block in blocks)))
-        self._replica.exchange(given, taken)
-        for worker, flat in enumerate(taken):
-            rest = flat
-            for name in self._of(self._me, names):
-                target = full[name]
-                assert target is not None
-                for block in self._cuts[name].counted(worker):
-                    part, rest = rest.split((math.prod(block.shape), len(rest) - math.prod(block.shape)))
-                    block.of_whole(target.detach()).copy_(part.view(block.shape))
+        workers, owned = range(self._replica.size), self._of(self._me, names)
+        sent = [
+            [block.of(shards[n].detach()) for n in self._of(worker, names) for block in self._cuts[n].counted(self._me)]
+            for worker in workers
+        ]
+        received = [
+            [block.of_whole(full[n].detach()) for n in owned for block in self._cuts[n].counted(worker)]
+            for worker in workers
+        ]
+        self._exchange(shards[names[0]], sent, received)
 
     def _from_owners(self, names: Sequence[str]) -> None:
         """Fills this worker's shards with the values of the owners."""
-        like = self._params[names[0]].detach()
-        given, taken = list[torch.Tensor](), list[torch.Tensor]()
-        for worker in range(self._replica.size):
-            parts = [
-                block.of_whole(self.held[name].detach()).reshape(-1).to(like.device)
-                for name in self._of(self._me, names)
-                for block in self._cuts[name].at(worker).blocks
-            ]
-            given.append(torch.cat(parts) if parts else like.new_empty(0))
-            blocks = (b for name in self._of(worker, names) for b in self._cuts[name].at(self._me).blocks)
-            taken.append(like.new_empty(sum(math.prod(block.shape) for block in blocks)))
+        workers, owned = range(self._replica.size), self._of(self._me, names)
+        sent = [
+            [block.of_whole(self.held[n].detach()) for n in owned for block in self._cuts[n].at(worker).blocks]
+            for worker in workers
+        ]
+        blocks = {name: self._cuts[name].at(self._me).blocks for name in names}
+        received = [
+            [block.of(self._params[n].detach()) for n in self._of(worker, names) for block in blocks[n]]
+            for worker in workers
+        ]
+        self._exchange(self._params[names[0]], sent, received)
+
+    def _exchange(
+        self, like: torch.Tensor, sent: Sequence[Sequence[torch.Tensor]], received: Sequence[Sequence[torch.Tensor]]
+    ) -> None:
+        """Sends `sent[i]` to worker i, and fills `received[i]` with what it sends, through the device of `like`."""
+        given = [
+            torch.cat([tensor.reshape(-1).to(like.device) for tensor in tensors]) if tensors else like.new_empty(0)
+            for tensors in sent
+        ]
+        taken = [like.new_empty(sum(tensor.numel() for tensor in tensors)) for tensors in received]
         self._replica.exchange(given, taken)
-        for worker, flat in enumerate(taken):
-            rest = flat
-            for name in self._of(worker, names):
-                for block in self._cuts[name].at(self._me).blocks:
-                    part, rest = rest.split((math.prod(block.shape), len(rest) - math.prod(block.shape)))
-                    block.of(self._params[name].detach()).copy_(part.view(block.shape))
+        for flat, tensors in zip(taken, received, strict=True):
+            parts = flat.split([tensor.numel() for tensor in tensors]) if tensors else ()
+            for tensor, part in zip(tensors, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
 
     def _of(self, worker: int, names: Sequence[str]) -> list[str]:
         """Those of the parameters that a worker owns."""
