@@ -114,14 +114,16 @@ def between() -> None:
 
 
 def versions() -> None:
-    """Of each reading: how many servers there are, and how many updates were asked for, the table and the rest have."""
+    """Of each reading: how many servers were asked, how many updates were asked for, the table and the rest have."""
     read = AsyncReplica.await_weights
 
     def noted(replica: AsyncReplica) -> None:
-        read(replica)
+        asked, (update, _, _) = replica._reading
+        servers = {*asked.values()}
+        read(replica)  # asks another server if one is lost
         model: Any = replica.job.model
         found = (-float(some.sum()) / BATCH for some in (model.table.weight, model.more[0]))
-        line = [len(replica.servers.used), replica._reading[1][0], *found]
+        line = [len(servers | {*asked.values()}), update, *found]
         with (Path(sys.argv[1]) / "versions").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
@@ -132,7 +134,7 @@ def noted(update: int) -> bool:
     """Whether `versions` has a reading of a table that has that update, and of other weights that do not."""
     text = file.read_text() if (file := Path(sys.argv[1]) / "versions").exists() else ""
     lines = [json.loads(line) for line in text.splitlines() if line.endswith("]")]
-    return any(servers == 2 and rest == update < table for servers, _, table, rest in lines)
+    return any(servers == 2 and rest <= update < table for servers, _, table, rest in lines)
 
 
 def vanish(update: int) -> None:
