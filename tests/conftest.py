@@ -40,6 +40,26 @@ def lacking(what: str) -> NoReturn:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--golden", action="store_true", help="write the texts of tests/golden instead of comparing them")
+    parser.addoption("--slow-part", type=part_of, metavar="K/N", help="run only part K of N of the slow tests")
+
+
+def part_of(text: str) -> tuple[int, int]:
+    """Reads "2/3" as (2, 3)."""
+    part, parts = (int(number) for number in text.split("/"))
+    if not 1 <= part <= parts:
+        raise ValueError(f"a part from 1 to {parts} is expected, not {part}")
+    return part, parts
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps one part of the slow tests, which has every Nth of them: so it has a share of each table."""
+    if not (chosen := config.getoption("--slow-part")):
+        return
+    part, parts = chosen
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    left_out = {*slow} - {*slow[part - 1 :: parts]}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,7 +27,7 @@ for report in trainer.steps(data, count=6):
             time.sleep(0.005)
 trainer.export("out.safetensors")
 """
-CELLS, DELAYS = 4, 10  # each cell of so many delays
+CELLS, DELAYS = 2, 5  # each cell of so many delays
 
 
 @pytest.fixture(scope="module")
