@@ -37,8 +37,11 @@ def next_word(logits, batch):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
 sentences = TensorDataset(ids.tensors[0].repeat(3, 1))
 mlp, gpt = (layers, cross_entropy, data, None), (lambda: gpt2().double(), next_word, sentences, words)
+def muon(params):
+    matrices, others = ([(name, p) for name, p in params if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
+    return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
 model, loss, rows, forward = {{model}}
-t = paceline.Trainer(model, loss, torch.optim.AdamW, global_batch=24, plan={{plan!r}}, forward=forward)
+t = paceline.Trainer(model, loss, {{optimizer}}, global_batch=24, plan={{plan!r}}, forward=forward)
 sums = lambda: {{{{kind: told[1] for kind, told in t._group.ledger.items() if kind in {NAMES}}}}}
 for report in t.steps(rows, count={STEPS}):
     first, rest = (sums(), {STEPS} - report.turn) if report.step == report.turn else (first, rest)
@@ -58,9 +61,12 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
         (2, "local=4 every=2", "mlp"),
         (2, "shard=2 zero=1", "mlp"),
         (4, "data=2 shard=2 zero=3", "mlp"),
+        (2, "shard=2 zero=1", "mlp muon"),
         *[
             pytest.param(workers, plan, model, marks=pytest.mark.slow)
             for workers, plan, model in (
+                (4, "data=2 shard=2 zero=3", "mlp muon"),
+                (4, "shard=4 zero=2", "mlp muon"),
                 (4, "pipeline=2 tensor=2", "mlp"),
                 (2, "context=2", "gpt"),
                 (4, "local=2 every=1", "mlp"),
@@ -89,7 +95,8 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
     ],
 )
 def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, model: str, tmp_path: Path) -> None:
-    body = BODY.format(plan=f"{plan} micro=3", model=model)
+    model, _, optimizer = model.partition(" ")
+    body = BODY.format(plan=f"{plan} micro=3", model=model, optimizer=optimizer or "torch.optim.AdamW")
     train_basics(
         tmp_path, body, workers, "--shares", ",".join("1" * workers), **(TRANSFORMERS if model == "gpt" else {})
     )

@@ -537,12 +537,12 @@ class Group:
         """Sends `given[i]` to worker i, and fills `taken[i]` from it: flat tensors of any lengths. Part of the entered
         collective.
         """
+        taken[self.rank].copy_(given[self.rank])  # what a worker has for itself is not sent
         if self.size == 1:
-            taken[0].copy_(given[0])
             return
-        outs = [raw_bytes(one) for one in taken]
+        ins, outs = ([one[:0] if n == self.rank else one for n, one in enumerate(side)] for side in (given, taken))
         with self._over(given[0]) as (by, _):
-            work = by.all_to_all(outs, [raw_bytes(plain(one)) for one in given])
+            work = by.all_to_all([raw_bytes(one) for one in outs], [raw_bytes(plain(one)) for one in ins])
         work.wait()
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:

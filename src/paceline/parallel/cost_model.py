@@ -5,10 +5,12 @@ Each algorithm computes its cost in its own module; `plan_cost.cost` combines th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.base.sharding import RowShards
+from paceline.compute.parameter_owners import choose_owners
 
 CODED = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}  # bytes per 256 elements, with their scale
 
@@ -27,6 +29,8 @@ class Facts:
     inside: Mapping[str, int] = field(default_factory=dict)  # bytes sent in a micro-batch by axis, once one was run
     ends: Mapping[str, int] = field(default_factory=dict)  # bytes sent at the end of a step, by axis
     sparse: int = 0  # how many of the last parameters have sparse gradients, whose number of rows is unknown
+    # The full shapes, by number, of the parameters that one worker of a replica updates.
+    owned: Mapping[int, Sequence[int]] = field(default_factory=dict)
 
     def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
         """Returns the bytes of these parameters, or of all, on the worker with the most rows of `places` shards."""
@@ -84,6 +88,28 @@ class Cost:
         rewritten = {kind: times * local_bytes // islands.every for kind in self.sent if kind == "weights"}
         sent = {kind: size + rewritten.get(kind, 0) for kind, size in self.sent.items()}
         return replace(self, parameters=parameters, optimizer=optimizer, sent=sent)
+
+    def with_owners(self, facts: Facts, places: int, workers: int) -> Cost:
+        """Returns the cost if each of the `facts.owned` parameters has an owner among `workers`, which gets its values
+        and gradients for the update; other workers have its rows in `places` shards.
+        """
+        owners = choose_owners({str(number): shape for number, shape in facts.owned.items()}, workers)
+        rows = {number: facts.bytes(places, [number]) for number in facts.owned}
+        held, returned = [0] * workers, [0] * workers
+        for number, shape in facts.owned.items():
+            owner, size = owners[str(number)], math.prod(shape) * facts.element_sizes[number]
+            held[owner] += size
+            returned[owner] += size - rows[number]
+        sent = max(
+            returned[worker] + 2 * sum(size for number, size in rows.items() if owners[str(number)] != worker)
+            for worker in range(workers)
+        )
+        most_held = max(held)
+        optimizer = self.optimizer + int(facts.state * (most_held - sum(rows.values())))
+        weights = self.sent.get("weights", 0) + sent
+        return replace(
+            self, parameters=self.parameters + most_held, optimizer=optimizer, sent={**self.sent, "weights": weights}
+        )
 
     @property
     def held(self) -> tuple[int, int, int]:

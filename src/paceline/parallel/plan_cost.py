@@ -29,6 +29,8 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
     else:
         replicas_of_shard, offload = mesh.data * mesh.context, plan.offload is not None
         estimate = zero1.cost(facts, plan.zero or 3, mesh.shard, replicas_of_shard, forwards, offload)
+    if facts.owned:
+        estimate = estimate.with_owners(facts, mesh.shard, mesh.replica // mesh.pipeline)
     for axis in facts.inside.keys() | facts.ends.keys():
         estimate.sent[axis] = forwards * facts.inside.get(axis, 0) + facts.ends.get(axis, 0)
     if plan.local:
@@ -74,4 +76,5 @@ def facts_of(job: TrainingJob) -> Facts:
         job.inside,
         job.ends,
         job.sparse,
+        {numbers[name]: cut.shape for name, cut in job.owned_cuts.items() if name in numbers},
     )
