@@ -93,7 +93,7 @@ class Launched:
         (self.folder / "train.py").write_text(SLOWLY)
         process = self.start("--nodes=2", "--run-dir", "run", "--min-workers", "2", *words, "train.py")
         run = self.folder / "run"
-        until(lambda: (run / "journal.jsonl").exists() and bool(journal(run, "formed")), 200)
+        until(lambda: (run / "journal.jsonl").exists() and bool(journal(run, "formed")), 400)
         return process
 
     def back(self, process: subprocess.Popen[str], how: str, meanwhile: Callable[[], object] = lambda: None) -> None:

@@ -34,9 +34,11 @@ from paceline.errors import UsageError, a
 from paceline.parallel.parallel_job import GRADIENT_HOOK, ParallelJob
 from paceline.parallel.pipeline.stage_forward import one_call
 from paceline.parallel.tensor_parallel.attention import attention
+from paceline.parallel.tensor_parallel.experts import inputs_of, is_experts, run_experts
 from paceline.parallel.tensor_parallel.op_rules import OP_RULES
 from paceline.parallel.tensor_parallel.placement import (
     COLUMN,
+    EXPERTS,
     GATHERED,
     HEADS,
     REPLICATED,
@@ -62,7 +64,7 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
 
 _ADVICE = 'name the layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 _FROM_USER = "tensor= names them"
-PLACEMENTS = f"use one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {REPLICATED}"
+PLACEMENTS = f"use one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {EXPERTS}, {REPLICATED}"
 # The names that transformers uses in a model's _tp_plan.
 _TRANSFORMERS_STYLES = {
     "colwise": COLUMN,
@@ -72,7 +74,14 @@ _TRANSFORMERS_STYLES = {
     "embedding_rowwise": VOCABULARY,
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), REPLICATED),
 }
-_SPLIT_AXIS = {COLUMN: "outputs", GATHERED: "outputs", ROW: "inputs", VOCABULARY: "entries", HEADS: "heads"}
+_SPLIT_AXIS = {
+    COLUMN: "outputs",
+    GATHERED: "outputs",
+    ROW: "inputs",
+    VOCABULARY: "entries",
+    HEADS: "heads",
+    EXPERTS: "experts",
+}
 
 
 @dataclass
@@ -242,7 +251,10 @@ class TensorCut:
         return placements, source
 
     def _transformers_plan(self) -> dict[str, str]:
-        """Returns the plan of a transformers model (`_tp_plan`), if the unit's size divides its heads; else nothing."""
+        """Returns the plan of a transformers model (`_tp_plan`), if the unit's size divides its heads; else nothing.
+
+        A plan that only names embeddings and output layers counts as nothing.
+        """
         model = self.job.model
         inner = getattr(model, "base_model", None) if hasattr(model, "peft_config") else None  # peft's wrapper
         base = getattr(inner, "model", None) if inner is not None else model
@@ -253,6 +265,8 @@ class TensorCut:
         if not is_known or any(number % self.unit.size for number in heads):
             return {}
         table = {name: _TRANSFORMERS_STYLES[style] for name, style in plan.items()}
+        if not {COLUMN, ROW} & {*table.values()}:
+            return {}
         return table if inner is None else _with_adapters(table, dict(model.named_modules()))
 
     # -- cutting ------------------------------------------------------------------------------------------------------
@@ -261,14 +275,18 @@ class TensorCut:
         """Splits the parameters of a layer and replaces its forward; UsageError if it has no such split."""
         module, kind = layer.module, layer.placement.kind
         has_type = {VOCABULARY: type(module) is nn.Embedding, HEADS: type(module) is nn.MultiheadAttention}
+        has_type[EXPERTS] = is_experts(module)
         if (
             not has_type.get(kind, type(module) is nn.Linear or is_conv1d(module))
             or getattr(module, "max_norm", None) is not None
         ):
-            kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention"}
+            kinds = {VOCABULARY: "Embedding", HEADS: "MultiheadAttention", EXPERTS: "module of experts"}
             wanted = kinds.get(kind, "Linear")
             problem = f"{layer.name} is {a(type(module).__name__)}, but the placement {kind} is for {a(wanted)}"
             raise UsageError(problem, self._advice_to_exclude(layer.name, f", or name {a(wanted)}"))
+        if kind == EXPERTS:
+            self._cut_experts(layer)
+            return
         if not has_parameter(module, "in_proj_weight" if kind == HEADS else "weight"):
             others = ", ".join(name for name, _ in module.named_parameters())
             problem = (
@@ -302,6 +320,12 @@ class TensorCut:
         self._divide(layer, module.out_proj, "weight", 1, output, "out_proj.weight")
         self._replace(module, partial(self._heads, layer))
 
+    def _cut_experts(self, layer: _Layer) -> None:
+        layer.shard = self._divided_length(layer, cast(int, layer.module.num_experts))
+        for key, _ in [*layer.module.named_parameters(recurse=False)]:
+            self._divide(layer, layer.module, key, 0, layer.shard)
+        self._replace(layer.module, partial(self._experts, layer))
+
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Replaces a module's forward on this object only."""
         call = partial(call_without_script_view, forward)
@@ -316,7 +340,7 @@ class TensorCut:
         count = placement.count or size
         sections = placement.lengths(length)
         shard = ShardPlacement(0, sections or (), count)
-        if sections is None or size % count or not (shard.is_even or placement.kind in (VOCABULARY, GATHERED)):
+        if sections is None or size % count or not (shard.is_even or placement.kind in (VOCABULARY, GATHERED, EXPERTS)):
             split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]}"
             if placement.sections != (1,):
                 split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]} (placement {placement})"
@@ -427,6 +451,17 @@ class TensorCut:
             return self._run_gathered(nn.MultiheadAttention.forward, module, *args, **kwargs)
         with self._sharded_mode.suspended():
             return attention(module, self._sharded_mode, *args, **kwargs)
+
+    def _experts(self, layer: _Layer, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        module, shard = layer.module, cast(ShardPlacement, layer.shard)
+        if self._is_gathered:
+            return cast(torch.Tensor, self._run_gathered(type(module).forward, module, *args, **kwargs))
+        tokens, indices, weights = inputs_of(module, args, kwargs)
+        (held,) = shard.rows(self.redistributor.index(shard))
+        with self._sharded_mode.suspended():
+            tokens, indices, weights = map(self._sharded_mode.gather_full, (tokens, indices, weights))
+            tokens, weights = self.redistributor.share(tokens), self.redistributor.share(weights)
+            return self.redistributor.sum(run_experts(module, held, tokens, indices, weights))
 
     def _run_gathered(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Runs a forward with gathered weights, also when activation checkpointing repeats it in the backward."""

@@ -23,12 +23,15 @@ from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.rng import RngState
 from paceline.compute.state_dict import PROBE_ERRORS
+from paceline.parallel.tensor_parallel.experts import is_experts
 from paceline.parallel.tensor_parallel.op_rules import OP_RULES
 from paceline.parallel.tensor_parallel.redistribute import DryRunRedistributor, ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, placement_of, set_placement, tensors_in
 
 COLUMN, GATHERED, ROW, VOCABULARY, REPLICATED = "column", "gathered", "row", "vocabulary", "whole"
 HEADS = "heads"  # of nn.MultiheadAttention: its weights of three sections and its output layer
+EXPERTS = "experts"  # of a module with the stacked weights of its experts: each worker has some of the experts
+KINDS = (COLUMN, GATHERED, ROW, VOCABULARY, REPLICATED, HEADS, EXPERTS)
 # Leading dimensions of the trial inputs: batch and sequence, rows only, none.
 _LENGTHS = ((2, 3), (5,), ())
 _TRIES = 64  # for one block
@@ -52,7 +55,7 @@ class Placement:
     def parse(cls, text: str) -> Placement | None:
         """Reads a placement from its text; None if the text is not valid."""
         match = _FORM.fullmatch(text)
-        if match is None or match["kind"] not in (COLUMN, GATHERED, ROW, VOCABULARY, REPLICATED, HEADS):
+        if match is None or match["kind"] not in KINDS:
             return None
         lengths = tuple(map(int, (match["sections"] or "1").split("+")))
         if 0 in lengths or (match["kind"] not in (COLUMN, ROW) and (match["sections"] or match["count"])):
@@ -137,6 +140,11 @@ class _Trace(ShardedTensorMode):
                 set_placement(output, placement)
         return output
 
+    def write_into_shard(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Records that the function needs full tensors, which all tensors of a trial are."""
+        _, kwargs = self.gather_arguments(name, args, kwargs)
+        return set_placement(function(*args, **kwargs), None)
+
     def _record(
         self, name: str, placements: Sequence[ShardPlacement], section_ends: list[int] | None, count: int | None
     ) -> None:
@@ -173,6 +181,8 @@ def infer_placements(model: nn.Module, size: int) -> dict[str, Placement]:
     for name, module in modules.items():
         if type(module) is nn.MultiheadAttention and _has_divisible_heads(module, size):
             placements[name] = Placement(HEADS)
+        elif is_experts(module):
+            placements[name] = Placement(EXPERTS)
     placements = {name: placement for name, placement in placements.items() if placement.kind != REPLICATED}
     placements |= _place_vocabulary(model, placements)
     return {name: placements[name] for name in modules if name in placements}

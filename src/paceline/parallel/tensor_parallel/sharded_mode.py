@@ -245,10 +245,14 @@ class ShardedTensorMode(_Mode):
 
     def _with_wholes(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
         if (is_in_place(name) and placement_of(args[0])) or any(map(placement_of, tensors_in([kwargs.get("out")]))):
-            problem = f"{self.where()} writes into the shard of a layer that tensor= splits ({name})"
-            raise UsageError(problem, 'create a new tensor instead, or set that layer to "whole" in tensor=')
+            return self.write_into_shard(function, name, args, kwargs)
         args, kwargs = self._gather_noted(name, args, kwargs, self._wished_ends, self._wished_count)
         return self.alike(function, args, kwargs)
+
+    def write_into_shard(self, function: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """Runs a function that writes into a shard although no rule covers it: raises UsageError."""
+        problem = f"{self.where()} writes into the shard of a layer that tensor= splits ({name})"
+        raise UsageError(problem, 'create a new tensor instead, or set that layer to "whole" in tensor=')
 
     def gather_arguments(self, name: str, args: Any, kwargs: Any) -> Any:
         """Returns the arguments of a function with full tensors, and reports it if there were shards among them."""
