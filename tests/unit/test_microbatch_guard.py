@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.compute.batchnorm import put_back
 from paceline.compute.microbatch_guard import WATCHED
 from paceline.session.run import Run
 
@@ -104,3 +105,14 @@ def test_idle_guard_notices_a_model_that_begins_to_draw_random_numbers(generator
     assert draws == expected_draws
     # How many micro-batches run together is decided by the clock, and moves the last digits.
     torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_buffer_that_is_put_back_is_not_written_to_if_it_is_equal() -> None:
+    """The backward of another micro-batch may need it: an embedding's needs the position ids of BERT."""
+    table, ids = nn.Embedding(5, 2), torch.arange(4)
+    total = table(ids).sum()
+    put_back(ids, ids.clone())
+    total.backward()
+    assert table.weight.grad is not None
+    put_back(ids, torch.tensor([3, 1]))
+    assert ids.tolist() == [3, 1]

@@ -207,10 +207,11 @@ class BufferChangeDetector:
 
 
 def put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a buffer a former value and size: observers of quantisation resize theirs in the first forward."""
+    """Gives a buffer a former value and size; an equal one stays unwritten, for the backwards that still need it."""
     if buffer.shape != value.shape:
-        buffer.resize_(value.shape)
-    buffer.copy_(value)
+        buffer.resize_(value.shape)  # observers of quantisation resize theirs in the first forward
+    if not torch.equal(buffer, value):
+        buffer.copy_(value)
 
 
 @contextmanager
@@ -241,8 +242,7 @@ def without_a_trace(model: nn.Module, streams: RngState) -> Iterator[None]:
             vars(module).update(values)
         with torch.no_grad():
             for buffer, value in kept:
-                if not torch.equal(buffer, value):  # BatchNorm's change without a new version
-                    put_back(buffer, value)
+                put_back(buffer, value)
 
 
 _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has
