@@ -82,12 +82,13 @@ def test_examples_are_shorter_than_110_lines():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_shapes_are_detected(tmp_path: Path) -> None:
     """In a third of the epochs; with `exact` the average precision is that of one worker, in each digit."""
     text = (EXAMPLES / "detection.py").read_text()
     assert "EPOCHS, BATCH = 12, 64" in text
     (tmp_path / "detection.py").write_text(text.replace("EPOCHS, BATCH = 12", "EPOCHS, BATCH = 4"))
-    options = {"cwd": tmp_path, "timeout": 290}
+    options = {"cwd": tmp_path, "timeout": 580}
     lines = [
         paceline("run", "--workers", workers, "--plan", "exact", "detection.py", **options).stdout
         for workers in ("1", "2")
