@@ -29,6 +29,7 @@ import json
 from pathlib import Path
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.script_view import call_without_script_view
+from optimizers import both as muon
 from staging import gpt2, ids, words
 def layers():
     blocks = [nn.Sequential(nn.Linear(300, 300), nn.ReLU(), nn.Linear(300, 300)) for _ in range(4)]
@@ -37,9 +38,6 @@ def next_word(logits, batch):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
 sentences = TensorDataset(ids.tensors[0].repeat(3, 1))
 mlp, gpt = (layers, cross_entropy, data, None), (lambda: gpt2().double(), next_word, sentences, words)
-def muon(params):
-    matrices, others = ([(name, p) for name, p in params if (p.dim() == 2) == is_matrix] for is_matrix in (True, False))
-    return [torch.optim.Muon(matrices), torch.optim.AdamW(others)]
 model, loss, rows, forward = {{model}}
 t = paceline.Trainer(model, loss, {{optimizer}}, global_batch=24, plan={{plan!r}}, forward=forward)
 sums = lambda: {{{{kind: told[1] for kind, told in t._group.ledger.items() if kind in {NAMES}}}}}

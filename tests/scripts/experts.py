@@ -119,11 +119,11 @@ def main(name: str, out: str) -> None:
     trainer = paceline.Trainer(
         lambda: made(name), loss, optimizer, global_batch=BATCH, forward=forward, clip_norm=1.0, seed=0
     )
-    told = [[report.loss, report.grad_norm] for report in trainer.steps(rows(), count=STEPS)]
+    figures = [[report.loss, report.grad_norm] for report in trainer.steps(rows(), count=STEPS)]
     trainer.export(f"{out}.safetensors")
     if trainer.main:
-        Path(f"{out}.json").write_text(json.dumps(told))
+        Path(f"{out}.json").write_text(json.dumps(figures))
 
 
 if __name__ == "__main__":
-    plain(*sys.argv[1:3]) if "plain" in sys.argv else main(*sys.argv[1:])
+    (plain if "plain" in sys.argv else main)(*sys.argv[1:3])

@@ -111,8 +111,8 @@ def test_a_buffer_that_is_put_back_is_not_written_to_if_it_is_equal() -> None:
     """The backward of another micro-batch may need it: an embedding's needs the position ids of BERT."""
     table, ids = nn.Embedding(5, 2), torch.arange(4)
     total = table(ids).sum()
-    put_back(ids, ids.clone())
+    put_back(ids, ids.clone(), ids._version)
     total.backward()
     assert table.weight.grad is not None
-    put_back(ids, torch.tensor([3, 1]))
+    put_back(ids, torch.tensor([3, 1]), ids._version)
     assert ids.tolist() == [3, 1]

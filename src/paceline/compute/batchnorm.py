@@ -198,19 +198,19 @@ class BufferChangeDetector:
 
     def restore(self) -> None:
         """Restores the buffers and values of the last `mark`, if there was one."""
-        for number, (old, _) in enumerate(self._marks):
+        for number, (old, version) in enumerate(self._marks):
             _, module, key = self._owners[number]
             if old is not None:
-                put_back(old, self._values[number])
+                put_back(old, self._values[number], version)
                 self._marks[number] = (old, old._version)  # the restored value is no change
             module._buffers[key] = old
 
 
-def put_back(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a buffer a former value and size; an equal one stays unwritten, for the backwards that still need it."""
+def put_back(buffer: torch.Tensor, value: torch.Tensor, version: int) -> None:
+    """Gives a buffer the value that it had in a former version. If it still has it, backwards may need it unwritten."""
     if buffer.shape != value.shape:
         buffer.resize_(value.shape)  # observers of quantisation resize theirs in the first forward
-    if not torch.equal(buffer, value):
+    if buffer._version != version or not torch.equal(buffer, value):
         buffer.copy_(value)
 
 
@@ -242,7 +242,7 @@ def without_a_trace(model: nn.Module, streams: RngState) -> Iterator[None]:
             vars(module).update(values)
         with torch.no_grad():
             for buffer, value in kept:
-                put_back(buffer, value)
+                put_back(buffer, value, buffer._version)
 
 
 _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has

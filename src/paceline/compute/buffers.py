@@ -146,7 +146,7 @@ class _DeclaredBuffer:
 
     def restore(self) -> None:
         """Restores the buffer's value at the start of the step."""
-        put_back(self.tensor, self.start)
+        put_back(self.tensor, self.start, self._version)
         self.module._buffers[self.name] = self.tensor
         self._version = self.tensor._version
 

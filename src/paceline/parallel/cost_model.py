@@ -93,15 +93,16 @@ class Cost:
         """Returns the cost if each of the `facts.owned` parameters has an owner among `workers`, which gets its values
         and gradients for the update; other workers have its rows in `places` shards.
         """
-        owners = choose_owners({str(number): shape for number, shape in facts.owned.items()}, workers)
+        by_name = choose_owners({str(number): shape for number, shape in facts.owned.items()}, workers)
+        owners = {int(name): owner for name, owner in by_name.items()}
         rows = {number: facts.bytes(places, [number]) for number in facts.owned}
         held, returned = [0] * workers, [0] * workers
         for number, shape in facts.owned.items():
-            owner, size = owners[str(number)], math.prod(shape) * facts.element_sizes[number]
+            owner, size = owners[number], math.prod(shape) * facts.element_sizes[number]
             held[owner] += size
             returned[owner] += size - rows[number]
         sent = max(
-            returned[worker] + 2 * sum(size for number, size in rows.items() if owners[str(number)] != worker)
+            returned[worker] + 2 * sum(size for number, size in rows.items() if owners[number] != worker)
             for worker in range(workers)
         )
         most_held = max(held)

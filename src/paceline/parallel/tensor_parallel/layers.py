@@ -274,8 +274,11 @@ class TensorCut:
     def _cut(self, layer: _Layer) -> None:
         """Splits the parameters of a layer and replaces its forward; UsageError if it has no such split."""
         module, kind = layer.module, layer.placement.kind
-        has_type = {VOCABULARY: type(module) is nn.Embedding, HEADS: type(module) is nn.MultiheadAttention}
-        has_type[EXPERTS] = is_experts(module)
+        has_type = {
+            VOCABULARY: type(module) is nn.Embedding,
+            HEADS: type(module) is nn.MultiheadAttention,
+            EXPERTS: is_experts(module),
+        }
         if (
             not has_type.get(kind, type(module) is nn.Linear or is_conv1d(module))
             or getattr(module, "max_norm", None) is not None
