@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.base.mesh import AXES
+from paceline.base.mesh import AXES, Mesh
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec
 from paceline.compute.blocks import compiled, recompute, set_apart
@@ -30,6 +30,9 @@ from paceline.train.step_context import StepContext
 from paceline.train.step_observers import register_observers
 from paceline.train.strategy import LockstepStrategy, Strategy
 
+if TYPE_CHECKING:
+    from paceline.parallel.pipeline.stage import Pipeline
+
 
 def build_replica(
     plan: Plan,
@@ -47,11 +50,45 @@ def build_replica(
     if not known and job.blueprint is None:
         share([*job.model.parameters(), *job.model.buffers()], group)
     mesh = plan.mesh(group.size)
-    job.unit, job.requested_split = mesh.unit, (placements, blocks)
+    pipeline = _divide_model(plan, job, group, mesh, known, placements, blocks)
+    # Who makes a step together: all, or the team that an island is dealt to.
+    team = group.team(plan.local, mesh) if plan.local else group
+    outer = team.subgroup("data", "context", mesh=mesh)
+    codec = Codec(plan.codec) if plan.codec else None
+    if plan.server:
+        if group.serves:
+            return Replica(job, Layout(job), group, outer, mesh)
+        return (AsyncReplica if plan.in_windows else SyncReplica)(job, group, mesh, plan.server, codec)
+    if mesh.shard == 1:
+        alone = group.size == 1 and not elastic and not plan.exact
+        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)
+    replica = group.subgroup("shard", mesh=mesh)
+    if plan.zero == 1:
+        return Replica(job, Zero1(job, replica), group, outer, mesh, pipeline, codec, team)
+    from paceline.parallel.fsdp import FullyShard  # torch takes half a second to import what it needs
+
+    filled = None if known else partial(share, group=group)
+    layout = FullyShard(job, replica, plan.zero == 3, filled)
+    return Replica(job, layout, group, outer, mesh, pipeline, codec, team)
+
+
+def _divide_model(
+    plan: Plan,
+    job: ParallelJob,
+    group: Group,
+    mesh: Mesh,
+    known: bool,
+    placements: Mapping[str, str] | None,
+    blocks: str | None,
+) -> Pipeline | None:
+    """Divides a job's model along all axes but `shard`. Returns the pipeline if the model has stages."""
+    job.unit, job.each_shard, job.requested_split = mesh.unit, mesh.replica // mesh.shard, (placements, blocks)
     job.shapes = {name: tuple(param.shape) for name, param in job.model.named_parameters(remove_duplicate=False)}
-    job.units = group.subgroup("data", "shard", mesh=mesh)
+    job.units = group.subgroup("data", "shard", "expert", mesh=mesh)
     job.shard_index, job.replica = mesh.shard_index_of(group.rank), group.subgroup(*AXES[1:], mesh=mesh)
-    values = ModelValues(job) if mesh.pipeline * mesh.tensor > 1 else None
+    if plan.together > 1:
+        job.lockstep = group.subgroup(*["shard"] * (plan.zero in (2, 3)), "expert", mesh=mesh)
+    values = ModelValues(job) if mesh.pipeline * mesh.tensor * mesh.expert > 1 else None
     pipeline = None
     if mesh.pipeline > 1:
         from paceline.parallel.pipeline.partition import divide
@@ -81,29 +118,19 @@ def build_replica(
         sequences.narrow()
         # Those along the outer axis hold the same pieces.
         job.cuts = {name: replace(cut, pieces=cut.pieces * mesh.context) for name, cut in job.cuts.items()}
+    experts = None
+    if mesh.expert > 1:
+        from paceline.parallel.expert_parallel import ExpertParallel
+
+        experts = ExpertParallel(job, group.subgroup("expert", mesh=mesh, purpose="tokens"))
+        job.decisions.append(experts.decision)
     if pipeline is not None:
         pipeline.drop_absent_parameters()
+    if experts is not None:
+        experts.divide(mesh.unit)
     if values is not None:
         values.materialize(group, mesh, known)
-    # Who makes a step together: all, or the team that an island is dealt to.
-    team = group.team(plan.local, mesh) if plan.local else group
-    outer = team.subgroup("data", "context", mesh=mesh)
-    codec = Codec(plan.codec) if plan.codec else None
-    if plan.server:
-        if group.serves:
-            return Replica(job, Layout(job), group, outer, mesh)
-        return (AsyncReplica if plan.in_windows else SyncReplica)(job, group, mesh, plan.server, codec)
-    if mesh.shard == 1:
-        alone = group.size == 1 and not elastic and not plan.exact
-        return Replica(job, Layout(job, None if alone else outer.allocate), group, outer, mesh, pipeline, codec, team)
-    replica = group.subgroup("shard", mesh=mesh)
-    if plan.zero == 1:
-        return Replica(job, Zero1(job, replica), group, outer, mesh, pipeline, codec, team)
-    from paceline.parallel.fsdp import FullyShard  # torch takes half a second to import what it needs
-
-    filled = None if known else partial(share, group=group)
-    layout = FullyShard(job, replica, plan.zero == 3, filled)
-    return Replica(job, layout, group, outer, mesh, pipeline, codec, team)
+    return pipeline
 
 
 def build_strategy(context: StepContext) -> Strategy:

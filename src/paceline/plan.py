@@ -39,14 +39,17 @@ _ELSEWHERE = {
     **dict.fromkeys(("ddp", "dp"), "use data=N, or leave it out: by default every worker is a replica"),
     **dict.fromkeys(("fsdp", "fsdp2"), "use shard=N"),
     **{f"zero{level}": f"use shard=N zero={level}" for level in (1, 2, 3)},
-    **{short: f"use {word}=N" for short, word in {"tp": "tensor", "pp": "pipeline", "cp": "context"}.items()},
+    **dict.fromkeys(("tp",), "use tensor=N"),
+    **dict.fromkeys(("pp",), "use pipeline=N"),
+    **dict.fromkeys(("cp",), "use context=N"),
+    **dict.fromkeys(("ep", "experts", "expertparallel"), "use expert=N"),
     **dict.fromkeys(("checkpointing", "gradientcheckpointing"), "use recompute=blocks"),
 }
 
 
 # The words as the help shows them.
 GROUPS = {
-    "Spread": ("data", "shard", "zero", "tensor", "pipeline", "schedule", "virtual", "context", "auto"),
+    "Spread": ("data", "shard", "zero", "tensor", "pipeline", "schedule", "virtual", "context", "expert", "auto"),
     "Micro-batches": ("micro", "lr_scaling"),
     "Communication": ("codec",),
     "Memory and arithmetic": ("precision", "recompute", "offload", "compile", "exact"),
@@ -147,6 +150,9 @@ class Plan:
         "V", "V stages on each worker, which reduces idle time (interleaved schedule)", of="pipeline", built=True
     )
     context: int | None = _word("N", "split each sequence over N workers (sequence parallelism)", axis=True, built=True)
+    expert: int | None = _word(
+        "N", "divide the experts of each layer among N workers, which exchange tokens", axis=True, built=True
+    )
     micro: int | None = _word("N", "samples in a micro-batch (default: an eighth of the global batch)", built=True)
     codec: str | None = _word(
         "bf16|fp16|int8|topk:R|powersgd:R|sign|auto|auto:lossy",
@@ -225,8 +231,9 @@ class Plan:
 
     @cached_property
     def together(self) -> int:
-        """How many units gather a model's parameters from one another, and therefore run it equally often."""
-        return self.mesh(1).shard if self.zero in (2, 3) else 1
+        """How many units run a model equally often: they gather its parameters from one another, or exchange tokens."""
+        mesh = self.mesh(1)
+        return (mesh.shard if self.zero in (2, 3) else 1) * mesh.expert
 
     @property
     def stage_order(self) -> str:
@@ -261,7 +268,7 @@ class Plan:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
         least time first.
         """
-        unit = self.mesh(1).unit
+        unit = self.mesh(1).expert * self.mesh(1).unit
         for zero in (1, 2, 3):
             for shard in (n for n in range(2, workers // unit + 1) if workers % (n * unit) == 0):
                 if (shard, zero) != (self.shard, self.zero):
@@ -324,6 +331,8 @@ class Plan:
             if (getattr(self, axis) or 1) > 1:
                 what = f"compile and {axis}={getattr(self, axis)} cannot be used together yet"
                 raise PlanError(what, f"leave compile or {axis} out")
+        if (self.expert or 1) > 1:
+            self._check_beside_experts()
         if self.schedule in ("zb", "zbv") and self.zero in (2, 3):
             what = f"schedule={self.schedule} and zero={self.zero} cannot be used together yet"
             raise PlanError(what, "use zero=1, or schedule=1f1b")
@@ -337,6 +346,13 @@ class Plan:
                 self._check_beside_servers(row, value, word)
             if self.auto and (row.metadata["axis"] or row.name in ("local", "server")):
                 raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
+
+    def _check_beside_experts(self) -> None:
+        """Raises PlanError for a word that cannot be used with `expert`."""
+        for row, value, word in self.stated_words():
+            if row.name in ("context", "tensor", "local", "compile", "exact") and value != 1:
+                what = f"expert={self.expert} and {word} cannot be used together yet"
+                raise PlanError(what, f"leave expert or {row.name} out")
 
     def _check_beside_servers(self, row: Field[Any], value: Any, word: str) -> None:
         """Raises PlanError for a word that cannot be used with `server`."""

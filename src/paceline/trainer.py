@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.batching import Grid, stream_seed
-from paceline.base.mesh import AXES, Mesh
+from paceline.base.mesh import UNIT_AXES, Mesh
 from paceline.build import build_replica, build_strategy, current_run, load_strategy
 from paceline.checkpoint.export import refuse_other_suffix, write_together
 from paceline.checkpoint.import_weights import adopted, refuse_another_model
@@ -318,7 +318,7 @@ class Trainer(TrainerLogging):
         job, replica, mesh = self._job, self._replica, self._mesh
         weak: list[weakref.ref[Any]] = [weakref.ref(one) for one in (job.model, *job.optimizers)]
         replica.release()
-        if mesh.unit > 1 or (mesh.shard > 1 and self.plan.zero != 1):
+        if mesh.unit > 1 or self.plan.together > 1:
             refuse_calls(job.model)
         parts = (
             self._strategy,
@@ -614,7 +614,7 @@ class Trainer(TrainerLogging):
             run.team.world.tell("phase")
         when = "their first step()" if first else f"step {number}"
         micro = self._grid.micro if self._grid else self.plan.micro
-        unit = self._group.subgroup(*AXES[2:], mesh=self._mesh)
+        unit = self._group.subgroup(*UNIT_AXES, mesh=self._mesh)
         name = f"step {number} by step(){self._of}"
         brought = BroughtBatch(
             batch, micro, self._group, unit, self.plan.together, self._spare, name, when if looks else ""

@@ -1,4 +1,4 @@
-"""The mesh: maps ranks to coordinates along the data, shard, pipeline, context and tensor axes."""
+"""The mesh: maps ranks to coordinates along the data, shard, expert, pipeline, context and tensor axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from itertools import product
 
 from paceline.base.batching import deal
 
-AXES = ("data", "shard", "pipeline", "context", "tensor")  # outer to inner: neighbours along the last have it closest
+# Outer to inner: neighbours along the last have it closest.
+AXES = ("data", "shard", "expert", "pipeline", "context", "tensor")
+UNIT_AXES = AXES[3:]  # those along which workers compute a micro-batch together
 
 
 def run_of(rank: int, count: int) -> range:
@@ -19,7 +21,7 @@ def run_of(rank: int, count: int) -> range:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of the axes. `data` and `shard` divide the rows of a batch, the others the model.
+    """The sizes of the axes. `data`, `shard` and `expert` divide the rows of a batch; all but `data` divide the model.
 
     A *unit* computes a micro-batch together; a *replica* is the units that together hold one copy of the state, and
     `data` is the number of replicas. The *shard index* of a worker is its position in its replica; its *twins* have the
@@ -28,6 +30,7 @@ class Mesh:
 
     data: int = 1
     shard: int = 1
+    expert: int = 1
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
@@ -40,12 +43,12 @@ class Mesh:
     @cached_property
     def replica(self) -> int:
         """The workers of a replica."""
-        return self.shard * self.unit
+        return self.shard * self.expert * self.unit
 
     @property
     def units(self) -> int:
         """The number of units, each of which computes whole micro-batches."""
-        return self.data * self.shard
+        return self.data * self.shard * self.expert
 
     @property
     def size(self) -> int:

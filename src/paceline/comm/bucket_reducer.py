@@ -21,11 +21,12 @@ class ReduceStep(NamedTuple):
     """One step of a route, among the workers of a group.
 
     `scatter` leaves each worker the sums of its own shard of a bucket; `sum` leaves all of them the sums of their
-    shards.
+    shards. A step `of_shared` parameters leaves `divided` buckets as they are: each worker of the group has others.
     """
 
     kind: str
     among: Group
+    of_shared: bool = False
 
 
 class BucketReducer:
@@ -43,7 +44,7 @@ class BucketReducer:
     def begin(self, name: str, on_reduced: OnReduced | None = None) -> None:
         """Starts a step; `on_reduced` is called with the index and the shard of each bucket that arrives."""
         self._arrived, self._on_reduced = [], on_reduced
-        for _, among in self.route:
+        for _, among, _ in self.route:
             if among is not self.group:  # which has been entered
                 among.declare(name, check=False, kind="gradients")
 
@@ -76,8 +77,11 @@ class BucketReducer:
             if self._on_reduced is not None:
                 self._on_reduced(bucket.index, bucket.local_shard)
             return
-        kind, among = self.route[number]
-        if kind == "scatter":
+        kind, among, of_shared = self.route[number]
+        work: dist.Work | None
+        if of_shared and bucket.divided:
+            work = None  # it stays in line: all workers make the next step in the same order
+        elif kind == "scatter":
             work = among.start_scatter(bucket.flat)
         elif self.codec is not None and number == len(self.route) - 1:
             work = self.codec.start(bucket, among)

@@ -37,7 +37,8 @@ from paceline.errors import LaunchError, PeerLostError, UsageError
 
 # Paceline has its own deadlines: torch's only has to be longer than any legitimate wait.
 FOR_EVER = timedelta(days=7)
-_PartKey = tuple[Mesh, "tuple[str, ...] | int"]  # of a group: the part along these axes, or the team of this size
+# Of a group: the part along these axes, or the team of this size; and its purpose.
+_PartKey = tuple[Mesh, "tuple[str, ...] | int", str]
 NAME = 80  # characters of a collective's name that are shown
 
 
@@ -123,18 +124,20 @@ class Group:
                 over.abort()
         self._extra.clear()
 
-    def subgroup(self, *axes: str, mesh: Mesh | None = None) -> Group:
+    def subgroup(self, *axes: str, mesh: Mesh | None = None, purpose: str = "") -> Group:
         """The group of the workers that differ from this one along these axes of a mesh only; by default the present
         mesh.
 
         Along all axes it is this group itself. The object is the same in all generations. In each it connects at its
         first `declare`, `declared_torch_group` or `allocate`, which is collective among its workers: a newcomer was not
-        present when the others made it.
+        present when the others made it. Groups with another `purpose` have connections of their own: their collectives
+        need no common order.
         """
         mesh = replace(mesh or self.mesh, data=1)  # replicas come and go
-        if "data" in axes and all(axis in axes or getattr(mesh, axis) == 1 for axis in AXES):
+        if not purpose and "data" in axes and all(axis in axes or getattr(mesh, axis) == 1 for axis in AXES):
             return self
-        return self._part((mesh, tuple(a for a in AXES if a in axes and (a == "data" or getattr(mesh, a) > 1))))
+        inner_axes = tuple(a for a in AXES if a in axes and (a == "data" or getattr(mesh, a) > 1))
+        return self._part((mesh, inner_axes, purpose))
 
     def team(self, teams: int, mesh: Mesh) -> Group:
         """The group of this worker's team, where all replicas, in order, are divided as evenly as possible into
@@ -142,7 +145,7 @@ class Group:
 
         There are no more teams than replicas. The object is the same in all generations.
         """
-        return self._part((replace(mesh, data=1), teams))
+        return self._part((replace(mesh, data=1), teams, ""))
 
     def _part(self, key: _PartKey) -> Group:
         if key not in self._parts:
@@ -160,7 +163,7 @@ class Group:
             ranks = next(team for team in mesh.teams(which) if self.rank in team)
         else:
             ranks = mesh.peers(self.rank, *which)
-        axes = str(which) if isinstance(which, int) else "+".join(which)
+        axes = "+".join([str(which)] if isinstance(which, int) else which) + f" {key[2]}".rstrip()
         parent, prefix = self._parent or (self, "")
         part._parent = parent, f"{prefix}along/{'x'.join(map(str, astuple(mesh)))}/{axes}/{ranks[0]}/"
         members = tuple(self.names[rank] for rank in ranks)

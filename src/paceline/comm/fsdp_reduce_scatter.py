@@ -176,7 +176,8 @@ class FsdpReduceScatter:
         block = self._blocks[block_index]
         if block_index < self._next:
             raise error_in_two_parts(param)
-        if not self._is_dummy:
+        # To experts come other workers' tokens, also while this worker's own micro-batch is a dummy.
+        if not self._is_dummy or number in self.grad_buffers.divided:
             self._used.add(number)
             stage = self._stage(block)
             grad = grad if self._weight is None else grad * self._weight

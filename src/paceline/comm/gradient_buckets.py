@@ -6,7 +6,7 @@ the parameters, the first is small, a bucket is handed on when its last gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,7 +26,8 @@ BYTES = 25 << 20
 class Bucket:
     """A flat tensor with one shard per worker, and the numbers of the parameters whose gradients it holds.
 
-    `local_shard` is this worker's shard of `flat`. In it the gradients with these `shapes` begin at `starts`.
+    `local_shard` is this worker's shard of `flat`. In it the gradients with these `shapes` begin at `starts`. A
+    `divided` bucket is of experts, of which the workers along the axis `expert` have different ones.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Bucket:
     shapes: list[torch.Size] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     missing: int = 0
+    divided: bool = False
 
     def split(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
         """Yields each parameter's number and its part of a tensor that is laid out like `local_shard`."""
@@ -60,7 +62,7 @@ class Buckets:
 
     A bucket is laid out as [shard, level, elements of the shard's rows]: see `RowShards`. Levels exist for exact sums
     only: `exact` then rounds each gradient, and makes the gradients from the sums. Without `hooks` gradients come by
-    `write` and `add` (fsdp_reduce_scatter.py).
+    `write` and `add` (fsdp_reduce_scatter.py). The parameters numbered `divided` have buckets of their own.
     """
 
     # Numbers of parameters that other workers of a unit hold as well. `among` sums their gradients; their buckets leave
@@ -78,6 +80,7 @@ class Buckets:
         local_params: Sequence[Parameter] | None = None,
         exact: bool = False,
         hooks: bool = True,
+        divided: Collection[int] = (),
     ) -> None:
         self.params = list(params)
         self.local_params = self.params if local_params is None else list(local_params)
@@ -90,7 +93,8 @@ class Buckets:
         self._views: list[torch.Tensor] = [nothing] * len(self.params)
         self._wires: list[Wires] = [[]] * len(self.params)
         self._home: list[Bucket] = [Bucket(-1, nothing, [], nothing)] * len(self.params)
-        self._groups = _group(self.params, first_bytes, bytes_)
+        self.divided = frozenset(divided)
+        self._groups = _group(self.params, self.divided, first_bytes, bytes_)
         self.rebind(allocate)
         # Autograd adds a gradient to the one before, so that it may make it directly in the bucket.
         self._in_place = shards.count == 1 and not exact
@@ -125,6 +129,7 @@ class Buckets:
         stretches, wires = lay_out(shapes, like, shards, allocate, exact is not None)
         local_levels = stretches[shards.me]
         bucket = Bucket(len(self.buckets), stretches.view(-1), members, local_levels.view(-1))
+        bucket.divided = members[0] in self.divided
         grads = bucket.local_shard if exact is None else exact.allocate_grads(local_levels, like.dtype)
         start = 0
         for number, shape, wire in zip(members, shapes, wires, strict=True):
@@ -267,11 +272,22 @@ class Buckets:
         return norms.cpu().double().square().sum(0, keepdim=True)
 
 
-def _group(params: Sequence[Parameter], first_bytes: int, bytes_: int) -> list[list[int]]:
-    """The numbers of the parameters of each bucket: from the last one on, of one dtype and device each."""
+def _group(params: Sequence[Parameter], divided: Collection[int], first_bytes: int, bytes_: int) -> list[list[int]]:
+    """The numbers of the parameters of each bucket: from the last one on, of one dtype and device each.
+
+    The `divided` parameters do not change how the others are grouped, as they may have other sizes on other workers.
+    """
+    if divided:
+        sides = [[number for number in range(len(params)) if (number in divided) == side] for side in (False, True)]
+        groups = [group for numbers in sides for group in _grouped(params, numbers, first_bytes, bytes_)]
+        return sorted(groups, reverse=True)
+    return _grouped(params, range(len(params)), first_bytes, bytes_)
+
+
+def _grouped(params: Sequence[Parameter], numbers: Sequence[int], first_bytes: int, bytes_: int) -> list[list[int]]:
     groups: list[list[int]] = []
     filled = 0
-    for number in reversed(range(len(params))):
+    for number in reversed(numbers):
         param = params[number]
         limit = first_bytes if len(groups) <= 1 else bytes_
         before = params[groups[-1][0]] if groups else None

@@ -38,7 +38,7 @@ class Runner:
         self.params = list(job.named.values())
         self.frozen = {name: param for name, param in job.model.named_parameters() if not param.requires_grad}
         self.guard = MicroBatchGuard(job, gathered)
-        self.counts = CountCheck(self.guard.streams, alone=job.unit == 1 and not gathered)
+        self.counts = CountCheck(self.guard.streams, alone=job.unit == 1 and job.lockstep is None)
         self._squares = 0.0  # of gradients that went to other workers
         self._sent: list[Bucket] = []
 
@@ -174,7 +174,8 @@ class Runner:
         if (begin_backward := self.grad_sink.begin_backward) is not None:
             begin_backward(last, is_dummy, weight)
         if weight is None:
-            part.total.mul(1.0 / options.expected).backward()
+            # A dummy's gradients are zeros: experts add them to those of other workers' micro-batches.
+            part.total.mul(0.0 if is_dummy else 1.0 / options.expected).backward()
         else:
             mean = part.total / (part.count or 1) if part.mean is None else part.mean
             with weighed(self.params, weight):

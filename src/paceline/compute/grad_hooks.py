@@ -23,12 +23,13 @@ from paceline.errors import UsageError
 class Hooks:
     """Finds the user's gradient hooks: on parameters, on modules, and on tensors of the first forward.
 
-    `where` names the first hook. Hooks are refused if gradients are `scaled` (fp16), and on `gathered` parameters.
+    `where` names the first hook. Hooks are refused if gradients are `scaled` (fp16) or `mixed` with those of other
+    workers' micro-batches (in experts), and on `gathered` parameters.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], scaled: bool, gathered: bool) -> None:
+    def __init__(self, params: Mapping[str, nn.Parameter], scaled: bool, gathered: bool, mixed: bool = False) -> None:
         self.where = ""
-        self._params, self._scaled, self._gathered = params, scaled, gathered
+        self._params, self._scaled, self._gathered, self._mixed = params, scaled, gathered, mixed
         self._modules: list[tuple[str, Mapping[int, Any]]] = []
         self._known = -1
 
@@ -79,6 +80,9 @@ class Hooks:
     def _record_hook(self, where: str) -> None:
         if self._scaled:
             raise UsageError(f"{where} would see gradients multiplied by the fp16 loss scale", "use precision=bf16")
+        if self._mixed:
+            what = f"{where} could see gradients of other workers' micro-batches, whose tokens come to experts here"
+            raise UsageError(what, "remove the hook, or leave expert= out")
         self.where = self.where or where
 
 

@@ -79,6 +79,7 @@ class TrainingJob:
     passing: bool = False  # whether a forward runs through a pipeline stage now
     shard_index: int = 0
     unit: int = 1  # the number of workers that compute a micro-batch together
+    each_shard: int = 1  # the number of workers that together have one of the shards of `shard=`
     inside: dict[str, int] = field(default_factory=dict)  # bytes that they exchange per micro-batch, by axis
     ends: dict[str, int] = field(default_factory=dict)  # bytes that they exchange at the end of a step, by axis
     replica: Group | None = None
@@ -91,9 +92,10 @@ class TrainingJob:
     add_up: Callable[[dict[str, torch.Tensor], Mapping[str, nn.Parameter]], None] = lambda gradients, named: None
     # The parameters that a forward has computed with, by name: `named` unless they are gathered from other workers.
     leaves: Callable[[], Mapping[str, nn.Parameter]] | None = None
-    # The workers that gather parameters from one another, and therefore make the same forwards and backwards.
-    gathering: Group | None = None
-    # Gathers the rows of a parameter that other workers hold. Collective where `gathering` is set.
+    # The workers that make the same forwards and backwards, as they gather parameters or exchange tokens.
+    lockstep: Group | None = None
+    divided: frozenset[str] = frozenset()  # the parameters of experts, which expert= divides
+    # Gathers the rows of a parameter that other workers hold. Collective where they run the model in lockstep.
     gather_param: Callable[[torch.Tensor], torch.Tensor] = lambda param: param
     # A context in which gradients are put into a dictionary by parameter name instead of being summed; None where they
     # stay in the parameters.

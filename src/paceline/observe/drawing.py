@@ -17,7 +17,13 @@ SHOWN = 2, 4  # workers along an axis that are drawn: below each other, side by 
 WIDTH, GAP, DROP, PAD = 176.0, 92.0, 34.0, 10.0  # width of a worker, gaps to its right and below, padding in boxes
 STEP, NAMED = 620.0, 96.0  # width of the schedule, and least width of the names of its rows
 LINE, CHARACTER = 26, 6.2  # characters of a line in a worker's box, and the width of one
-TRAVELS = {"data": "gradients", "pipeline": "activations", "context": "heads", "tensor": "activations"}
+TRAVELS = {
+    "data": "gradients",
+    "pipeline": "activations",
+    "context": "heads",
+    "expert": "tokens",
+    "tensor": "activations",
+}
 STYLE = """
 .plan{font:12px ui-sans-serif,system-ui,"Segoe UI",Roboto,"Helvetica Neue","DejaVu Sans",sans-serif}
 .plan text{fill:#1b1f24}.plan .soft{fill:#5b626b;font-size:11px}.plan .bold{font-weight:650}.plan .on{fill:#fff}

@@ -24,7 +24,7 @@ from paceline.plan import Plan
 
 DRAWN = 12  # micro-batches in a drawn schedule, at most
 HELD = ("parameters", "gradients", "optimizer", "activations")
-_PLACES = dict(zip(AXES, ("replica", "shard", "stage", "sequence shard", "part"), strict=True))
+_PLACES = dict(zip(AXES, ("replica", "shard", "expert shard", "stage", "sequence shard", "part"), strict=True))
 _EACH = "its gradients once per step"
 # For each word of a plan: what each of its N workers holds, what it sends, and when it waits for others.
 _WORDS = {
@@ -68,6 +68,11 @@ _WORDS = {
         f"its sequence shard in each attention, in exchange for heads of the full sequence; {_EACH}",
         "in each attention, for the sequence shards of the other workers",
     ),
+    "expert": (
+        "1/{n} of the experts of each layer, and all of the rest, for its own micro-batches",
+        "tokens to their experts and the results back, in each layer of experts; gradients of the rest once per step",
+        "in each layer of experts, for the tokens and results of the other workers",
+    ),
     "tensor": (
         "1/{n} of each large layer, and all of the other layers",
         "its part of the outputs of each large layer",
@@ -91,7 +96,7 @@ class PlanExplanation:
         self.micro_batches = int(event.get("micro_batches") or 8)
         islands = plan.local or 1  # each island has a run of micro-batches and at least one replica
         self.islands = -(-islands // self.mesh.data)  # islands of a replica, at most
-        units = max(1, self.mesh.data // islands) * self.mesh.shard
+        units = max(1, self.mesh.data // islands) * self.mesh.shard * self.mesh.expert
         self.each = self.islands * -(
             -self.micro_batches // islands // units
         )  # micro-batches of a unit in a step, at most
@@ -174,7 +179,7 @@ class PlanExplanation:
             ]
             texts = [" | ".join(" ".join(map(str, part)) for part in stage) for stage in stages]
             layout = " > ".join(f"[{text}]" if self.mesh.context * self.mesh.tensor > 1 else text for text in texts)
-            yield self.position_text(first, *AXES[:2]) or "workers", layout
+            yield self.position_text(first, *AXES[:3]) or "workers", layout
         if self.mesh.units > 4:
             yield "", f"and {plural(self.mesh.units - 4, 'more unit')}"
 

@@ -107,7 +107,7 @@ class FullyShard(Layout):
         refuse_ungatherable(job.model, groups)
         marks = {name: marks_of(param) for name, param in job.model.named_parameters()}
         params, count = dict(job.model.named_parameters(remove_duplicate=False)), self.shards.count
-        cuts = cut_in_rows(params, job.cuts, count, job.unit)
+        cuts = cut_in_rows(params, job.cuts, count, job.each_shard)
         scalars = {name: replace(cut, pieces=cut.pieces * count) for name, cut in job.cuts.items() if not cut.shape}
         job.cuts = {name: cut for name, cut in cuts.items() if cut.shape} | scalars
         job.local_cuts = {name: cuts[name] for name in job.named}
@@ -115,7 +115,7 @@ class FullyShard(Layout):
         with self.replica.exposed():
             self.mesh = self._shard(reshard, share)
         self._gather_alike(reshard)
-        job.keeping, job.gathering, job.end_forward = self._keeping, replica, self._end_forward
+        job.keeping, job.end_forward = self._keeping, self._end_forward
         job.leaves, job.gather_param, job.capture = self._leaves, self._gather_param, self._capture
         self._forward = job.forward
         job.forward = _with_explained_errors(self._run_forward, reshard)
@@ -275,7 +275,9 @@ class FullyShard(Layout):
 
     def make_grad_sink(self) -> FsdpReduceScatter:
         """Returns the reduce-scatter that collects the gradients of the full parameters."""
-        buckets = Buckets([*self.job.local_params.values()], exact=self.job.exact, hooks=False)
+        divided = [number for number, name in enumerate(self.job.named) if name in self.job.divided]
+        local_params = [*self.job.local_params.values()]
+        buckets = Buckets(local_params, exact=self.job.exact, hooks=False, divided=divided)
         self.staging = FsdpReduceScatter(
             buckets, self._shapes, self._leaving_order, self.replica, self._finish_backward, not self._compares_order
         )

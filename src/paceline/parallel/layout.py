@@ -33,7 +33,8 @@ class Layout:
 
     def select_local_params(self) -> None:
         """Sets the job's `local_params`: the rows of the parameters that this worker's optimizers get."""
-        self.job.local_params, self.job.local_cuts = own_of(self.job.named, self.job.cuts, self.shards, self.job.unit)
+        job = self.job
+        job.local_params, job.local_cuts = own_of(job.named, job.cuts, self.shards, job.each_shard)
 
     def make_grad_sink(self) -> GradSink:
         """Returns the object that collects the gradients of the parameters."""
@@ -43,7 +44,8 @@ class Layout:
         """Builds buckets for the gradients of the dense parameters."""
         dense = self.job.dense
         local_params = [*self.job.local_params.values()][: len(dense)]
-        return Buckets(dense, shards=self.shards, local_params=local_params, exact=self.job.exact)
+        divided = [number for number, name in enumerate(self.job.named) if name in self.job.divided]
+        return Buckets(dense, shards=self.shards, local_params=local_params, exact=self.job.exact, divided=divided)
 
     def running(self, name: str) -> AbstractContextManager[None]:
         """Returns a context for the forwards and backwards of a step; `name` describes the step."""

@@ -196,7 +196,7 @@ class Refusal:
     @property
     def _by_itself(self) -> bool:
         """Whether one worker can run a micro-batch without others, except for weights that they hold."""
-        return self.replica.mesh.unit == 1
+        return self.replica.mesh.unit == 1 == self.replica.mesh.expert
 
     def _forward(self, rank: int, rows: str, spoiled: list[str]) -> Diagnosis | None:
         """Runs the forward again. Returns the cause of the bad loss in the rows that the worker of this rank names."""

@@ -78,7 +78,9 @@ class Replica:
         self._counted = counting([*cuts.values()], job.shard_index)
         if self.grad_buffers.exact is not None:
             self.grad_buffers.exact.elements = [math.prod(cut.shape) for cut in cuts.values()]
-        reducer = BucketReducer(self.team, [*layout.route, ReduceStep("sum", outer)], codec)
+        self.experts = group.subgroup("expert", mesh=mesh)
+        route = [*layout.route, *[ReduceStep("sum", self.experts, of_shared=True)] * (mesh.expert > 1)]
+        reducer = BucketReducer(self.team, [*route, ReduceStep("sum", outer)], codec)
         self.transit = reducer if layout.allocate is not None else None  # else gradients stay in place: no buckets
         self.send_bucket: Ready = reducer.send
         self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.grad_buffers, cuts)
@@ -180,8 +182,9 @@ class Replica:
 
     def _add_up_rows(self, options: StepOptions) -> None:
         """Sums sparse gradients over all workers. Collective."""
-        self.outer.declare(f"rows of step {options.step + 1}", check=False, kind="rows")
-        add_up(self.job.in_rows, self.outer)
+        for among in (self.experts, self.outer):
+            among.declare(f"rows of step {options.step + 1}", check=False, kind="rows")
+            add_up(self.job.in_rows, among)
 
     def norm(self, agreed: Agreed, options: StepOptions) -> float:
         """Returns the norm of the mean gradient, the same on every worker; 0 if no row counts. Changes nothing.

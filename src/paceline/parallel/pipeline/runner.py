@@ -67,8 +67,8 @@ class PipelineRunner(Runner):
     def run(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
         """Runs the micro-batches of a step. The first one is compared with the full model before, once."""
         if not self._compared:
-            # Workers that gather parameters from one another all compare, also one that has only dummies.
-            candidates = [m for m in micro_batches if self.job.gathering is not None or not m.is_dummy]
+            # Workers that run the model in lockstep all compare, also one that has only dummies.
+            candidates = [m for m in micro_batches if self.job.lockstep is not None or not m.is_dummy]
             first = min(candidates, key=lambda m: m.is_dummy, default=None)
             if first is not None:
                 self._compare(Chunk([replace(first, is_dummy=False)], first.batch), options)
@@ -121,7 +121,7 @@ class PipelineRunner(Runner):
                 flight = in_flight[stage, number]
                 # Where each backward sends the gradients of all stages of this worker, its last one completes them.
                 is_last = number == len(chunks) - 1
-                if self.job.gathering is not None:
+                if self.gathered:
                     is_last = position == len(actions) - 1
                 if action.kind in (BACKWARD, INPUTS):
                     self._begin_backward(action, flight, options, is_last)
@@ -146,7 +146,7 @@ class PipelineRunner(Runner):
             pairs = [] if is_last_stage else pipeline.receive_gradients(action)
             outputs, grads = [value for value, _ in pairs], [grad for _, grad in pairs]
             if is_last_stage:
-                outputs = [flight.loss.total.mul(1.0 / options.expected)]
+                outputs = [flight.loss.total.mul(0.0 if flight.is_dummy else 1.0 / options.expected)]
                 grads = [torch.ones_like(outputs[0])]
             if split:
                 flight.split = SplitBackward(outputs, grads, flight.received, self.params)
@@ -176,12 +176,12 @@ class PipelineRunner(Runner):
     def _survey(self, chunks: Sequence[Chunk]) -> None:
         """Surveys all kinds of forwards before the schedule: during it workers run different chunks.
 
-        Workers that gather parameters from one another make equally many surveys.
+        Workers that run the model in lockstep make equally many surveys.
         """
         new = [*{kind: chunk for chunk in chunks if (kind := self.pipeline.new_kind(chunk.batch))}.values()]
-        if chunks and self.job.gathering is not None:
-            self.job.gathering.declare("the surveys of a step", check=False, kind="pipeline")
-            new += [chunks[0]] * (max(self.job.gathering.gather_json(len(new))) - len(new))
+        if chunks and self.job.lockstep is not None:
+            self.job.lockstep.declare("the surveys of a step", check=False, kind="pipeline")
+            new += [chunks[0]] * (max(self.job.lockstep.gather_json(len(new))) - len(new))
         for chunk in new:
             with chunk.noted, self.job.autocast():
                 self.pipeline.survey(self.job.model, chunk.batch, again=True)

@@ -274,14 +274,14 @@ class Pipeline:
         return self._run_local_stages(kind, call)
 
     def _is_new_to_some(self, kind: _Kind, what: str) -> bool:
-        """Whether this kind of forward was not surveyed here, or on a worker that gathers parameters from this one:
-        these survey equally often. Collective among them.
+        """Whether this kind of forward was not surveyed here, or on a worker in lockstep with this one: these
+        survey equally often. Collective among them.
         """
         is_new = kind not in self._sends_by_kind
-        if self.job.gathering is None:
+        if self.job.lockstep is None:
             return is_new
-        self.job.gathering.declare(f"{what} of {self.model_name}", check=False, kind="pipeline")
-        return any(self.job.gathering.gather_json(is_new))
+        self.job.lockstep.declare(f"{what} of {self.model_name}", check=False, kind="pipeline")
+        return any(self.job.lockstep.gather_json(is_new))
 
     def new_kind(self, batch: Any) -> _Kind | None:
         """Returns the kind of a forward if it has not been surveyed."""

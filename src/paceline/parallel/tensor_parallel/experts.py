@@ -1,4 +1,4 @@
-"""Computes a module of experts with the experts that a worker holds.
+"""Computes a module of experts with those of its experts that a worker holds.
 
 Transformers keep the experts of a layer in one module. Its weights are stacked: their first dimension counts the
 `num_experts` experts. Its forward takes tokens (tokens x width), and for each token the indices of its experts and
@@ -8,6 +8,7 @@ their weights (both tokens x experts per token), and returns the weighted sums o
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -39,31 +40,45 @@ def inputs_of(module: nn.Module, args: Any, kwargs: Any) -> tuple[torch.Tensor, 
     return tokens, indices, weights
 
 
-def run_experts(
-    module: nn.Module, held: range, tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
+def compute_pairs(
+    module: nn.Module, count: int, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the sums of the outputs of the experts in `held`, whose weights the module has; zeros for other tokens.
+    """Returns the weighted output of one of the module's `count` experts for each token (pairs x width).
 
-    Each pair of a token and one of its experts in `held` becomes a token with one expert, so the module's own forward
-    computes with whatever implementation it has. The gradients of all inputs and parameters are defined, also if no
-    token goes to these experts.
+    `experts` and `weights` are pairs x 1. The module's own forward computes, with whatever implementation it has. The
+    gradients of all inputs and parameters are defined, also if there are no pairs.
+    """
+    if len(tokens) == 0:
+        parameters = [param for param in module.parameters(recurse=False) if param.requires_grad]
+        return applied(_Independent, torch.zeros_like(tokens), tokens, weights, *parameters)
+    total, settings = module.num_experts, cast(Any, module)
+    settings.num_experts = count
+    try:
+        return cast(torch.Tensor, type(module).forward(module, tokens, experts, weights))
+    finally:
+        settings.num_experts = total
+
+
+def run_experts(
+    module: nn.Module,
+    held: range,
+    tokens: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+    compute: Callable[..., torch.Tensor] = compute_pairs,
+) -> torch.Tensor:
+    """Returns the sums of the outputs of the experts in `held`; zeros for tokens that go to none of them.
+
+    Each pair of a token and one of its experts in `held` becomes a token with one expert, which `compute` computes,
+    with the arguments of `compute_pairs`.
     """
     flat, choices = tokens.reshape(-1, tokens.shape[-1]), indices.reshape(-1, indices.shape[-1])
     is_held = (choices >= held.start) & (choices < held.stop)
-    rows, places = is_held.nonzero(as_tuple=True)
-    output = torch.zeros_like(flat)
-    if len(rows) == 0:
-        parameters = [param for param in module.parameters(recurse=False) if param.requires_grad]
-        return applied(_Independent, output.view_as(tokens), tokens, weights, *parameters)
-    chosen = choices[rows, places].unsqueeze(1) - held.start
-    factors = weights.reshape(-1, weights.shape[-1])[rows, places].unsqueeze(1)
-    count, experts = module.num_experts, cast(Any, module)
-    experts.num_experts = len(held)
-    try:
-        computed = type(module).forward(module, flat[rows], chosen, factors)
-    finally:
-        experts.num_experts = count
-    return output.index_add(0, rows, computed.to(output.dtype)).view_as(tokens)
+    rows, slots = is_held.nonzero(as_tuple=True)
+    chosen = choices[rows, slots].unsqueeze(1) - held.start
+    factors = weights.reshape(-1, weights.shape[-1])[rows, slots].unsqueeze(1)
+    computed = compute(module, len(held), flat[rows], chosen, factors)
+    return torch.zeros_like(flat).index_add(0, rows, computed.to(flat.dtype)).view_as(tokens)
 
 
 class _Independent(torch.autograd.Function):

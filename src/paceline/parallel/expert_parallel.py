@@ -1,0 +1,227 @@
+"""Expert parallelism (expert=): each worker has some of the experts of every layer, and tokens go to their experts.
+
+Workers divide the rows of a batch. In a layer of experts, each pair of a token and one of its experts is sent to the
+worker that has the expert, which computes it with the module's own forward and sends the result back (an all-to-all, as
+in Lepikhin et al., "GShard", 2021). The backward sends gradients the same way, so an expert's gradient already is the
+sum over the micro-batches of all workers that exchange tokens. They run equally many forwards and backwards: a worker
+without a micro-batch runs a dummy one, and its experts compute for the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from paceline.base.sharding import RowShards, ShardingSpec
+from paceline.comm.communicator import Group
+from paceline.compute.batchnorm import without_a_trace
+from paceline.compute.rng import RngState
+from paceline.compute.state_dict import refuse_state
+from paceline.compute.verify import differentiate, farthest, outputs_apart, room
+from paceline.errors import UsageError
+from paceline.parallel.parallel_job import ParallelJob
+from paceline.parallel.pipeline.stage_forward import one_call, placed
+from paceline.parallel.tensor_parallel.experts import compute_pairs, inputs_of, is_experts, run_experts
+from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
+from paceline.parallel.tensor_parallel.script_view import call_without_script_view
+from paceline.parallel.tensor_parallel.sharded_mode import set_placement
+
+
+class _Send(torch.autograd.Function):
+    """Sends `given[i]` rows to worker i and returns the `taken[i]` rows from each; the backward does the reverse."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, exchange: ExpertParallel, name: str, given: list[int], taken: list[int]
+    ) -> torch.Tensor:
+        """Returns the rows that this worker gets."""
+        ctx.exchange, ctx.layer, ctx.given, ctx.taken = exchange, name, given, taken
+        return exchange.send(rows, name, given, taken)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        """Returns the gradients of the rows that this worker sent."""
+        return applied(_Send, grad, ctx.exchange, ctx.layer, ctx.taken, ctx.given), None, None, None, None
+
+
+@dataclass
+class _ExpertLayer:
+    """A layer of experts: its name, and how many experts it has."""
+
+    name: str
+    module: nn.Module
+    count: int
+    is_verified: bool = False
+
+
+class ExpertParallel:
+    """Divides the experts of each layer among the workers of a `group`, which has no other use.
+
+    Construction has two steps: the constructor, before the model is divided into stages, and `divide`.
+
+    Raises UsageError if the model has no layer of experts; and, in the first step, if a divided layer computes another
+    result than the complete one.
+    """
+
+    def __init__(self, job: ParallelJob, group: Group) -> None:
+        self.job, self.group, self._model = job, group, type(job.model).__name__
+        self._rng, self._sent, self._distances = RngState(job.device), 0, (0.0, 0.0)
+        modules = job.model.named_modules()
+        self.layers = [_ExpertLayer(name, one, cast(int, one.num_experts)) for name, one in modules if is_experts(one)]
+        if not self.layers:
+            what = f"{self._model} has no layer of experts that expert= can divide: no module has stacked weights of "
+            what += "num_experts experts and a forward of tokens, indices and weights, as those of transformers have"
+            raise UsageError(what, "leave expert= out")
+        divided = {id(param): param for layer in self.layers for param in layer.module.parameters(recurse=False)}
+        named = {n: param for n, param in job.model.named_parameters(remove_duplicate=False) if id(param) in divided}
+        job.divided = frozenset(named)
+        job.cuts |= {name: ShardingSpec.unsharded(param.shape) for name, param in named.items()}
+        for param in divided.values():
+            set_placement(param, ShardPlacement(0, (len(param),), group.size))
+            rows = RowShards(group.size).rows(len(param), group.rank)
+            # The parameter stays the same object, so other references to it see this worker's experts.
+            param.data = param.detach()[(0,) * param.dim()].expand(len(rows), *param.shape[1:])
+        for layer in self.layers:
+            self._replace_forward(layer)
+        job.redistributors.append(Redistributor(group))
+
+    def __deepcopy__(self, memo: Any) -> ExpertParallel:
+        problem = f"{self._model} cannot be copied, because expert= leaves each worker only some of the experts"
+        raise UsageError(problem, "write the full model with export(), or leave expert= out to keep copies (averages)")
+
+    @property
+    def decision(self) -> tuple[str, str]:
+        """What is done with the model, and why, for the explanation of the plan."""
+        layers = "1 layer" if len(self.layers) == 1 else f"{len(self.layers)} layers"
+        counts = " or ".join(str(count) for count in sorted({layer.count for layer in self.layers}))
+        what = f"the {counts} experts of {layers} are divided among {self.group.size} workers, which exchange tokens"
+        return what, "expert= was given"
+
+    def divide(self, unit: int) -> None:
+        """Notes in `job.cuts`, which says what each worker of a `unit` holds, who has which experts."""
+        count, cuts = self.group.size, self.job.cuts
+        for name, spec in cuts.items():
+            cuts[name] = spec = replace(spec, pieces=spec.pieces * (unit // len(spec.pieces)))
+            cuts[name] = spec.in_rows(count) if name in self.job.divided else replace(spec, pieces=spec.pieces * count)
+
+    def _replace_forward(self, layer: _ExpertLayer) -> None:
+        """Replaces the forward of a layer, on this object only."""
+        call = partial(call_without_script_view, partial(self._run, layer))
+        vars(layer.module)["forward"] = call if self.job.stages is None else one_call(layer.module, call)
+        refuse_state(layer.module, f"{self._model}, whose experts expert= divides")
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def _run(self, layer: _ExpertLayer, /, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Runs a layer of experts, with tokens of all workers."""
+        module = layer.module
+        inputs = inputs_of(module, args, kwargs)
+        if not layer.is_verified and module.training and torch.is_grad_enabled():
+            self._verify(layer, *inputs)
+            layer.is_verified = True
+        return self._compute(layer, *inputs)
+
+    def _compute(self, layer: _ExpertLayer, *inputs: torch.Tensor) -> torch.Tensor:
+        tokens, indices, weights = inputs
+        sent_before = self._sent
+        output = run_experts(layer.module, range(layer.count), tokens, indices, weights, partial(self._exchange, layer))
+        if torch.is_grad_enabled() and self.job.model.training:
+            self._note_traffic(layer, self._sent - sent_before)
+        return output
+
+    def _exchange(
+        self,
+        layer: _ExpertLayer,
+        module: nn.Module,
+        count: int,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """Computes pairs of tokens and experts on the workers that have the experts: see `compute_pairs`."""
+        size, local = self.group.size, RowShards(self.group.size).rows(count, self.group.rank)
+        owners = experts.view(-1) // max(1, -(-count // size))
+        order = owners.argsort(stable=True)
+        lengths = owners.bincount(minlength=size)
+        ones = [1] * size
+        given, taken = lengths.tolist(), self.send(lengths, layer.name, ones, ones).tolist()
+        local_experts = self.send(experts[order].int(), layer.name, given, taken).long() - local.start
+        sent_tokens, sent_weights = (
+            applied(_Send, rows[order], self, layer.name, given, taken) for rows in (tokens, weights)
+        )
+        computed = compute_pairs(module, len(local), sent_tokens, local_experts, sent_weights).to(tokens.dtype)
+        returned = applied(_Send, computed, self, layer.name, taken, given)
+        return returned[order.argsort()]
+
+    def send(self, rows: torch.Tensor, name: str, given: list[int], taken: list[int]) -> torch.Tensor:
+        """Sends `given[i]` rows to worker i and returns the `taken[i]` rows from each. Collective."""
+        rows, group = rows.detach().contiguous(), self.group
+        received = rows.new_empty(sum(taken), *rows.shape[1:])
+        group.declare(f"the tokens of {name}", check=False, kind="expert")
+        group.exchange([x.view(-1) for x in rows.split(given)], [x.view(-1) for x in received.split(taken)])
+        self._sent += (len(rows) - given[group.rank]) * (rows.nbytes // max(1, len(rows)))
+        return received
+
+    def _note_traffic(self, layer: _ExpertLayer, sent: int) -> None:
+        """Records the bytes that this worker sends in a micro-batch: twice those of the forward."""
+        before = 0 if layer is self.layers[0] else self.job.inside.get("expert", 0)
+        self.job.inside["expert"] = before + 2 * sent
+
+    # -- comparison with complete layers ------------------------------------------------------------------------------
+
+    def _verify(self, layer: _ExpertLayer, *inputs: torch.Tensor) -> None:
+        """Compares the first forward and backward of a layer with those of all its experts on this worker.
+
+        Raises UsageError on all workers of the group if they differ.
+        """
+        module, group = layer.module, self.group
+        group.declare(f"all experts of {layer.name}, for the comparison", check=False, kind="comparison")
+        local = dict(module.named_parameters(recurse=False))
+        full_bytes = group.size * sum(param.nbytes for param in local.values())
+        if not all(group.gather_json(3 * full_bytes <= room(self.job.device))):
+            self.job.news["expert"] = "expert= was not verified: the experts of a layer do not fit on one worker", ""
+            return
+        full = {key: torch.cat(group.gather(param.detach().reshape(-1))) for key, param in local.items()}
+        slots = [
+            (module, key, nn.Parameter(flat.view(layer.count, *local[key].shape[1:]))) for key, flat in full.items()
+        ]
+        keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # unseen by activation checkpointing
+        with without_a_trace(module, self._rng), keep, torch.enable_grad():
+            output, gradients = self._gradients(partial(self._compute, layer), inputs, local)
+            with placed(slots):
+                forward = partial(type(module).forward, module)
+                expected, full_gradients = self._gradients(forward, inputs, {key: param for _, key, param in slots})
+        group.declare(f"the gradients of {layer.name}, for the comparison", check=False, kind="comparison")
+        for key in local:
+            total = full_gradients[key].contiguous()
+            group.sum(total.view(-1))
+            full_gradients[key] = RowShards(group.size, group.rank).of(total, group.rank)
+        farthest_output, differs = outputs_apart([output], [expected])
+        name, distance = farthest(gradients, full_gradients, [expected])
+        wrong = "output" if differs else name and f"gradient of {name}"
+        wrongs = [text for text in group.gather_json(wrong) if text]
+        if wrongs:
+            problem = f"the {wrongs[0]} of {layer.name} changes when expert= divides its experts"
+            raise UsageError(problem, "leave expert= out: its forward does more than to add up the experts' outputs")
+        self._distances = max(self._distances[0], farthest_output), max(self._distances[1], distance)
+        report = "expert= was verified on one micro-batch against complete layers: relative difference "
+        report += f"{self._distances[0]:.1g} of the outputs and {self._distances[1]:.1g} of the gradients"
+        self.job.news["expert"] = report, ""
+
+    def _gradients(
+        self, forward: Any, inputs: tuple[torch.Tensor, ...], params: dict[str, nn.Parameter]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Returns the output, and the gradients of a sum of it with random weights that are the same in each call."""
+        tokens, indices, weights = inputs
+        tokens, weights = (one.detach().requires_grad_() for one in (tokens, weights))
+        output = forward(tokens, indices, weights)
+        generator = torch.Generator(output.device).manual_seed(0)
+        factors = torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=generator)
+        wanted = {"the tokens": tokens, "the weights": weights, **params}
+        grads = differentiate([(output * factors).sum()], [*wanted.values()])
+        pairs = zip(wanted.items(), grads, strict=True)
+        return output.detach(), {name: torch.zeros_like(one) if grad is None else grad for (name, one), grad in pairs}
