@@ -37,26 +37,38 @@ KINDS = {  # plans, and how many workers each of them has
     "pipeline": {"pipeline=3": 3, "pipeline=2 virtual=2": 2, "data=2 pipeline=2": 4},
     "two axes": {"pipeline=2 tensor=2": 4, "pipeline=2 context=2": 4, "context=2 tensor=2": 4},
 }
-PLANS = {"": 1, **{plan: workers for plans in KINDS.values() for plan, workers in plans.items()}}
+EXPERTS = {
+    "expert=2": 2,
+    "shard=2 zero=3 expert=2": 4,
+    "tensor=2": 2,
+    "expert=2 pipeline=2": 4,
+    "shard=3": 3,
+    "data=2 expert=2": 4,
+    "expert=3": 3,
+    "shard=2 zero=1 expert=2": 4,
+}
+PLANS = {"": 1, **EXPERTS, **{plan: workers for plans in KINDS.values() for plan, workers in plans.items()}}
 SHARES = {3: "3,0,2", 4: "1,1,2,2"}
 
 
-def train(folder: Path, plan: str, steps: int, stop: int | None = None) -> None:
+def train(folder: Path, plan: str, steps: int, stop: int | None = None, model: str = "") -> None:
     workers = PLANS[plan]
     options = ["--workers", str(workers), "--run-dir", "out", "--max-restarts", "0", "--plan", f"micro=3 {plan}"]
     options += ["--shares", SHARES[workers]] if workers in SHARES and "shard=2 zero=1" not in plan else []
     options += ["--steps", str(stop)] if stop else []
-    paceline("run", *options, SCRIPTS / "resumed.py", str(steps), cwd=folder)
+    paceline("run", *options, SCRIPTS / "resumed.py", str(steps), model, cwd=folder)
 
 
-def check_chain(plans: list[str], steps_each: int, factory: pytest.TempPathFactory, folder: Path) -> None:
+def check_chain(
+    plans: list[str], steps_each: int, factory: pytest.TempPathFactory, folder: Path, model: str = ""
+) -> None:
     steps = steps_each * len(plans)
-    one = once(factory, f"{steps} steps of one worker", lambda folder: train(folder, "", steps))
+    one = once(factory, f"{steps} steps of one worker {model}", lambda folder: train(folder, "", steps, model=model))
     for number, plan in enumerate(plans[:-1], 1):
-        train(folder, plan, steps, stop=number * steps_each)
+        train(folder, plan, steps, stop=number * steps_each, model=model)
         assert find_checkpoint(folder / "out", print).step == number * steps_each
     assert PLANS[plans[-1]] == 1
-    train(folder, plans[-1], steps)
+    train(folder, plans[-1], steps, model=model)
     for file in ("out.safetensors", "averages.safetensors"):
         assert apart(load_file(folder / file), load_file(one / file)) <= 1e-12
     numbers = sorted(folder.glob("numbers *.json"))
@@ -70,6 +82,16 @@ def check_chain(plans: list[str], steps_each: int, factory: pytest.TempPathFacto
 def test_resume_under_plans_of_every_kind(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     plans = ["tensor=2", "shard=3", "pipeline=2 context=2", ""]
     check_chain(plans, 1, tmp_path_factory, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [["expert=2", ""], pytest.param([*EXPERTS, "expert=2", ""], marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+def test_resume_of_a_model_with_experts(
+    plans: list[str], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    check_chain(plans, 1, tmp_path_factory, tmp_path, "experts")
 
 
 @pytest.mark.slow

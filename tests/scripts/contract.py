@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from cases import right
+from expert_models import EXPERT_MODELS
 from mixture_models import MIXTURE_MODELS
 from parity_models import MODELS, shortened
 from reported_bugs import REPORTED_MODELS
@@ -18,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import paceline
 
-MODELS = MODELS | MIXTURE_MODELS | REPORTED_MODELS
+MODELS = MODELS | MIXTURE_MODELS | EXPERT_MODELS | REPORTED_MODELS
 out = Path(sys.argv[1])
 tensors, figures = {}, {}
 words = [word for word in sys.argv[2:] if word not in MODELS and word != "short"]
@@ -41,7 +42,7 @@ for name in (name for name in sys.argv[2:] if name in MODELS):
     before = {} if case.loss_over or words else trainer.evaluate(case.data(), right)
     reports = list(trainer.steps(case.data(), count=case.steps))
     evaluation = {} if case.loss_over else trainer.evaluate(case.data(), right)
-    if trainer.plan.tensor or trainer.plan.pipeline:  # here is but a part of it
+    if trainer.plan.tensor or trainer.plan.pipeline or trainer.plan.expert:  # here is but a part of it
         trainer.export(file := out.with_name(f"{name}.safetensors"))
         state = load_file(file) if paceline.join().rank == 0 else {}
     else:

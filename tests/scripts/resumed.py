@@ -1,5 +1,6 @@
-"""A language model whose weights have averages of several kinds in `trainer.state`: `resumed.py STEPS`. After each step
-the numbers that a script reads of weights and averages go to a file of their own, where the plan lets it read them.
+"""A language model whose weights have averages of several kinds in `trainer.state`: `resumed.py STEPS [experts]`. After
+each step the numbers that a script reads of weights and averages go to a file of their own, where the plan lets it
+read them.
 """
 
 from __future__ import annotations
@@ -8,17 +9,25 @@ import json
 import sys
 from pathlib import Path
 
+import expert_models
 import staging
 import torch
 from averages import Average
 from cases import groups, next_token
+from mixture_models import words
 from safetensors.torch import save_file
 
 import paceline
 
 steps = int(sys.argv[1])
+has_experts = "experts" in sys.argv
 trainer = paceline.Trainer(
-    lambda: staging.Skips().double(), next_token, groups, global_batch=8, clip_norm=0.05, plan="micro=3"
+    lambda: (expert_models.Model(4) if has_experts else staging.Skips()).double(),
+    expert_models.loss if has_experts else next_token,
+    groups,
+    global_batch=8,
+    clip_norm=0.05,
+    plan="micro=3",
 )
 net, state = trainer.model, trainer.state
 state["named"] = {name: param.detach().clone() for name, param in net.named_parameters()}
@@ -39,7 +48,7 @@ def write_numbers(name: str) -> None:
 
 
 write_numbers(f"before step {trainer.steps_done + 1}")
-for report in trainer.steps(staging.ids, count=steps):
+for report in trainer.steps(words(16) if has_experts else staging.ids, count=steps):
     for (name, param), listed in zip(net.named_parameters(), state["listed"], strict=True):
         state["named"][name].mul_(0.9).add_(param.detach(), alpha=0.1)
         listed.lerp_(param.detach(), 0.2)

@@ -3,7 +3,7 @@ the body, the user's own state. Usage: survivor.py OUT STEPS [LOADERS]
 
 With BALLAST there are that many megabytes of frozen parameters besides, so that so many workers write a checkpoint.
 All is of DTYPE, if it is given. With WHOLE the same model has no blocks, with ATTENTION it has such that drop inside of
-attention. With OVER the loss, and the metric, are over the whole global batch.
+attention, with EXPERTS such that have experts. With OVER the loss, and the metric, are over the whole global batch.
 """
 
 import json
@@ -11,6 +11,7 @@ import os
 import sys
 import time
 
+import expert_models
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -40,10 +41,24 @@ class Whole(nn.Module):
         return x
 
 
+class Asks(nn.Module):
+    """Asks a mixture of experts, without an auxiliary loss."""
+
+    def __init__(self, mixture):
+        super().__init__()
+        self.mixture, self.norm = mixture, nn.LayerNorm(8)
+
+    def forward(self, x):
+        return x + F.dropout(self.mixture(self.norm(x))[0], 0.2, self.training)
+
+
 def model():
     if os.environ.get("ATTENTION"):
         # No bias, or the keys' would do nothing but what Adam makes of rounding.
         blocks = [nn.TransformerEncoderLayer(8, 2, 16, 0.2, batch_first=True, bias=False) for _ in range(2)]
+        return nn.Sequential(nn.Linear(8, 32), nn.Unflatten(1, (4, 8)), *blocks, nn.Flatten(), nn.Linear(32, 3))
+    if os.environ.get("EXPERTS"):
+        blocks = [Asks(expert_models.Mixture(4, width=8)) for _ in range(2)]
         return nn.Sequential(nn.Linear(8, 32), nn.Unflatten(1, (4, 8)), *blocks, nn.Flatten(), nn.Linear(32, 3))
     # No bias before a BatchNorm: its gradient is zero in theory, rounding in practice, and Adam makes much of that.
     layers = nn.Linear(8, 32, bias=False), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU()

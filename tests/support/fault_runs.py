@@ -107,7 +107,7 @@ class Calm:
         self._factory = factory
 
     def of(self, steps: int, words: str = "") -> Path:
-        plan, kind = f"micro=4 {words}", [os.environ.get(name) for name in ("ATTENTION", "DTYPE")]
+        plan, kind = f"micro=4 {words}", [os.environ.get(name) for name in ("ATTENTION", "EXPERTS", "DTYPE")]
         return once(self._factory, f"calm: {steps} {words} {kind}", lambda at: train(at, 1, steps, plan=plan))
 
     def meets_after(self, fault: str, ended: Ended, steps: int) -> None:

@@ -1,0 +1,107 @@
+"""`expert=N`: the weights, norms and evaluations of one worker in float64, with an auxiliary loss."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agents import journal
+from covering import pairwise
+from expert_models import EXPERT_MODELS
+from fault_runs import STEPS, Calm
+from fault_runs import calm as calm
+from fault_runs import train as train_with_faults
+from mixtures import check_figures, result_once, train_cases
+from oracle import train
+from parity_models import shortened
+
+WORKERS = {
+    "expert=2": 2,
+    "expert=4": 4,
+    "expert=2 data=2": 4,
+    "expert=2 shard=2 zero=1": 4,
+    "expert=2 shard=2 zero=2": 4,
+    "expert=2 shard=2 zero=3": 4,
+    "expert=2 pipeline=2": 4,
+    "expert=2 pipeline=3": 6,
+    "expert=2 pipeline=2 schedule=zb": 4,
+    "expert=2 recompute=blocks": 2,
+    "expert=3": 3,
+    "data=2 shard=2 zero=3 expert=2": 8,
+    "shard=2 zero=3 expert=2 pipeline=2": 8,
+}
+# Workers with more micro-batches than others, and such that run only dummies.
+SHARES = {
+    "equal": {},
+    "unequal": {2: "2,1", 3: "2,1,1", 4: "3,1,2,1", 6: "2,2,2,1,1,1", 8: "2,2,1,1,1,1,1,1"},
+    "empty": {2: "1,0", 3: "2,0,1", 4: "1,0,0,1", 6: "1,1,1,0,0,0", 8: "1,1,0,0,1,1,0,0"},
+}
+
+
+def check(folder: Path, models: list[str], factory: pytest.TempPathFactory, short: bool = False) -> None:
+    """Asserts what plain PyTorch makes of the models."""
+    results = {}
+    for model in models:
+        case = shortened(EXPERT_MODELS[model]) if short else EXPERT_MODELS[model]
+        results[model] = result_once(factory, f"oracle of {model} {short}", partial(train, case))
+    check_figures(folder, results)
+
+
+def mixtures() -> list[Any]:
+    """Each two of a plan, shares and a model meet in one of these runs."""
+    runs = defaultdict[tuple[str, str], list[str]](list)
+    for plan, shares, model in pairwise([*WORKERS], [*SHARES], [*EXPERT_MODELS]):
+        runs[plan, shares].append(model)
+    return [pytest.param(*run, models, id=f"{run[0]}, {run[1]}") for run, models in runs.items()]
+
+
+@pytest.mark.parametrize(
+    ("plan", "shares"),
+    [("expert=4", "empty"), pytest.param("shard=2 zero=3 expert=2 pipeline=2", "", marks=pytest.mark.slow)],
+)
+def test_divided_experts_train_as_one_worker(
+    plan: str, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    """With six experts for four workers the last one has none."""
+    models = ["experts", "six experts, two shunned"]
+    train_cases(tmp_path, plan, WORKERS[plan], models, SHARES[shares or "equal"].get(WORKERS[plan], ""), short=True)
+    check(tmp_path, models, tmp_path_factory, short=True)
+    notes = [str(event["text"]) for event in journal(tmp_path / "run", "note")]
+    assert any(note.startswith("expert= was verified on one micro-batch against complete layers") for note in notes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("plan", "shares", "models"), mixtures())
+def test_all_mixtures_with_experts_train_as_one_worker(
+    plan: str, shares: str, models: list[str], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    train_cases(tmp_path, plan, WORKERS[plan], models, SHARES[shares].get(WORKERS[plan], ""))
+    check(tmp_path, models, tmp_path_factory)
+
+
+KILLED = [
+    ("data=2 expert=2", "backward", 3),
+    ("data=2 expert=2", "applied", 0),
+    ("data=2 expert=2", "summed", 1),
+    ("expert=4", "forward", 2),
+    ("expert=4", "saving", 1),
+    ("shard=2 zero=3 expert=2", "reduced", 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("plan", "moment", "worker"),
+    [pytest.param(*row, marks=[] if row == KILLED[0] else pytest.mark.slow) for row in KILLED],
+)
+def test_kill_of_a_worker_with_experts(
+    plan: str, moment: str, worker: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The run goes on with the other replica, and the worker comes back; or all resume from a checkpoint."""
+    monkeypatch.setenv("EXPERTS", "1")
+    fault = f"kill:{worker}@11.{moment}"
+    ended = train_with_faults(tmp_path, 4, STEPS, fault, plan=f"micro=4 {plan}")
+    calm.meets_after(fault, ended, STEPS)
