@@ -14,6 +14,7 @@ from expert_models import EXPERT_MODELS
 from fault_runs import STEPS, Calm
 from fault_runs import calm as calm
 from fault_runs import train as train_with_faults
+from launching import train_basics
 from mixtures import check_figures, result_once, train_cases
 from oracle import train
 from parity_models import shortened
@@ -105,3 +106,32 @@ def test_kill_of_a_worker_with_experts(
     fault = f"kill:{worker}@11.{moment}"
     ended = train_with_faults(tmp_path, 4, STEPS, fault, plan=f"micro=4 {plan}")
     calm.meets_after(fault, ended, STEPS)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a penalty",
+        *(pytest.param(w, marks=pytest.mark.slow) for w in ("a gradient hook", "no experts", "mixes tokens")),
+    ],
+)
+def test_models_that_expert_cannot_divide_are_refused(what: str, tmp_path: Path, golden: Any) -> None:
+    body = f"""
+import expert_models
+what, loss = {what!r}, expert_models.loss
+model = expert_models.Model(4)
+if what == "a penalty":
+    loss = lambda output, batch: (expert_models.loss(output, batch)[0] + sum(p.norm() for p in t.model.parameters()), 1)
+if what == "a gradient hook":
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+if what == "no experts":
+    model = nn.Sequential(nn.Embedding(23, 4), nn.Linear(4, 23))
+if what == "mixes tokens":
+    plain = expert_models.Experts.forward
+    expert_models.Experts.forward = lambda self, x, i, w: plain(self, x - x.mean(0), i, w)
+t = paceline.Trainer(lambda: model, loss, torch.optim.AdamW, global_batch=8, plan="expert=2 micro=2")
+for _ in t.steps(expert_models.words(16), count=2):
+    pass
+"""
+    done = train_basics(tmp_path, body, 2, "--max-restarts", "0", code=2)
+    golden(what, next(line for line in done.stderr.splitlines() if "Error: " in line).strip())

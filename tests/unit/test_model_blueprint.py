@@ -11,7 +11,9 @@ from agents import journal
 from launching import equal_bytes, exported, train_basics
 from torch import nn
 
+from paceline.compute.rng import RngState
 from paceline.parallel.deferred_init import SMALL, build, strip
+from paceline.session.validation import build_model
 
 
 class Everything(nn.Module):
@@ -123,6 +125,20 @@ def test_deferred_init_refuses_large_tensors_outside_of_modules(kept: bool) -> N
 def test_deferred_init_refuses_shapes_that_depend_on_values() -> None:
     with pytest.raises(RuntimeError):
         build(lambda: nn.Linear(300, 300).weight.nonzero())
+
+
+def test_model_with_gradient_hooks_is_built_in_full() -> None:
+    """Its parameters would be replaced by others without the hooks."""
+
+    def hooked() -> nn.Module:
+        layer = nn.Linear(300, 300)
+        layer.weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+        return layer
+
+    device = torch.device("cpu")
+    model, fields = build_model(hooked, device, RngState(device), 0, apart=True)
+    assert fields == {"decisions": [("the complete model is built on each worker", "weight has a gradient hook")]}
+    assert model.weight._backward_hooks
 
 
 BODY = (

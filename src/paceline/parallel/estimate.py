@@ -54,6 +54,10 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
         TensorCut(job, cast(Any, SimpleNamespace(rank=0, size=mesh.tensor)), job.requested_split[0])
+    if mesh.expert > 1:
+        from paceline.parallel.expert_parallel import ExpertParallel
+
+        ExpertParallel(job, cast(Any, SimpleNamespace(rank=0, size=mesh.expert)))
     forwards, inner, predicted = -(-count // mesh.units), mesh.context * mesh.tensor, []
     kind, virtual = plan.stage_order, plan.virtual or 1
     rows = table(kind, mesh.pipeline, virtual, forwards)

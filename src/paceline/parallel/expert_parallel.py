@@ -9,16 +9,20 @@ without a micro-batch runs a dummy one, and its experts compute for the others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from paceline.base.sharding import RowShards, ShardingSpec
 from paceline.comm.communicator import Group
 from paceline.compute.batchnorm import without_a_trace
+from paceline.compute.job import Judge
 from paceline.compute.rng import RngState
 from paceline.compute.state_dict import refuse_state
 from paceline.compute.verify import differentiate, farthest, outputs_apart, room
@@ -28,7 +32,7 @@ from paceline.parallel.pipeline.stage_forward import one_call, placed
 from paceline.parallel.tensor_parallel.experts import compute_pairs, inputs_of, is_experts, run_experts
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.script_view import call_without_script_view
-from paceline.parallel.tensor_parallel.sharded_mode import set_placement
+from paceline.parallel.tensor_parallel.sharded_mode import AS_IT_IS, MADE, set_placement, tensors_in
 
 
 class _Send(torch.autograd.Function):
@@ -48,14 +52,35 @@ class _Send(torch.autograd.Function):
         return applied(_Send, grad, ctx.exchange, ctx.layer, ctx.taken, ctx.given), None, None, None, None
 
 
+class _UseOutside(TorchFunctionMode):
+    """Raises UsageError if code outside of the layers of experts uses their weights, given by identity and name."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self._names, self.is_off = names, False  # it is off inside of these layers
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = function.__name__
+        asks = name in AS_IT_IS or (name == "__get__" and function.__self__.__name__ not in MADE)
+        for tensor in () if asks or self.is_off else tensors_in((*args, *kwargs.values())):
+            if id(tensor) in self._names:
+                problem = f"the forward or loss uses {self._names[id(tensor)]} outside of its layer of experts, "
+                problem += "but expert= leaves each worker only some of the experts"
+                raise UsageError(problem, "for a penalty, use weight_decay= of the optimizer; or leave expert= out")
+        return function(*args, **kwargs)
+
+
 @dataclass
 class _ExpertLayer:
-    """A layer of experts: its name, and how many experts it has."""
+    """A layer of experts: its name, how many experts it has, and the bytes that this worker has `sent` in `calls`."""
 
     name: str
     module: nn.Module
     count: int
     is_verified: bool = False
+    sent: int = 0
+    calls: int = 0
 
 
 class ExpertParallel:
@@ -69,7 +94,7 @@ class ExpertParallel:
 
     def __init__(self, job: ParallelJob, group: Group) -> None:
         self.job, self.group, self._model = job, group, type(job.model).__name__
-        self._rng, self._sent, self._distances = RngState(job.device), 0, (0.0, 0.0)
+        self._rng, self._distances, self._has_watched = RngState(job.device), (0.0, 0.0), False
         modules = job.model.named_modules()
         self.layers = [_ExpertLayer(name, one, cast(int, one.num_experts)) for name, one in modules if is_experts(one)]
         if not self.layers:
@@ -88,6 +113,10 @@ class ExpertParallel:
         for layer in self.layers:
             self._replace_forward(layer)
         job.redistributors.append(Redistributor(group))
+        self._use_outside = _UseOutside({id(param): name for name, param in named.items()})
+        if job.stages is None:  # else the comparison with the full model finds such uses
+            self._plain_forward, job.forward = job.forward, self._forward
+            job.loss = Judge(job.loss, self._watched)
 
     def __deepcopy__(self, memo: Any) -> ExpertParallel:
         problem = f"{self._model} cannot be copied, because expert= leaves each worker only some of the experts"
@@ -116,22 +145,37 @@ class ExpertParallel:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Watches for uses of experts' weights outside of their layers, in the first forward and loss."""
+        if self._has_watched or not torch.is_grad_enabled():
+            yield
+            return
+        with self._use_outside:
+            yield
+
+    def _forward(self, model: nn.Module, batch: Any) -> Any:
+        if model is not self.job.model or not model.training:
+            return self._plain_forward(model, batch)
+        self._has_watched = all(layer.is_verified for layer in self.layers)
+        with self._watched():
+            return self._plain_forward(model, batch)
+
     def _run(self, layer: _ExpertLayer, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs a layer of experts, with tokens of all workers."""
-        module = layer.module
+        module, was_off, self._use_outside.is_off = layer.module, self._use_outside.is_off, True
         inputs = inputs_of(module, args, kwargs)
-        if not layer.is_verified and module.training and torch.is_grad_enabled():
-            self._verify(layer, *inputs)
-            layer.is_verified = True
-        return self._compute(layer, *inputs)
+        try:
+            if not layer.is_verified and module.training and torch.is_grad_enabled():
+                self._verify(layer, *inputs)
+                layer.is_verified = True
+            return self._compute(layer, *inputs)
+        finally:
+            self._use_outside.is_off = was_off
 
     def _compute(self, layer: _ExpertLayer, *inputs: torch.Tensor) -> torch.Tensor:
         tokens, indices, weights = inputs
-        sent_before = self._sent
-        output = run_experts(layer.module, range(layer.count), tokens, indices, weights, partial(self._exchange, layer))
-        if torch.is_grad_enabled() and self.job.model.training:
-            self._note_traffic(layer, self._sent - sent_before)
-        return output
+        return run_experts(layer.module, range(layer.count), tokens, indices, weights, partial(self._exchange, layer))
 
     def _exchange(
         self,
@@ -146,13 +190,16 @@ class ExpertParallel:
         size, local = self.group.size, RowShards(self.group.size).rows(count, self.group.rank)
         owners = experts.view(-1) // max(1, -(-count // size))
         order = owners.argsort(stable=True)
-        lengths = owners.bincount(minlength=size)
+        to_each = owners.bincount(minlength=size)
         ones = [1] * size
-        given, taken = lengths.tolist(), self.send(lengths, layer.name, ones, ones).tolist()
+        given, taken = to_each.tolist(), self.send(to_each, layer.name, ones, ones).tolist()
         local_experts = self.send(experts[order].int(), layer.name, given, taken).long() - local.start
         sent_tokens, sent_weights = (
             applied(_Send, rows[order], self, layer.name, given, taken) for rows in (tokens, weights)
         )
+        if torch.is_grad_enabled() and module.training:
+            away = [sum(lengths) - lengths[self.group.rank] for lengths in (given, taken)]
+            self._note_traffic(layer, away, tokens.element_size() * tokens.shape[1], weights.element_size())
         computed = compute_pairs(module, len(local), sent_tokens, local_experts, sent_weights).to(tokens.dtype)
         returned = applied(_Send, computed, self, layer.name, taken, given)
         return returned[order.argsort()]
@@ -163,13 +210,17 @@ class ExpertParallel:
         received = rows.new_empty(sum(taken), *rows.shape[1:])
         group.declare(f"the tokens of {name}", check=False, kind="expert")
         group.exchange([x.view(-1) for x in rows.split(given)], [x.view(-1) for x in received.split(taken)])
-        self._sent += (len(rows) - given[group.rank]) * (rows.nbytes // max(1, len(rows)))
         return received
 
-    def _note_traffic(self, layer: _ExpertLayer, sent: int) -> None:
-        """Records the bytes that this worker sends in a micro-batch: twice those of the forward."""
-        before = 0 if layer is self.layers[0] else self.job.inside.get("expert", 0)
-        self.job.inside["expert"] = before + 2 * sent
+    def _note_traffic(self, layer: _ExpertLayer, away: Sequence[int], token: int, weight: int) -> None:
+        """Records the bytes that this worker sends in the forward and backward of a micro-batch.
+
+        `away` are the pairs of a token and an expert that it sends to other workers, and those that it gets from them.
+        A token has `token` bytes, as have the result and the gradients of both.
+        """
+        layer.calls += 1
+        layer.sent += sum(away) * (2 * token + weight) + 4 * away[0] + 8 * (self.group.size - 1)
+        self.job.inside["expert"] = sum(one.sent // max(1, one.calls) for one in self.layers)
 
     # -- comparison with complete layers ------------------------------------------------------------------------------
 

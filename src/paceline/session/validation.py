@@ -231,10 +231,14 @@ def build_model(
             from paceline.parallel.deferred_init import CANNOT, build  # takes a while to import
 
             try:
-                made, job_fields["blueprint"] = build(model)
-                return checked(made), job_fields
+                made, blueprint = build(model)
+                hooked = (n for n, p in made.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks)
+                why = next((f"{name} has a gradient hook" for name in hooked), "")
             except CANNOT as error:
-                job_fields["decisions"] = [("the complete model is built on each worker", first_line(error))]
+                why = first_line(error)
+            if not why:
+                return checked(made), job_fields | {"blueprint": blueprint}
+            job_fields["decisions"] = [("the complete model is built on each worker", why)]
             streams.seed(seed)
         return checked(_made(model)).to(device), job_fields
 
