@@ -12,7 +12,7 @@ from basics import data
 from by_hand import grid
 from cases import mlp, rows
 from hooked import GLOBAL_BATCH, MICRO, SCENARIOS, STEPS, Scenario
-from launching import SCRIPTS, paceline
+from launching import SCRIPTS, paceline, train_basics
 from oracle import apart
 from safetensors.torch import load_file
 
@@ -106,6 +106,22 @@ def late_on_a_shard() -> str:
     return (
         "t = make()\nfor r in t.steps(data):\n    if r.step == 2: t.model[0].weight.register_hook(lambda grad: grad)\n"
     )
+
+
+def test_gradient_hook_on_a_layer_that_is_split_is_refused(tmp_path: Path) -> None:
+    """It would see this worker's shard of the gradient: its norm, say, is another one."""
+    body = """
+def hooked():
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    return model
+t = paceline.Trainer(hooked, cross_entropy, torch.optim.AdamW, global_batch=8, plan="tensor=2 micro=2")
+for _ in t.steps(data, count=2):
+    pass
+"""
+    said = " ".join(train_basics(tmp_path, body, 2, "--max-restarts", "0", code=2).stderr.split())
+    what = "a gradient hook on 0.weight would see only this worker's shard of the gradient"
+    assert f"UsageError: {what}; remove the hook, or leave the layer out of tensor=" in said
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ micro-batch: a sum over several micro-batches or another scale would change the 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -24,12 +24,19 @@ class Hooks:
     """Finds the user's gradient hooks: on parameters, on modules, and on tensors of the first forward.
 
     `where` names the first hook. Hooks are refused if gradients are `scaled` (fp16) or `mixed` with those of other
-    workers' micro-batches (in experts), and on `gathered` parameters.
+    workers' micro-batches (in experts), on `gathered` parameters, and on those of which workers have `shards`.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], scaled: bool, gathered: bool, mixed: bool = False) -> None:
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        scaled: bool,
+        gathered: bool,
+        mixed: bool = False,
+        shards: Collection[str] = (),
+    ) -> None:
         self.where = ""
-        self._params, self._scaled, self._gathered, self._mixed = params, scaled, gathered, mixed
+        self._params, self._scaled, self._gathered, self._mixed, self._shards = params, scaled, gathered, mixed, shards
         self._modules: list[tuple[str, Mapping[int, Any]]] = []
         self._known = -1
 
@@ -53,6 +60,9 @@ class Hooks:
                     raise UsageError(
                         f"the parameter {name} has a hook, which would not be called on a shard", "use zero=1"
                     )
+                if name in self._shards:
+                    what = f"a gradient hook on {name} would see only this worker's shard of the gradient"
+                    raise UsageError(what, "remove the hook, or leave the layer out of tensor=")
                 self._record_hook(f"a gradient hook on {name}")
         for name, those in self._modules:
             if those:

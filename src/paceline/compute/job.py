@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -109,6 +110,12 @@ class TrainingJob:
     def kept_cuts(self) -> Mapping[str, ShardingSpec]:
         """The sharding of the optimizers' state by parameter; empty if optimizers hold full copies."""
         return {} if self.whole_copies else {**self.local_cuts, **self.owned_cuts}
+
+    @property
+    def in_shards(self) -> set[str]:
+        """The parameters, by name, of which this worker has some elements, as tensor= splits their layers."""
+        held = {name: cut.at(self.shard_index).elements for name, cut in self.cuts.items() if name not in self.divided}
+        return {name for name, elements in held.items() if 0 < elements < math.prod(self.cuts[name].shape)}
 
     @property
     def used_params(self) -> Mapping[str, nn.Parameter]:

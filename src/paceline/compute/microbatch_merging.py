@@ -45,7 +45,7 @@ class MergeProbe:
 
     def __init__(self, job: TrainingJob, streams: RngState, gathered: bool) -> None:
         self.job, self.streams = job, streams
-        self.hooks = Hooks(job.named, job.precision == "fp16", gathered, bool(job.divided))
+        self.hooks = Hooks(job.named, job.precision == "fp16", gathered, bool(job.divided), job.in_shards)
         self.done = self.change = False
         self._failed = ""
 
