@@ -98,10 +98,19 @@ def _divide_model(
         line = group.subgroup("pipeline", mesh=mesh)
         pipeline = Pipeline(job, line, job.stages, plan.stage_order, mesh.context * mesh.tensor)
         job.decisions.append(pipeline.decision)
+    experts, within_unit = None, None
+    if mesh.expert > 1:
+        from paceline.parallel.expert_parallel import ExpertParallel
+
+        tokens, holders = (group.subgroup("expert", *more, mesh=mesh, purpose="tokens") for more in ([], ["tensor"]))
+        experts = ExpertParallel(job, tokens, holders, mesh.tensor)
+        job.decisions.append(experts.decision)
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
-        job.decisions.append(TensorCut(job, group.subgroup("tensor", mesh=mesh), placements).decision)
+        tensor_cut = TensorCut(job, group.subgroup("tensor", mesh=mesh), placements)
+        job.decisions.append(tensor_cut.decision)
+        within_unit = tensor_cut.redistributor
     sequences = None
     if mesh.context > 1:
         from paceline.parallel.sequence_parallel import SequenceParallel
@@ -118,12 +127,8 @@ def _divide_model(
         sequences.narrow()
         # Those along the outer axis hold the same pieces.
         job.cuts = {name: replace(cut, pieces=cut.pieces * mesh.context) for name, cut in job.cuts.items()}
-    experts = None
-    if mesh.expert > 1:
-        from paceline.parallel.expert_parallel import ExpertParallel
-
-        experts = ExpertParallel(job, group.subgroup("expert", mesh=mesh, purpose="tokens"))
-        job.decisions.append(experts.decision)
+    if experts is not None:
+        experts.cut(within_unit)
     if pipeline is not None:
         pipeline.drop_absent_parameters()
     if experts is not None:

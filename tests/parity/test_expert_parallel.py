@@ -29,10 +29,13 @@ WORKERS = {
     "expert=2 pipeline=2": 4,
     "expert=2 pipeline=3": 6,
     "expert=2 pipeline=2 schedule=zb": 4,
+    "expert=2 tensor=2": 4,
     "expert=2 recompute=blocks": 2,
     "expert=3": 3,
     "data=2 shard=2 zero=3 expert=2": 8,
     "shard=2 zero=3 expert=2 pipeline=2": 8,
+    "shard=2 zero=3 expert=2 tensor=2": 8,
+    "expert=2 pipeline=2 tensor=2": 8,
 }
 # Workers with more micro-batches than others, and such that run only dummies.
 SHARES = {

@@ -1,4 +1,4 @@
-"""Layers of experts of transformers, whose experts `tensor=` divides: each model gives what plain PyTorch gives."""
+"""Layers of experts of transformers, which `tensor=` or `expert=` divides: each model gives what plain PyTorch gives."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import oracle
 import pytest
 import torch
 from agents import journal
+from expert_models import Experts
 from experts import MICRO, MODELS
 from launching import SCRIPTS, TRANSFORMERS, paceline
 from once import once
@@ -23,7 +24,8 @@ from torch import nn
 from paceline.parallel.tensor_parallel.experts import inputs_of, is_experts, run_experts
 
 WORKERS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "pipeline=2 tensor=2": 4, "shard=2 zero=3 tensor=2": 4}
-WORKERS |= {"tensor=2 recompute=blocks": 2}
+WORKERS |= {"tensor=2 recompute=blocks": 2, "expert=2": 2, "expert=4": 4, "expert=2 data=2": 4, "expert=2 shard=2": 4}
+WORKERS |= {"expert=2 tensor=2": 4, "expert=2 pipeline=2": 4}
 FAST = ("gpt_oss", "tensor=4")  # whose last worker gets no tokens
 
 
@@ -59,32 +61,16 @@ def test_divided_experts_give_what_plain_pytorch_gives(
     weights, found = result(tmp_path)
     assert apart(weights, expected) < 1e-12
     assert found == pytest.approx(figures, rel=1e-12)
-    (decision,) = [event["what"] for event in journal(tmp_path / "run", "decision") if "split over" in event["what"]]
-    assert "experts model.layers.*.mlp.experts" in decision
-
-
-class Experts(nn.Module):
-    """As in transformers: weights of all experts, and a forward that takes tokens, indices and weights."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.num_experts = count
-        self.up, self.down = (nn.Parameter(torch.randn(count, *shape).double()) for shape in ((5, 3), (3, 5)))
-
-    def forward(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        output = torch.zeros_like(tokens)
-        for number in range(self.num_experts):
-            rows, places = (index == number).nonzero(as_tuple=True)
-            found = torch.tanh(tokens[rows] @ self.up[number].T) @ self.down[number].T
-            output = output.index_add(0, rows, found * weights[rows, places, None])
-        return output
+    decisions = " ".join(str(event["what"]) for event in journal(tmp_path / "run", "decision"))
+    is_axis = "expert=" in plan
+    assert ("workers, which exchange tokens" if is_axis else "experts model.layers.*.mlp.experts") in decisions
 
 
 @pytest.mark.parametrize("asked", [range(7), range(2), range(5, 7)])
 def test_parts_of_experts_add_up_to_all_of_them(asked: range) -> None:
     """Outputs and all gradients, also of a worker whose experts get no token."""
     torch.manual_seed(0)
-    layer = Experts(7)
+    layer = Experts(7, 3, 5).double()
     assert is_experts(layer)
     tokens, weights = torch.randn(2, 6, 3).double().requires_grad_(), torch.rand(2, 6, 2).double().requires_grad_()
     index = torch.stack([torch.randperm(len(asked))[:2] + asked.start for _ in range(12)]).view(2, 6, 2)
@@ -95,7 +81,7 @@ def test_parts_of_experts_add_up_to_all_of_them(asked: range) -> None:
     gradients = torch.autograd.grad((expected * goal).sum(), inputs)
     output, sums = torch.zeros_like(expected), [torch.zeros_like(one) for one in inputs]
     for held in (range(3), range(3, 5), range(5, 7)):
-        part = Experts(len(held))
+        part = Experts(len(held), 3, 5)
         part.num_experts = 7  # as it says where its weights are those of a shard
         part.up, part.down = (nn.Parameter(one.detach()[held.start : held.stop]) for one in (layer.up, layer.down))
         found = run_experts(part, held, *inputs_of(part, (tokens,), {"index": index, "weights": weights}))

@@ -45,6 +45,7 @@ EXPERTS = {
     "shard=3": 3,
     "data=2 expert=2": 4,
     "expert=3": 3,
+    "expert=2 tensor=2": 4,
     "shard=2 zero=1 expert=2": 4,
 }
 PLANS = {"": 1, **EXPERTS, **{plan: workers for plans in KINDS.values() for plan, workers in plans.items()}}

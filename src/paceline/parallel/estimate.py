@@ -50,14 +50,17 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     trials = [_measure(job, micro_batch, stages) for _ in range(3)]
     by_stage = zip(*trials, strict=True)
     fastest = [{kind: min(trial[kind] for trial in of_stage) for kind in of_stage[0]} for of_stage in by_stage]
+    if mesh.expert > 1:
+        from paceline.parallel.expert_parallel import ExpertParallel
+
+        group, holders = (SimpleNamespace(rank=0, size=size) for size in (mesh.expert, mesh.expert * mesh.tensor))
+        experts = ExpertParallel(job, cast(Any, group), cast(Any, holders), mesh.tensor)
     if mesh.tensor > 1:
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
         TensorCut(job, cast(Any, SimpleNamespace(rank=0, size=mesh.tensor)), job.requested_split[0])
     if mesh.expert > 1:
-        from paceline.parallel.expert_parallel import ExpertParallel
-
-        ExpertParallel(job, cast(Any, SimpleNamespace(rank=0, size=mesh.expert)))
+        experts.cut(None)
     forwards, inner, predicted = -(-count // mesh.units), mesh.context * mesh.tensor, []
     kind, virtual = plan.stage_order, plan.virtual or 1
     rows = table(kind, mesh.pipeline, virtual, forwards)

@@ -32,7 +32,7 @@ from paceline.parallel.pipeline.stage_forward import one_call, placed
 from paceline.parallel.tensor_parallel.experts import compute_pairs, inputs_of, is_experts, run_experts
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.script_view import call_without_script_view
-from paceline.parallel.tensor_parallel.sharded_mode import AS_IT_IS, MADE, set_placement, tensors_in
+from paceline.parallel.tensor_parallel.sharded_mode import AS_IT_IS, MADE, placement_of, set_placement, tensors_in
 
 
 class _Send(torch.autograd.Function):
@@ -86,14 +86,21 @@ class _ExpertLayer:
 class ExpertParallel:
     """Divides the experts of each layer among the workers of a `group`, which has no other use.
 
-    Construction has two steps: the constructor, before the model is divided into stages, and `divide`.
+    Where `tensor` workers compute each micro-batch together, the experts are divided among the `holders`, which are all
+    workers along both axes. A tensor worker exchanges the tokens of its share of the experts with workers that have the
+    same place along `tensor`.
+
+    Construction has three steps: the constructor, before the layers around the experts are split; `cut`, before the
+    model is divided into stages; and `divide`.
 
     Raises UsageError if the model has no layer of experts; and, in the first step, if a divided layer computes another
     result than the complete one.
     """
 
-    def __init__(self, job: ParallelJob, group: Group) -> None:
-        self.job, self.group, self._model = job, group, type(job.model).__name__
+    def __init__(self, job: ParallelJob, group: Group, holders: Group, tensor: int = 1) -> None:
+        self.job, self.group, self.holders, self._model = job, group, holders, type(job.model).__name__
+        self.tensor = tensor
+        self._within_unit: Redistributor | None = None  # what sums over the workers along `tensor`
         self._rng, self._distances, self._has_watched = RngState(job.device), (0.0, 0.0), False
         modules = job.model.named_modules()
         self.layers = [_ExpertLayer(name, one, cast(int, one.num_experts)) for name, one in modules if is_experts(one)]
@@ -101,22 +108,31 @@ class ExpertParallel:
             what = f"{self._model} has no layer of experts that expert= can divide: no module has stacked weights of "
             what += "num_experts experts and a forward of tokens, indices and weights, as those of transformers have"
             raise UsageError(what, "leave expert= out")
-        divided = {id(param): param for layer in self.layers for param in layer.module.parameters(recurse=False)}
-        named = {n: param for n, param in job.model.named_parameters(remove_duplicate=False) if id(param) in divided}
-        job.divided = frozenset(named)
-        job.cuts |= {name: ShardingSpec.unsharded(param.shape) for name, param in named.items()}
-        for param in divided.values():
-            set_placement(param, ShardPlacement(0, (len(param),), group.size))
-            rows = RowShards(group.size).rows(len(param), group.rank)
+        self._params = {id(param): param for one in self.layers for param in one.module.parameters(recurse=False)}
+        named = job.model.named_parameters(remove_duplicate=False)
+        names = {name: param for name, param in named if id(param) in self._params}
+        self._use_outside = _UseOutside({id(param): name for name, param in names.items()})
+        job.divided = frozenset(names)
+        job.cuts |= {name: ShardingSpec.unsharded(param.shape) for name, param in names.items()}
+        if job.stages is None:  # else the comparison with the full model finds such uses
+            self._plain_forward, job.forward = job.forward, self._forward
+            job.loss = Judge(job.loss, self._watched)
+
+    def cut(self, within_unit: Redistributor | None) -> None:
+        """Shrinks the parameters of experts to those of this worker, and replaces the forwards of their layers.
+
+        `within_unit` sums over the workers along `tensor`, if there are several.
+        """
+        job, holders, self._within_unit = self.job, self.holders, within_unit
+        for param in self._params.values():
+            set_placement(param, ShardPlacement(0, (len(param),), holders.size, holders))
+            rows = RowShards(holders.size).rows(len(param), holders.rank)
             # The parameter stays the same object, so other references to it see this worker's experts.
             param.data = param.detach()[(0,) * param.dim()].expand(len(rows), *param.shape[1:])
         for layer in self.layers:
             self._replace_forward(layer)
-        job.redistributors.append(Redistributor(group))
-        self._use_outside = _UseOutside({id(param): name for name, param in named.items()})
-        if job.stages is None:  # else the comparison with the full model finds such uses
-            self._plain_forward, job.forward = job.forward, self._forward
-            job.loss = Judge(job.loss, self._watched)
+        if within_unit is None:
+            job.redistributors.append(Redistributor(self.group))
 
     def __deepcopy__(self, memo: Any) -> ExpertParallel:
         problem = f"{self._model} cannot be copied, because expert= leaves each worker only some of the experts"
@@ -127,15 +143,20 @@ class ExpertParallel:
         """What is done with the model, and why, for the explanation of the plan."""
         layers = "1 layer" if len(self.layers) == 1 else f"{len(self.layers)} layers"
         counts = " or ".join(str(count) for count in sorted({layer.count for layer in self.layers}))
-        what = f"the {counts} experts of {layers} are divided among {self.group.size} workers, which exchange tokens"
+        what = f"the {counts} experts of {layers} are divided among {self.holders.size} workers, which exchange tokens"
         return what, "expert= was given"
 
     def divide(self, unit: int) -> None:
         """Notes in `job.cuts`, which says what each worker of a `unit` holds, who has which experts."""
-        count, cuts = self.group.size, self.job.cuts
+        count, cuts, shards = self.group.size, self.job.cuts, RowShards(self.holders.size)
         for name, spec in cuts.items():
-            cuts[name] = spec = replace(spec, pieces=spec.pieces * (unit // len(spec.pieces)))
-            cuts[name] = spec.in_rows(count) if name in self.job.divided else replace(spec, pieces=spec.pieces * count)
+            cuts[name] = spec = replace(spec, pieces=spec.pieces * (unit // len(spec.pieces)) * count)
+            if name in self.job.divided:
+                pieces = enumerate(spec.pieces)  # by worker: along the axes expert, pipeline, tensor
+                owners = ((piece, rank // unit * self.tensor + rank % self.tensor) for rank, piece in pieces)
+                cuts[name] = replace(
+                    spec, pieces=tuple(piece.rows(shards.rows(piece.shape[0], owner)) for piece, owner in owners)
+                )
 
     def _replace_forward(self, layer: _ExpertLayer) -> None:
         """Replaces the forward of a layer, on this object only."""
@@ -163,8 +184,17 @@ class ExpertParallel:
 
     def _run(self, layer: _ExpertLayer, /, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Runs a layer of experts, with tokens of all workers."""
+        if self._within_unit is None:
+            return self._run_unseen(layer, inputs_of(layer.module, args, kwargs))
+        full = tuple(
+            x if (placement := placement_of(x)) is None else self._within_unit.join(x, placement)
+            for x in inputs_of(layer.module, args, kwargs)
+        )
+        with torch._C.DisableTorchFunction():  # modes that follow shards
+            return self._run_unseen(layer, full)
+
+    def _run_unseen(self, layer: _ExpertLayer, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
         module, was_off, self._use_outside.is_off = layer.module, self._use_outside.is_off, True
-        inputs = inputs_of(module, args, kwargs)
         try:
             if not layer.is_verified and module.training and torch.is_grad_enabled():
                 self._verify(layer, *inputs)
@@ -175,7 +205,19 @@ class ExpertParallel:
 
     def _compute(self, layer: _ExpertLayer, *inputs: torch.Tensor) -> torch.Tensor:
         tokens, indices, weights = inputs
-        return run_experts(layer.module, range(layer.count), tokens, indices, weights, partial(self._exchange, layer))
+        module, experts, exchange = layer.module, range(layer.count), partial(self._exchange, layer)
+        if self._within_unit is None:
+            return run_experts(module, experts, tokens, indices, weights, exchange)
+        tokens, weights = self._within_unit.share(tokens), self._within_unit.share(weights)
+        part, each = self.holders.rank % self.tensor, self._each(layer.count)
+        output = run_experts(
+            module, experts, tokens, indices, weights, exchange, lambda chosen: chosen // each % self.tensor == part
+        )
+        return self._within_unit.sum(output)
+
+    def _each(self, count: int) -> int:
+        """Returns how many of `count` experts each worker has, except for the last ones, which may have fewer."""
+        return max(1, -(-count // self.holders.size))
 
     def _exchange(
         self,
@@ -187,8 +229,8 @@ class ExpertParallel:
         weights: torch.Tensor,
     ) -> torch.Tensor:
         """Computes pairs of tokens and experts on the workers that have the experts: see `compute_pairs`."""
-        size, local = self.group.size, RowShards(self.group.size).rows(count, self.group.rank)
-        owners = experts.view(-1) // max(1, -(-count // size))
+        size, local = self.group.size, RowShards(self.holders.size).rows(count, self.holders.rank)
+        owners = experts.view(-1) // self._each(count) // self.tensor
         order = owners.argsort(stable=True)
         to_each = owners.bincount(minlength=size)
         ones = [1] * size
@@ -232,11 +274,12 @@ class ExpertParallel:
         module, group = layer.module, self.group
         group.declare(f"all experts of {layer.name}, for the comparison", check=False, kind="comparison")
         local = dict(module.named_parameters(recurse=False))
-        full_bytes = group.size * sum(param.nbytes for param in local.values())
+        full_bytes = self.holders.size * sum(param.nbytes for param in local.values())
         if not all(group.gather_json(3 * full_bytes <= room(self.job.device))):
             self.job.news["expert"] = "expert= was not verified: the experts of a layer do not fit on one worker", ""
             return
-        full = {key: torch.cat(group.gather(param.detach().reshape(-1))) for key, param in local.items()}
+        self.holders.declare(f"all experts of {layer.name}, for the comparison", check=False, kind="comparison")
+        full = {key: torch.cat(self.holders.gather(param.detach().reshape(-1))) for key, param in local.items()}
         slots = [
             (module, key, nn.Parameter(flat.view(layer.count, *local[key].shape[1:]))) for key, flat in full.items()
         ]
@@ -250,7 +293,7 @@ class ExpertParallel:
         for key in local:
             total = full_gradients[key].contiguous()
             group.sum(total.view(-1))
-            full_gradients[key] = RowShards(group.size, group.rank).of(total, group.rank)
+            full_gradients[key] = RowShards(self.holders.size).of(total, self.holders.rank)
         farthest_output, differs = outputs_apart([output], [expected])
         name, distance = farthest(gradients, full_gradients, [expected])
         wrong = "output" if differs else name and f"gradient of {name}"

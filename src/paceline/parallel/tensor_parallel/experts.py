@@ -66,15 +66,16 @@ def run_experts(
     indices: torch.Tensor,
     weights: torch.Tensor,
     compute: Callable[..., torch.Tensor] = compute_pairs,
+    accepts: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Returns the sums of the outputs of the experts in `held`; zeros for tokens that go to none of them.
 
     Each pair of a token and one of its experts in `held` becomes a token with one expert, which `compute` computes,
-    with the arguments of `compute_pairs`.
+    with the arguments of `compute_pairs`. Of the experts in `held`, `accepts` may choose some.
     """
     flat, choices = tokens.reshape(-1, tokens.shape[-1]), indices.reshape(-1, indices.shape[-1])
     is_held = (choices >= held.start) & (choices < held.stop)
-    rows, slots = is_held.nonzero(as_tuple=True)
+    rows, slots = (is_held if accepts is None else is_held & accepts(choices)).nonzero(as_tuple=True)
     chosen = choices[rows, slots].unsqueeze(1) - held.start
     factors = weights.reshape(-1, weights.shape[-1])[rows, slots].unsqueeze(1)
     computed = compute(module, len(held), flat[rows], chosen, factors)

@@ -153,6 +153,8 @@ class TensorCut:
         self._rng, self._name = RngState(job.device), type(job.model).__name__
         modules = dict(job.model.named_modules())
         self.table, self._source = self._choose_layers(modules, placements)
+        if job.divided:  # experts, which expert= divides
+            self.table = {name: placement for name, placement in self.table.items() if placement.kind != EXPERTS}
         self.layers = [_Layer(name, modules[name], placement) for name, placement in self.table.items()]
         if not self.layers:
             looked = "it has no _tp_plan and no block where one layer takes the outputs of others"

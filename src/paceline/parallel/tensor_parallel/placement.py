@@ -134,7 +134,7 @@ class _Trace(ShardedTensorMode):
         output, layer = function(*args, **kwargs), self._layer(function, args, kwargs)
         if layer is not None and layer not in self._unsplit:
             sections, count = self._chosen.get(layer, ((output.shape[-1],), self.redistributor.size))
-            placement = ShardPlacement(output.dim() - 1, sections, count, frozenset([layer]))
+            placement = ShardPlacement(output.dim() - 1, sections, count, layers=frozenset([layer]))
             if placement.is_even:
                 self.columns[layer] = placement
                 set_placement(output, placement)

@@ -26,13 +26,15 @@ class ShardPlacement:
     """Describes which shard of a tensor each worker has.
 
     The tensor is divided along `dim`: each of its `sections` (such as the three of a fused attention weight) into
-    `count` shards. If there are fewer shards than workers, neighbours have the same one. `layers`: the names of the
-    layers that the tensor comes from, where placements are inferred.
+    `count` shards. If there are fewer shards than workers, neighbours have the same one. The workers are those of
+    `group`, by default the unit of whoever asks. `layers`: the names of the layers that the tensor comes from, where
+    placements are inferred.
     """
 
     dim: int
     sections: tuple[int, ...]
     count: int
+    group: Group | None = None
     layers: frozenset[str] = field(default=frozenset(), compare=False)
 
     @property
@@ -162,11 +164,13 @@ class Redistributor:
 
     def index(self, placement: ShardPlacement) -> int:
         """Returns the index of this worker's shard."""
-        return self.unit.rank * placement.count // self.unit.size
+        unit = placement.group or self.unit
+        return unit.rank * placement.count // unit.size
 
     def is_first_holder(self, placement: ShardPlacement) -> bool:
-        """Whether no earlier worker of the unit has the same shard."""
-        return self.unit.rank * placement.count % self.unit.size == 0
+        """Whether no earlier worker has the same shard."""
+        unit = placement.group or self.unit
+        return unit.rank * placement.count % unit.size == 0
 
     def shape(self, full_shape: Sequence[int], placement: ShardPlacement) -> tuple[int, ...]:
         """Returns the shape of a shard of a tensor with this full shape."""
@@ -238,11 +242,12 @@ class Redistributor:
         """Returns the full tensor of all workers' shards, without a gradient."""
         order, back = memory_order(shard)
         shard, dim, shards = shard.permute(order).contiguous(), back[placement.dim], []
-        gathered, shape = self.unit.gather(shard.view(-1)), list(shard.shape)
+        unit = placement.group or self.unit
+        gathered, shape = unit.gather(shard.view(-1)), list(shard.shape)
         for index in range(placement.count):
             lengths = [len(rows) for rows in placement.rows(index)]
             shape[dim] = sum(lengths)
-            shards.append(gathered[index * self.size // placement.count].view(shape).split(lengths, dim))
+            shards.append(gathered[index * unit.size // placement.count].view(shape).split(lengths, dim))
         full = torch.cat([piece[n] for n in range(len(placement.sections)) for piece in shards], dim)
         return full.permute(back)
 

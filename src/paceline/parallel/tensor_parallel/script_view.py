@@ -25,6 +25,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import torch
 
 from paceline.base.sharding import RowShards
+from paceline.comm.communicator import Group
 from paceline.comm.torch_private import (
     default_device_mode,
     function_modes_taken,
@@ -258,9 +259,11 @@ def start_script_view(trainers: Iterable[HasParts]) -> None:
 class _Checked(Redistributor):
     """Checks before each exchange that all workers of the unit make it at the same line of the script."""
 
-    def _declare(self) -> None:
-        refuse_in_metric("tensor=")
-        self.unit.declare("a sharded weight that the script uses", kind="tensor")
+    def _declare(self, unit: Group | None = None) -> None:
+        refuse_in_metric("tensor=" if unit is None else "expert=")
+        (unit or self.unit).declare(
+            "a sharded weight that the script uses", kind="tensor" if unit is None else "expert"
+        )
 
     def sum(self, x: Tensor) -> Tensor:
         """Checks the call, then sums the tensors of all workers."""
@@ -269,7 +272,7 @@ class _Checked(Redistributor):
 
     def join(self, shard: Tensor, placement: ShardPlacement) -> Tensor:
         """Checks the call, then gathers the full tensor."""
-        self._declare()
+        self._declare(placement.group)
         return super().join(shard, placement)
 
     def exchange(self, shard: Tensor, source: ShardPlacement, target: ShardPlacement) -> Tensor:

@@ -301,6 +301,8 @@ class ShardedTensorMode(_Mode):
             return UNKNOWN
         (letter,) = divided
         placements = [placement for placement in map(placement_of, tensors) if placement is not None]
+        if any(placement.group is not None for placement in placements):  # its sums would be over another unit
+            return UNKNOWN
         finest = max(placements, key=lambda placement: placement.count)
         count = finest.count if letter in out else self.redistributor.size
         if (
