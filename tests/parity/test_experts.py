@@ -1,4 +1,4 @@
-"""Layers of experts of transformers, which `tensor=` or `expert=` divides: each model gives what plain PyTorch gives."""
+"""Layers of experts of transformers, divided by `tensor=` or `expert=`: each model gives what plain PyTorch gives."""
 
 from __future__ import annotations
 

@@ -171,6 +171,7 @@ def _convert_axes(conversion: Conversion, kind: str) -> int:
     """Plan words of `parallelism_config`. Returns how many workers compute one micro-batch together."""
     if kind == "MEGATRON_LM":
         names = {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"}
+        names["expert_model_parallel_size"] = "expert"
         axes = {f"{_MEGATRON}{name}": word for name, word in names.items()}
     else:
         axes = {
@@ -186,7 +187,7 @@ def _convert_axes(conversion: Conversion, kind: str) -> int:
             conversion.refuse(name, f"{conversion.words[word][0]} is in the plan already", "keep one of the two")
         else:
             conversion.word(f"{word}={size}", name)
-            unit *= size
+            unit *= 1 if word == "expert" else size
     return unit
 
 

@@ -46,6 +46,7 @@ USED_FIELDS = {
     f"{_MEGATRON}tp_degree": "plan word tensor",
     f"{_MEGATRON}pp_degree": "plan word pipeline",
     f"{_MEGATRON}context_parallel_size": "plan word context",
+    f"{_MEGATRON}expert_model_parallel_size": "plan word expert",
     f"{_MEGATRON}num_micro_batches": "plan word micro",
     f"{_MEGATRON}gradient_clipping": "clip_norm",
     f"{_MEGATRON}recompute_activations": "plan word recompute=blocks",
@@ -140,13 +141,10 @@ REFUSED_FIELDS = {
     ),
     f"{_FSDP}mixed_precision_policy": FieldRefusal("the plan has one precision", "use the plan word precision"),
     "deepspeed_config.deepspeed_moe_layer_cls_names": FieldRefusal(
-        "experts are not spread over workers yet", "leave it out: shard=N cuts them, too"
-    ),
-    f"{_MEGATRON}expert_model_parallel_size": FieldRefusal(
-        "experts are not spread over workers yet", "leave it out: shard=N cuts them, too", (1, "1")
+        "layers of experts are found by their structure", "leave it out, and use the plan word expert=N"
     ),
     f"{_MEGATRON}expert_tensor_parallel_size": FieldRefusal(
-        "experts are not spread over workers yet", "leave it out: tensor=N cuts their layers, too", (1, "1")
+        "tensor=N divides experts as it divides other layers", "leave it out", (1, "1")
     ),
     f"{_MEGATRON}optimizer_cpu_offload": FieldRefusal(
         "offload=cpu needs shards", "add the plan words shard=N offload=cpu"

@@ -86,7 +86,7 @@ NO_EFFECT_FIELDS = {
     " parameters",
     "zero_force_ds_cpu_optimizer": "with offload=cpu torch's own optimizer runs on the CPU",
     "graph_harvesting": "Paceline records no CUDA graphs",
-    "use_data_before_expert_parallelism": "the order of the axes is Paceline's: data, shard, pipeline, context, tensor",
+    "use_data_before_expert_parallelism": "the order of the axes is Paceline's: data, shard, expert, pipeline, ...",
     "seq_parallel_communication_data_type": "activations travel in the dtype of the forward",
     "optimizer.legacy_fusion": "torch fuses the optimizer where it can",
     **within(
@@ -334,8 +334,8 @@ FREE_SECTIONS: dict[str, FieldRefusal | str] = {
     "sparse_attention": FieldRefusal(
         "attention is the model's own", "use torch.nn.attention.flex_attention in the model"
     ),
-    "expert_parallel": FieldRefusal("experts are not spread over workers yet", "use shard=N, which cuts them, too"),
-    "moe": FieldRefusal("experts are not spread over workers yet", "use shard=N, which cuts them, too"),
+    "expert_parallel": FieldRefusal("its layers of experts are DeepSpeed's own", "use the plan word expert=N"),
+    "moe": FieldRefusal("its layers of experts are DeepSpeed's own", "use the plan word expert=N"),
     "hybrid_engine": FieldRefusal("generation is the model's own", "call model.generate() under torch.no_grad()"),
     f"{_ZERO}.zenflow": FieldRefusal(
         "updates that lag behind are not built for offload", "leave it out: offload=cpu waits for each update"
