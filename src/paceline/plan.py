@@ -350,7 +350,7 @@ class Plan:
     def _check_beside_experts(self) -> None:
         """Raises PlanError for a word that cannot be used with `expert`."""
         for row, value, word in self.stated_words():
-            if row.name in ("context", "local", "compile", "exact") and value != 1:
+            if word in ("compile", "exact") or (row.name in ("context", "local") and value > 1):
                 what = f"expert={self.expert} and {word} cannot be used together yet"
                 raise PlanError(what, f"leave expert or {row.name} out")
 

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -176,11 +177,13 @@ def trained(run: Run, models: tuple[str, ...], factory: pytest.TempPathFactory, 
     return once(factory, name, lambda folder: paceline(*command, *short, cwd=folder, timeout=800, **env))
 
 
-def oracle(model: str, factory: pytest.TempPathFactory, *short: str) -> Result:
-    """What plain PyTorch gives."""
+def oracle(model: str, plan: str, factory: pytest.TempPathFactory, *short: str) -> Result:
+    """What plain PyTorch gives, with the micro-batches of the plan if it says how large they are."""
     case = shortened(MODELS[model]) if short else MODELS[model]
+    if micro := re.search(r"micro=(\d+)", plan):
+        case = replace(case, micro=int(micro[1]))
     make = partial(train_over_batch if case.loss_over else train, case)
-    return result_once(factory, f"oracle of {model} {short}", make)
+    return result_once(factory, f"oracle of {model} {short} {case.micro}", make)
 
 
 def is_statistic(name: str) -> bool:
@@ -218,7 +221,7 @@ def check_parity(run: Run, models: tuple[str, ...], factory: pytest.TempPathFact
         mine = {
             name.removeprefix(f"{model}/"): value for name, value in tensors.items() if name.startswith(f"{model}/")
         }
-        wrong[model] = differences(model, mine, figures[model], oracle(model, factory, *short))
+        wrong[model] = differences(model, mine, figures[model], oracle(model, run[0], factory, *short))
     assert {model: found for model, found in wrong.items() if found} == {}
     plan, _ = run
     events = [str(event["what"]) for event in journal(folder / "run", "decision")]

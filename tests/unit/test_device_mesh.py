@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from subprocess import PIPE
 
@@ -13,7 +14,7 @@ from launching import SCRIPTS, free_port
 from warm import Process
 
 from examples import examples
-from paceline.base.mesh import AXES, Mesh, run_of
+from paceline.base.mesh import AXES, UNIT_AXES, Mesh, run_of
 from paceline.plan import Plan
 
 SIZES = st.tuples(*[st.sampled_from([1, 1, 2, 3])] * len(AXES))
@@ -45,10 +46,10 @@ def test_mesh_peers_along_axes_partition_the_ranks(sizes: tuple[int, ...], axes:
 @examples(SIZES, fast=20)
 def test_mesh_replicas_consist_of_units_and_twins_share_an_index(sizes: tuple[int, ...]) -> None:
     mesh = Mesh(*sizes)
-    assert (mesh.unit, mesh.replica) == (sizes[2] * sizes[3] * sizes[4], sizes[1] * mesh.unit)
+    assert (mesh.unit, mesh.replica) == (math.prod(sizes[3:]), math.prod(sizes[1:]))
     assert [rank for replica in mesh.replicas for rank in replica] == [*range(mesh.size)]
     for rank in range(mesh.size):
-        replica, unit = mesh.peers(rank, *AXES[1:]), mesh.peers(rank, *AXES[2:])
+        replica, unit = mesh.peers(rank, *AXES[1:]), mesh.peers(rank, *UNIT_AXES)
         assert replica == tuple(mesh.replicas[mesh.replica_of(rank)]) == tuple(run_of(rank, mesh.replica))
         assert unit == tuple(run_of(rank, mesh.unit))
         assert {mesh.unit_of(other) for other in unit} == {mesh.unit_of(rank)} == {unit[0] // mesh.unit}

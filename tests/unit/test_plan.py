@@ -16,7 +16,7 @@ from examples import examples
 from paceline.errors import PlanError
 from paceline.plan import Plan, describe
 
-AXES = ("data", "shard", "tensor", "pipeline", "context")
+AXES = ("data", "shard", "tensor", "pipeline", "context", "expert")
 NUMBERS = st.integers(1, 999_999_999)
 VALUES: dict[str, st.SearchStrategy[object]] = {
     "data": NUMBERS,
@@ -42,6 +42,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "schedule": st.sampled_from(["gpipe", "1f1b"]),
     "virtual": NUMBERS,
     "context": NUMBERS,
+    "expert": NUMBERS,
     "micro": NUMBERS,
     "codec": st.sampled_from(
         ["bf16", "fp16", "int8", "topk:0.01", "topk:.5", "powersgd:4", "sign", "auto", "auto:lossy"]
@@ -131,7 +132,7 @@ def test_suggested_plan_fits_the_workers(axes: dict[str, int], workers: int) -> 
         assert error is not None
         assert error.cure == f"leave data out, or use data={workers // product}"
     else:
-        assert (error is None) == (not others.keys() - {"shard", "tensor", "pipeline", "context"})
+        assert (error is None) == (others.get("expert", 1) == 1 or others.get("context", 1) == 1)
 
 
 @given(st.text())
@@ -209,6 +210,10 @@ CONTRADICTING = [
     "local=3 every=50 lr_scaling=sqrt",
     "tensor=2 compile",
     "context=2 compile",
+    "expert=2 compile",
+    "expert=2 exact",
+    "expert=2 local=2 every=4",
+    "expert=4 context=2",
     "virtual=2",
     "shard=2 auto",
     "server=2 shard=2",

@@ -225,7 +225,8 @@ class Redistributor:
 
     def exchange(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
         """Turns this worker's shard along one dimension into its shard along another one; differentiable."""
-        self.bytes_sent += shard.nbytes * (2 if shard.requires_grad and torch.is_grad_enabled() else 1)
+        times = 2 if shard.requires_grad and torch.is_grad_enabled() else 1
+        self.bytes_sent += times * shard.nbytes * (self.size - 1) // self.size  # a worker's own part is not sent
         return applied(_Exchange, shard, self, source, target)
 
     def exchange_shards(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
