@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,10 @@ import pytest
 from agents import journal
 from covering import pairwise
 from expert_models import EXPERT_MODELS
-from fault_runs import STEPS, Calm
+from fault_runs import Calm
 from fault_runs import calm as calm
-from fault_runs import train as train_with_faults
 from launching import train_basics
-from mixtures import check_figures, result_once, train_cases
-from oracle import train
-from parity_models import shortened
+from mixtures import check_cases, train_cases
 
 WORKERS = {
     "expert=2": 2,
@@ -45,15 +41,6 @@ SHARES = {
 }
 
 
-def check(folder: Path, models: list[str], factory: pytest.TempPathFactory, short: bool = False) -> None:
-    """Asserts what plain PyTorch makes of the models."""
-    results = {}
-    for model in models:
-        case = shortened(EXPERT_MODELS[model]) if short else EXPERT_MODELS[model]
-        results[model] = result_once(factory, f"oracle of {model} {short}", partial(train, case))
-    check_figures(folder, results)
-
-
 def mixtures() -> list[Any]:
     """Each two of a plan, shares and a model meet in one of these runs."""
     runs = defaultdict[tuple[str, str], list[str]](list)
@@ -70,9 +57,9 @@ def test_divided_experts_train_as_one_worker(
     plan: str, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     """With six experts for four workers the last one has none."""
-    models = ["experts", "six experts, two shunned"]
+    models = ["experts", "six experts, two shunned", "frozen experts"]
     train_cases(tmp_path, plan, WORKERS[plan], models, SHARES[shares or "equal"].get(WORKERS[plan], ""), short=True)
-    check(tmp_path, models, tmp_path_factory, short=True)
+    check_cases(tmp_path, EXPERT_MODELS, models, tmp_path_factory, short=True)
     notes = [str(event["text"]) for event in journal(tmp_path / "run", "note")]
     assert any(note.startswith("expert= was verified on one micro-batch against complete layers") for note in notes)
 
@@ -84,7 +71,7 @@ def test_all_mixtures_with_experts_train_as_one_worker(
     plan: str, shares: str, models: list[str], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     train_cases(tmp_path, plan, WORKERS[plan], models, SHARES[shares].get(WORKERS[plan], ""))
-    check(tmp_path, models, tmp_path_factory)
+    check_cases(tmp_path, EXPERT_MODELS, models, tmp_path_factory)
 
 
 KILLED = [
@@ -106,9 +93,7 @@ def test_kill_of_a_worker_with_experts(
 ) -> None:
     """The run goes on with the other replica, and the worker comes back; or all resume from a checkpoint."""
     monkeypatch.setenv("EXPERTS", "1")
-    fault = f"kill:{worker}@11.{moment}"
-    ended = train_with_faults(tmp_path, 4, STEPS, fault, plan=f"micro=4 {plan}")
-    calm.meets_after(fault, ended, STEPS)
+    calm.meets_kill(tmp_path, plan, worker, moment)
 
 
 @pytest.mark.parametrize(

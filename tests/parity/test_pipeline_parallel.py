@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from agents import journal
 from covering import each_value
-from fault_runs import MOMENTS, STEPS, Calm, train
+from fault_runs import MOMENTS, Calm
 from fault_runs import calm as calm
 from launching import train_basics, train_models
 from once import once
@@ -69,9 +69,8 @@ def test_kill_of_any_worker_in_a_pipeline(
     plan: str, moment: str, worker: int, calm: Calm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ATTENTION", "1")
-    fault = f"kill:{worker}@{9 if moment in ('saving', 'writing') else 11}.{moment}"
-    ended = train(tmp_path, 4, STEPS, fault, plan=f"micro=4 {plan} recompute=blocks")
-    calm.meets_after(fault, ended, STEPS)
+    step = 9 if moment in ("saving", "writing") else 11
+    ended = calm.meets_kill(tmp_path, f"{plan} recompute=blocks", worker, moment, step)
     said = f"worker {worker} was killed by SIGKILL, and worker {worker ^ 1} of the same replica is restarted"
     assert f"\n{said}: 2 workers go on\n" in ended.text
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from agents import journal
 from covering import pairwise
-from fault_runs import STEPS, Calm
+from fault_runs import Calm
 from fault_runs import calm as calm
-from fault_runs import train as train_with_faults
 from mixture_models import MIXTURE_MODELS
-from mixtures import TOLERANCE, check_figures, result_once, train_cases
-from oracle import Result, train
-from parity_models import shortened
+from mixtures import TOLERANCE, check_cases, train_cases
 
 # Unequal shares, and shares of units that compute nothing but dummy micro-batches, by the number of workers.
 UNEQUAL = {4: "3,3,1,1", 8: "3,3,3,3,1,1,1,1"}
@@ -54,17 +50,6 @@ def mixtures() -> list[Any]:
 MIXTURES = mixtures()
 
 
-def expected(model: str, factory: pytest.TempPathFactory, short: bool) -> Result:
-    """What plain PyTorch makes of a model."""
-    case = shortened(MIXTURE_MODELS[model]) if short else MIXTURE_MODELS[model]
-
-    return result_once(factory, f"oracle of {model} {short}", partial(train, case))
-
-
-def check(folder: Path, models: list[str], factory: pytest.TempPathFactory, short: bool = False) -> None:
-    check_figures(folder, {model: expected(model, factory, short) for model in models})
-
-
 # ---- errors that no message shows
 
 
@@ -81,7 +66,7 @@ def test_mixture_is_not_silently_wrong(
     plan: str, model: str, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     train_cases(tmp_path, plan, 4, [model], shares, short=True)
-    check(tmp_path, [model], tmp_path_factory, short=True)
+    check_cases(tmp_path, MIXTURE_MODELS, [model], tmp_path_factory, short=True)
 
 
 @pytest.mark.parametrize("axis", ["tensor", pytest.param("context", marks=pytest.mark.slow)])
@@ -90,7 +75,7 @@ def test_comparison_with_the_full_model_compares_gradients(
 ) -> None:
     """Gradients that are computed in another order are never all equal: exactly 0 means that none were compared."""
     train_cases(tmp_path, f"shard=2 {axis}=2 zero=3", 4, ["gpt"], short=True)
-    check(tmp_path, ["gpt"], tmp_path_factory, short=True)
+    check_cases(tmp_path, MIXTURE_MODELS, ["gpt"], tmp_path_factory, short=True)
     notes = " ".join(str(event["text"]) for event in journal(tmp_path / "run", "note"))
     distances = re.findall(r"verified on one micro-batch .*? and (\S+) of the gradients", notes)
     assert len(distances) == 1
@@ -107,7 +92,7 @@ def test_mixture_trains_as_one_worker(
     plan: str, zero: int, shares: str, models: list[str], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     train_cases(tmp_path, f"{plan} zero={zero}", WORKERS[plan], models, SHARES[shares].get(WORKERS[plan], ""))
-    check(tmp_path, models, tmp_path_factory)
+    check_cases(tmp_path, MIXTURE_MODELS, models, tmp_path_factory)
 
 
 @pytest.mark.slow
@@ -117,7 +102,7 @@ def test_mixture_that_saves_more_memory(
     plan: str, words: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     train_cases(tmp_path, f"{plan} zero=3 {words}", 4, ["tied gpt", "one key head"], short=True)
-    check(tmp_path, ["tied gpt", "one key head"], tmp_path_factory, short=True)
+    check_cases(tmp_path, MIXTURE_MODELS, ["tied gpt", "one key head"], tmp_path_factory, short=True)
 
 
 # ---- losses
@@ -138,6 +123,4 @@ def test_kill_of_a_worker_of_a_mixture(
 ) -> None:
     """The replica resumes from its checkpoint with all workers."""
     monkeypatch.setenv("ATTENTION", "1")
-    fault = f"kill:{worker}@11.{moment}"
-    ended = train_with_faults(tmp_path, 4, STEPS, fault, plan=f"micro=4 {plan} zero=3")
-    calm.meets_after(fault, ended, STEPS)
+    calm.meets_kill(tmp_path, f"{plan} zero=3", worker, moment)

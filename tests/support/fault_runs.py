@@ -115,6 +115,13 @@ class Calm:
         assert fired(ended) == {fault}
         self.meets(ended, steps)
 
+    def meets_kill(self, folder: Path, plan: str, worker: int, moment: str, step: int = 11) -> Ended:
+        """Trains with four workers, one of which is killed, and asserts what `meets_after` asserts."""
+        fault = f"kill:{worker}@{step}.{moment}"
+        ended = train(folder, 4, STEPS, fault, plan=f"micro=4 {plan}")
+        self.meets_after(fault, ended, STEPS)
+        return ended
+
     def meets(self, ended: Ended, steps: int) -> None:
         """Asserts the same weights, to rounding, and the same values that the script counted."""
         folder = self.of(steps)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from cases import Case
 from launching import SCRIPTS, paceline
 from once import once
-from oracle import Result, apart
+from oracle import Result, apart, train
+from parity_models import shortened
 from safetensors.torch import load_file
 
 TOLERANCE = 1e-12
@@ -36,6 +39,17 @@ def train_cases(
     options += ["--shares", shares] if shares else []
     words = [*(["short"] if short else []), *plan.split()]
     paceline("run", *options, SCRIPTS / "contract.py", "out", *names, *words, cwd=folder, timeout=800)
+
+
+def check_cases(
+    folder: Path, cases: Mapping[str, Case], names: Sequence[str], factory: pytest.TempPathFactory, short: bool = False
+) -> None:
+    """Asserts that the trained cases with these names are what plain PyTorch makes of them."""
+    results = {}
+    for name in names:
+        case = shortened(cases[name]) if short else cases[name]
+        results[name] = result_once(factory, f"oracle of {name} {short}", partial(train, case))
+    check_figures(folder, results)
 
 
 def check_figures(folder: Path, results: Mapping[str, Result]) -> None:
