@@ -82,12 +82,13 @@ def _divide_model(
     blocks: str | None,
 ) -> Pipeline | None:
     """Divides a job's model along all axes but `shard`. Returns the pipeline if the model has stages."""
-    job.unit, job.each_shard, job.requested_split = mesh.unit, mesh.replica // mesh.shard, (placements, blocks)
+    job.unit, job.each_shard, job.requested_split = mesh.unit, mesh.each_shard, (placements, blocks)
     job.shapes = {name: tuple(param.shape) for name, param in job.model.named_parameters(remove_duplicate=False)}
     job.units = group.subgroup("data", "shard", "expert", mesh=mesh)
     job.shard_index, job.replica = mesh.shard_index_of(group.rank), group.subgroup(*AXES[1:], mesh=mesh)
     if plan.together > 1:
-        job.lockstep = group.subgroup(*["shard"] * (plan.zero in (2, 3)), "expert", mesh=mesh)
+        axes = ("shard", "expert") if plan.zero in (2, 3) else ("expert",)
+        job.lockstep = group.subgroup(*axes, mesh=mesh)
     values = ModelValues(job) if mesh.pipeline * mesh.tensor * mesh.expert > 1 else None
     pipeline = None
     if mesh.pipeline > 1:

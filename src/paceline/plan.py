@@ -39,9 +39,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("ddp", "dp"), "use data=N, or leave it out: by default every worker is a replica"),
     **dict.fromkeys(("fsdp", "fsdp2"), "use shard=N"),
     **{f"zero{level}": f"use shard=N zero={level}" for level in (1, 2, 3)},
-    **dict.fromkeys(("tp",), "use tensor=N"),
-    **dict.fromkeys(("pp",), "use pipeline=N"),
-    **dict.fromkeys(("cp",), "use context=N"),
+    **{short: f"use {word}=N" for short, word in {"tp": "tensor", "pp": "pipeline", "cp": "context"}.items()},
     **dict.fromkeys(("ep", "experts", "expertparallel"), "use expert=N"),
     **dict.fromkeys(("checkpointing", "gradientcheckpointing"), "use recompute=blocks"),
 }
@@ -268,9 +266,9 @@ class Plan:
         """The plans over `workers` that are like this one and keep a model in more or fewer pieces: those that cost the
         least time first.
         """
-        unit = self.mesh(1).expert * self.mesh(1).unit
+        each = self.mesh(1).each_shard
         for zero in (1, 2, 3):
-            for shard in (n for n in range(2, workers // unit + 1) if workers % (n * unit) == 0):
+            for shard in (n for n in range(2, workers // each + 1) if workers % (n * each) == 0):
                 if (shard, zero) != (self.shard, self.zero):
                     yield replace(self, data=None, shard=shard, zero=zero)
 

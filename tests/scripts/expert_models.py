@@ -69,7 +69,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A language model. In training its output has the auxiliary loss as one more word."""
+    """A language model. In training its output is a pair: the logits and the auxiliary loss."""
 
     def __init__(self, count: int = 8, shunned: int = 0, shared: bool = False) -> None:
         super().__init__()
@@ -93,13 +93,22 @@ def loss(output: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
     return total + 0.1 * count * auxiliary, count, metrics
 
 
-def expert_model(*arguments: Any) -> Case:
+def made(frozen: bool, *arguments: Any) -> nn.Module:
+    """The model; with `frozen`, its experts are not trained."""
+    model = Model(*arguments).double()
+    for block in model.blocks:
+        block.mixture.experts.requires_grad_(not frozen)
+    return model
+
+
+def expert_model(*arguments: Any, frozen: bool = False) -> Case:
     """Trains 20 steps; every third batch is short, and has a micro-batch of a single row."""
-    return Case(lambda: Model(*arguments).double(), lambda: words(31), loss, adamw, 12, 20, 1.0, warm_up, 3)
+    return Case(lambda: made(frozen, *arguments), lambda: words(31), loss, adamw, 12, 20, 1.0, warm_up, 3)
 
 
 EXPERT_MODELS = {
     "experts": expert_model(),
     "six experts, two shunned": expert_model(6, 2),
     "shared expert": expert_model(8, 0, True),
+    "frozen experts": expert_model(frozen=True),
 }

@@ -43,7 +43,12 @@ class Mesh:
     @cached_property
     def replica(self) -> int:
         """The workers of a replica."""
-        return self.shard * self.expert * self.unit
+        return self.shard * self.each_shard
+
+    @property
+    def each_shard(self) -> int:
+        """The workers that together hold one of the shards along `shard`."""
+        return self.expert * self.unit
 
     @property
     def units(self) -> int:

@@ -27,7 +27,7 @@ class Bucket:
     """A flat tensor with one shard per worker, and the numbers of the parameters whose gradients it holds.
 
     `local_shard` is this worker's shard of `flat`. In it the gradients with these `shapes` begin at `starts`. A
-    `divided` bucket is of experts, of which the workers along the axis `expert` have different ones.
+    `divided` bucket holds gradients of experts: each worker along the axis `expert` has different experts.
     """
 
     index: int

@@ -23,8 +23,9 @@ from paceline.errors import UsageError
 class Hooks:
     """Finds the user's gradient hooks: on parameters, on modules, and on tensors of the first forward.
 
-    `where` names the first hook. Hooks are refused if gradients are `scaled` (fp16) or `mixed` with those of other
-    workers' micro-batches (in experts), on `gathered` parameters, and on those of which workers have `shards`.
+    `where` names the first hook. Hooks are refused if gradients are `scaled` (fp16), or `mixed` with those of other
+    workers' micro-batches, as in experts. Hooks on parameters are refused if parameters are `gathered`, or if `shards`
+    names the parameter: then this worker holds only a part of it.
     """
 
     def __init__(

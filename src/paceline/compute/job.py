@@ -113,9 +113,14 @@ class TrainingJob:
 
     @property
     def in_shards(self) -> set[str]:
-        """The parameters, by name, of which this worker has some elements, as tensor= splits their layers."""
+        """The names of the parameters of which this worker holds only a part, because tensor= splits their layers."""
         held = {name: cut.at(self.shard_index).elements for name, cut in self.cuts.items() if name not in self.divided}
         return {name for name, elements in held.items() if 0 < elements < math.prod(self.cuts[name].shape)}
+
+    @property
+    def divided_numbers(self) -> list[int]:
+        """The positions in `named` of the parameters that expert= divides."""
+        return [number for number, name in enumerate(self.named) if name in self.divided]
 
     @property
     def used_params(self) -> Mapping[str, nn.Parameter]:

@@ -81,8 +81,9 @@ def loss_apart(actual: Any, expected: Any, rounding: float, least: float) -> tup
     return "", "", most
 
 
-def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Gradients, by parameter name, of a sum of the outputs with random weights that are the same in each call.
+def gradients_of(outputs: Sequence[torch.Tensor], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gradients of a sum of the outputs with random weights that are the same in each call, by the names of parameters
+    or inputs.
 
     Parameters that the script froze after the Trainer was made have none.
     """

@@ -31,7 +31,7 @@ class Facts:
     sparse: int = 0  # how many of the last parameters have sparse gradients, whose number of rows is unknown
     # The full shapes, by number, of the parameters that one worker of a replica updates.
     owned: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    divided: Sequence[int] = ()  # the parameters of experts, by number, of which expert= leaves each worker some
+    divided: Sequence[int] = ()  # the numbers of the parameters that hold experts, where expert= divides these
 
     def bytes(self, places: int = 1, numbers: Sequence[int] | None = None) -> int:
         """Returns the bytes of these parameters, or of all, on the worker with the most rows of `places` shards."""

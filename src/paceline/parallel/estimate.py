@@ -50,6 +50,7 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     trials = [_measure(job, micro_batch, stages) for _ in range(3)]
     by_stage = zip(*trials, strict=True)
     fastest = [{kind: min(trial[kind] for trial in of_stage) for kind in of_stage[0]} for of_stage in by_stage]
+    experts = None
     if mesh.expert > 1:
         from paceline.parallel.expert_parallel import ExpertParallel
 
@@ -59,7 +60,7 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
         from paceline.parallel.tensor_parallel.layers import TensorCut
 
         TensorCut(job, cast(Any, SimpleNamespace(rank=0, size=mesh.tensor)), job.requested_split[0])
-    if mesh.expert > 1:
+    if experts is not None:
         experts.cut(None)
     forwards, inner, predicted = -(-count // mesh.units), mesh.context * mesh.tensor, []
     kind, virtual = plan.stage_order, plan.virtual or 1

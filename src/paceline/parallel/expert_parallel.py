@@ -9,7 +9,7 @@ without a micro-batch runs a dummy one, and its experts compute for the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,15 +24,13 @@ from paceline.comm.communicator import Group
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.job import Judge
 from paceline.compute.rng import RngState
-from paceline.compute.state_dict import refuse_state
-from paceline.compute.verify import differentiate, farthest, outputs_apart, room
+from paceline.compute.verify import farthest, gradients_of, outputs_apart, room
 from paceline.errors import UsageError
 from paceline.parallel.parallel_job import ParallelJob
-from paceline.parallel.pipeline.stage_forward import one_call, placed
+from paceline.parallel.pipeline.stage_forward import placed, replace_forward
 from paceline.parallel.tensor_parallel.experts import compute_pairs, inputs_of, is_experts, run_experts
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
-from paceline.parallel.tensor_parallel.script_view import call_without_script_view
-from paceline.parallel.tensor_parallel.sharded_mode import AS_IT_IS, MADE, placement_of, set_placement, tensors_in
+from paceline.parallel.tensor_parallel.sharded_mode import AS_IT_IS, MADE, placement_of, shrink, tensors_in
 
 
 class _Send(torch.autograd.Function):
@@ -53,19 +51,24 @@ class _Send(torch.autograd.Function):
 
 
 class _UseOutside(TorchFunctionMode):
-    """Raises UsageError if code outside of the layers of experts uses their weights, given by identity and name."""
+    """Raises UsageError if code outside of the layers of experts uses their weights.
 
-    def __init__(self, names: dict[int, str]) -> None:
+    These have a placement among `holders`. Identities would not do: zero=2 and zero=3 replace these tensors by others.
+    """
+
+    def __init__(self, model: nn.Module, holders: Group) -> None:
         super().__init__()
-        self._names, self.is_off = names, False  # it is off inside of these layers
+        self._model, self._holders, self.is_off = model, holders, False  # it is off inside of these layers
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
         asks = name in AS_IT_IS or (name == "__get__" and function.__self__.__name__ not in MADE)
         for tensor in () if asks or self.is_off else tensors_in((*args, *kwargs.values())):
-            if id(tensor) in self._names:
-                problem = f"the forward or loss uses {self._names[id(tensor)]} outside of its layer of experts, "
+            if (placement := placement_of(tensor)) is not None and placement.group is self._holders:
+                named = self._model.named_parameters()
+                param_name = next((key for key, param in named if param is tensor), "a weight of experts")
+                problem = f"the forward or loss uses {param_name} outside of its layer of experts, "
                 problem += "but expert= leaves each worker only some of the experts"
                 raise UsageError(problem, "for a penalty, use weight_decay= of the optimizer; or leave expert= out")
         return function(*args, **kwargs)
@@ -73,11 +76,12 @@ class _UseOutside(TorchFunctionMode):
 
 @dataclass
 class _ExpertLayer:
-    """A layer of experts: its name, how many experts it has, and the bytes that this worker has `sent` in `calls`."""
+    """A layer of `count` experts. This worker holds those in `held`; it has `sent` bytes in so many `calls`."""
 
     name: str
     module: nn.Module
     count: int
+    held: range
     is_verified: bool = False
     sent: int = 0
     calls: int = 0
@@ -102,16 +106,20 @@ class ExpertParallel:
         self.tensor = tensor
         self._within_unit: Redistributor | None = None  # what sums over the workers along `tensor`
         self._rng, self._distances, self._has_watched = RngState(job.device), (0.0, 0.0), False
-        modules = job.model.named_modules()
-        self.layers = [_ExpertLayer(name, one, cast(int, one.num_experts)) for name, one in modules if is_experts(one)]
+        shards = RowShards(holders.size)
+        self.layers = [
+            _ExpertLayer(name, module, count := cast(int, module.num_experts), shards.rows(count, holders.rank))
+            for name, module in job.model.named_modules()
+            if is_experts(module)
+        ]
         if not self.layers:
             what = f"{self._model} has no layer of experts that expert= can divide: no module has stacked weights of "
             what += "num_experts experts and a forward of tokens, indices and weights, as those of transformers have"
             raise UsageError(what, "leave expert= out")
-        self._params = {id(param): param for one in self.layers for param in one.module.parameters(recurse=False)}
+        self._use_outside = _UseOutside(job.model, holders)
+        ids = {id(param) for layer in self.layers for param in layer.module.parameters(recurse=False)}
         named = job.model.named_parameters(remove_duplicate=False)
-        names = {name: param for name, param in named if id(param) in self._params}
-        self._use_outside = _UseOutside({id(param): name for name, param in names.items()})
+        names = {name: param for name, param in named if id(param) in ids}
         job.divided = frozenset(names)
         job.cuts |= {name: ShardingSpec.unsharded(param.shape) for name, param in names.items()}
         if job.stages is None:  # else the comparison with the full model finds such uses
@@ -124,13 +132,13 @@ class ExpertParallel:
         `within_unit` sums over the workers along `tensor`, if there are several.
         """
         job, holders, self._within_unit = self.job, self.holders, within_unit
-        for param in self._params.values():
-            set_placement(param, ShardPlacement(0, (len(param),), holders.size, holders))
-            rows = RowShards(holders.size).rows(len(param), holders.rank)
-            # The parameter stays the same object, so other references to it see this worker's experts.
-            param.data = param.detach()[(0,) * param.dim()].expand(len(rows), *param.shape[1:])
         for layer in self.layers:
-            self._replace_forward(layer)
+            placement = ShardPlacement(0, (layer.count,), holders.size, holders)
+            for param in layer.module.parameters(recurse=False):
+                if placement_of(param) is None:  # else it is tied to one of an earlier layer
+                    shrink(param, (len(layer.held), *param.shape[1:]), placement)
+            whose = f"{self._model}, whose experts expert= divides"
+            replace_forward(layer.module, partial(self._run, layer), job.stages is not None, whose)
         if within_unit is None:
             job.redistributors.append(Redistributor(self.group))
 
@@ -157,12 +165,6 @@ class ExpertParallel:
                 cuts[name] = replace(
                     spec, pieces=tuple(piece.rows(shards.rows(piece.shape[0], owner)) for piece, owner in owners)
                 )
-
-    def _replace_forward(self, layer: _ExpertLayer) -> None:
-        """Replaces the forward of a layer, on this object only."""
-        call = partial(call_without_script_view, partial(self._run, layer))
-        vars(layer.module)["forward"] = call if self.job.stages is None else one_call(layer.module, call)
-        refuse_state(layer.module, f"{self._model}, whose experts expert= divides")
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -229,20 +231,20 @@ class ExpertParallel:
         weights: torch.Tensor,
     ) -> torch.Tensor:
         """Computes pairs of tokens and experts on the workers that have the experts: see `compute_pairs`."""
-        size, local = self.group.size, RowShards(self.holders.size).rows(count, self.holders.rank)
+        size = self.group.size
         owners = experts.view(-1) // self._each(count) // self.tensor
         order = owners.argsort(stable=True)
         to_each = owners.bincount(minlength=size)
         ones = [1] * size
         given, taken = to_each.tolist(), self.send(to_each, layer.name, ones, ones).tolist()
-        local_experts = self.send(experts[order].int(), layer.name, given, taken).long() - local.start
+        local_experts = self.send(experts[order].int(), layer.name, given, taken).long() - layer.held.start
         sent_tokens, sent_weights = (
             applied(_Send, rows[order], self, layer.name, given, taken) for rows in (tokens, weights)
         )
         if torch.is_grad_enabled() and module.training:
             away = [sum(lengths) - lengths[self.group.rank] for lengths in (given, taken)]
             self._note_traffic(layer, away, tokens.element_size() * tokens.shape[1], weights.element_size())
-        computed = compute_pairs(module, len(local), sent_tokens, local_experts, sent_weights).to(tokens.dtype)
+        computed = compute_pairs(module, len(layer.held), sent_tokens, local_experts, sent_weights).to(tokens.dtype)
         returned = applied(_Send, computed, self, layer.name, taken, given)
         return returned[order.argsort()]
 
@@ -257,8 +259,8 @@ class ExpertParallel:
     def _note_traffic(self, layer: _ExpertLayer, away: Sequence[int], token: int, weight: int) -> None:
         """Records the bytes that this worker sends in the forward and backward of a micro-batch.
 
-        `away` are the pairs of a token and an expert that it sends to other workers, and those that it gets from them.
-        A token has `token` bytes, as have the result and the gradients of both.
+        `away` counts pairs of a token and an expert: those that this worker sends to other workers, and those that it
+        receives from them. A token has `token` bytes, and so do the result and the gradients of both.
         """
         layer.calls += 1
         layer.sent += sum(away) * (2 * token + weight) + 4 * away[0] + 8 * (self.group.size - 1)
@@ -281,41 +283,39 @@ class ExpertParallel:
         self.holders.declare(f"all experts of {layer.name}, for the comparison", check=False, kind="comparison")
         full = {key: torch.cat(self.holders.gather(param.detach().reshape(-1))) for key, param in local.items()}
         slots = [
-            (module, key, nn.Parameter(flat.view(layer.count, *local[key].shape[1:]))) for key, flat in full.items()
+            (module, key, nn.Parameter(flat.view(layer.count, *local[key].shape[1:]), local[key].requires_grad))
+            for key, flat in full.items()
         ]
         keep = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)  # unseen by activation checkpointing
         with without_a_trace(module, self._rng), keep, torch.enable_grad():
-            output, gradients = self._gradients(partial(self._compute, layer), inputs, local)
+            output, gradients = _run_and_differentiate(partial(self._compute, layer), inputs, local)
             with placed(slots):
-                forward = partial(type(module).forward, module)
-                expected, full_gradients = self._gradients(forward, inputs, {key: param for _, key, param in slots})
+                params = {key: param for _, key, param in slots}
+                expected, full_gradients = _run_and_differentiate(partial(type(module).forward, module), inputs, params)
         group.declare(f"the gradients of {layer.name}, for the comparison", check=False, kind="comparison")
-        for key in local:
-            total = full_gradients[key].contiguous()
+        for key in (key for key, param in local.items() if param.requires_grad):
+            total = full_gradients[key] if key in full_gradients else torch.zeros_like(params[key])
+            total = total.contiguous()
             group.sum(total.view(-1))
-            full_gradients[key] = RowShards(self.holders.size).of(total, self.holders.rank)
+            full_gradients[key] = total[layer.held.start : layer.held.stop]
         farthest_output, differs = outputs_apart([output], [expected])
         name, distance = farthest(gradients, full_gradients, [expected])
         wrong = "output" if differs else name and f"gradient of {name}"
         wrongs = [text for text in group.gather_json(wrong) if text]
         if wrongs:
             problem = f"the {wrongs[0]} of {layer.name} changes when expert= divides its experts"
-            raise UsageError(problem, "leave expert= out: its forward does more than to add up the experts' outputs")
+            raise UsageError(problem, "leave expert= out: its forward does more than add up the experts' outputs")
         self._distances = max(self._distances[0], farthest_output), max(self._distances[1], distance)
         report = "expert= was verified on one micro-batch against complete layers: relative difference "
         report += f"{self._distances[0]:.1g} of the outputs and {self._distances[1]:.1g} of the gradients"
         self.job.news["expert"] = report, ""
 
-    def _gradients(
-        self, forward: Any, inputs: tuple[torch.Tensor, ...], params: dict[str, nn.Parameter]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the output, and the gradients of a sum of it with random weights that are the same in each call."""
-        tokens, indices, weights = inputs
-        tokens, weights = (one.detach().requires_grad_() for one in (tokens, weights))
-        output = forward(tokens, indices, weights)
-        generator = torch.Generator(output.device).manual_seed(0)
-        factors = torch.randn(output.shape, dtype=output.dtype, device=output.device, generator=generator)
-        wanted = {"the tokens": tokens, "the weights": weights, **params}
-        grads = differentiate([(output * factors).sum()], [*wanted.values()])
-        pairs = zip(wanted.items(), grads, strict=True)
-        return output.detach(), {name: torch.zeros_like(one) if grad is None else grad for (name, one), grad in pairs}
+
+def _run_and_differentiate(
+    forward: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], params: Mapping[str, torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns the output of a layer of experts, and the gradients of its tokens, their weights and its parameters."""
+    tokens, indices, weights = inputs
+    tokens, weights = (one.detach().requires_grad_() for one in (tokens, weights))
+    output = forward(tokens, indices, weights)
+    return output.detach(), gradients_of([output], {"the tokens": tokens, "the weights": weights, **params})

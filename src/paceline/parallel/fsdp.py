@@ -275,9 +275,9 @@ class FullyShard(Layout):
 
     def make_grad_sink(self) -> FsdpReduceScatter:
         """Returns the reduce-scatter that collects the gradients of the full parameters."""
-        divided = [number for number, name in enumerate(self.job.named) if name in self.job.divided]
-        local_params = [*self.job.local_params.values()]
-        buckets = Buckets(local_params, exact=self.job.exact, hooks=False, divided=divided)
+        job = self.job
+        local_params = [*job.local_params.values()]
+        buckets = Buckets(local_params, exact=job.exact, hooks=False, divided=job.divided_numbers)
         self.staging = FsdpReduceScatter(
             buckets, self._shapes, self._leaving_order, self.replica, self._finish_backward, not self._compares_order
         )

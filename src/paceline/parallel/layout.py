@@ -44,8 +44,8 @@ class Layout:
         """Builds buckets for the gradients of the dense parameters."""
         dense = self.job.dense
         local_params = [*self.job.local_params.values()][: len(dense)]
-        divided = [number for number, name in enumerate(self.job.named) if name in self.job.divided]
-        return Buckets(dense, shards=self.shards, local_params=local_params, exact=self.job.exact, divided=divided)
+        exact, divided = self.job.exact, self.job.divided_numbers
+        return Buckets(dense, shards=self.shards, local_params=local_params, exact=exact, divided=divided)
 
     def running(self, name: str) -> AbstractContextManager[None]:
         """Returns a context for the forwards and backwards of a step; `name` describes the step."""

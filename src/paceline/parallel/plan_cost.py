@@ -30,8 +30,8 @@ def cost(plan: Plan, facts: Facts, workers: int, forwards: int = 1) -> Cost:
         replicas_of_shard, offload = mesh.data * mesh.context, plan.offload is not None
         estimate = zero1.cost(facts, plan.zero or 3, mesh.shard, replicas_of_shard, forwards, offload)
     if mesh.expert > 1:  # the gradients of all but experts are summed over the workers that exchange tokens, too
-        shared = facts.bytes(mesh.shard) - facts.bytes(mesh.shard, facts.divided)
-        estimate.sent["gradients"] = estimate.sent.get("gradients", 0) + shared
+        shared = [number for number in range(len(facts.shapes) - facts.sparse) if number not in facts.divided]
+        estimate.sent["gradients"] = estimate.sent.get("gradients", 0) + facts.bytes(mesh.shard, shared)
     if facts.owned:
         estimate = estimate.with_owners(facts, mesh.shard, mesh.replica // mesh.pipeline)
     for axis in facts.inside.keys() | facts.ends.keys():
@@ -80,5 +80,5 @@ def facts_of(job: TrainingJob) -> Facts:
         job.ends,
         job.sparse,
         {numbers[name]: cut.shape for name, cut in job.owned_cuts.items() if name in numbers},
-        [number for name, number in numbers.items() if name in job.divided],
+        job.divided_numbers,
     )

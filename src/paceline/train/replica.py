@@ -78,9 +78,10 @@ class Replica:
         self._counted = counting([*cuts.values()], job.shard_index)
         if self.grad_buffers.exact is not None:
             self.grad_buffers.exact.elements = [math.prod(cut.shape) for cut in cuts.values()]
-        self.experts = group.subgroup("expert", mesh=mesh)
-        route = [*layout.route, *[ReduceStep("sum", self.experts, of_shared=True)] * (mesh.expert > 1)]
-        reducer = BucketReducer(self.team, [*route, ReduceStep("sum", outer)], codec)
+        # Gradients of parameters that are not divided along `expert` are first summed along it.
+        self._inner = [group.subgroup("expert", mesh=mesh)] if mesh.expert > 1 else []
+        inner_steps = [ReduceStep("sum", among, of_shared=True) for among in self._inner]
+        reducer = BucketReducer(self.team, [*layout.route, *inner_steps, ReduceStep("sum", outer)], codec)
         self.transit = reducer if layout.allocate is not None else None  # else gradients stay in place: no buckets
         self.send_bucket: Ready = reducer.send
         self.codec, self.error_feedback = codec, ErrorFeedback(codec, group, outer, mesh, self.grad_buffers, cuts)
@@ -182,7 +183,7 @@ class Replica:
 
     def _add_up_rows(self, options: StepOptions) -> None:
         """Sums sparse gradients over all workers. Collective."""
-        for among in (self.experts, self.outer):
+        for among in (*self._inner, self.outer):
             among.declare(f"rows of step {options.step + 1}", check=False, kind="rows")
             add_up(self.job.in_rows, among)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, handle_torch_function
 
 from paceline.comm.torch_private import innermost_function_mode, pytree, without_innermost_mode
+from paceline.compute.state_dict import refuse_state
 from paceline.errors import UsageError, a
+from paceline.parallel.tensor_parallel.script_view import call_without_script_view
 from paceline.parallel.tensor_parallel.sharded_mode import MADE, Tensor, placement_of, set_placement, tensors_in
 
 # Identifies a value on all stages: how many blocks had been called, which call since then made it, and which of the
@@ -278,6 +281,16 @@ def one_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
         return handle_torch_function(call, (), weights, *given, **named)
 
     return counted
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any], in_stages: bool, whose: str) -> None:
+    """Replaces the forward of a module with sharded weights, on this object only, and refuses its `state_dict()`.
+
+    Where the model is `in_stages`, the forward counts as one call. `whose` describes the module for errors.
+    """
+    call = partial(call_without_script_view, forward)
+    vars(module)["forward"] = one_call(module, call) if in_stages else call
+    refuse_state(module, whose)
 
 
 @contextlib.contextmanager

@@ -28,11 +28,10 @@ from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.job import Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
 from paceline.compute.rng import RngState
-from paceline.compute.state_dict import refuse_state
 from paceline.compute.verify import allowed, apart, farthest, gradients_of, outputs_apart, room
 from paceline.errors import UsageError, a
 from paceline.parallel.parallel_job import GRADIENT_HOOK, ParallelJob
-from paceline.parallel.pipeline.stage_forward import one_call
+from paceline.parallel.pipeline.stage_forward import replace_forward
 from paceline.parallel.tensor_parallel.attention import attention
 from paceline.parallel.tensor_parallel.experts import inputs_of, is_experts, run_experts
 from paceline.parallel.tensor_parallel.op_rules import OP_RULES
@@ -59,6 +58,7 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     full_shape_of,
     placement_of,
     set_placement,
+    shrink,
     suspend_other_modes,
 )
 
@@ -332,12 +332,9 @@ class TensorCut:
         self._replace(layer.module, partial(self._experts, layer))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        """Replaces a module's forward on this object only."""
-        call = partial(call_without_script_view, forward)
-        vars(module)["forward"] = call if self.job.stages is None else one_call(module, call)
+        replace_forward(module, forward, self.job.stages is not None, f"{self._name}, which tensor= splits")
         # Without a hook, nn.TransformerEncoderLayer passes the weights to a fused kernel and skips the forward.
         module.register_forward_pre_hook(_nothing)
-        refuse_state(module, f"{self._name}, which tensor= splits")
 
     def _divided_length(self, layer: _Layer, length: int) -> ShardPlacement:
         """Returns how a length is divided, along dimension 0; UsageError if it is not divisible."""
@@ -381,9 +378,7 @@ class TensorCut:
             return
         shard = replace(shard, dim=dim)
         spec = shard.sharding_spec(tuple(param.shape), self.unit.size)
-        # The parameter stays the same object, so other references to it (a list in a module, a closure) see the shard.
-        param.data = param.detach()[(0,) * param.dim()].expand(spec.at(self.unit.rank).shape)
-        set_placement(param, shard)
+        shrink(param, spec.at(self.unit.rank).shape, shard)
         self._divided_params[id(param)] = param, spec
         # Neighbours with the same shard each compute only a part of its gradient.
         if shard.count < self.unit.size and param.requires_grad:

@@ -26,9 +26,9 @@ class ShardPlacement:
     """Describes which shard of a tensor each worker has.
 
     The tensor is divided along `dim`: each of its `sections` (such as the three of a fused attention weight) into
-    `count` shards. If there are fewer shards than workers, neighbours have the same one. The workers are those of
-    `group`, by default the unit of whoever asks. `layers`: the names of the layers that the tensor comes from, where
-    placements are inferred.
+    `count` shards. If there are fewer shards than workers, neighbours have the same one. `group` are these workers;
+    None stands for the unit of the Redistributor that moves the tensor. `layers` are the names of the layers that the
+    tensor comes from, where placements are inferred.
     """
 
     dim: int

@@ -56,6 +56,15 @@ def set_placement(tensor: Tensor, placement: ShardPlacement | None) -> Tensor:
     return tensor
 
 
+def shrink(param: torch.nn.Parameter, shape: Sequence[int], placement: ShardPlacement) -> None:
+    """Makes a parameter, which has no values yet, a shard of this shape.
+
+    It stays the same object, so other references to it (a list in a module, a closure) see the shard.
+    """
+    param.data = param.detach()[(0,) * param.dim()].expand(shape)
+    set_placement(param, placement)
+
+
 def full_shape_of(tensor: Tensor) -> tuple[int, ...]:
     """Returns the shape of the full tensor."""
     shape, placement = Tensor.size(tensor), placement_of(tensor)
