@@ -139,7 +139,6 @@ class Trainer(TrainerLogging):
     model = Fixed[nn.Module](
         "the optimizer refers to its parameters; create another Trainer, or use trainer.model.load_state_dict(...)"
     )
-    state = Fixed[State]("checkpoints hold this object; use trainer.state.update(...)")
     save_frozen = True
     """Whether checkpoints hold parameters that are not trained, such as the base model of LoRA adapters. With False, a
     resumed run takes them from the model that the script makes. Set it on all workers, before the loop.
@@ -221,10 +220,10 @@ class Trainer(TrainerLogging):
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
-        self.state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
+        self._state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
         self.plateau = PlateauFollower(schedule, schedulers, reporter.say)
         self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
-        run.trainers.enlist(self, self.model)
+        run.trainers.enlist(self, self.model, self._state)
         if run.resume.tree:
             run.state.refuse_differences(run.resume.tree)
             self.restore(newcomer=True)
@@ -282,9 +281,7 @@ class Trainer(TrainerLogging):
         run.trainers.replace(number, parts)
 
     def _go_on_ended(self, saved: dict[str, Any]) -> None:
-        """Loads a trainer that had ended when the checkpoint was written: it has its last weights and trains no
-        more.
-        """
+        """Loads a trainer that had ended before the checkpoint: it has its last weights, and trains no more."""
         self._replica.load({"model": saved["model"]})
         self._context.done, self._context.expected = saved["steps"], saved["expected"]
         self._line = {name: value for name, value in saved.items() if name not in ("model", "state")}
@@ -355,8 +352,25 @@ class Trainer(TrainerLogging):
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps of the whole training, those before a resume included."""
-        return self._run.trainers.members[self._number].steps_done if self._closed else self._context.done
+        """Optimizer steps of the whole training, those before a resume included. A new worker joins the team first."""
+        self._run.need_team()
+        return self.done
+
+    @property
+    def state(self) -> State:
+        """The script's own values, which checkpoints contain. A new worker joins the team first."""
+        self._run.need_team()
+        return self._state
+
+    @state.setter
+    def state(self, value: object) -> None:
+        what = "trainer.state cannot be replaced: checkpoints hold this object; use trainer.state.update(...)"
+        raise AttributeError(what)
+
+    @property
+    def done(self) -> int:
+        """Optimizer steps, as far as this worker knows."""
+        return self._run.trainers.members[self._number].done if self._closed else self._context.done
 
     @property
     def _of(self) -> str:
@@ -515,9 +529,9 @@ class Trainer(TrainerLogging):
             fields |= {
                 "phase": number,
                 "epochs": epochs,
-                "done": [member.steps_done for member in self._run.trainers.members],
+                "done": [member.done for member in self._run.trainers.members],
             }
-            self._reporter.show("grid", **fields, steps=None if total is None else self.steps_done - phase.done + total)
+            self._reporter.show("grid", **fields, steps=None if total is None else self.done - phase.done + total)
             idle = None if assignment.fine or not self._strategy.lockstep else idle_text(grid, assignment.weights, unit)
             if idle is not None:
                 self._reporter.decide(self._number, *idle)
@@ -607,7 +621,7 @@ class Trainer(TrainerLogging):
             raise UsageError(what, f"use steps(), or remove {word} from the plan")
         run.begin_training(self._number, loop=False)
         first, run.script.uses_step = not run.script.uses_step, True
-        number = self.steps_done + 1
+        number = self.done + 1
         # Later ones by and by: rows may part from one another late, or meet. A single row may be the same by chance.
         looks = first or (batch is not None and rows_of(batch) > 1 and number & (number - 1) == 0)
         if first:
@@ -720,7 +734,7 @@ class Trainer(TrainerLogging):
             results = evaluate(sweep, metric)
             for one in self.followed:
                 one.find_value(results, "evaluate()", self._reporter.say)
-            self._reporter.show("evaluate", trainer=self._number, step=self.steps_done, results=results)
+            self._reporter.show("evaluate", trainer=self._number, step=self.done, results=results)
             return results
 
         return self._report(compute, self._offer, "evaluating")
@@ -822,7 +836,7 @@ class Trainer(TrainerLogging):
         """
         self._need_open()
         self._run.need_team()
-        if not self.steps_done and not self._run.resume.imported and self._script_settings.untrained(self.model):
+        if not self.done and not self._run.resume.imported and self._script_settings.untrained(self.model):
             why = "the loop that steps() returned was not run" if self.untouched else "this process made no step"
             what = f"these weights are not trained: {why}"
             self._reporter.say(f"{what}; write `for report in trainer.steps(...):`", once=True)
@@ -863,7 +877,7 @@ class Trainer(TrainerLogging):
             if hidden := hidden_in(optimizer):
                 self._reporter.say(f"{hidden}; store them in self.state", once=True)
         self._looked = True
-        kept, full_copies = copies_in_pieces(self.state.saved(), self._job)
+        kept, full_copies = copies_in_pieces(self._state.saved(), self._job)
         if self._line is not None:  # its weights could not be written
             more = {"whole": full_copies} if full_copies else {}
             return {**self._line, "model": model_state(self._job), "state": kept, **more}
@@ -914,7 +928,7 @@ class Trainer(TrainerLogging):
         """Returns the predicted and the measured memory and traffic of a step; None before the first step. `besides`
         are the bytes of the process that belong to other trainers.
         """
-        if not self.steps_done or self._line is not None:
+        if not self.done or self._line is not None:
             return None
         return self._context.figures.measure(self._strategy.memory(), besides)
 
@@ -930,7 +944,7 @@ class Trainer(TrainerLogging):
     def mark_copies(self) -> None:
         """Marks the tensors in `trainer.state` that are copies of sharded weights, for the body of a loop."""
         if self.parts:
-            mark_copies({key: value for key, (_, value) in self.state.saved().items()}, self._job)
+            mark_copies({key: value for key, (_, value) in self._state.saved().items()}, self._job)
 
     def apply_step(self, message: list[Any]) -> None:
         """Applies a part of a step that the team made before this newcomer joined."""
@@ -977,9 +991,9 @@ class Trainer(TrainerLogging):
             self._stopped = saved["stopped"]
             self.best.restore(saved.get("best"))
         kept = pytree.tree_map_only(torch.Tensor, torch.clone, saved["state"])
-        self.state.restore(kept, own_copies(kept, self._job, saved.get("whole") or ()))
+        self._state.restore(kept, own_copies(kept, self._job, saved.get("whole") or ()))
         self.mark_copies()
         if saved.get("grid") and self._grid:
-            before, now, done = Grid(*saved["grid"]), self._grid, self.steps_done
+            before, now, done = Grid(*saved["grid"]), self._grid, self.done
             self._grid = resumed_grid(before, now, self.plan.micro, done, self._reporter.say)
             self._context.regrid(self._grid, before.global_batch)

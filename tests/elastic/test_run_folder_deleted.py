@@ -215,5 +215,5 @@ def test_run_folder_that_cannot_be_created_again(begin: Begin, undisturbed: byte
     )
     text = run.end(undisturbed)
     assert text.count("cannot be written (") == 1
-    last = "train.py finished; its report cannot be written: run is not a run folder: it does not contain journal.jsonl"
-    assert f"{last}; pass a folder made by --run-dir" in text.splitlines()
+    what = "run is not a run folder: it does not contain journal.jsonl; pass a folder made by --run-dir"
+    assert f"train.py finished, but its report cannot be written: {what}" in text.splitlines()

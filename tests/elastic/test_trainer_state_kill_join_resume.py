@@ -57,6 +57,28 @@ def test_state_of_a_worker_that_joins_again_is_filled_once(lost: int, tmp_path: 
         assert all(value.equal(means[name]) for name, value in undisturbed.items()), f"worker {worker} has another mean"
 
 
+# What a script does before its loop depends on what the team has reached, as callbacks at the start of training do.
+READS = """
+import json, os, time
+from pathlib import Path
+t = make()
+reached, seen = t.steps_done, t.state.get("seen", 0)
+journal = Path("out/journal.jsonl")
+for report in t.steps(data, count=60):
+    t.state["seen"] = report.step
+    if journal.read_text().count('"formed"') < 2:
+        time.sleep(0.05 if report.step < 40 else 1.0)
+Path(f"reached-{os.environ['PACELINE_RANK']}.json").write_text(json.dumps([reached, seen]))
+"""
+
+
+def test_worker_that_joins_reads_the_steps_and_the_state_of_the_team_before_its_loop(tmp_path: Path) -> None:
+    train_basics(tmp_path, READS, 2, chaos="kill:1@5.backward")
+    of_first, of_newcomer = (json.loads((tmp_path / f"reached-{worker}.json").read_text()) for worker in range(2))
+    assert of_first == [0, 0]
+    assert of_newcomer[0] == of_newcomer[1] >= 5
+
+
 COUNTS = """
 import json, os
 class Rows:

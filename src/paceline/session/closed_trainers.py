@@ -51,7 +51,7 @@ class Ended:
 
     line: dict[str, Any]
     best: BestCheckpoint
-    steps_done: int
+    done: int
     complete: bool
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
     unmoved: str  # what people are told at the end of the run about its schedule, if anything
@@ -64,7 +64,7 @@ class Ended:
     def of(cls, member: RegisteredTrainer, line: dict[str, Any], viewed: nn.Module | None = None) -> Ended:
         """Returns the record of a `member` that ends with this `line` in checkpoints."""
         about = member.described, member.unmoved, member.untouched
-        return cls(line, member.best, member.steps_done, member.complete, *about, viewed)
+        return cls(line, member.best, member.done, member.complete, *about, viewed)
 
     def snapshot(self, done: int | None = None) -> dict[str, Any]:
         """Returns the line for a checkpoint."""

@@ -30,7 +30,7 @@ def _medium(name: str, value: Any) -> Any:
 def _healed(run: Run, trainer: int, workers: list[int], names: list[str], when: str) -> None:
     """Journals which workers were healed, and tells the user."""
     shown, more = ", ".join(names[:3]), f" and {len(names) - 3} more" if len(names) > 3 else ""
-    step = run.trainers.members[trainer].steps_done
+    step = run.trainers.members[trainer].done
     run.reporter.journal.write("healed", trainer=trainer, step=step, workers=workers, tensors=names)
     run.reporter.say(
         f"healed: {ranks(workers)} had different values of {shown}{more}, {when}, and received those of the majority"
@@ -47,7 +47,7 @@ class TrainerLogging:
     best: BestCheckpoint
     followed: list[Followed]  # values by name, the best among them
     plan: Plan
-    steps_done: Any  # a property there
+    done: Any  # a property there
 
     def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
         for one in self.followed:
@@ -86,7 +86,7 @@ class TrainerLogging:
             values = {name: value for name, value in values.items() if name not in media}
             self._keep(media)
         if values or not media:
-            self._reporter.journal.write("log", trainer=self._number, step=self.steps_done, values=values)
+            self._reporter.journal.write("log", trainer=self._number, step=self.done, values=values)
         reported, whose = dict[str, float](), ""
         for one in followed:
             value = one.find_value(values, "log()", self._reporter.say)
@@ -119,11 +119,11 @@ class TrainerLogging:
         reporter, folder = self._reporter, self._run.folder.path
         for name, one in media.items() if reporter.main and folder is not None else ():
             try:
-                event_fields = one.event(folder, name, self.steps_done)
+                event_fields = one.event(folder, name, self.done)
             except OSError as error:
                 reporter.say(f"{name} is not saved: {folder} cannot be written ({error.strerror})", once=True)
             else:
-                reporter.journal.write("media", trainer=self._number, step=self.steps_done, name=name, **event_fields)
+                reporter.journal.write("media", trainer=self._number, step=self.done, name=name, **event_fields)
 
     def log_to(self, logger: Any) -> None:
         """Feeds a logger: ``logger.write(step, values)`` is called on one worker with everything known of each step.

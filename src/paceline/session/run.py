@@ -76,6 +76,7 @@ class Run:
         self.serving = make_server(world) if world.serves and make_server else None
         self.servers: Any = None  # the `param_server.client.ServerClient` to which this worker pushes gradients
         self.plan = ""
+        self._is_new = world.newcomer
         self.is_closing = False
         main = team.rank == 0 and not world.newcomer and not world.serves
         # An agent holds the lock for its workers.
@@ -117,7 +118,9 @@ class Run:
 
     def need_team(self) -> None:
         """Makes a newcomer wait until it is admitted: where its script first needs something of the team."""
-        transactions = self.team.transactions
+        if not self._is_new:
+            return
+        self._is_new, transactions = False, self.team.transactions  # admission itself reads what waits for it
         if transactions.waiting and self.serving is not None:
             tree, transactions.waiting = self.serving.take(), False
             self.state.take_over(tree, newcomer=True)
@@ -134,8 +137,8 @@ class Run:
             self.resume.refuse_missing_trainers(len(members))
             if script.replays:
                 self.resume.load_streams(self.team.rank)
-        for member in members:
-            member.state.begin()
+        for state in self.trainers.states:
+            state.begin()
         script.complete_left_loops()
         if not script.loops:
             if script.begins_round(trainer, loop):

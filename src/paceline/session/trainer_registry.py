@@ -37,7 +37,7 @@ class TrainerRegistry:
         """Optimizer steps of all trainers."""
         steps = 0
         for member in self.members:
-            steps += member.steps_done
+            steps += member.done
         return steps
 
     @property
@@ -45,10 +45,10 @@ class TrainerRegistry:
         """Whether there are trainers, and all their loops have reached their ends."""
         return bool(self.members) and all(member.complete for member in self.members)
 
-    def enlist(self, member: RegisteredTrainer, model: torch.nn.Module) -> None:
-        """Registers a new trainer and its model."""
+    def enlist(self, member: RegisteredTrainer, model: torch.nn.Module, state: State) -> None:
+        """Registers a new trainer, its model and its `trainer.state`."""
         self.members.append(cast(RegisteredTrainer, weakref.proxy(member)))
-        self.states.append(member.state)
+        self.states.append(state)
         self.classes.append(type(model).__name__)
         self.models.append(model)
 

@@ -30,7 +30,6 @@ LISTED = 16  # workers whose shares are told one by one
 class RegisteredTrainer(Protocol):
     """The interface of a trainer that the run uses."""
 
-    state: State
     best: BestCheckpoint
     described: Description  # of its model, arguments and optimizers, which a newcomer must have alike
 
@@ -90,7 +89,7 @@ class RegisteredTrainer(Protocol):
         """A sentence about a plateau schedule that never got a value; empty if there is nothing to say."""
 
     @property
-    def steps_done(self) -> int:
+    def done(self) -> int:
         """Optimizer steps done, those before a resume included."""
 
     @property
