@@ -307,6 +307,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_killed_around_each_change_of_the_folder(trained, tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()

@@ -164,6 +164,7 @@ list(t.steps(data, count=12))
 """
 
 
+@pytest.mark.slow
 def test_hang_at_the_same_line_twice_ends_the_run(tmp_path: Path) -> None:
     """The rows that led there lead there again."""
     options = ("--plan", "exact micro=3", "--hang-timeout", str(ENDS), "--save-every", "2")
@@ -187,6 +188,7 @@ def test_hang_at_the_same_line_twice_ends_the_run(tmp_path: Path) -> None:
     assert re.fullmatch(re.escape(next_of) + r"\d+", block[5])
 
 
+@pytest.mark.slow
 def test_hang_ends_a_run_of_one_worker_or_one_that_survives_no_loss(tmp_path: Path) -> None:
     for workers, options, source, doing, why in (
         (1, (), "while True: pass", "busy", "find out why it does not finish"),
@@ -235,6 +237,7 @@ for report in t.steps(data, count=1):
 """
 
 
+@pytest.mark.slow
 def test_long_main_first_and_evaluate_are_no_hang(tmp_path: Path) -> None:
     """Worker 0 prepares data for all, and evaluations take longer than one may stand still."""
     said = trained(tmp_path, SLOW, 2, "--hang-timeout", "2", "--plan", "micro=6", PACELINE_STANDSTILL="2")
@@ -327,6 +330,7 @@ for report in t.steps(data, count=200):
 """
 
 
+@pytest.mark.slow
 def test_hang_on_another_host_is_reported_on_every_console(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from basics import *\n" + ELSEWHERE)
     paced = environment(**PATIENCE)

@@ -221,7 +221,9 @@ trainer.export("out.safetensors")
 """
 
 
-@pytest.mark.parametrize("plan", ["local=2 every=2", "local=4 every=2 fragments=2 delay=0"])
+@pytest.mark.parametrize(
+    "plan", ["local=2 every=2", pytest.param("local=4 every=2 fragments=2 delay=0", marks=pytest.mark.slow)]
+)
 def test_merge_without_a_quorum_waits_for_the_slowest_island(plan: str, tmp_path: Path) -> None:
     """The weights are those of one worker, which makes all islands by itself."""
     for workers in (1, 2):

@@ -121,6 +121,7 @@ def test_stop_of_a_host_with_a_parameter_server(cluster: Clusters, tmp_path: Pat
     check_served(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copies", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_sigstop_of_the_agent_of_a_host_with_a_parameter_server(cluster: Clusters, tmp_path: Path, copies: int) -> None:
     """Without a copy the run waits for it; with one the others go on, and the host is taken in again."""

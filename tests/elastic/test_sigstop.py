@@ -366,6 +366,7 @@ def test_coordinator_that_does_not_start_gets_more_time_each_time(
     assert said == ["the coordinator does not answer and is restarted"]
 
 
+@pytest.mark.slow
 def test_sigstop_of_the_agent_replaces_nobody(start: Start, undisturbed: bytes) -> None:
     run = start(2, hold="training-1")
     until(lambda: any(run.folder.glob("training-1-*")) or run.ended)

@@ -65,6 +65,7 @@ def named(rows: dict[str, dict[str, Any]], outcome: str) -> set[str]:
     return {name for name, row in rows.items() if row["outcome"] == outcome}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_torch_distributed_core_tests_pass_over_paceline(tmp_path: Path) -> None:
     ours = outcomes("paceline", tmp_path, CORE_WORKERS, *CORE)

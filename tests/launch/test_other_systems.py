@@ -45,7 +45,7 @@ def train_and_resume(folder: Path, *before: str | Path) -> bytes:
     return (folder / "out.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("system", ["darwin", "win32"])
+@pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
 def test_one_worker_on_macos_and_windows_trains_and_resumes(
     system: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

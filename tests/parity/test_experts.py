@@ -26,7 +26,7 @@ from paceline.parallel.tensor_parallel.experts import inputs_of, is_experts, run
 WORKERS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "pipeline=2 tensor=2": 4, "shard=2 zero=3 tensor=2": 4}
 WORKERS |= {"tensor=2 recompute=blocks": 2, "expert=2": 2, "expert=4": 4, "expert=2 data=2": 4, "expert=2 shard=2": 4}
 WORKERS |= {"expert=2 tensor=2": 4, "expert=2 pipeline=2": 4}
-FAST = ("gpt_oss", "tensor=4")  # whose last worker gets no tokens
+FAST = ("mixtral", "expert=2")
 
 
 def plain(name: str, folder: Path) -> None:

@@ -35,8 +35,6 @@ PLANS = [
     "",
     "exact",
     "shard=2 zero=1 offload=cpu",
-    "exact shard=3 zero=2",
-    "exact shard=2 zero=3 recompute=blocks",
     "exact tensor=2",
     "shard=2 zero=1 tensor=2",
     "pipeline=2 virtual=2",
@@ -46,6 +44,8 @@ PLANS = [
     "pipeline=2 context=2",
 ]
 MORE_PLANS = [
+    "exact shard=2 zero=3 recompute=blocks",
+    "exact shard=3 zero=2",
     "shard=1 zero=3",
     "shard=2 zero=2",
     "shard=3 zero=3",

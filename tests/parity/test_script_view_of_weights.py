@@ -431,6 +431,7 @@ def test_metric_that_reads_a_sharded_weight_is_refused(plan: str, error: str, tm
     assert f"UsageError: {error}\n" in done.stderr
 
 
+@pytest.mark.slow
 def test_kill_under_tensor_and_workers_that_join_again_read_weights_and_averages(tmp_path: Path) -> None:
     """The two of the unit that a kill takes come back while the others train on."""
     body = f"""{USES}

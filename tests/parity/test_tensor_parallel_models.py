@@ -56,11 +56,11 @@ def test_tensor_parallel_with_models_as_they_are(
 
 TABLES = {
     "gpt2": "transformer.h.*.attn.c_attn column:3, transformer.h.*.attn.c_proj row, transformer.h.*.mlp.c_fc column, "
-    "transformer.h.*.mlp.c_proj row, transformer.wte vocabulary, lm_head gathered",
+    "transformer.h.*.mlp.c_proj row, transformer.wte vocabulary, lm_head logits",
     "fused": "blocks.*.attention.qkv column:3, blocks.*.attention.out row, blocks.*.gated.up column:2, "
-    "blocks.*.gated.down row, blocks.*.plain.0 column, blocks.*.plain.2 row, words vocabulary, head gathered",
+    "blocks.*.gated.down row, blocks.*.plain.0 column, blocks.*.plain.2 row, words vocabulary, head logits",
     "interleaved": "blocks.*.attention.qkv column, blocks.*.attention.out row, blocks.*.gated.up column:2, "
-    "blocks.*.gated.down row, blocks.*.plain.0 column, blocks.*.plain.2 row, words vocabulary, head gathered",
+    "blocks.*.gated.down row, blocks.*.plain.0 column, blocks.*.plain.2 row, words vocabulary, head logits",
     "halves": "plain.0 column, plain.2 row",
 }
 

@@ -308,7 +308,8 @@ def test_a_run_that_is_resumed(hosts: Callable[[int], Network], tmp_path: Path, 
     assert off(Cluster(here, tmp_path), straight) <= 1e-5
 
 
-@pytest.mark.parametrize("codec", ["powersgd:2", *(pytest.param(one, marks=pytest.mark.slow) for one in LOSSY[:2])])
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", ["powersgd:2", *LOSSY[:2]])
 def test_workers_are_lost_at_any_moment_of_a_step(
     cluster: Callable[[int], Cluster], straight: Path, monkeypatch: pytest.MonkeyPatch, codec: str
 ) -> None:

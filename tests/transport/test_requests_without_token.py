@@ -160,6 +160,7 @@ def test_what_was_sent_before_and_what_is_of_another_time(target: Target, undist
     unharmed(target, undisturbed)
 
 
+@pytest.mark.slow
 def test_what_is_malformed_too_large_or_too_slow(target: Target, undisturbed: Path) -> None:
     garbage = [
         b"\0\1\2\3\r\n\r\n",

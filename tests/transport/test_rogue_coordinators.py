@@ -74,6 +74,7 @@ def test_who_joins_takes_only_options_from_one_that_has_the_token(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "token", "train.py"]
 
 
+@pytest.mark.slow
 def test_another_program_that_refuses_or_says_nothing(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     token = make_token(tmp_path)
@@ -115,6 +116,7 @@ def test_who_watches_shows_nothing_of_another_program_and_gives_no_key_away(tmp_
             assert not any(64 * "7" in signed for signed in rogue.signed)
 
 
+@pytest.mark.slow
 def test_what_a_coordinator_answered_before_is_no_answer(tmp_path: Path) -> None:
     """One that stands between hears all, and replays it while the run goes on and when its port is free."""
     (tmp_path / "train.py").write_text(SLOWLY)

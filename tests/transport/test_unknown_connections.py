@@ -94,6 +94,7 @@ def flooded(pid: int, address: str, command: list[str]) -> None:
     until(lambda: len(descriptors(pid)) <= count)
 
 
+@pytest.mark.slow
 @pytest.mark.root
 def test_connections_that_say_nothing_harm_no_server(tmp_path: Path, alone: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

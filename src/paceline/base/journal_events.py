@@ -295,6 +295,15 @@ class NoiseEvent(TrainerEvent):
     looks: NotRequired[Count | None]
 
 
+class FlopsEvent(TrainerEvent):
+    """The floating-point operations of forward and backward for one row, and the device that computes them."""
+
+    per_row: NotRequired[Amount]
+    estimated: NotRequired[bool]
+    uncounted: NotRequired[list[str]]
+    device: NotRequired[str]
+
+
 class LinksEvent(Journaled):
     """The measured speed of the links between hosts."""
 
@@ -406,6 +415,7 @@ KINDS: dict[str, type] = {
     "figures": FiguredEvent,
     "codec": CodecEvent,
     "noise": NoiseEvent,
+    "flops": FlopsEvent,
     "links": LinksEvent,
     **dict.fromkeys(("note", "decision"), TextEvent),
     "loaded": LoadedEvent,

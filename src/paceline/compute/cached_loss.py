@@ -195,7 +195,7 @@ class GradCache:
             raise ChangingBufferError(what, "change it in the training loop instead")
         part = Loss.of(result, Chunk([MicroBatch(0, rows, None, "the global batch")], None), True)
         if part.mean is None and not self.runner.counts.done:
-            self.runner.counts.check(job.over, output, None, part.count, rows, self.runner.guard.models)
+            self.runner.counts.check(job.over, lambda: output, None, part.count, rows, self.runner.guard.models)
         if any(map(is_reentrant, nodes_of(part.total))):  # its gradients go to tensors that the graph does not show
             raise LossError(
                 "the loss over the batch calls checkpoint(..., use_reentrant=True)", "pass use_reentrant=False"

@@ -218,7 +218,8 @@ class Runner:
         result = job.loss(output, chunk.batch if cached_grads is None else cached_grads)
         loss = Loss.of(result, chunk, any(param.requires_grad for param in self.params))
         if cached_grads is None and loss.mean is None and not self.counts.done:
-            self.counts.check(job.loss, output, chunk.batch, loss.count, chunk.rows, self.guard.models)
+            full = partial(job.gather_output, output)
+            self.counts.check(job.loss, full, chunk.batch, loss.count, chunk.rows, self.guard.models)
         return loss
 
     def user_code(self) -> AbstractContextManager[None]:

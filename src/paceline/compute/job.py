@@ -18,6 +18,7 @@ from paceline.base.sharding import ShardingSpec
 
 if TYPE_CHECKING:
     from paceline.comm.communicator import Group
+    from paceline.compute.model_flops import ModelSkeleton
 
 
 ELSEWHERE = object()  # the result of a forward whose output is on another worker
@@ -32,11 +33,16 @@ def default_forward(model: nn.Module, batch: Any) -> Any:
 
 
 class Judge:
-    """A loss with a context around each call; `call` is the user's function."""
+    """A loss with a context around each call; `call` is the user's function. `compute` may replace the loss."""
 
-    def __init__(self, loss: Callable[[Any, Any], Any], context: Callable[[], AbstractContextManager[Any]]) -> None:
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Any],
+        context: Callable[[], AbstractContextManager[Any]],
+        compute: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
         self.call = getattr(loss, "call", loss)
-        self._loss, self._context = loss, context
+        self._loss, self._context = compute or loss, context
 
     def __call__(self, output: Any, batch: Any) -> Any:
         """Returns the loss of a micro-batch, or what else the script's function returns."""
@@ -85,6 +91,7 @@ class TrainingJob:
     ends: dict[str, int] = field(default_factory=dict)  # bytes that they exchange at the end of a step, by axis
     replica: Group | None = None
     units: Group | None = None  # the workers with the same rank in their units
+    skeleton: ModelSkeleton | None = None  # of the full model, until its operations are counted
     beside: Sequence[nn.Module] = ()  # the models of all trainers of the script, more as they are made
     gather_output: Callable[[Any], Any] = lambda output: output  # gathers a sharded output
     # Marks a weight that all workers of a unit use identically.
@@ -105,6 +112,9 @@ class TrainingJob:
     keeping: Callable[[], AbstractContextManager[None]] = nullcontext
     decisions: list[tuple[str, str]] = field(default_factory=list)  # of layouts: the decision and its reason
     news: dict[str, tuple[str, str]] = field(default_factory=dict)  # of a forward, as in `StepSums`
+
+    def __post_init__(self) -> None:
+        self.script_forward = self.forward  # as the script gave it; `forward` may be wrapped
 
     @property
     def kept_cuts(self) -> Mapping[str, ShardingSpec]:

@@ -77,18 +77,20 @@ class CountCheck:
     def check(
         self,
         loss: Callable[[Any, Any], Any],
-        output: Any,
+        full_output: Callable[[], Any],
         batch: Any,
         count: Any,
         rows: int,
         models: Sequence[nn.Module],
     ) -> None:
-        """Raises LossError if `count` is not a count. `models` are those that the loss may run."""
+        """Raises LossError if `count` is not a count. `full_output` gathers the output if it is divided among workers;
+        `models` are those that the loss may run.
+        """
         floating = count.is_floating_point() if isinstance(count, torch.Tensor) else not _is_whole_kind(count)
         if not floating or (value := float(count)) == 0.0 or not math.isfinite(value):
             return
         what = f"the loss returned {value:.6g} as the count of {rows} row{'s' if rows > 1 else ''}"
-        counts = self._count_parts(loss, output, batch, rows, models)
+        counts = self._count_parts(loss, full_output(), batch, rows, models)
         if counts is None:
             self.done = self.is_unknown = True
             return

@@ -136,6 +136,14 @@ def speed(per_second: float) -> str:
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.3g}"
 
 
+def flops(per_second: float) -> str:
+    """Floating-point operations per second: ``1.23 TFLOP/s``, ``45.6 GFLOP/s``."""
+    for unit, size in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if per_second >= size:
+            return f"{per_second / size:.3g} {unit}FLOP/s"
+    return f"{per_second / 1e6:.3g} MFLOP/s"
+
+
 def key_figures(summary: Summary) -> list[KeyFigure]:
     """The key figures of a run in the order in which they are shown, without those that are unknown."""
     figures: list[KeyFigure | None] = []
@@ -148,6 +156,11 @@ def key_figures(summary: Summary) -> list[KeyFigure]:
     figures += [recent_speed(summary), recent_speed(summary, "tokens")]
     if summary.samples_per_second:
         figures.append(KeyFigure("samples/s", speed(summary.samples_per_second), WHOLE_RUN))
+    if summary.flops_per_second:
+        value, unit = flops(summary.flops_per_second).split()
+        about = "estimated" if summary.flops.get("estimated") else "of the model"
+        about += "" if summary.utilisation is None else f"; {summary.utilisation:.0%} of the devices' peak"
+        figures.append(KeyFigure(unit, value, about))
     if summary.speedup:
         compared = plural(summary.compare.get("workers") or 1, "worker")
         figures.append(KeyFigure("speedup", f"{summary.speedup:.2f}\u00d7", f"compared with {compared}"))

@@ -103,6 +103,14 @@ METRICS = (
         tag="throughput/tokens_per_s",
         record=_a_second("tokens"),
     ),
+    Metric(
+        *("paceline_model_flops_per_second", "1/s", "floating-point operations of the model per second, all workers"),
+        of=lambda s: {"": s.flops_per_second} if s.flops_per_second else {},
+    ),
+    Metric(
+        *("paceline_device_utilisation", "1", "model operations as a fraction of the peak of all devices"),
+        of=lambda s: {"": s.utilisation} if s.utilisation is not None else {},
+    ),
     Metric("paceline_step_seconds", "s", "seconds per step on worker 0", tag="time/step", record=_a_step),
     Metric(
         *(

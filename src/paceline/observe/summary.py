@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from paceline.base.console import command_line, in_one_line, quoted, separated
+from paceline.base.device_peaks import peak_of
 from paceline.base.environment import FUNCTION
 from paceline.base.journal import NAME, Event, Reader, effective_steps
 from paceline.base.text import (
@@ -27,7 +28,16 @@ from paceline.base.text import (
 from paceline.base.time_accounting import COSTS, USEFUL
 from paceline.errors import UsageError
 from paceline.observe.drawing import save
-from paceline.observe.key_figures import SHORT, WHOLE_RUN, best_values, recent_speed, speed, started_at, step_count
+from paceline.observe.key_figures import (
+    SHORT,
+    WHOLE_RUN,
+    best_values,
+    flops,
+    recent_speed,
+    speed,
+    started_at,
+    step_count,
+)
 from paceline.observe.plan_explanation import PlanExplanation
 
 Rows = list[tuple[str, str]]
@@ -153,6 +163,12 @@ class Summary:
         self.samples_per_second = _steady_speed(current) if main_records else None
         compared_speed = self.compare.get("samples_per_second")
         self.speedup = self.samples_per_second / compared_speed if compared_speed and self.samples_per_second else None
+        of_model = [event for event in last if event["event"] == "flops" and event.get("trainer") == main]
+        self.flops: Event = of_model[-1] if of_model else {}
+        self.flops_per_second = (self.flops.get("per_row") or 0.0) * (self.samples_per_second or 0.0) or None
+        peak = peak_of(str(self.flops.get("device")), str(self.start.get("plan")))
+        workers = self.start.get("workers") or 1
+        self.utilisation = self.flops_per_second / workers / peak if peak and self.flops_per_second else None
         self.steps_done = int(main_records[-1].get("step") or 0) if main_records else 0
         self.samples = int(total(main_records, "samples"))
         self.bytes_moved = int(total(records, "bytes"))
@@ -520,6 +536,20 @@ def _speed(s: Summary) -> str:
     return f"{rate} ({WHOLE_RUN})" + (f"; {newest.value} samples/s ({newest.span})" if newest else "")
 
 
+def _computing(s: Summary) -> str:
+    """The operations of the model per second, and their part of what the devices can do, as a text."""
+    rate = s.flops_per_second
+    if not rate:
+        return ""
+    how = "of the model, without recomputation"
+    how = "estimated as six per parameter and token" if s.flops.get("estimated") else how
+    missing = ", ".join(s.flops.get("uncounted") or ())
+    texts = [f"{flops(rate)}, {how}", f"without {missing}" if missing else ""]
+    if s.utilisation is not None:
+        texts.append(f"{s.utilisation:.0%} of the peak of {s.flops.get('device')}")
+    return "; ".join(filter(None, texts))
+
+
 def facts(summary: Summary) -> dict[str, Rows]:
     """Describes the run as (name, text) rows by title; omits rows that the journal has no data for."""
     s, start = summary, summary.start
@@ -549,6 +579,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *(("noise scale", _noise(event)) for event in s.noise),
             ("done", _done(s)),
             ("speed", _speed(s)),
+            ("computing", _computing(s)),
         ],
         "Costs": [
             ("time", ", ".join(f"{name} {part:.0%} ({duration(s.time[name])})" for name, part in shares_of(s.time))),

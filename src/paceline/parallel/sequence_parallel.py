@@ -42,10 +42,11 @@ from paceline.compute.verify import (
     weighing,
 )
 from paceline.errors import PacelineError, UsageError
-from paceline.parallel.tensor_parallel.op_rules import OP_RULES, bind_arguments, rule_of
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, bind_arguments, rule_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     MADE,
+    STRETCH,
     UNKNOWN,
     Rule,
     ShardedTensorMode,
@@ -59,7 +60,6 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
 
 _ORIGIN = "_paceline_origin"
 _ATTENTION = "scaled_dot_product_attention"
-_ELEMENTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits")
 
 
 class _Once(torch.autograd.Function):
@@ -217,8 +217,8 @@ class SequenceParallel:
         self._comparison, self._has_compared, self._in_stages = "", False, staged
         self._gathers_outputs = job.over is None  # whether the loss gets full outputs; the comparison may decide
         self._moves = _ShardRedistributor(unit)
-        rules, name = OP_RULES | _RULES, lambda: self._model
-        self._mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, "_paceline_stretch")
+        rules, name = OP_RULES | SUM_RULES | _RULES, lambda: self._model
+        self._mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, STRETCH)
         self._gathered_functions, self._indivisible = set[str](), set[int]()
         self._has_divided = False  # whether a block was given a sequence shard
         self._unfit_input = ""  # describes the last input of a block that cannot be sharded
@@ -232,7 +232,8 @@ class SequenceParallel:
             block.forward = partial(self._run_block, block.forward)
         self._plain_forward, job.forward = job.forward, self._forward
         self._plain_loss, job.loss = job.loss, self._loss
-        job.gather_output, job.once, job.add_up = self._gather_full, self._mode.once, self._add_up
+        self._gather_others, job.gather_output = job.gather_output, self._gather_output
+        job.once, job.add_up = self._mode.once, self._add_up
 
     def __deepcopy__(self, memo: Any) -> SequenceParallel:
         return self  # a copy of the model, such as an average, is computed on full sequences
@@ -384,7 +385,7 @@ class SequenceParallel:
         with without_a_trace(model, RngState(self.job.device)):
             with mode:
                 output = self._plain_forward(model, batch)
-            outputs = tensors_of(self._gather_full(output))
+            outputs = tensors_of(self._gather_output(output))
             named = self.job.used_params
             if loss_function is None:
                 return _Result([x.detach() for x in outputs], None, gradients_of(outputs, named))
@@ -423,6 +424,9 @@ class SequenceParallel:
         most, _ = outputs_apart(sharded.outputs, reference.outputs)
         _, distance = farthest(sharded.gradients, reference.gradients, reference.outputs)
         return f"relative difference {most:.1g} of the outputs and {distance:.1g} of the gradients"
+
+    def _gather_output(self, output: Any) -> Any:
+        return self._gather_others(self._gather_full(output))
 
     def _gather_full(self, values: Any) -> Any:
         with self._mode.using_own_attribute():
@@ -538,40 +542,3 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
     if reduction == "sum":
         return total
     return total / on.redistributor.sum((target != ignored).sum().to(total.dtype))
-
-
-@_rule(*_ELEMENTWISE)
-def _of_elements(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    x, target = given[:2] if len(given) > 1 else (given[0], named.get("target"))
-    rest = {key: value for key, value in named.items() if key not in ("target", "reduction")}
-    supported = len(given) <= 2 and not rest.keys() & {"weight", "pos_weight", "size_average", "reduce"}
-    if not supported or not isinstance(target, Tensor) or full_shape_of(x) != full_shape_of(target):
-        return UNKNOWN
-    call = partial(function, reduction="none", **rest)
-    made = on.elementwise(call, [x, target])
-    reduction = named.get("reduction", "mean")
-    if made is UNKNOWN or reduction == "none":
-        return made
-    total = on.redistributor.sum(made.sum())
-    return total if reduction == "sum" else total / torch.Size(full_shape_of(x)).numel()
-
-
-@_rule("sum", "mean")
-def _sum(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Sums over the sharded dimension, or over all dimensions."""
-    x, part = given[0], placement_of(given[0])
-    result = OP_RULES[function.__name__](on, function, given, named)
-    if result is not UNKNOWN or part is None or not part.is_even or named.get("dtype") is not None:
-        return result
-    dim = named.get("dim", given[1] if len(given) > 1 else None)
-    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    if not isinstance(dims, (list, tuple, range)) or not all(isinstance(one, int) for one in dims):
-        return UNKNOWN
-    if part.dim not in {one % x.dim() for one in dims} or len(given) > 2:
-        return UNKNOWN
-    keep = bool(named.get("keepdim"))
-    made = on.redistributor.sum(Tensor.sum(x, [*dims], keepdim=keep) if x.dim() else x)
-    if function.__name__ == "mean":
-        shape = full_shape_of(x)
-        made = made / torch.Size([shape[one] for one in dims]).numel()
-    return made

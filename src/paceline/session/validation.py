@@ -28,6 +28,7 @@ from paceline.base.sharding import ShardingSpec
 from paceline.base.text import plural
 from paceline.compute.job import TrainingJob
 from paceline.compute.lr_schedules import Plateau, cosine, plateau
+from paceline.compute.model_flops import ModelSkeleton
 from paceline.compute.rng import RngState
 from paceline.compute.sparse_grads import tables
 from paceline.compute.state_dict import PROBE_ERRORS, marked, marks_of
@@ -224,7 +225,7 @@ def build_model(
     """
     job_fields: dict[str, Any] = {}
     if isinstance(model, nn.Module):
-        return checked(model).to(device), job_fields
+        return checked(model).to(device), job_fields | {"skeleton": ModelSkeleton(model)}
     with streams.preserved():
         streams.seed(seed)
         if apart:
@@ -237,10 +238,11 @@ def build_model(
             except CANNOT as error:
                 why = first_line(error)
             if not why:
-                return checked(made), job_fields | {"blueprint": blueprint}
+                return checked(made), job_fields | {"blueprint": blueprint, "skeleton": ModelSkeleton(made)}
             job_fields["decisions"] = [("the complete model is built on each worker", why)]
             streams.seed(seed)
-        return checked(_made(model)).to(device), job_fields
+        made = checked(_made(model))
+        return made.to(device), job_fields | {"skeleton": ModelSkeleton(made)}
 
 
 def _made(model: Any) -> Any:

@@ -5,7 +5,10 @@ Only what is on is registered: what the plan, the team or the run folder leaves 
 
 from __future__ import annotations
 
+import time
 from functools import partial
+
+import torch
 
 from paceline.compute.grad_noise import EVERY, looked_at
 from paceline.compute.job import StepSums
@@ -36,7 +39,34 @@ def register_observers(context: StepContext) -> None:
         observe(context.shares.observe)
     if not is_alone:
         observe(context.weights.observe)
+    if context.job.skeleton is not None:
+        observe(FlopsObserver(context))
     observe(lambda step: run.agreed(step.agreed))
+
+
+class FlopsObserver:
+    """Counts the model's operations once, on the first worker, if training takes longer than `AFTER` seconds."""
+
+    AFTER = 5.0
+
+    def __init__(self, context: StepContext) -> None:
+        self._context, self._begun = context, time.monotonic()
+
+    def __call__(self, step: Step) -> None:
+        """Counts with the shapes of a micro-batch of this step. It is not called again after that."""
+        context = self._context
+        if time.monotonic() - self._begun < self.AFTER:
+            return
+        context.observers.remove(self)
+        skeleton, context.job.skeleton = context.job.skeleton, None
+        if context.run.team.group.rank or skeleton is None or not step.batch.share:
+            return
+        micro_batch, device = step.batch.share[0], context.job.device
+        with context.streams.preserved():
+            flops = skeleton.count(context.job.script_forward, micro_batch.batch, micro_batch.rows)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        fields = {"per_row": flops.per_row, "estimated": flops.is_estimated, "uncounted": [*flops.uncounted]}
+        context.reporter.journal.write("flops", trainer=context.trainer, device=name, **fields)
 
 
 def observe_links(context: StepContext, step: Step) -> None:

@@ -167,7 +167,7 @@ NO_EFFECT_FIELDS = {
     **within(
         "flops_profiler",
         "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-        "use paceline profile, at any time of a run",
+        "the report has the model's operations per second; see paceline profile for single operations",
     ),
     **within(
         "comms_logger", "enabled verbose prof_all prof_ops debug", "the report has bytes and seconds of every run"

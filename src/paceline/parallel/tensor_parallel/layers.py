@@ -1,16 +1,17 @@
 """Splits layers for tensor parallelism: by column, row, vocabulary and heads.
 
-A *column* split divides the outputs of a layer (*gathered*: and gathers them again; ``column:3``: each third of them,
-as in a fused weight for query, key and value), a *row* split its inputs, a *vocabulary* split the entries of an
-embedding, and *heads* the heads of an nn.MultiheadAttention. The user's modules stay as they are, except for smaller
-weights and a replaced forward. Between a column and a row layer the user's code runs on shards under
-`ShardedTensorMode`; everything else is computed identically by all workers of the unit.
+A *column* split divides the outputs of a layer (``column:3``: each third of them, as in a fused weight for query, key
+and value; *gathered*: and gathers them again; *logits*: and leaves them divided for the loss), a *row* split its
+inputs, a *vocabulary* split the entries of an embedding, and *heads* the heads of an nn.MultiheadAttention. The user's
+modules stay as they are, except for smaller weights and a replaced forward. Between a column and a row layer the user's
+code runs on shards under `ShardedTensorMode`; everything else is computed identically by all workers of the unit.
 """
 
 from __future__ import annotations
 
 import math
 import re
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -33,13 +34,15 @@ from paceline.errors import UsageError, a
 from paceline.parallel.parallel_job import GRADIENT_HOOK, ParallelJob
 from paceline.parallel.pipeline.stage_forward import replace_forward
 from paceline.parallel.tensor_parallel.attention import attention
+from paceline.parallel.tensor_parallel.divided_outputs import DividedOutputs
 from paceline.parallel.tensor_parallel.experts import inputs_of, is_experts, run_experts
-from paceline.parallel.tensor_parallel.op_rules import OP_RULES
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES
 from paceline.parallel.tensor_parallel.placement import (
     COLUMN,
     EXPERTS,
     GATHERED,
     HEADS,
+    LOGITS,
     REPLICATED,
     ROW,
     VOCABULARY,
@@ -61,15 +64,18 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     shrink,
     suspend_other_modes,
 )
+from paceline.parallel.tensor_parallel.vocabulary_loss import VOCABULARY_RULES
 
 _ADVICE = 'name the layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 _FROM_USER = "tensor= names them"
-PLACEMENTS = f"use one of {COLUMN}, {COLUMN}:N, {GATHERED}, {ROW}, {VOCABULARY}, {HEADS}, {EXPERTS}, {REPLICATED}"
+PLACEMENTS = (
+    f"use one of {COLUMN}, {COLUMN}:N, {GATHERED}, {LOGITS}, {ROW}, {VOCABULARY}, {HEADS}, {EXPERTS}, {REPLICATED}"
+)
 # The names that transformers uses in a model's _tp_plan.
 _TRANSFORMERS_STYLES = {
     "colwise": COLUMN,
-    "colwise_gather_output": GATHERED,
-    "colwise_rep": GATHERED,
+    "colwise_gather_output": LOGITS,
+    "colwise_rep": LOGITS,
     "rowwise": ROW,
     "embedding_rowwise": VOCABULARY,
     **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), REPLICATED),
@@ -77,6 +83,7 @@ _TRANSFORMERS_STYLES = {
 _SPLIT_AXIS = {
     COLUMN: "outputs",
     GATHERED: "outputs",
+    LOGITS: "outputs",
     ROW: "inputs",
     VOCABULARY: "entries",
     HEADS: "heads",
@@ -120,7 +127,7 @@ def _with_adapters(table: Mapping[str, str], modules: Mapping[str, nn.Module]) -
         for name in _matching(f"base_model.model.{pattern}", modules, ""):
             base = f"{name}.base_layer"
             placements[base if base in modules else name] = placement
-            matrix = {COLUMN: "lora_B", GATHERED: "lora_B", ROW: "lora_A"}.get(placement)
+            matrix = {COLUMN: "lora_B", GATHERED: "lora_B", LOGITS: "lora_B", ROW: "lora_A"}.get(placement)
             placements |= {part: placement for part in modules if part.startswith(f"{name}.{matrix}.")}
     return placements
 
@@ -168,14 +175,19 @@ class TensorCut:
         self._is_gathered = False  # whether layers compute with gathered weights
         self._is_running = False  # whether a forward of the model is running
         self._frames: list[_Frame] = []
-        self._sharded_mode = ShardedTensorMode(self.redistributor, OP_RULES, self._where, self._on_adapted)
+        rules = OP_RULES | SUM_RULES | VOCABULARY_RULES
+        self._sharded_mode = ShardedTensorMode(self.redistributor, rules, self._where, self._on_adapted)
         self._gather_mode = GatherMode(self.redistributor)
-        # Tracks split weights that a loss uses.
-        self._loss_mode = ShardedTensorMode(self.redistributor, OP_RULES, lambda: "the loss")
+        # Tracks split weights and outputs that a loss uses.
+        self._loss_mode = ShardedTensorMode(self.redistributor, rules, lambda: "the loss")
         self._sharded_mode.model = self._gather_mode.model = self._loss_mode.model = job.model
         self._loss_mode.outranked_by = self._sharded_mode
+        self._divided_outputs = DividedOutputs(job, unit, self.redistributor, self._loss_mode)
+        self._loss_mode.on_adapted = self._divided_outputs.note
+        self._logits_stay = any(layer.placement.kind == LOGITS for layer in self.layers)
+        self._logits: list[weakref.ref[torch.Tensor]] = []  # the outputs of the last forward's heads
         if job.over is None:
-            job.loss = Judge(job.loss, self._in_loss)
+            job.loss = Judge(job.loss, self._in_loss, partial(self._divided_outputs.loss, self._without_a_trace))
         else:  # then the loss of a micro-batch is computed from gradients, which can be sharded
             job.over = Judge(job.over, self._in_loss)
         # By (training, assembled): the names of the modules in which shards are tracked.
@@ -309,7 +321,13 @@ class TensorCut:
         self._divide(layer, module, "weight", dim, shard)
         if getattr(module, "bias", None) is not None and kind != ROW:
             self._divide(layer, module, "bias", 0, shard)
-        run = {COLUMN: self._column, GATHERED: self._column, ROW: self._row, VOCABULARY: self._vocabulary}[kind]
+        run = {
+            COLUMN: self._column,
+            GATHERED: self._column,
+            LOGITS: self._column,
+            ROW: self._row,
+            VOCABULARY: self._vocabulary,
+        }[kind]
         self._replace(module, partial(run, layer))
 
     def _cut_heads(self, layer: _Layer) -> None:
@@ -342,7 +360,11 @@ class TensorCut:
         count = placement.count or size
         sections = placement.lengths(length)
         shard = ShardPlacement(0, sections or (), count)
-        if sections is None or size % count or not (shard.is_even or placement.kind in (VOCABULARY, GATHERED, EXPERTS)):
+        if (
+            sections is None
+            or size % count
+            or not (shard.is_even or placement.kind in (VOCABULARY, GATHERED, LOGITS, EXPERTS))
+        ):
             split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]}"
             if placement.sections != (1,):
                 split_lengths = f"{length} {_SPLIT_AXIS[placement.kind]} (placement {placement})"
@@ -407,7 +429,11 @@ class TensorCut:
             else:
                 output = F.linear(x, module.weight, module.bias)
             output = set_placement(output, ShardPlacement(output.dim() - 1, shard.sections, shard.count))
-            return self._sharded_mode.gather_full(output) if layer.placement.kind == GATHERED else output
+            if layer.placement.kind == GATHERED or (layer.placement.kind == LOGITS and not self._logits_stay):
+                return self._sharded_mode.gather_full(output)
+            if layer.placement.kind == LOGITS and self._is_running and torch.is_grad_enabled():
+                self._logits.append(weakref.ref(output))
+            return output
 
     def _row(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         module, shard = cast(Any, layer.module), cast(ShardPlacement, layer.shard)
@@ -523,13 +549,17 @@ class TensorCut:
     def _run_forward(
         self, name: str, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Runs a forward of the model. All of its outputs are full tensors."""
+        """Runs a forward of the model that the script calls. All of its outputs are full tensors."""
         if self._is_gathered or self._is_running:
             return forward(*args, **kwargs)
         with suspend_other_modes(model):
-            return self._run_in_modes(model.training, partial(forward, *args, **kwargs))
+            return self._gather_outputs(self._run_in_modes(model.training, partial(forward, *args, **kwargs)))
+
+    def _gather_outputs(self, outputs: Any) -> Any:
+        return pytree.tree_map_only(torch.Tensor, self._sharded_mode.gather_full, outputs)
 
     def _run_in_modes(self, training: bool, call: Callable[[], Any]) -> Any:
+        """Runs a forward of the model. Outputs may be shards."""
         mode = training, self.job.assembled
         regions, self._is_running = self._regions.get(mode), True
         frame, self._traced_regions = _Frame(""), set[str]()
@@ -537,11 +567,12 @@ class TensorCut:
         try:
             with self._sharded_mode if regions is None or "" in regions else nullcontext():
                 output = call()
-            if any(map(placement_of, tensors_of(output))):
-                frame.has_adapted_calls = True
-                output = pytree.tree_map_only(torch.Tensor, self._sharded_mode.gather_full, output)
+            # Without the mode, the outputs of a head are marked as shards, and what is made of them is not.
+            heads = [logits() for logits in self._logits]
+            shards = (x for x in tensors_of(output) if placement_of(x))
+            frame.has_adapted_calls |= any(all(x is not logits for logits in heads) for x in shards)
         finally:
-            self._is_running, self._frames = False, []
+            self._is_running, self._frames, self._logits = False, [], []
             self.redistributor.forget_shared()
         if regions is None and (torch.is_grad_enabled() or not training):
             self._regions[mode] = self._traced_regions | ({""} if frame.has_adapted_calls else set())
@@ -561,7 +592,8 @@ class TensorCut:
                 self._verify(model, batch)
                 self._verified_modes.add(mode)
             self._declare()
-            return self._run_in_modes(model.training, partial(self._original_forward, model, batch))
+            outputs = self._run_in_modes(model.training, partial(self._original_forward, model, batch))
+            return outputs if self._divided_outputs.stay else self._gather_outputs(outputs)
         finally:
             self._is_own_call = was_own_call
 
@@ -592,27 +624,13 @@ class TensorCut:
         """Compares the first forward of a mode, and its backward in training, with that of the full model."""
         self.unit.declare("the full layers, for the comparison", check=False, kind="comparison")
         backward = model.training and torch.is_grad_enabled() and self._has_room_for_full()
-        expected, full_gradients = self._compute(model, batch, True, backward)
-        try:
-            output, gradients = self._compute(model, batch, False, backward)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            advice = (
-                f'in tensor=, set to "{REPLICATED}" the layers that run inside checkpoint() (the plan word '
-                "recompute=blocks recomputes blocks without checkpoint())"
-            )
-            raise UsageError(f"{self._name} fails when tensor= splits its layers ({error})", advice) from error
-        farthest_output, differs = outputs_apart(output, expected)
-        if differs:
-            where = self._first_difference(model, batch)
-            problem = f"the output of {where} changes when tensor= splits {self._name}"
-            advice = f'in tensor=, set its layers to "{REPLICATED}", or to "{COLUMN}:3" if a weight fuses three'
-            raise UsageError(problem, advice)
-        name, distance = farthest(gradients, full_gradients, expected)
-        if name:
-            problem = f"the gradient of {name} changes when tensor= splits {self._name}"
-            raise UsageError(problem, f'set its layer to "{REPLICATED}" in tensor=')
+        expected = self._compute(model, batch, True, backward)
+        error, farthest_output, distance = self._distances(model, batch, backward, expected)
+        if self._logits_stay and any(self.unit.gather_json(error is not None)):
+            self._logits_stay = False  # the model uses them in a way that shards cannot
+            error, farthest_output, distance = self._distances(model, batch, backward, expected)
+        if error is not None:
+            raise error
         if model.training and torch.is_grad_enabled():
             gradient_text = f" and {distance:.1g} of the gradients" if backward else " (no memory for a backward)"
             report = "tensor= was verified on one micro-batch against full layers: relative difference "
@@ -621,6 +639,42 @@ class TensorCut:
                 locations = sorted(self._gathered_at)
                 report += f"; shards are gathered in {', '.join(locations[:3])}{', ...' if len(locations) > 3 else ''}"
             self.job.news["tensor"] = report, ""
+
+    def _distances(
+        self,
+        model: nn.Module,
+        batch: Any,
+        backward: bool,
+        expected: tuple[list[torch.Tensor], dict[str, torch.Tensor]],
+    ) -> tuple[UsageError | None, float, float]:
+        """Computes a micro-batch with split layers. Returns an error about the first difference from the `expected`
+        outputs and gradients, and the relative distances of both.
+        """
+        try:
+            output, gradients = self._compute(model, batch, False, backward)
+        except torch.OutOfMemoryError:
+            raise
+        except UsageError as error:
+            return error, 0.0, 0.0
+        except RuntimeError as error:
+            advice = (
+                f'in tensor=, set to "{REPLICATED}" the layers that run inside checkpoint() (the plan word '
+                "recompute=blocks recomputes blocks without checkpoint())"
+            )
+            failure = UsageError(f"{self._name} fails when tensor= splits its layers ({error})", advice)
+            failure.__cause__ = error
+            return failure, 0.0, 0.0
+        farthest_output, differs = outputs_apart(output, expected[0])
+        if differs:
+            where = self._first_difference(model, batch)
+            problem = f"the output of {where} changes when tensor= splits {self._name}"
+            advice = f'in tensor=, set its layers to "{REPLICATED}", or to "{COLUMN}:3" if a weight fuses three'
+            return UsageError(problem, advice), 0.0, 0.0
+        name, distance = farthest(gradients, expected[1], expected[0])
+        if name:
+            problem = f"the gradient of {name} changes when tensor= splits {self._name}"
+            return UsageError(problem, f'set its layer to "{REPLICATED}" in tensor='), 0.0, 0.0
+        return None, farthest_output, distance
 
     def _has_room_for_full(self) -> bool:
         """Whether the full weights and their gradients fit into the memory of each worker of the unit."""
@@ -639,7 +693,7 @@ class TensorCut:
     def _outputs(self, model: nn.Module, batch: Any) -> list[torch.Tensor]:
         call = partial(self._original_forward, model, batch)
         if not self._is_gathered:
-            return tensors_of(self._run_in_modes(model.training, call))
+            return tensors_of(self._gather_outputs(self._run_in_modes(model.training, call)))
         with self._gather_mode:
             return tensors_of(call())
 

@@ -279,6 +279,23 @@ def _along(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     return output
 
 
+@_rule("gather take_along_dim")
+def _gather(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    """Handles an index along a dimension other than the divided one."""
+    names = ("input", "dim", "index") if function.__name__ == "gather" else ("input", "indices", "dim")
+    by_name = dict(zip(names, bind_arguments(args, kwargs, *names), strict=True))
+    x, dim, index = by_name["input"], by_name["dim"], by_name.get("index", by_name.get("indices"))
+    if not isinstance(dim, int) or not isinstance(index, Tensor) or kwargs.get("sparse_grad") or "out" in kwargs:
+        return UNKNOWN
+    shape, index_shape, dim = full_shape_of(x), full_shape_of(index), dim % Tensor.dim(x)
+    if len(shape) != len(index_shape) or any(shape[n] != index_shape[n] for n in range(len(shape)) if n != dim):
+        return UNKNOWN
+    letters = ascii_lowercase[: len(shape)]
+    of_index = letters[:dim] + "J" + letters[dim + 1 :]
+    others = letters[:dim] + letters[dim + 1 :]
+    return mode.product(lambda one, at: one.gather(dim, at), (x, index), [letters, of_index], of_index, others)
+
+
 @_rule("layer_norm rms_norm")
 def _norm(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     """Handles norms over dimensions other than the divided one; the gradients of weight and bias are summed."""
@@ -424,3 +441,63 @@ def _attention(
     placement = replace(placement, dim=weights.dim() + dim)
     set_placement(weights, placement)
     return (weights * mode.local_mask(weights, placement, lambda ones: F.dropout(ones, p, True))) @ v
+
+
+# ---- sums over the divided dimension, which are added up among the workers; not for the trial run of a block, whose
+# layers are divided between two such sums
+
+SUM_RULES: dict[str, Rule] = {}
+
+_ELEMENTWISE_LOSSES = (
+    "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div"
+)
+
+
+@rule_of(SUM_RULES, "sum mean")
+def _sum(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    """Sums over the divided dimension, or over all dimensions."""
+    x, placement = args[0], placement_of(args[0])
+    result = OP_RULES[function.__name__](mode, function, args, kwargs)
+    if result is not UNKNOWN or placement is None or not _is_among_all(mode, placement) or "out" in kwargs:
+        return result
+    dim, dtype = kwargs.get("dim", args[1] if len(args) > 1 else None), kwargs.get("dtype")
+    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    if not isinstance(dims, (list, tuple, range)) or not all(type(one) is int for one in dims) or len(args) > 3:
+        return UNKNOWN
+    dims = [one % x.dim() for one in dims] or [*range(x.dim())]
+    if placement.dim not in dims:
+        return UNKNOWN
+    keepdim = bool(kwargs.get("keepdim", args[2] if len(args) > 2 else False))
+    output = mode.redistributor.sum(Tensor.sum(x, dims, keepdim=keepdim, dtype=dtype) if x.dim() else x)
+    if function.__name__ == "mean":
+        shape = full_shape_of(x)
+        output = output / math.prod(shape[one] for one in dims)
+    return output
+
+
+def _is_among_all(mode: ShardedTensorMode, placement: ShardPlacement) -> bool:
+    """Whether each worker has another shard, so that sums over shards can be added up."""
+    return placement.count == mode.redistributor.size and placement.group is None
+
+
+@rule_of(SUM_RULES, _ELEMENTWISE_LOSSES)
+def _elementwise_loss(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
+    """Computes a loss that is a sum or mean over all elements of two tensors of one shape."""
+    x, target = bind_arguments(args[:2], kwargs, "input", "target")
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    options = {name: value for name, value in given.items() if name not in ("input", "target", "reduction")}
+    if (
+        len(args) > 2
+        or not isinstance(target, Tensor)
+        or options.keys() & {"weight", "pos_weight", "size_average", "reduce"}
+    ):
+        return UNKNOWN
+    shape, placement = full_shape_of(x), placement_of(x) or placement_of(target)
+    if shape != full_shape_of(target) or placement is None or not _is_among_all(mode, placement):
+        return UNKNOWN
+    output = mode.elementwise(partial(function, reduction="none", **options), [x, target])
+    reduction = given.get("reduction", "mean")
+    if output is UNKNOWN or reduction == "none":
+        return output
+    total = mode.redistributor.sum(output.sum())
+    return total if reduction == "sum" else total / (shape[0] if reduction == "batchmean" else math.prod(shape))

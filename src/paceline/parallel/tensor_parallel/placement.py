@@ -29,9 +29,10 @@ from paceline.parallel.tensor_parallel.redistribute import DryRunRedistributor, 
 from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, placement_of, set_placement, tensors_in
 
 COLUMN, GATHERED, ROW, VOCABULARY, REPLICATED = "column", "gathered", "row", "vocabulary", "whole"
+LOGITS = "logits"  # as a column, of a head: its outputs stay divided for the loss
 HEADS = "heads"  # of nn.MultiheadAttention: its weights of three sections and its output layer
 EXPERTS = "experts"  # of a module with the stacked weights of its experts: each worker has some of the experts
-KINDS = (COLUMN, GATHERED, ROW, VOCABULARY, REPLICATED, HEADS, EXPERTS)
+KINDS = (COLUMN, GATHERED, LOGITS, ROW, VOCABULARY, REPLICATED, HEADS, EXPERTS)
 # Leading dimensions of the trial inputs: batch and sequence, rows only, none.
 _LENGTHS = ((2, 3), (5,), ())
 _TRIES = 64  # for one block
@@ -308,7 +309,7 @@ def _place_vocabulary(model: nn.Module, placed: Mapping[str, Placement]) -> dict
             n for n, m in embeddings if m.weight is weight or (not tied_outputs and m.weight.shape == weight.shape)
         ]
         if outputs:
-            return {**dict.fromkeys(inputs, Placement(VOCABULARY)), **dict.fromkeys(outputs, Placement(GATHERED))}
+            return {**dict.fromkeys(inputs, Placement(VOCABULARY)), **dict.fromkeys(outputs, Placement(LOGITS))}
     return {}
 
 

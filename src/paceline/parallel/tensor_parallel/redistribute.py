@@ -174,7 +174,8 @@ class Redistributor:
 
     def shape(self, full_shape: Sequence[int], placement: ShardPlacement) -> tuple[int, ...]:
         """Returns the shape of a shard of a tensor with this full shape."""
-        return (*full_shape[: placement.dim], placement.shard_length, *full_shape[placement.dim + 1 :])
+        length = sum(map(len, placement.rows(self.index(placement))))
+        return (*full_shape[: placement.dim], length, *full_shape[placement.dim + 1 :])
 
     def narrow(self, full: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns this worker's shard of a full tensor."""

@@ -26,7 +26,7 @@ from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardP
 
 Tensor = torch.Tensor
 Rule = Callable[["ShardedTensorMode", Any, tuple[Any, ...], dict[str, Any]], Any]
-PART = "_paceline_part"
+PART, STRETCH = "_paceline_part", "_paceline_stretch"
 # The attribute of tensors that `placement_of` and `set_placement` use. A tensor may be sharded in two ways, by tensor=
 # and by context=.
 _attribute = PART
@@ -54,6 +54,11 @@ def set_placement(tensor: Tensor, placement: ShardPlacement | None) -> Tensor:
     """Sets the placement of a tensor, or marks it as full with None, and returns the tensor."""
     tensor.__dict__[_attribute] = placement
     return tensor
+
+
+def marks_of(tensor: Tensor) -> dict[str, ShardPlacement | None]:
+    """Returns the placements of a tensor by attribute; there are two if it is sharded in two ways."""
+    return {key: value for key, value in tensor.__dict__.items() if key in (PART, STRETCH)}
 
 
 def shrink(param: torch.nn.Parameter, shape: Sequence[int], placement: ShardPlacement) -> None:
@@ -175,7 +180,11 @@ class _Mode(TorchFunctionMode):
     def gather_full(self, tensor: Tensor) -> Tensor:
         """Returns the full tensor of a shard, gathered from all workers; full tensors are returned as they are."""
         placement = placement_of(tensor)
-        return tensor if placement is None else self.redistributor.join(tensor, placement)
+        if placement is None:
+            return tensor
+        full = self.redistributor.join(tensor, placement)
+        full.__dict__.update((key, mark) for key, mark in marks_of(tensor).items() if key != self.attribute)
+        return full
 
 
 # Torch calls no function mode for `torch.autograd.Function.apply`, but for what the forward of such a function calls.
@@ -225,7 +234,7 @@ class ShardedTensorMode(_Mode):
         attribute: str = PART,
     ) -> None:
         super().__init__(redistributor, attribute)
-        self._rules, self.where, self._on_adapted = rules, where, on_adapted
+        self._rules, self.where, self.on_adapted = rules, where, on_adapted
 
     def run_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function on shards by its rule, or on gathered tensors if no rule covers the case."""
@@ -283,8 +292,8 @@ class ShardedTensorMode(_Mode):
         wished_count: int | None = None,
     ) -> None:
         """Reports a function that did not run unchanged (see `on_adapted`)."""
-        if self._on_adapted is not None:
-            self._on_adapted(name, placements, wished_ends, wished_count)
+        if self.on_adapted is not None:
+            self.on_adapted(name, placements, wished_ends, wished_count)
 
     # -- building blocks of the rules ---------------------------------------------------------------------------------
 
@@ -314,15 +323,12 @@ class ShardedTensorMode(_Mode):
             return UNKNOWN
         finest = max(placements, key=lambda placement: placement.count)
         count = finest.count if letter in out else self.redistributor.size
-        if (
-            any(placement.sections != finest.sections or count % placement.count for placement in placements)
-            or finest.length % count
-        ):
+        if any(placement.sections != finest.sections or count % placement.count for placement in placements):
             return UNKNOWN
         target = replace(
             finest, count=count, layers=frozenset[str]().union(*(placement.layers for placement in placements))
         )
-        if not target.is_even:
+        if not target.is_even and any(placement.count != count for placement in placements):
             return UNKNOWN
         operands = [self._local_operand(t, target, dims.find(letter)) for t, dims in zip(tensors, letters, strict=True)]
         if any(t is None for t in operands):
@@ -480,7 +486,9 @@ def reshape_placement(
             sections = sections if sections * (unit // block) == runs else []
         else:
             continue
-        if sections and all(run % target_inner == 0 and run // target_inner % placement.count == 0 for run in sections):
+        # Uneven shards stay as they are if the length of a section does.
+        count = 1 if target_inner == inner_size else placement.count
+        if sections and all(run % target_inner == 0 and run // target_inner % count == 0 for run in sections):
             return replace(placement, dim=dim, sections=tuple(run // target_inner for run in sections))
     return None
 
