@@ -39,7 +39,9 @@ def expected(name: str, words: int, tied: bool) -> tuple[dict[str, torch.Tensor]
     return dict(model.state_dict()), metrics
 
 
-def check(folder: Path, workers: int, plan: str, words: int, *names: str, tied: bool = False) -> list[str]:
+def check(
+    folder: Path, workers: int, plan: str, words: int, *names: str, tied: bool = False, note: str = VERIFIED
+) -> list[str]:
     """Trains with each loss and compares; returns the notes about the comparisons with full layers."""
     options = ("--workers", str(workers), "--run-dir", folder / "run", "--plan", plan)
     paceline(
@@ -59,7 +61,7 @@ def check(folder: Path, workers: int, plan: str, words: int, *names: str, tied: 
         assert found[name][-1][1] % words == 0  # an evaluation sees full outputs
         assert largest.min() - 1e-9 <= found[name][-1][0] <= largest.max() + 1e-9
     notes = journal(folder / "run", "note")
-    return [event["text"] for event in notes if event["text"].startswith(VERIFIED)]
+    return [event["text"] for event in notes if event["text"].startswith(note)]
 
 
 @pytest.mark.parametrize(
@@ -96,16 +98,26 @@ def test_class_out_of_range_is_named_as_by_torch(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_logits_of_a_large_vocabulary_take_a_quarter_on_four_workers(tmp_path: Path) -> None:
-    """And less is sent than if they were gathered."""
+def test_losses_of_logits_without_the_last_token_stay_divided_along_the_sequence(tmp_path: Path) -> None:
+    names = [one.__name__ for one in DIVIDED if one.__name__ != "of_probabilities"]
+    told = check(tmp_path, 2, "context=2", 24, *names, note="sequences are divided among 2 workers")
+    assert len(told) == len(names)
+    assert not [text for text in told if "on the full sequence" in text]
+
+
+@pytest.mark.slow
+def test_logits_of_a_large_vocabulary_are_divided_by_the_number_of_workers(tmp_path: Path) -> None:
+    """And under `tensor=` less is sent than if they were gathered."""
     peaks, sent = {}, {}
-    for name, workers, words in (("alone", 1, ()), ("divided", 4, ()), ("gathered", 4, ("gathered",))):
-        options = ("--workers", str(workers), "--run-dir", name, *(("--plan", "tensor=4") if workers > 1 else ()))
+    for plan, words in (("", ()), ("tensor=4", ()), ("tensor=4", ("gathered",)), ("context=2", ())):
+        name = f"{plan} {' '.join(words)}".strip() or "alone"
+        options = ("--workers", plan[-1:] or "1", "--run-dir", name, *(("--plan", plan) if plan else ()))
         done = paceline("run", *options, SCRIPTS / "logits_memory.py", *words, cwd=tmp_path)
         peaks[name] = float(done.stdout.split("peak ")[1].split()[0])
         (figures,) = journal(tmp_path / name, "figures")
         sent[name] = figures["measured"][0]["sent"].get("tensor", 0)
-        assert name == "gathered" or "gathered" not in done.stderr
-    assert peaks["divided"] <= 1.05 * peaks["alone"] / 4
-    assert peaks["gathered"] > peaks["alone"] / 2
-    assert 0 < sent["divided"] < sent["gathered"] / 10
+        assert words or "gathered" not in done.stderr
+    assert peaks["tensor=4"] <= 1.05 * peaks["alone"] / 4
+    assert peaks["context=2"] <= 1.05 * peaks["alone"] / 2
+    assert peaks["tensor=4 gathered"] > peaks["alone"] / 2
+    assert 0 < sent["tensor=4"] < sent["tensor=4 gathered"] / 10

@@ -31,7 +31,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         for x in output if isinstance(output, tuple | list) else [output]:
-            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.numel() > WIDTH * WORDS:  # than a weight
+            # Weights and their gradients are smaller, and memory for many gradients has one dimension.
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 1 and x.numel() > WIDTH * WORDS:
                 storage = x.untyped_storage()
                 if storage.data_ptr() not in self.sizes:
                     self.sizes[storage.data_ptr()] = storage.nbytes()
@@ -45,7 +46,7 @@ def main() -> None:
     alone = paceline.join().size == 1
     trainer = paceline.Trainer(
         lambda: Model(WORDS).float(),
-        loss=lambda logits, batch: F.cross_entropy(logits.flatten(0, 1), batch[0].flatten()),
+        loss=lambda logits, batch: F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten()),
         optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
         global_batch=1,
         tensor=GATHERED if "gathered" in sys.argv and not alone else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from paceline.base.device_peaks import peak_of
 from paceline.compute.model_flops import ModelSkeleton
 from paceline.observe.summary import Summary
+from paceline.train.step_observers import FlopsObserver
 
 ROWS, TOKENS, WIDTH, WORDS = 2, 32, 64, 500
 IDS = torch.randint(0, WORDS, (ROWS, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -209,6 +211,19 @@ def test_flops_are_the_same_under_every_plan_and_in_the_report(plan: str, tmp_pa
     assert summary.utilisation is None
     report = " ".join(paceline("report", "run", cwd=tmp_path).stdout.split())
     assert "FLOP/s, of the model, without recomputation" in report
+
+
+def test_all_observers_see_the_step_in_which_flops_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FlopsObserver, "AFTER", 0.0)
+    seen: list[object] = []
+    context: Any = SimpleNamespace(job=SimpleNamespace(skeleton=None), observers=[])
+    context.run = SimpleNamespace(team=SimpleNamespace(group=SimpleNamespace(rank=1)))
+    context.observers += [FlopsObserver(context), seen.append]
+    for step in ("first", "second"):
+        for observe in context.observers:
+            observe(step)
+    assert seen == ["first", "second"]
+    assert context.observers == [seen.append]
 
 
 @pytest.mark.parametrize(

@@ -521,8 +521,8 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
     arguments = dict(zip(names, bind_arguments(given, named, *names), strict=True))
     x, target, reduction = arguments["input"], arguments["target"], arguments["reduction"] or "mean"
     part, dim = placement_of(x), 1 if x.dim() > 1 else 0
-    others = arguments["weight"] is not None or arguments["size_average"] is not None or arguments["reduce"] is not None
-    if part is None or part.dim == dim or others or target.is_floating_point() or not part.is_even:
+    weight, old = arguments["weight"], arguments["size_average"] is not None or arguments["reduce"] is not None
+    if part is None or part.dim == dim or old or target.is_floating_point():
         return UNKNOWN
     target_dim = part.dim - (part.dim > dim)
     if full_shape_of(target)[target_dim] != part.length:
@@ -534,11 +534,13 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
         return UNKNOWN
     ignored = -100 if arguments["ignore_index"] is None else arguments["ignore_index"]
     smoothing = {} if arguments["label_smoothing"] is None else {"label_smoothing": arguments["label_smoothing"]}
-    options = {"ignore_index": ignored, **smoothing}
+    options = {"weight": weight, "ignore_index": ignored, **smoothing}
     if reduction == "none":
         made = function(x, target, reduction="none", **options)
         return set_placement(made, ShardPlacement(target_dim, part.sections, part.count))
     total = on.redistributor.sum(function(x, target, reduction="sum", **options))
     if reduction == "sum":
         return total
-    return total / on.redistributor.sum((target != ignored).sum().to(total.dtype))
+    counts = target != ignored
+    weights = counts.to(total.dtype) if weight is None else weight[target.masked_fill(~counts, 0)] * counts
+    return total / on.redistributor.sum(weights.sum())

@@ -57,7 +57,7 @@ class FlopsObserver:
         context = self._context
         if time.monotonic() - self._begun < self.AFTER:
             return
-        context.observers.remove(self)
+        context.observers = [one for one in context.observers if one != self]  # not the list that is gone through now
         skeleton, context.job.skeleton = context.job.skeleton, None
         if context.run.team.group.rank or skeleton is None or not step.batch.share:
             return

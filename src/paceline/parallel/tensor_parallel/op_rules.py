@@ -181,6 +181,9 @@ def _index(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     if not isinstance(steps[position], slice) or steps[position].step not in (None, 1):
         return UNKNOWN
     start, stop, _ = steps[position].indices(placement.length)
+    if start == 0 and (shorter := _shortened(mode, x, placement, stop)) is not None:
+        steps[position] = slice(None)
+        return mode.view(function, (shorter, tuple(steps)), {})
     slices = mode.split(x, placement, [start, max(stop - start, 0), placement.length - max(stop, start)])
     if slices is None:
         return UNKNOWN
@@ -189,6 +192,18 @@ def _index(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     return (
         function(middle, tuple(steps)) if not placement_of(middle) else mode.view(function, (middle, tuple(steps)), {})
     )
+
+
+def _shortened(mode: ShardedTensorMode, x: Tensor, placement: ShardPlacement, length: int) -> Tensor | None:
+    """Returns the shard of a tensor without its last elements, as in ``logits[:, :-1]``; None if that moves the borders
+    between the workers' shards.
+    """
+    shorter = replace(placement, sections=(length,))
+    same_borders = -(-length // placement.count) == -(-placement.length // placement.count)
+    if len(placement.sections) > 1 or not same_borders or not _is_among_all(mode, placement):
+        return None
+    (held,) = shorter.rows(mode.redistributor.index(placement))
+    return set_placement(x.narrow(placement.dim, 0, len(held)), shorter)
 
 
 @_rule("split chunk tensor_split split_with_sizes unsafe_split unsafe_chunk")
@@ -263,7 +278,8 @@ def _along(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     """Handles functions along dimensions other than the divided one."""
     x, placement = args[0], placement_of(args[0])
     position = _ALONG[function.__name__.strip("_")]
-    dim = kwargs.get("dim", args[position] if len(args) > position else None)
+    default = -1 if function.__name__ in ("topk", "sort", "argsort", "kthvalue") else None
+    dim = kwargs.get("dim", args[position] if len(args) > position else default)
     if function.__name__ == "flip":  # which also accepts dimensions one by one
         dim = kwargs.get("dims", args[1] if len(args) == 2 else args[1:])
     dims = [dim] if isinstance(dim, int) else dim
