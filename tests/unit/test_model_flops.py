@@ -180,6 +180,16 @@ for _ in trainer.steps(data, count=16): pass
 """
 
 
+def test_collective_in_a_forward_is_not_called_by_one_worker_alone(tmp_path: Path) -> None:
+    """Then the operations are estimated."""
+    call = 'paceline.join().all_reduce(x.detach().sum(), "of the forward")'
+    called = SCRIPT.replace("        return self.head(x)\n", f"        {call}\n        return self.head(x)\n")
+    (tmp_path / "train.py").write_text(called.replace("global_batch=8", 'global_batch=8, plan="micro=4"'))
+    paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
+    (event,) = journal(tmp_path / "run", "flops")
+    assert event["estimated"]
+
+
 @pytest.mark.parametrize(
     "plan",
     [

@@ -42,6 +42,19 @@ _PartKey = tuple[Mesh, "tuple[str, ...] | int", str]
 NAME = 80  # characters of a collective's name that are shown
 
 
+_refusing: list[bool] = []  # not empty in `refusing_collectives`
+
+
+@contextlib.contextmanager
+def refusing_collectives() -> Iterator[None]:
+    """A context in which no other worker runs the user's code: collectives raise RuntimeError."""
+    _refusing.append(True)
+    try:
+        yield
+    finally:
+        _refusing.pop()
+
+
 class Group:
     """The collectives of a team of `size` workers. In a team of one every operation is the identity.
 
@@ -326,6 +339,8 @@ class Group:
         """
         if self.size == 1:
             return
+        if _refusing:
+            raise RuntimeError(f"{name} needs all workers, but only this one runs the code now")
         self._join()
         if len(name) > NAME:  # the beginning and a hash of all of it
             name = f"{name[: NAME - 13]}~{hashlib.sha256(name.encode()).hexdigest()[:12]}"

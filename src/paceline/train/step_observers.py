@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from paceline.comm.communicator import refusing_collectives
 from paceline.compute.grad_noise import EVERY, looked_at
 from paceline.compute.job import StepSums
 from paceline.train.step import Step
@@ -62,7 +63,7 @@ class FlopsObserver:
         if context.run.team.group.rank or skeleton is None or not step.batch.share:
             return
         micro_batch, device = step.batch.share[0], context.job.device
-        with context.streams.preserved():
+        with context.streams.preserved(), refusing_collectives():
             flops = skeleton.count(context.job.script_forward, micro_batch.batch, micro_batch.rows)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         fields = {"per_row": flops.per_row, "estimated": flops.is_estimated, "uncounted": [*flops.uncounted]}
