@@ -223,6 +223,21 @@ def test_flops_are_the_same_under_every_plan_and_in_the_report(plan: str, tmp_pa
     assert "FLOP/s, of the model, without recomputation" in report
 
 
+def test_state_that_a_forward_changes_is_as_without_the_count(tmp_path: Path) -> None:
+    counts = SCRIPT.replace(
+        "        return self.head(x)\n", "        trainer.state['forwards'] += 1\n        return self.head(x)\n"
+    )
+    counts = counts.replace("for _ in trainer", "trainer.state['forwards'] = 0\nfor _ in trainer")
+    found = []
+    for after in ("0.0", "1e9"):
+        ends = f"from pathlib import Path\nPath('forwards{after}').write_text(str(trainer.state['forwards']))\n"
+        (tmp_path / "train.py").write_text(counts.replace("AFTER = 0.0", f"AFTER = {after}") + ends)
+        paceline("run", "--run-dir", f"run{after}", "--plan", "micro=8", "train.py", cwd=tmp_path)
+        found.append(int((tmp_path / f"forwards{after}").read_text()))
+    assert len(journal(tmp_path / "run0.0", "flops")) == 1
+    assert found[0] == found[1]
+
+
 def test_all_observers_see_the_step_in_which_flops_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FlopsObserver, "AFTER", 0.0)
     seen: list[object] = []

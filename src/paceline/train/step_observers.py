@@ -63,8 +63,11 @@ class FlopsObserver:
         if context.run.team.group.rank or skeleton is None or not step.batch.share:
             return
         micro_batch, device = step.batch.share[0], context.job.device
+        for state in context.run.trainers.states:  # the forward may change it
+            state.step_begins()
         with context.streams.preserved(), refusing_collectives():
             flops = skeleton.count(context.job.script_forward, micro_batch.batch, micro_batch.rows)
+        context.restore_state()
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         fields = {"per_row": flops.per_row, "estimated": flops.is_estimated, "uncounted": [*flops.uncounted]}
         context.reporter.journal.write("flops", trainer=context.trainer, device=name, **fields)
