@@ -1,6 +1,6 @@
 """What a sharded worker holds, beside the formula, DistributedDataParallel and fully_shard by hand.
 
-    python benchmarks/memory.py [--workers 4] [--deepspeed] [--record FILE]
+    python benchmarks/memory.py [--workers 4] [--deepspeed] [--sides SIDE ...] [--record FILE]
 
 An MLP of 16 equal layers, 64 M parameters in float32, AdamW, one row for each worker, so that activations are next to
 nothing. Each side is a run of its own. Parameters, gradients and optimizer are what the run's journal tells, or by hand
@@ -16,6 +16,7 @@ zero=1        4 P                 4 P             8 P / S
 zero=2        4 P / S + 4 P       4 P / S + 3 B   8 P / S
 zero=3        4 P / S + B         4 P / S + 3 B   8 P / S
 offload=cpu   4 P / S more, in the host's memory, which here is the same
+... tensor=2, pipeline=2: half of the workers divide the rows, the other half a layer, or the layers
 """
 
 from __future__ import annotations
@@ -65,6 +66,13 @@ def formula(side: str, workers: int) -> dict[str, float]:
             "gradients": part + 3 * layer,
             "optimizer": 2 * part,
         },
+        # Half of the workers divide the rows.
+        "zero=3 tensor=2": {
+            "parameters": part + layer / 2,
+            "gradients": part + 3 * layer / 2,
+            "optimizer": 2 * part,
+        },
+        "zero=3 pipeline=2": {"parameters": part + layer, "gradients": part + 3 * layer, "optimizer": 2 * part},
     }[side]
 
 
@@ -84,7 +92,9 @@ def ours(plan: str, out: Path) -> None:
         for _ in trainer.steps(rows, count=STEPS):
             pass
 
-    train(lambda: nn.Linear(8, 8), TensorDataset(torch.randn(workers, 8)))  # what libraries take at the first use
+    train(
+        lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), TensorDataset(torch.randn(workers, 8))
+    )  # what libraries take at the first use
     before = peak_memory(CPU)
     train(model, data)
     grown = {"process": peak_memory(CPU) - before}
@@ -172,12 +182,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--deepspeed", action="store_true", help="ZeRO of DeepSpeed too, if it is installed")
+    parser.add_argument("--sides", nargs="+", help="only these sides")
     parser.add_argument("--record", type=Path)
     options = parser.parse_args()
     results: dict[str, dict[str, object]] = {}
     print(f"MB a worker, {options.workers} workers (beside the formula)")
     peers = [side for side in BY_HAND if options.deepspeed or not side.startswith("deepspeed")]
-    for side in ("data", "zero=1", "zero=2", "zero=3", "zero=3 offload=cpu", *peers):
+    mixtures = ("zero=3 tensor=2", "zero=3 pipeline=2")
+    for side in ("data", "zero=1", "zero=2", "zero=3", "zero=3 offload=cpu", *mixtures, *peers):
+        if options.sides and side not in options.sides:
+            continue
         found = measure(side, options.workers)
         results[side] = dict(found)
         texts = [f"{name} {found[name] / 1e6:.0f}" for name in (*PARTS, "process") if name in found]
@@ -200,6 +214,7 @@ if __name__ == "__main__":
         elif side in BY_HAND:
             by_hand(side, Path(folder))
         else:
-            ours("" if side == "data" else f"shard={os.environ['PACELINE_WORLD_SIZE']} {side}", Path(folder))
+            shards = int(os.environ["PACELINE_WORLD_SIZE"]) // (2 if "=2" in side.removeprefix("zero=2") else 1)
+            ours("" if side == "data" else f"shard={shards} {side}", Path(folder))
     else:
         main()
