@@ -317,7 +317,7 @@ def test_scripts_of_coming_from_page_run(tmp_path: Path) -> None:
 
 def test_token_script_of_data_page_trains(tmp_path: Path) -> None:
     write_folder(tmp_path / "tokens", [np.arange(128 * 1025, dtype=np.uint16) % 50], vocabulary=50)
-    block, _ = blocks("docs/data.md")
+    block, *_ = blocks("docs/data.md")
     (tmp_path / "train.py").write_text(block + "print('trained', trainer.steps_done)\n")
     done = paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
     assert "trained 2\n" in done.stdout

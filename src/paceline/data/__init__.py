@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.data.packing import PackedDocuments as PackedDocuments
+    from paceline.data.packing import document_mask as document_mask
     from paceline.data.parquet import ParquetRows as ParquetRows
     from paceline.data.tokens import Tokens as Tokens
 
-__all__ = ["ParquetRows", "Tokens"]
+# Where they are: they are imported when first used, as numpy takes its time.
+_MODULES = {"PackedDocuments": "packing", "ParquetRows": "parquet", "Tokens": "tokens", "document_mask": "packing"}
+__all__ = ["PackedDocuments", "ParquetRows", "Tokens", "document_mask"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module 'paceline.data' has no attribute {name!r}")
-    if name == "ParquetRows":
-        from paceline.data.parquet import ParquetRows
-
-        return ParquetRows
-    from paceline.data.tokens import Tokens  # when first used: numpy takes its time
-
-    return Tokens
+    return getattr(import_module(f"paceline.data.{_MODULES[name]}"), name)
