@@ -77,9 +77,7 @@ def gather_batches(
     counts = [sum(entry[0] for entry in brought[at : at + unit.size]) for at in range(0, len(brought), unit.size)]
     for _ in range(max(counts[peer] for peer in run_of(rank // unit.size, together)) - len(micro_batches)):
         if spare is None:
-            what = (
-                f"worker {rank} has never passed a row to step(), but its shard must run the same layers as the others"
-            )
-            raise UsageError(what, "pass at least one row on every worker, or use zero=1")
+            what = f"worker {rank} has never passed a row to step(), but must run the layers whose parts others have"
+            raise UsageError(what, "pass at least one row on every worker in its first step()")
         worker_batch.micro_batches.insert(0, dataclasses.replace(spare, is_dummy=True))
     return worker_batch
