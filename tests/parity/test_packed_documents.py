@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,8 +18,9 @@ from launching import SCRIPTS, TRANSFORMERS, paceline
 from oracle import apart, built
 from packed import BATCH, LENGTH, MODELS, RATE, STEPS, documents, forward, loss
 from safetensors.torch import load_file
+from token_folders import write_folder
 
-from paceline.data import PackedDocuments, document_mask
+from paceline.data import PackedDocuments, Tokens, document_mask
 from paceline.errors import DatasetError, UsageError
 
 PLANS = {"micro=1": 1, "context=2": 2, "context=3": 3, "tensor=2": 2, "pipeline=2": 2, "data=3": 3}
@@ -176,3 +179,34 @@ def test_what_cannot_be_packed_is_refused(make: Any, error: type[Exception], tex
     with pytest.raises(error) as raised:
         make()
     assert str(raised.value) == text
+
+
+@given(st.lists(st.integers(0, 4), min_size=5, max_size=60), st.integers(2, 9))
+def test_rows_of_a_token_folder_begin_positions_anew_after_each_end(tokens: list[int], length: int) -> None:
+    """The end token is 0. In each row a document begins anew, as its tokens before the row are not seen."""
+    if len(tokens) <= length:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        write_folder(Path(folder) / "tokens", [np.asarray(tokens, dtype=np.uint16)], vocabulary=5)
+        rows = Tokens(Path(folder) / "tokens", length, documents=True)
+        plain = Tokens(Path(folder) / "tokens", length)
+        assert len(rows) == len(plain)
+        for number in range(len(rows)):
+            row, ids = rows[number], tokens[number * length : (number + 1) * length]
+            positions, position = [], 0
+            for token in ids:
+                positions.append(position)
+                position = 0 if token == 0 else position + 1
+            assert row["input_ids"].tolist() == ids == plain[number][:-1].tolist()
+            assert row["position_ids"].tolist() == positions
+            assert row["labels"].tolist() == [
+                -100 if p == 0 else token for p, token in zip(positions, ids, strict=True)
+            ]
+
+
+def test_documents_need_an_end_token(tmp_path: Path) -> None:
+    np.save(tmp_path / "tokens.npy", np.arange(20, dtype=np.uint16))
+    with pytest.raises(UsageError) as raised:
+        Tokens(tmp_path / "tokens.npy", 4, documents=True)
+    what = f"{tmp_path / 'tokens.npy'} does not say which token ends a document, and documents=True was given"
+    assert str(raised.value) == f"{what}; use a folder that `paceline tokenize` made, or leave documents= out"

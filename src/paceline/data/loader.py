@@ -34,6 +34,7 @@ from paceline.compute.rng import RngState
 from paceline.data.change_detection import Snapshot
 from paceline.data.collate_check import Collated
 from paceline.data.order import sample_index
+from paceline.data.packing import PackedDocuments
 from paceline.data.tokens import Tokens
 from paceline.errors import AddNote, DatasetError, UsageError, a
 
@@ -89,8 +90,8 @@ class Source:
 
     @property
     def tokens(self) -> int | None:
-        """The tokens of a row, if the dataset is a `Tokens`."""
-        return self.dataset.length if isinstance(self.dataset, Tokens) else None
+        """The tokens of a row, if the dataset is a `Tokens` or `PackedDocuments`."""
+        return self.dataset.length if isinstance(self.dataset, Tokens | PackedDocuments) else None
 
     @staticmethod
     def of(

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from paceline.data.order import sample_index
+from paceline.data.tokens import IGNORED
 from paceline.errors import DatasetError, UsageError
-
-IGNORED = -100  # the label of a token that counts in no loss, as torch's cross_entropy has it
 
 
 class PackedDocuments:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 FORMAT, INDEX = 1, "tokens.json"
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _BLOCK = 16 << 20  # bytes that `verify` holds at once
+IGNORED = -100  # the label of a token that counts in no loss, as cross_entropy of torch has it
 Span = tuple[str, int, int]  # file, first byte, end
 
 
@@ -40,6 +41,9 @@ class Tokens:
     ``row[:-1]`` are the inputs and ``row[1:]`` the targets. So neighbouring rows share one token, and each token but
     the first is a target once. There are (tokens - 1) // length rows; what is left at the end is dropped. Rows cross
     the borders of documents and of shards.
+
+    With `documents` each row is a dict of the first `length` of these tokens (``input_ids``), their ``position_ids``,
+    which begin with 0 after each end token and in each row, and their ``labels``, as in `PackedDocuments`.
 
     `url` is a folder that ``paceline tokenize`` made, a ``.npy`` file with one dimension, or a raw little-endian file
     with its `dtype` (one of `DTYPES`); in the local file system, or as a URL that fsspec knows (``s3://...``), which
@@ -61,8 +65,9 @@ class Tokens:
         length: int,
         dtype: str | None = None,
         storage_options: Mapping[str, Any] | None = None,
+        documents: bool = False,
     ) -> None:
-        url, self.length = os.fspath(url), index(length)
+        url, self.length, self._documents = os.fspath(url), index(length), documents
         if self.length < 1:
             raise UsageError(f"length={length} is too small", "use a length of at least 1")
         if dtype is not None and dtype not in DTYPES:
@@ -81,6 +86,9 @@ class Tokens:
             self._open_folder(url, dtype)
         else:
             self._open_file(url, dtype)
+        if documents and self.end is None:
+            what = f"{url} does not say which token ends a document, and documents=True was given"
+            raise UsageError(what, "use a folder that `paceline tokenize` made, or leave documents= out")
         self.dtype, self.tokens = self._dtype.name, int(self._starts[-1])
         if self.tokens <= self.length:
             what = f"{url} holds {self.tokens} tokens, and a row of length {self.length} needs {self.length + 1}"
@@ -131,10 +139,10 @@ class Tokens:
     def __len__(self) -> int:
         return (self.tokens - 1) // self.length
 
-    def __getitem__(self, row: int) -> Tensor:
+    def __getitem__(self, row: int) -> Any:
         return self.__getitems__([row])[0]
 
-    def __getitems__(self, rows: Sequence[int]) -> list[Tensor]:
+    def __getitems__(self, rows: Sequence[int]) -> list[Any]:
         """Several rows, in the order asked for. Neighbours are read at once. Raises IndexError."""
         import torch  # here, because `paceline tokenize` needs none
 
@@ -149,7 +157,18 @@ class Tokens:
         for run, tokens in zip(runs, read, strict=True):
             for row, start in zip(run, range(0, len(tokens), length), strict=False):
                 token_rows[row] = tokens[start : start + length + 1]
-        return [torch.from_numpy(token_rows[row].astype(np.int64)) for row in wanted]
+        found = [torch.from_numpy(token_rows[row].astype(np.int64)) for row in wanted]
+        return [self._by_document(row[:-1]) for row in found] if self._documents else found
+
+    def _by_document(self, ids: Tensor) -> dict[str, Tensor]:
+        """Returns a row of tokens with their positions and labels."""
+        import torch
+
+        numbers = torch.arange(len(ids), dtype=torch.int64)
+        begins = numbers == 0
+        begins[1:] = ids[:-1] == self.end
+        positions = numbers - (numbers * begins).cummax(0).values
+        return {"input_ids": ids, "labels": ids.masked_fill(begins, IGNORED), "position_ids": positions}
 
     def verify(self) -> None:
         """Reads everything: raises DatasetError where a shard's SHA-256 is not that of the index, or a token is not of
