@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,20 @@ def expected(name: str, words: int, tied: bool) -> tuple[dict[str, torch.Tensor]
 
 
 def check(
-    folder: Path, workers: int, plan: str, words: int, *names: str, tied: bool = False, note: str = VERIFIED
+    folder: Path,
+    workers: int,
+    plan: str,
+    words: int,
+    *names: str,
+    tied: bool = False,
+    note: str = VERIFIED,
+    script: str = "vocabulary.py",
+    kind: Sequence[str] = (),
 ) -> list[str]:
     """Trains with each loss and compares; returns the notes about the comparisons with full layers."""
     options = ("--workers", str(workers), "--run-dir", folder / "run", "--plan", plan)
-    paceline(
-        "run", *options, SCRIPTS / "vocabulary.py", str(words), folder, *(["tied"] if tied else []), *names, cwd=folder
-    )
+    words_of_script = (*kind, str(words), folder, *(["tied"] if tied else []), *names)
+    paceline("run", *options, SCRIPTS / script, *words_of_script, cwd=folder)
     found = json.loads((folder / "figures.json").read_text())
     assert [*found] == [*(names or LOSSES)]
     for name in found:

@@ -21,10 +21,11 @@ GATHERED = {"blocks.*.up": "column", "blocks.*.down": "row", "words": "vocabular
 
 
 class Meter(TorchDispatchMode):
-    """Adds up the memory of large tensors while they exist."""
+    """Adds up the memory of tensors of more than `least` numbers while they exist."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: int) -> None:
         super().__init__()
+        self.least = least
         self.sizes: dict[int, int] = {}
         self.peak = 0
 
@@ -32,7 +33,7 @@ class Meter(TorchDispatchMode):
         output = function(*args, **(kwargs or {}))
         for x in output if isinstance(output, tuple | list) else [output]:
             # Weights and their gradients are smaller, and memory for many gradients has one dimension.
-            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 1 and x.numel() > WIDTH * WORDS:
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu" and x.dim() > 1 and x.numel() > self.least:
                 storage = x.untyped_storage()
                 if storage.data_ptr() not in self.sizes:
                     self.sizes[storage.data_ptr()] = storage.nbytes()
@@ -53,7 +54,7 @@ def main() -> None:
     )
     steps = iter(trainer.steps(TensorDataset(ids), count=4))
     next(steps), next(steps)  # the first step compares with full layers
-    with Meter() as meter:
+    with Meter(WIDTH * WORDS) as meter:
         assert len([*steps]) == 2
     if trainer.main:
         print("peak", meter.peak / (4 * LENGTH * WORDS))

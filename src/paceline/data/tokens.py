@@ -157,8 +157,8 @@ class Tokens:
         for run, tokens in zip(runs, read, strict=True):
             for row, start in zip(run, range(0, len(tokens), length), strict=False):
                 token_rows[row] = tokens[start : start + length + 1]
-        found = [torch.from_numpy(token_rows[row].astype(np.int64)) for row in wanted]
-        return [self._by_document(row[:-1]) for row in found] if self._documents else found
+        wanted_rows = [torch.from_numpy(token_rows[row].astype(np.int64)) for row in wanted]
+        return [self._by_document(row[:-1]) for row in wanted_rows] if self._documents else wanted_rows
 
     def _by_document(self, ids: Tensor) -> dict[str, Tensor]:
         """Returns a row of tokens with their positions and labels."""

@@ -13,7 +13,7 @@ import math
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -53,7 +53,7 @@ from paceline.parallel.tensor_parallel.placement import (
     is_conv1d,
     is_linear,
 )
-from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, summed
+from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, saving_shards, summed
 from paceline.parallel.tensor_parallel.script_view import call_without_script_view
 from paceline.parallel.tensor_parallel.sharded_mode import (
     GatherMode,
@@ -68,6 +68,7 @@ from paceline.parallel.tensor_parallel.vocabulary_loss import VOCABULARY_RULES
 
 _ADVICE = 'name the layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 _FROM_USER = "tensor= names them"
+LARGE = 8 << 20  # bytes of a layer's outputs from which on dividing the sequence is worth the time that it costs
 PLACEMENTS = (
     f"use one of {COLUMN}, {COLUMN}:N, {GATHERED}, {LOGITS}, {ROW}, {VOCABULARY}, {HEADS}, {EXPERTS}, {REPLICATED}"
 )
@@ -173,6 +174,8 @@ class TensorCut:
         self._divided_params.clear()
         job.named = {name: param for name, param in job.model.named_parameters() if param.requires_grad}
         self._is_gathered = False  # whether layers compute with gathered weights
+        # Whether row layers leave their outputs divided along the sequence in training, and the most bytes of one.
+        self._divides_sequences, self._largest_output = False, 0
         self._is_running = False  # whether a forward of the model is running
         self._frames: list[_Frame] = []
         rules = OP_RULES | SUM_RULES | VOCABULARY_RULES
@@ -423,11 +426,12 @@ class TensorCut:
         if self._is_gathered:
             return cast(torch.Tensor, self._run_gathered(type(module).forward, module, x))
         with self._sharded_mode.suspended():
-            x = self.redistributor.share(self._sharded_mode.gather_full(x))
-            if is_conv1d(module):
-                output = torch.matmul(x, module.weight) + module.bias
-            else:
-                output = F.linear(x, module.weight, module.bias)
+            full, saving = self._column_input(x)
+            with saving:
+                if is_conv1d(module):
+                    output = torch.matmul(full, module.weight) + module.bias
+                else:
+                    output = F.linear(full, module.weight, module.bias)
             output = set_placement(output, ShardPlacement(output.dim() - 1, shard.sections, shard.count))
             if layer.placement.kind == GATHERED or (layer.placement.kind == LOGITS and not self._logits_stay):
                 return self._sharded_mode.gather_full(output)
@@ -442,8 +446,33 @@ class TensorCut:
         with self._sharded_mode.suspended():
             x = self._row_input(x, shard)
             output = torch.matmul(x, module.weight) if is_conv1d(module) else F.linear(x, module.weight)
+            return self._summed(output, module.bias)
+
+    def _column_input(self, x: torch.Tensor) -> tuple[torch.Tensor, AbstractContextManager[None]]:
+        """Returns the full input of a column layer, whose gradient is summed over the workers, and a context for the
+        use of the input, in which autograd saves no more of it than this worker's shard.
+        """
+        placement = placement_of(x)
+        if placement is not None and placement.dim == 1 and placement.is_even and placement.count == self.unit.size:
+            full = self.redistributor.gather_to_split(x, placement)
+            return full, saving_shards(self.redistributor, full, x, placement)
+        return self.redistributor.share(self._sharded_mode.gather_full(x)), nullcontext()
+
+    def _summed(self, output: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the sum of all workers' outputs of a layer (rows x tokens x width), plus a bias.
+
+        With divided sequences (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+        2022), each worker gets the sums of its own tokens.
+        """
+        training = self.job.model.training and torch.is_grad_enabled() and output.dim() == 3  # or computed again
+        if training:
+            self._largest_output = max(self._largest_output, output.nbytes)
+        if not (training and self._divides_sequences) or output.shape[1] % self.unit.size:
             output = self.redistributor.sum(output)
-            return output if module.bias is None else output + module.bias
+            return output if bias is None else output + bias
+        placement = ShardPlacement(1, (output.shape[1],), self.unit.size)
+        output = self.redistributor.scatter_sum(output, placement)
+        return set_placement(output if bias is None else output + self.redistributor.share(bias), placement)
 
     def _row_input(self, x: torch.Tensor, shard: ShardPlacement) -> torch.Tensor:
         """Returns this worker's shard of the input of a row layer.
@@ -469,7 +498,7 @@ class TensorCut:
                 output = F.embedding(local_ids.masked_fill(is_elsewhere, 0), module.weight, padding)
             else:  # there are fewer entries than workers, and this worker has none
                 output = module.weight.new_zeros(*ids.shape, module.embedding_dim) + module.weight.sum()
-            return self.redistributor.sum(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
+            return self._summed(output.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
 
     def _heads(self, layer: _Layer, /, *args: Any, **kwargs: Any) -> Any:
         module = cast(nn.MultiheadAttention, layer.module)
@@ -525,7 +554,9 @@ class TensorCut:
             return self._run_gathered(forward, *args, **kwargs)
         if regions is None and self._is_running:
             return self._trace_region(name, forward, args, kwargs)
-        tracks_shards = (regions is None or name in regions) and not self._sharded_mode.on
+        # Where a backward computes a block again, its input may be divided.
+        is_region = regions is None or name in regions or any(map(placement_of, tensors_of((args, kwargs))))
+        tracks_shards = is_region and not self._sharded_mode.on
         with self._sharded_mode if tracks_shards else nullcontext():
             return forward(*args, **kwargs)
 
@@ -631,10 +662,15 @@ class TensorCut:
             error, farthest_output, distance = self._distances(model, batch, backward, expected)
         if error is not None:
             raise error
+        if backward and not self._divides_sequences and self._may_divide_sequences():
+            divided = self._compare_with_divided_sequences(model, batch, expected)
+            farthest_output, distance = divided or (farthest_output, distance)
         if model.training and torch.is_grad_enabled():
             gradient_text = f" and {distance:.1g} of the gradients" if backward else " (no memory for a backward)"
             report = "tensor= was verified on one micro-batch against full layers: relative difference "
             report += f"{farthest_output:.1g} of the outputs{gradient_text}"
+            if self._divides_sequences:
+                report += "; activations between layers are divided along the sequence"
             if self._gathered_at:
                 locations = sorted(self._gathered_at)
                 report += f"; shards are gathered in {', '.join(locations[:3])}{', ...' if len(locations) > 3 else ''}"
@@ -675,6 +711,27 @@ class TensorCut:
             problem = f"the gradient of {name} changes when tensor= splits {self._name}"
             return UsageError(problem, f'set its layer to "{REPLICATED}" in tensor='), 0.0, 0.0
         return None, farthest_output, distance
+
+    def _may_divide_sequences(self) -> bool:
+        """Whether activations are large enough to be divided, and are not divided or handed on in another way."""
+        return self._largest_output >= LARGE and self.job.unit == self.unit.size
+
+    def _compare_with_divided_sequences(
+        self, model: nn.Module, batch: Any, expected: tuple[list[torch.Tensor], dict[str, torch.Tensor]]
+    ) -> tuple[float, float] | None:
+        """Divides the sequences between row and column layers, if outputs and gradients stay the same. Returns their
+        distances then, else None.
+        """
+        mode = model.training, self.job.assembled
+        regions, self._divides_sequences = self._regions.pop(mode, None), True
+        error, *distances = self._distances(model, batch, True, expected)
+        if not any(self.unit.gather_json(error is not None)):
+            return distances[0], distances[1]
+        self._divides_sequences = False
+        self._regions.pop(mode, None)
+        if regions is not None:
+            self._regions[mode] = regions
+        return None
 
     def _has_room_for_full(self) -> bool:
         """Whether the full weights and their gradients fit into the memory of each worker of the unit."""

@@ -112,6 +112,36 @@ class _Join(torch.autograd.Function):
         return shard if redistributor.is_first_holder(placement) else shard * 0.0, None, None
 
 
+class _ScatterSum(torch.autograd.Function):
+    """Sums the tensors of all workers, each of which keeps its shard of the sum; the backward gathers the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, redistributor: Redistributor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns this worker's shard of the sum."""
+        ctx.redistributor, ctx.placement = redistributor, placement
+        return _scatter_shards(redistributor, x, placement)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Returns the full gradient."""
+        return applied(_GatherToSplit, grad, ctx.redistributor, ctx.placement), None, None
+
+
+class _GatherToSplit(torch.autograd.Function):
+    """Gathers the shards of all workers for their sharded computations; each gets its shard of the gradients' sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, redistributor: Redistributor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns the full tensor."""
+        ctx.redistributor, ctx.placement = redistributor, placement
+        return redistributor.gather_shards(x, placement)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        """Returns this worker's shard of the sum of the gradients."""
+        return applied(_ScatterSum, grad, ctx.redistributor, ctx.placement), None, None
+
+
 class _Exchange(torch.autograd.Function):
     """Turns shards along one dimension into shards along another one; the backward does the reverse."""
 
@@ -219,6 +249,24 @@ class Redistributor:
         self.bytes_sent += x.nbytes
         return applied(_Sum, x, self.unit)
 
+    def scatter_sum(self, x: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns this worker's shard of the sum of all workers' tensors; differentiable. All shards are equal."""
+        self.bytes_sent += x.nbytes
+        return applied(_ScatterSum, x, self, placement)
+
+    def gather_to_split(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+        """Returns the full tensor of all workers' shards for use with other shards: the backward sums its gradient over
+        the unit, of which each worker gets its shard. If several functions use the tensor, it is gathered once.
+        """
+        entry = self._shared.pop(id(shard), None)
+        if entry is None or entry[0]() is not shard:
+            self.bytes_sent += shard.nbytes * placement.count
+            entry = weakref.ref(shard), applied(_GatherToSplit, shard, self, placement)
+        self._shared[id(shard)] = entry
+        if len(self._shared) > _SHARED:
+            self._shared.popitem(last=False)
+        return entry[1]
+
     def join(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns the full tensor of all workers' shards; differentiable."""
         self.bytes_sent += shard.nbytes
@@ -256,6 +304,36 @@ class Redistributor:
     def forget_shared(self) -> None:
         """Forgets the shared tensors of a forward that has ended."""
         self._shared.clear()
+
+
+def saving_shards(
+    moves: Redistributor, full: torch.Tensor, shard: torch.Tensor, placement: ShardPlacement
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """Returns a context in which autograd saves this worker's shard instead of the full tensor, which the backward
+    gathers again.
+    """
+    address, size, kept, version = full.data_ptr(), full.numel(), shard.detach(), shard._version
+
+    def pack(saved: torch.Tensor) -> torch.Tensor | torch.Size:
+        return saved.shape if saved.data_ptr() == address and saved.numel() == size else saved
+
+    def unpack(saved: torch.Tensor | torch.Size) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        if kept._version != version:
+            raise RuntimeError("an input of a layer that tensor= splits was changed in place before the backward")
+        return moves.gather_shards(kept, placement).reshape(saved)
+
+    if full.requires_grad and torch.is_grad_enabled():
+        moves.bytes_sent += full.nbytes // 2
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _scatter_shards(moves: Redistributor, x: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
+    """Returns this worker's shard of the sum of all workers' tensors, without a gradient."""
+    in_order = x.movedim(placement.dim, 0).clone(memory_format=torch.contiguous_format)
+    moves.unit.finish(moves.unit.start_scatter(in_order.view(-1)))
+    return in_order.chunk(moves.size)[moves.unit.rank].clone().movedim(0, placement.dim)
 
 
 class DryRunRedistributor(Redistributor):
