@@ -9,6 +9,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import grouped_experts
 import oracle
 import pytest
 import torch
@@ -112,3 +113,17 @@ def test_other_modules_are_not_taken_for_experts() -> None:
     router = nn.Linear(4, 4)
     router.num_experts = 4
     assert not is_experts(router)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data=2", "expert=2", "tensor=2"])
+def test_experts_of_grouped_products_in_float32_train_as_in_one_process(plan: str, tmp_path: Path) -> None:
+    optimizer_of = partial(torch.optim.AdamW, lr=grouped_experts.RATE)
+    model = oracle.built(grouped_experts.model)
+    one = oracle.Plain(model, grouped_experts.loss, [optimizer_of(model.parameters())], grouped_experts.forward)
+    one.train(
+        oracle.grid(grouped_experts.data(), grouped_experts.BATCH, grouped_experts.MICRO, count=grouped_experts.STEPS)
+    )
+    options = ("--workers", "2", "--run-dir", "run", "--plan", f"{plan} micro={grouped_experts.MICRO}")
+    paceline("run", *options, SCRIPTS / "grouped_experts.py", "out.safetensors", cwd=tmp_path, **TRANSFORMERS)
+    assert apart(load_file(tmp_path / "out.safetensors"), dict(model.state_dict())) < 1e-5

@@ -148,6 +148,31 @@ def test_loss_that_is_not_a_sum_over_rows_is_not_merged(model, loss, data, run):
     same(trainer, by_hand(Sizes(built(model)), loss=loss).train(grid(data, 32, 4, epochs=3)))
 
 
+class Routed(nn.Module):
+    """A router that has a loss of its own, and experts; in float32, which hides a loss that is a millionth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts, self.router, self.experts = 4, nn.Linear(10, 4), nn.Linear(10, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        routed = self.router(x.float()).softmax(-1)
+        output = self.experts(x.float()).view(-1, 4, 4)
+        return (output * routed.unsqueeze(-1)).sum(1), 1e-6 * routed.mean(0).square().sum()
+
+
+def with_loss_of_router(output: Any, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(output[0], batch[1]) + output[1]
+
+
+def test_micro_batches_of_a_model_with_experts_are_not_merged(run):
+    merging(built(Routed), with_loss_of_router, rows(1, 64, 10))
+    assert decisions(run)[ONE_BY_ONE] == (
+        "the model has experts, and a loss of their router is a mean over a micro-batch"
+    )
+    assert MERGED not in decisions(run)
+
+
 def summed(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return F.cross_entropy(output, batch[1], reduction="sum")
 
