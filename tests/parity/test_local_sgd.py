@@ -189,6 +189,7 @@ def test_islands_keep_no_copy_of_the_weights_between_rounds(plan: str, size: int
     for _ in trainer.steps(TensorDataset(torch.ones(12, 1)), count=4):
         gc.collect()
         tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and one.numel() == size]
+        tensors = [one for one in tensors if one.device.type == "cpu"]  # a skeleton of the model has no values
         assert len({one.untyped_storage().data_ptr() for one in tensors}) == 1
 
 
