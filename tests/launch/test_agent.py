@@ -531,8 +531,12 @@ def test_progress_line_on_a_terminal_keeps_output_whole(launcher: Launcher) -> N
 
 @pytest.mark.root
 def test_full_disk_does_not_end_the_training(launcher: Launcher, full_disk: Path) -> None:
+    """The coordinator is there before the disk is full, and has written its key."""
     ended = launcher.run(
-        """
+        f"""
+        import pathlib, time
+        while not pathlib.Path({str(full_disk / "run" / "reading_key")!r}).exists():
+            time.sleep(0.01)
         event("join")
         print("x" * 2_000_000)
         """,

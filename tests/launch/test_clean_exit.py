@@ -224,7 +224,7 @@ def test_agent_leaves_no_open_file_child_or_signal_handler(launcher: Launcher, t
     broken = launcher.folder / "site" / "torch"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("raise ImportError('no torch today')\n")
-    env = environment(PYTHONPATH=str(broken.parent) if torch == "broken" else None)
+    env = environment(PYTHONPATH=str(broken.parent) if torch == "broken" else None, PACELINE_COLD_START=None)
     pipe = subprocess.PIPE
     process = Process([sys.executable, "-c", LAUNCHES], env, cwd=launcher.folder, stdout=pipe, stderr=pipe)
     stdout, stderr = process.communicate(timeout=120)
