@@ -14,7 +14,7 @@ from agents import journal
 from launching import SCRIPTS, paceline
 from oracle import Plain, apart, built, grid
 from safetensors.torch import load_file
-from vocabulary import BATCH, DIVIDED, LOSSES, RATE, STEPS, Model, rows
+from vocabulary import BATCH, CALLING, DIVIDED, LOSSES, MODELS, RATE, STEPS, Model, rows
 
 VERIFIED = "tensor= was verified on one micro-batch"
 FAST = ["plain", "ignoring", "with_z_loss", "masked", "of_other_functions", "written"]
@@ -33,7 +33,8 @@ def expected(name: str, words: int, tied: bool) -> tuple[dict[str, torch.Tensor]
     """The weights after all steps, and of each step the loss, the norm and the metrics."""
     model = built(partial(Model, words, tied))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    plain = Plain(model, LOSSES[name], [optimizer], clip_norm=torch.inf)
+    plain = Plain(model, (LOSSES | CALLING)[name], [optimizer], clip_norm=torch.inf)
+    MODELS[:] = [model]
     plain.train(grid(rows(words), BATCH, count=STEPS))
     figures = zip(plain.losses, plain.norms, plain.sums, strict=True)
     metrics = [[loss, norm, *(a / b for a, b in sums.metrics.values())] for loss, norm, sums in figures]
@@ -94,6 +95,10 @@ def test_losses_of_divided_logits_under_mixtures(plan: str, words: int, tmp_path
 @pytest.mark.slow
 def test_losses_of_a_head_that_is_tied_to_the_embedding(tmp_path: Path) -> None:
     check(tmp_path, 4, "tensor=4", 26, tied=True)
+
+
+def test_loss_that_calls_the_model_gets_its_full_outputs(tmp_path: Path) -> None:
+    check(tmp_path, 2, "tensor=2", 24, *CALLING)
 
 
 def test_class_out_of_range_is_named_as_by_torch(tmp_path: Path) -> None:

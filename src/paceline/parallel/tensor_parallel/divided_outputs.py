@@ -43,9 +43,9 @@ class DividedOutputs:
 
     def gather(self, output: Any) -> Any:
         """Returns an output with full tensors, gathered from all workers."""
-        return self._gather_others(self._full(output))
+        return self._gather_others(self.full(output))
 
-    def _full(self, values: Any) -> Any:
+    def full(self, values: Any) -> Any:
         """Returns values with full tensors, gathered from the workers of the unit."""
         with self._mode.suspended():
             return pytree.tree_map_only(torch.Tensor, self._mode.gather_full, values)
@@ -61,10 +61,10 @@ class DividedOutputs:
             with quietly(self._job.model, False):
                 self.stay, self._is_compared = self._agrees(output, batch), True
         if not self.stay:
-            output = self._full(output)
+            output = self.full(output)
         self._gathered_functions.clear()
         sent_before = self._moves.bytes_sent
-        result = self._full(self._plain_loss(output, batch))
+        result = self.full(self._plain_loss(output, batch))
         if not self._is_counted and torch.is_grad_enabled() and not self._job.assembled:
             self._is_counted = True
             self._job.inside["tensor"] = self._job.inside.get("tensor", 0) + self._moves.bytes_sent - sent_before
@@ -102,7 +102,7 @@ class DividedOutputs:
             if isinstance(problem, torch.OutOfMemoryError):
                 raise
             error = problem
-        expected, full_gradients = self._differentiate(self._full(output), batch)
+        expected, full_gradients = self._differentiate(self.full(output), batch)
         agrees = error is None
         if error is None:
             local = {n: self._local(x, output, int(n)) for n, x in full_gradients.items()}
@@ -121,7 +121,7 @@ class DividedOutputs:
         leaves, spec = pytree.tree_flatten(output)
         copies = [_leaf(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in leaves]
         output = pytree.tree_unflatten(copies, spec)
-        result = self._full(self._plain_loss(output, batch))
+        result = self.full(self._plain_loss(output, batch))
         loss = Loss.of(result, Chunk([MicroBatch(0, 1, None)], None), trainable=False)
         inputs = {str(n): x for n, x in enumerate(tensors_of(output)) if x.requires_grad}
         if not loss.total.requires_grad:

@@ -24,7 +24,6 @@ from torch import nn
 
 from paceline.base.sharding import ShardingSpec
 from paceline.comm.communicator import Group
-from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.job import Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
@@ -324,13 +323,7 @@ class TensorCut:
         self._divide(layer, module, "weight", dim, shard)
         if getattr(module, "bias", None) is not None and kind != ROW:
             self._divide(layer, module, "bias", 0, shard)
-        run = {
-            COLUMN: self._column,
-            GATHERED: self._column,
-            LOGITS: self._column,
-            ROW: self._row,
-            VOCABULARY: self._vocabulary,
-        }[kind]
+        run = {ROW: self._row, VOCABULARY: self._vocabulary}.get(kind, self._column)
         self._replace(module, partial(run, layer))
 
     def _cut_heads(self, layer: _Layer) -> None:
@@ -584,10 +577,7 @@ class TensorCut:
         if self._is_gathered or self._is_running:
             return forward(*args, **kwargs)
         with suspend_other_modes(model):
-            return self._gather_outputs(self._run_in_modes(model.training, partial(forward, *args, **kwargs)))
-
-    def _gather_outputs(self, outputs: Any) -> Any:
-        return pytree.tree_map_only(torch.Tensor, self._sharded_mode.gather_full, outputs)
+            return self._divided_outputs.full(self._run_in_modes(model.training, partial(forward, *args, **kwargs)))
 
     def _run_in_modes(self, training: bool, call: Callable[[], Any]) -> Any:
         """Runs a forward of the model. Outputs may be shards."""
@@ -624,7 +614,7 @@ class TensorCut:
                 self._verified_modes.add(mode)
             self._declare()
             outputs = self._run_in_modes(model.training, partial(self._original_forward, model, batch))
-            return outputs if self._divided_outputs.stay else self._gather_outputs(outputs)
+            return outputs if self._divided_outputs.stay else self._divided_outputs.full(outputs)
         finally:
             self._is_own_call = was_own_call
 
@@ -750,7 +740,7 @@ class TensorCut:
     def _outputs(self, model: nn.Module, batch: Any) -> list[torch.Tensor]:
         call = partial(self._original_forward, model, batch)
         if not self._is_gathered:
-            return tensors_of(self._gather_outputs(self._run_in_modes(model.training, call)))
+            return tensors_of(self._divided_outputs.full(self._run_in_modes(model.training, call)))
         with self._gather_mode:
             return tensors_of(call())
 
