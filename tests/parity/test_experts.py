@@ -22,7 +22,8 @@ from oracle import apart
 from safetensors.torch import load_file
 from torch import nn
 
-from paceline.parallel.tensor_parallel.experts import inputs_of, is_experts, run_experts
+from paceline.compute.expert_modules import inputs_of, is_experts
+from paceline.parallel.tensor_parallel.experts import run_experts
 
 WORKERS = {"tensor=2": 2, "tensor=4": 4, "data=2 tensor=2": 4, "pipeline=2 tensor=2": 4, "shard=2 zero=3 tensor=2": 4}
 WORKERS |= {"tensor=2 recompute=blocks": 2, "expert=2": 2, "expert=4": 4, "expert=2 data=2": 4, "expert=2 shard=2": 4}

@@ -123,7 +123,7 @@ class TrainingJob:
 
     @property
     def in_shards(self) -> set[str]:
-        """The names of the parameters of which this worker holds only a part, because tensor= splits their layers."""
+        """The names of parameters that this worker holds only in part, because tensor= splits their layers."""
         held = {name: cut.at(self.shard_index).elements for name, cut in self.cuts.items() if name not in self.divided}
         return {name for name, elements in held.items() if 0 < elements < math.prod(self.cuts[name].shape)}
 

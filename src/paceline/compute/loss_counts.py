@@ -84,7 +84,7 @@ class CountCheck:
         models: Sequence[nn.Module],
     ) -> None:
         """Raises LossError if `count` is not a count. `full_output` gathers the output if it is divided among workers;
-        `models` are those that the loss may run.
+        `models` are the models that the loss may call.
         """
         floating = count.is_floating_point() if isinstance(count, torch.Tensor) else not _is_whole_kind(count)
         if not floating or (value := float(count)) == 0.0 or not math.isfinite(value):

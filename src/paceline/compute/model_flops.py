@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.comm.torch_private import pytree
+from paceline.compute.expert_modules import is_experts
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import tensors_of
 
@@ -50,12 +51,12 @@ class ModelSkeleton:
             with torch.device("meta"):
                 return self._count(forward, pytree.tree_map_only(torch.Tensor, _without_values, batch), rows)
         except USERS_OWN:  # which may do anything with values
-            return self._estimate(batch, rows)
+            return self._estimate(batch)
 
     def _count(self, forward: Callable[[nn.Module, Any], Any], batch: Any, rows: int) -> ModelFlops:
         from torch.utils.flop_counter import FlopCounterMode  # takes a while to import
 
-        experts = [module for module in self._model.modules() if _is_experts(module)]
+        experts = [module for module in self._model.modules() if is_experts(module)]
         for module in experts:
             vars(module)["forward"] = functools.partial(_run_experts, module)
         names = _Names()
@@ -63,10 +64,10 @@ class ModelSkeleton:
             outputs = [x for x in tensors_of(forward(self._model, batch)) if x.requires_grad and x.is_floating_point()]
             sum(x.sum() for x in outputs).backward()  # type: ignore[union-attr]
         if not (total := counter.get_total_flops()):
-            return self._estimate(batch, rows)
+            return self._estimate(batch)
         return ModelFlops(total / rows, False, names.uncounted())
 
-    def _estimate(self, batch: Any, rows: int) -> ModelFlops:
+    def _estimate(self, batch: Any) -> ModelFlops:
         """Returns six operations per parameter, without those of embeddings, and per token, or row."""
         embeddings = {id(m.weight) for m in self._model.modules() if isinstance(m, nn.Embedding)}
         sizes = sum(p.numel() for p in self._model.parameters() if id(p) not in embeddings)
@@ -138,13 +139,6 @@ class _Copy:
 def _without_values(x: torch.Tensor) -> torch.Tensor:
     made = torch.empty(x.shape, dtype=x.dtype, device="meta")
     return nn.Parameter(made, x.requires_grad) if isinstance(x, nn.Parameter) else made
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Whether a module has the stacked weights of experts, and a forward that takes tokens, indices and weights."""
-    stacked, count = [*module.parameters(recurse=False)], getattr(module, "num_experts", None)
-    matrices = [param for param in stacked if param.dim() == 3]
-    return type(count) is int and len(matrices) == 2 and all(param.shape[0] == count for param in stacked)
 
 
 def _run_experts(module: nn.Module, tokens: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

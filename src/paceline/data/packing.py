@@ -168,7 +168,7 @@ def _pack(lengths: Any, length: int) -> tuple[Any, Any]:
     pieces.sort(key=lambda piece: (piece[1] - piece[2], piece[0], piece[1]))
     rows: list[list[tuple[int, int, int]]] = []
     with_room: dict[int, list[int]] = {}  # rows by their room
-    rooms: list[int] = []  # those of which there are rows, in order
+    rooms: list[int] = []  # the amounts of room that rows have, sorted
     for piece in pieces:
         size = piece[2] - piece[1]
         at = bisect_left(rooms, size)

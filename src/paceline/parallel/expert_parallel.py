@@ -22,13 +22,14 @@ from torch.overrides import TorchFunctionMode
 from paceline.base.sharding import RowShards, ShardingSpec
 from paceline.comm.communicator import Group
 from paceline.compute.batchnorm import without_a_trace
+from paceline.compute.expert_modules import inputs_of, is_experts
 from paceline.compute.job import Judge
 from paceline.compute.rng import RngState
 from paceline.compute.verify import farthest, gradients_of, outputs_apart, room
 from paceline.errors import UsageError
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.stage_forward import placed, replace_forward
-from paceline.parallel.tensor_parallel.experts import compute_pairs, inputs_of, is_experts, run_experts
+from paceline.parallel.tensor_parallel.experts import compute_pairs, run_experts
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import AS_IT_IS, MADE, placement_of, shrink, tensors_in
 
@@ -259,8 +260,8 @@ class ExpertParallel:
     def _note_traffic(self, layer: _ExpertLayer, away: Sequence[int], token: int, weight: int) -> None:
         """Records the bytes that this worker sends in the forward and backward of a micro-batch.
 
-        `away` counts pairs of a token and an expert: those that this worker sends to other workers, and those that it
-        receives from them. A token has `token` bytes, and so do the result and the gradients of both.
+        `away` holds two counts of pairs of a token and an expert: how many this worker sends to other workers, and how
+        many it receives. A token has `token` bytes, and so do the result and the gradients of both.
         """
         layer.calls += 1
         layer.sent += sum(away) * (2 * token + weight) + 4 * away[0] + 8 * (self.group.size - 1)

@@ -42,7 +42,7 @@ from paceline.compute.verify import (
     weighing,
 )
 from paceline.errors import PacelineError, UsageError
-from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, bind_arguments, rule_of
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, cross_entropy_arguments, rule_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     MADE,
@@ -517,8 +517,7 @@ def _by_heads(on: ShardedTensorMode, x: Tensor) -> Tensor:
 @_rule("cross_entropy", "nll_loss")
 def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
     """Sums the cross entropy of sharded positions over the workers. The class dimension must be full."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    arguments = dict(zip(names, bind_arguments(given, named, *names), strict=True))
+    arguments = cross_entropy_arguments(given, named)
     x, target, reduction = arguments["input"], arguments["target"], arguments["reduction"] or "mean"
     part, dim = placement_of(x), 1 if x.dim() > 1 else 0
     weight, old = arguments["weight"], arguments["size_average"] is not None or arguments["reduce"] is not None

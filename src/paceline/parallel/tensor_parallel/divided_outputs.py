@@ -88,8 +88,8 @@ class DividedOutputs:
         self._job.news["tensor"] = f"{before}; {what}" if before else f"tensor=: {what}", ""
 
     def _agrees(self, output: Any, batch: Any) -> bool:
-        """Whether the loss and its gradient are those of full outputs, or there is no memory to find out. Collective in
-        the unit.
+        """Whether the loss and its gradient equal those computed from full outputs; also true if there is too little
+        memory to compare them. Collective in the unit.
         """
         self._unit.declare("full outputs, for the comparison", check=False, kind="comparison")
         size = sum(x.nbytes for x in tensors_of(output)) * self._unit.size * self._unit.size

@@ -25,6 +25,7 @@ from torch import nn
 from paceline.base.sharding import ShardingSpec
 from paceline.comm.communicator import Group
 from paceline.compute.batchnorm import without_a_trace
+from paceline.compute.expert_modules import inputs_of, is_experts
 from paceline.compute.job import Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
 from paceline.compute.rng import RngState
@@ -34,7 +35,7 @@ from paceline.parallel.parallel_job import GRADIENT_HOOK, ParallelJob
 from paceline.parallel.pipeline.stage_forward import replace_forward
 from paceline.parallel.tensor_parallel.attention import attention
 from paceline.parallel.tensor_parallel.divided_outputs import DividedOutputs
-from paceline.parallel.tensor_parallel.experts import inputs_of, is_experts, run_experts
+from paceline.parallel.tensor_parallel.experts import run_experts
 from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES
 from paceline.parallel.tensor_parallel.placement import (
     COLUMN,

@@ -295,12 +295,25 @@ def _along(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     return output
 
 
+def gather_arguments(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
+    """Returns the tensor, the dimension and the index of a call of gather or take_along_dim."""
+    if function.__name__ == "gather":
+        x, dim, index = bind_arguments(args, kwargs, "input", "dim", "index")
+    else:
+        x, index, dim = bind_arguments(args, kwargs, "input", "indices", "dim")
+    return x, dim, index
+
+
+def cross_entropy_arguments(args: Any, kwargs: Any) -> dict[str, Any]:
+    """Returns the arguments of a call of cross_entropy or nll_loss by name; None for those that are not given."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    return dict(zip(names, bind_arguments(args, kwargs, *names), strict=True))
+
+
 @_rule("gather take_along_dim")
 def _gather(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     """Handles an index along a dimension other than the divided one."""
-    names = ("input", "dim", "index") if function.__name__ == "gather" else ("input", "indices", "dim")
-    by_name = dict(zip(names, bind_arguments(args, kwargs, *names), strict=True))
-    x, dim, index = by_name["input"], by_name["dim"], by_name.get("index", by_name.get("indices"))
+    x, dim, index = gather_arguments(function, args, kwargs)
     if not isinstance(dim, int) or not isinstance(index, Tensor) or kwargs.get("sparse_grad") or "out" in kwargs:
         return UNKNOWN
     shape, index_shape, dim = full_shape_of(x), full_shape_of(index), dim % Tensor.dim(x)

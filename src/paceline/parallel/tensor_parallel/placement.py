@@ -21,9 +21,9 @@ from torch import nn
 
 from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
+from paceline.compute.expert_modules import is_experts
 from paceline.compute.rng import RngState
 from paceline.compute.state_dict import PROBE_ERRORS
-from paceline.parallel.tensor_parallel.experts import is_experts
 from paceline.parallel.tensor_parallel.op_rules import OP_RULES
 from paceline.parallel.tensor_parallel.redistribute import DryRunRedistributor, ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import ShardedTensorMode, placement_of, set_placement, tensors_in

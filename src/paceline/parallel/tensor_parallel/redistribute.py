@@ -127,14 +127,8 @@ class _ScatterSum(torch.autograd.Function):
         return applied(_GatherToSplit, grad, ctx.redistributor, ctx.placement), None, None
 
 
-class _GatherToSplit(torch.autograd.Function):
+class _GatherToSplit(_Join):
     """Gathers the shards of all workers for their sharded computations; each gets its shard of the gradients' sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, redistributor: Redistributor, placement: ShardPlacement) -> torch.Tensor:
-        """Returns the full tensor."""
-        ctx.redistributor, ctx.placement = redistributor, placement
-        return redistributor.gather_shards(x, placement)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:

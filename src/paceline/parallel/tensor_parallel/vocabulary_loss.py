@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from paceline.parallel.tensor_parallel.op_rules import OP_RULES, bind_arguments, rule_of
+from paceline.parallel.tensor_parallel.op_rules import (
+    OP_RULES,
+    bind_arguments,
+    cross_entropy_arguments,
+    gather_arguments,
+    rule_of,
+)
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     UNKNOWN,
@@ -130,9 +136,7 @@ def _softmax(on: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
 
 @_rule("gather", "take_along_dim")
 def _gather(on: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
-    names = ("input", "dim", "index") if function.__name__ == "gather" else ("input", "indices", "dim")
-    by_name = dict(zip(names, bind_arguments(args, kwargs, *names), strict=True))
-    x, dim, index = by_name["input"], by_name["dim"], by_name.get("index", by_name.get("indices"))
+    x, dim, index = gather_arguments(function, args, kwargs)
     if not isinstance(index, Tensor) or placement_of(index) or not _is_divided(on, x, dim):
         return OP_RULES["gather"](on, function, args, kwargs)
     dim = dim % x.dim()
@@ -154,8 +158,7 @@ def _check_classes(index: Tensor, count: int, text: str) -> None:
 @_rule("nll_loss", "cross_entropy")
 def _cross_entropy(on: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     """Computes cross_entropy of logits, or nll_loss of logarithms of probabilities."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    arguments = dict(zip(names, bind_arguments(args, kwargs, *names), strict=True))
+    arguments = cross_entropy_arguments(args, kwargs)
     x, target, reduction = arguments["input"], arguments["target"], arguments["reduction"] or "mean"
     dim = 1 if x.dim() > 1 else 0
     old = arguments["size_average"] is not None or arguments["reduce"] is not None
