@@ -1,0 +1,138 @@
+"""Descriptions of a model and of the machines it is trained on: plain data, from which the planner predicts.
+
+`paceline plan --describe` prints both as JSON, and ``--on FILE`` reads a description of machines, of which some are
+shipped (`machines/`). Every prediction depends on nothing but these two and a plan. No torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+
+from paceline.base.schema import check, parse, read_file
+from paceline.errors import FormatError, UsageError
+
+VERSION = 1  # of the format
+CURE = "correct the description, or write one with paceline plan --describe"
+SHIPPED = Path(__file__).with_name("machines")
+
+Amount = Annotated[float, msgspec.Meta(ge=0)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of the descriptions, whose fields are JSON's."""
+
+
+Kind = TypeVar("Kind", bound=Description)
+
+
+class BlockDescription(Description, frozen=True):
+    """A block of a model, or its first or last part. Figures are of one such block; of a row, in the forward alone."""
+
+    name: str
+    parameters: Count  # elements
+    count: Count = 1  # how many alike follow one another
+    saved: Amount = 0.0  # bytes of activations that a row keeps for the backward
+    passes: Amount = 0.0  # bytes that a row passes on to the next block
+    matmul: Amount = 0.0  # FLOPs of matrix products
+    attention: Amount = 0.0  # FLOPs of attention, which has a rate of its own
+    # Measured seconds of a forward and backward, by the number of rows of the micro-batch. All workers computed at
+    # once: alone on its host, a worker would be faster.
+    seconds: dict[str, Amount] = {}
+
+
+class ModelDescription(Description, frozen=True):
+    """A model and how it is trained."""
+
+    name: str
+    blocks: tuple[BlockDescription, ...]
+    global_batch: Count  # rows of a step
+    tokens: Count = 1  # of a row
+    width: Count = 0  # of the hidden states; 0 if unknown
+    heads: Count = 0  # of attention; 0 if it has none
+    key_value_heads: Count = 0
+    element_size: Amount = 4.0  # bytes of a parameter
+    state: Amount = 2.0  # bytes of optimizer state for each byte of parameters
+
+    @property
+    def parameters(self) -> int:
+        """The number of elements of all parameters."""
+        return sum(block.parameters * block.count for block in self.blocks)
+
+
+class LinkDescription(Description, frozen=True):
+    """A level of links: workers inside a host, hosts of a rack, racks."""
+
+    name: str
+    workers: Count  # how many workers such a link connects; 0: all of them
+    bandwidth: Amount  # bytes in a second, of one worker in one direction
+    latency: Amount = 0.0  # seconds of a message
+    shared_by: Count = 1  # workers that share the bandwidth
+
+
+class FailureDescription(Description, frozen=True):
+    """How often machines fail, and what happens then. Lifetimes are exponentially distributed."""
+
+    worker_hours: Amount = 0.0  # mean time between failures of one worker; 0: it never fails
+    host_hours: Amount = 0.0  # the same of a host, with which all of its workers are lost
+    detect: Amount = 1.0  # seconds until the others know
+    restart: Amount = 60.0  # seconds until a team trains again
+    repair_hours: Amount = 24.0  # until a lost worker is back
+    spares: Count = 0  # workers that wait to take the place of a lost one
+
+
+class MachineDescription(Description, frozen=True):
+    """Machines of one kind. Rates are of one worker."""
+
+    name: str
+    peak: dict[str, Amount]  # FLOP/s of dense matrix products, by precision: fp32, bf16, fp8
+    memory: Amount  # bytes
+    memory_bandwidth: Amount  # bytes in a second
+    links: tuple[LinkDescription, ...] = ()  # from the innermost to the outermost
+    efficiency: Amount = 1.0  # part of the peak that large products reach
+    half_width: Amount = 0.0  # width of matrices at which half of that is reached
+    attention_rate: Amount = 1.0  # speed of attention as a part of that of a product
+    launch: Amount = 0.0  # seconds that each operation costs
+    workers_per_host: Count = 1
+    failures: FailureDescription = FailureDescription()
+    checkpoint_bandwidth: Amount = 0.0  # bytes in a second to the storage, of all workers together; 0: unknown
+    price: Amount = 0.0  # of a worker for an hour
+    watts: Amount = 0.0  # of a worker
+    measured: bool = False  # by a probe under Paceline; otherwise figures are from data sheets
+    source: tuple[str, ...] = ()
+
+    @staticmethod
+    def read(name: str) -> MachineDescription:
+        """Reads a description of machines from a file, or a shipped one by its name.
+
+        Raises UsageError if there is no such file, and FormatError if it is not a description.
+        """
+        shipped = sorted(path.stem for path in SHIPPED.glob("*.json"))
+        path = SHIPPED / f"{name}.json" if name in shipped else Path(name)
+        try:
+            data = read_file(path)
+        except OSError as error:
+            problem = f"the description of machines {name} cannot be read: {error.strerror}"
+            raise UsageError(problem, f"give a JSON file, or one of {', '.join(shipped)}") from error
+        return described(MachineDescription, data, name)
+
+
+def as_json(description: Description) -> dict[str, Any]:
+    """Returns a description as JSON data, with the version of the format."""
+    return {"version": VERSION, **cast(dict[str, Any], msgspec.to_builtins(description))}
+
+
+def described(kind: type[Kind], data: bytes, origin: str) -> Kind:
+    """Returns the description of this `kind` in a JSON text that comes from `origin`.
+
+    Raises FormatError, which names the field that is wrong.
+    """
+    value = parse(data, origin, CURE)
+    version = value.pop("version", None) if isinstance(value, dict) else VERSION
+    if version != VERSION:
+        problem = f"{origin} has version {version} of descriptions, but this Paceline reads version {VERSION}"
+        raise FormatError(problem, "write it again with paceline plan --describe")
+    return msgspec.convert(check(value, kind, origin, CURE), kind)
