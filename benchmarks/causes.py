@@ -30,8 +30,9 @@ from typing import Any
 from turns import record
 
 from paceline.base.journal import read_journal
-from paceline.observe.doctor import usual_step, verdict
+from paceline.observe.doctor import verdict
 from paceline.observe.summary import Summary
+from paceline.observe.usual_step import usual_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import Host, Network, join_over, network

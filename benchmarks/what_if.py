@@ -21,8 +21,8 @@ from typing import Any
 
 from turns import record
 
-from paceline.observe.doctor import UsualStep, usual_step
 from paceline.observe.summary import Summary
+from paceline.observe.usual_step import UsualStep, usual_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from networks import join_over, network

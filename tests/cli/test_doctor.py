@@ -14,8 +14,9 @@ from clusters import cluster as cluster
 from launching import paceline
 from networks import hosts as hosts
 
-from paceline.observe.doctor import usual_step, verdict
+from paceline.observe.doctor import verdict
 from paceline.observe.summary import Summary
+from paceline.observe.usual_step import usual_step
 
 # The clock of steps stands still but for what rows take, 4 ms each on each worker, and each step has a record: seconds
 # and shares are the same whatever else this machine does.
