@@ -17,6 +17,7 @@ from paceline.planner.days import (
     DAY,
     HOUR,
     REACTIONS,
+    Loss,
     Scenario,
     best_interval,
     restart_progress,
@@ -101,14 +102,8 @@ def second_by_second(scenario: Scenario, seconds: int, seed: int) -> float:
             lost = {worker // scenario.replica for worker, at in enumerate(dies) if at == math.inf}
             complete = scenario.replicas - len(lost)
             if hit and restarts:
-                stop, work, since, trained, saving = (
-                    scenario.detect + scenario.restart,
-                    work - work_since,
-                    0.0,
-                    0.0,
-                    0.0,
-                )
-                work_since = 0.0
+                stop, work = scenario.detect + scenario.restart, work - work_since
+                work_since = trained = saving = 0.0
             elif hit:
                 stop, work, work_step = scenario.detect + scenario.form, work - work_step, 0.0
             elif complete > before and stop <= 0:
@@ -232,7 +227,7 @@ def test_hosts_fail_with_all_their_workers_and_come_back_after_the_repair():
 
 def test_given_losses_happen_at_their_steps():
     scenario = Scenario(4, step=2.0, detect=1.0, form=0.5, restart=10.0, hand_over=0.25)
-    day = simulate(scenario, math.inf, losses=[(10, 0), (20.5, 3)], steps=40)
+    day = simulate(scenario, math.inf, losses=[Loss(10, 0), Loss(20.5, 3)], steps=40)
     # Each loss: detection and forming, then ten seconds with three of four workers, then the joining.
     assert day.losses == 2
     assert day.work == pytest.approx(80.0)
@@ -244,7 +239,7 @@ def test_given_losses_happen_at_their_steps():
 
 def test_a_restart_loses_what_was_not_written_yet():
     scenario = Scenario(2, reaction="restart", every=100.0, save=10.0, write=50.0, detect=1.0, restart=4.0, spares=9)
-    late, early = (simulate(scenario, math.inf, losses=[(steps, 0)], steps=300) for steps in (180, 120))
+    late, early = (simulate(scenario, math.inf, losses=[Loss(steps, 0)], steps=300) for steps in (180, 120))
     assert late.account["redone"] == pytest.approx(80.0)
     assert early.account["redone"] == pytest.approx(120.0), "the first checkpoint is not written after 20 seconds"
     assert late.account["starting"] == pytest.approx(4.0)
@@ -252,7 +247,7 @@ def test_a_restart_loses_what_was_not_written_yet():
 
 def test_with_too_few_replicas_the_run_is_paused():
     scenario = Scenario(2, reaction="leave-out", worker_hours=1e9, least=2, repair_hours=1.0, detect=1.0, form=1.0)
-    day = simulate(scenario, DAY, losses=[(3600, 1)])
+    day = simulate(scenario, DAY, losses=[Loss(3600, 1)])
     assert day.account["paused"] == pytest.approx(HOUR - 2.0)
 
 

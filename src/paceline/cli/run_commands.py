@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from paceline.base.console import shown
+from paceline.errors import UsageError
 from paceline.observe.report import write_report
 
 
 def late(module: str, name: str) -> Callable[..., Any]:
     """A function that is imported when it is called: most need what the other commands do not."""
     return lambda **options: getattr(import_module(f"paceline.{module}"), name)(**options)
+
+
+def _real(name: str, least: float, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not least <= value <= 1e12:
+        raise UsageError(f"{name} {shown(text)} is not a number from {least:g} on", "write it like 2.5")
+    return value
 
 
 def _metrics(what: str) -> str:
@@ -71,6 +85,59 @@ def returning(add: Callable[..., Any]) -> None:
     option("-n", "--lines", least=0, metavar="N", help="start with the last N lines of each worker (default: all)")
 
 
+def _simulating(add: Callable[..., Any]) -> None:
+    """Adds the command that simulates days with failures."""
+    option = add(
+        "simulate",
+        late("planner.simulate", "command"),
+        "simulate days on machines that fail: goodput, where the time goes, and what would change it",
+        "examples:\n"
+        "  paceline simulate --on cluster.json --workers 16384 --step-seconds 5.2\n"
+        "  paceline simulate model.json --on cluster.json --workers 512 --plan tensor=8 --step-seconds 2.1\n"
+        "  paceline simulate --on cluster.json --workers 512 --step-seconds 2.1 --sweep every=60..7200\n"
+        "  paceline simulate runs/a --on cluster.json --days 7 --html days.html\n"
+        "  paceline simulate runs/a --with workers=+2 --with link=2x --with 'host 1 gone'",
+        "Compares four ways of reacting to a loss. For a run, workers, steps, failures and checkpoints are those of its"
+        " journal. A description of machines or of a model is a JSON file.",
+    )
+    option("what", nargs="?", metavar="RUN|MODEL.json", help="run folder, or description of a model")
+    option("--on", dest="machine", metavar="FILE|NAME", help="the machines; with a run: their failures only")
+    option("--workers", least=1, metavar="N", help="number of workers (default: those of the run, or of one host)")
+    option("--plan", allow_empty=True, metavar="TEXT", help="plan, for the size of a replica (default: one worker)")
+    option("--step-seconds", type=partial(_real, "--step-seconds", 1e-6), metavar="S", help="seconds of a step")
+    option(
+        "--reaction",
+        choices=["restart", "leave-out", "spare", "redo"],
+        help="only this way of reacting to a loss (default: all; account and page are those of redo)",
+    )
+    option(
+        "--save-every",
+        metavar="60s|N|auto",
+        help="interval of checkpoints: seconds, steps or the best (default 60s)",
+    )
+    option(
+        "--save-seconds",
+        type=partial(_real, "--save-seconds", 0.0),
+        metavar="S",
+        help="seconds for which a checkpoint stops training (default: as measured, or 0)",
+    )
+    option("--days", type=partial(_real, "--days", 1e-3), default=1.0, metavar="D", help="days to simulate (default 1)")
+    option("--seed", least=0, default=0, help="seed of the first simulation (default 0)")
+    option("--seeds", least=1, default=20, metavar="K", help="number of simulations (default 20)")
+    option(
+        "--with",
+        dest="changes",
+        action="append",
+        default=[],
+        metavar="CHANGE",
+        help="also simulate with one thing changed: workers=+2, link=2x, every=300, 'host 1 gone'; repeatable",
+    )
+    option("--sweep", metavar="WORD=A..B", help="table over every, spares, workers, worker_hours or bandwidth")
+    option("--json", dest="as_json", action="store_true", help="print one JSON object, or a list with --sweep")
+    option("--html", type=Path, metavar="FILE", help="also write a page with pictures")
+    option("--trace", type=Path, metavar="FILE", help="also write the first simulation as a timeline for Perfetto")
+
+
 def showing(add: Callable[..., Any]) -> None:
     """The commands that read a run's journal."""
     option = add(
@@ -109,6 +176,7 @@ def showing(add: Callable[..., Any]) -> None:
     option("--python", default="python3", metavar="PATH", help="Python on the hosts (default: python3)")
     option("--engine", metavar="OPTIONS", help="options for ssh, like --engine='-F config'")
     option("--here", dest="serves", action="store_true", help=argparse.SUPPRESS)
+    _simulating(add)
     option = add(
         "trace",
         late("observe.timeline", "trace"),

@@ -15,6 +15,9 @@ X_NAMES = {"s": "training time (s)", "min": "training time (min)", "h": "trainin
 SHOWN = 240  # points in a chart, at most
 PARTS = {"compute": 0, "reduce": 1, "data": 2, "update": 3, "other": 5}
 PARTS |= {"load and compute": 0, "reduce, wait and others": 1}  # for workers with only a known compute time
+# The accounts of a run's wall clock.
+PARTS |= {"steps": 0, "evaluating": 0, "script": 0, "saving": 2, "detection": 3, "redone": 4, "paused": 5, "waiting": 5}
+PARTS |= {"starting": 1, "forming": 1, "hand-over": 1}
 COLOURS = 6
 MOST = 240  # points of a smoothed curve
 SMOOTH_FROM = 20  # fewer points are not smoothed
@@ -153,10 +156,10 @@ def line_chart(name: str, points: Points, x_name: str = "step", from_zero: bool 
     return "".join(parts)
 
 
-def overlay(name: str, curves: Sequence[tuple[int, Points]]) -> str:
-    """A chart of several curves over steps, each with the index of its colour."""
+def overlay(name: str, curves: Sequence[tuple[int, Points]], x_name: str = "step") -> str:
+    """A chart of several curves, each with the index of its colour."""
     described = f"{name}: " + ", ".join(f"{number(points[0][1])} to {number(points[-1][1])}" for _, points in curves)
-    parts, at, height = _frame(described, [point for _, points in curves for point in points], "step")
+    parts, at, height = _frame(described, [point for _, points in curves for point in points], x_name)
     parts += [f'<polyline class="curve {stroke(n)}" points="{_drawn(points, at, height)}"/>' for n, points in curves]
     return "".join([*parts, "</svg>"])
 

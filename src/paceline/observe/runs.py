@@ -41,7 +41,7 @@ def runs(folders: Sequence[Path] = (), as_json: bool = False) -> str:
     if as_json:
         return json.dumps(plain(entries), indent=1)
     heads = ["run", "started", "plan", "workers", "steps", "loss", "metrics", "seconds", "ended"]
-    return _columns([heads, *([*_line(entry)] for entry in entries)])
+    return columns([heads, *([*_line(entry)] for entry in entries)])
 
 
 def _runs_in(folder: Path) -> list[Path]:
@@ -92,8 +92,8 @@ def compare(folders: Sequence[Path], html: Path | None = None) -> str:
     if html is not None:
         replace_file(html, _page(summaries, {"Differences": differences, "Speed": speeds}))
     heads = ["", *(str(summary.folder) for summary in summaries)]
-    parts = [_columns([heads, *differences])] if differences else ["the settings of the runs do not differ"]
-    return "\n\n".join([*parts, *(_columns([heads, *rows]) for rows in (steps, speeds) if rows)])
+    parts = [columns([heads, *differences])] if differences else ["the settings of the runs do not differ"]
+    return "\n\n".join([*parts, *(columns([heads, *rows]) for rows in (steps, speeds) if rows)])
 
 
 def _made(summaries: Sequence[Summary]) -> Rows:
@@ -161,7 +161,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= _WIDE else f"{text[: _WIDE - 3]}..."
 
 
-def _columns(rows: Rows) -> str:
+def columns(rows: Rows) -> str:
     """Formats rows as aligned columns, with control characters made visible."""
     clean = [[in_one_line(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*clean, strict=True)]

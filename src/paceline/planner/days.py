@@ -15,16 +15,17 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from typing import NamedTuple
 
 from paceline.base.time_accounting import COSTS, USEFUL
 from paceline.errors import UsageError
 
 HOUR, DAY = 3600.0, 86400.0
 REACTIONS = {
-    "restart": "all workers restart from the last checkpoint",
-    "leave-out": "the others repeat the step and continue; the replica is back when a spare or the repair completes it",
-    "spare": "all wait until a spare has the state, and repeat the step; without a spare as leave-out",
-    "redo": "the others repeat the step and continue; the process starts again on its host; lost hosts as leave-out",
+    "restart": "all restart from the last checkpoint",
+    "leave-out": "the others continue until a spare or the repair completes the replica",
+    "spare": "all wait until a spare has the state; without a spare as leave-out",
+    "redo": "the others continue while the process starts again on its host",
 }
 
 
@@ -34,6 +35,10 @@ class Scenario:
 
     Worker w belongs to replica w // `replica` and to host w // `host`. A replica that lacks a worker does not compute,
     and the others do its part, so that a step takes longer. With fewer than `least` replicas the run is paused.
+
+    `reaction` is one of `REACTIONS`: after `restart` the work since the last checkpoint is made again, after the others
+    the step. In `redo` a lost worker's process starts again on its host, and what is lost with a host is replaced as in
+    `leave-out`.
     """
 
     workers: int
@@ -51,6 +56,7 @@ class Scenario:
     form: float = 0.0  # to form a team again
     hand_over: float = 0.0  # to give the state to a worker that joins
     restart: float = 0.0  # to start processes until they train
+    start: float = 0.0  # before the first step, once
     repair_hours: float = 0.0
     spares: int = 0
     least: int = 1
@@ -82,6 +88,16 @@ class Scenario:
         return 1 / rate if rate else math.inf
 
 
+class Loss(NamedTuple):
+    """A loss that is given, not drawn: the steps that are done then, the worker, and seconds until it is known, which
+    come on top of the scenario's.
+    """
+
+    steps: float
+    worker: int
+    detect: float = 0.0
+
+
 @dataclass(frozen=True)
 class Day:
     """What became of `seconds` of a scenario: seconds by `account`, `work` in seconds of training with all workers."""
@@ -107,13 +123,13 @@ def simulate(
     scenario: Scenario,
     seconds: float = DAY,
     seed: int = 0,
-    losses: Sequence[tuple[float, int]] | None = None,
+    losses: Sequence[Loss] | None = None,
     steps: float = math.inf,
 ) -> Day:
     """Simulates a team for so many `seconds`, or until it has made so many `steps`.
 
-    With `losses`, pairs of the steps done and a worker, exactly these workers are lost then; otherwise losses are
-    drawn at random. The same seed gives the same day.
+    With `losses`, in order, exactly these workers are lost; otherwise losses are drawn at random. The same seed gives
+    the same day.
     """
     chance = random.Random(seed)
     simulation = _Simulation(scenario, chance)
@@ -123,7 +139,7 @@ def simulate(
             rate = simulation.team.rate()
             loss_at = simulation.now + chance.expovariate(rate) if rate else math.inf
         else:
-            loss_at = simulation.when(due[0][0]) if due else math.inf
+            loss_at = simulation.when(due[0].steps) if due else math.inf
         until = min(seconds, simulation.when(steps))
         return_at = simulation.returns[0][0] if simulation.returns else math.inf
         simulation.spend(min(loss_at, return_at, until))
@@ -131,8 +147,11 @@ def simulate(
             break
         if return_at <= loss_at:
             simulation.come_back()
+        elif losses is None or losses is None:
+            simulation.lose(simulation.team.draw())
         else:
-            simulation.lose([due.popleft()[1]] if losses is not None else simulation.team.draw(), losses is None)
+            loss = due.popleft()
+            simulation.lose([loss.worker], loss.detect)
     return simulation.day()
 
 
@@ -149,7 +168,8 @@ class _Simulation:
         self.team = _Team(scenario, chance)
         self.returns: list[tuple[float, int, int]] = []  # time, worker that is replaced or -1, repaired machines
         self._scenario, self._training = scenario, _Training(scenario)
-        self._stop: deque[tuple[str, float]] = deque()  # accounts and seconds, before training goes on
+        # Accounts and seconds, before training goes on.
+        self._stop = deque([("starting", scenario.start)] if scenario.start else list[tuple[str, float]]())
         self._spares, self._unreplaced = scenario.spares, deque[int]()
         self._spans: list[tuple[str, float, float, float]] = []
 
@@ -185,11 +205,11 @@ class _Simulation:
             self._spans.append((account, self.now, self.now + seconds, speed))
         self.now += seconds
 
-    def lose(self, workers: Sequence[int], is_machine: bool) -> None:
-        """Workers are lost, with their machine or, in `redo`, one worker's process only."""
+    def lose(self, workers: Sequence[int], unknown: float = 0.0) -> None:
+        """Workers are lost: one, or those of a host. The loss is known after `unknown` seconds more than usual."""
         scenario, self.losses = self._scenario, self.losses + 1
         speed, hits = self._speed, self.team.lose(workers)
-        restarts_alone = scenario.reaction == "redo" and (len(workers) == 1 or not is_machine)
+        restarts_alone = scenario.reaction == "redo" and len(workers) == 1
         at_once = scenario.reaction in ("restart", "spare")
         replaced = 0
         for worker in workers:
@@ -209,10 +229,10 @@ class _Simulation:
             return
         if scenario.reaction == "restart":
             self._training.roll_back()
-            self._stop = deque([("detection", scenario.detect), ("starting", scenario.restart)])
+            self._stop = deque([("detection", scenario.detect + unknown), ("starting", scenario.restart)])
             return
         self._training.repeat_step(speed)
-        self._stop = deque([("detection", scenario.detect), ("forming", scenario.form)])
+        self._stop = deque([("detection", scenario.detect + unknown), ("forming", scenario.form)])
         if scenario.reaction == "spare" and replaced:
             self._stop.append(("hand-over", scenario.hand_over))
 

@@ -79,7 +79,8 @@ class FailureDescription(Description, frozen=True):
     worker_hours: Amount = 0.0  # mean time between failures of one worker; 0: it never fails
     host_hours: Amount = 0.0  # the same of a host, with which all of its workers are lost
     detect: Amount = 1.0  # seconds until the others know
-    restart: Amount = 60.0  # seconds until a team trains again
+    form: Amount = 1.0  # seconds until the others, who know, train again without what is lost
+    restart: Amount = 60.0  # seconds until processes that are started train
     repair_hours: Amount = 24.0  # until a lost worker is back
     spares: Count = 0  # workers that wait to take the place of a lost one
 

@@ -1,0 +1,270 @@
+"""Scenarios of days with failures: from descriptions, from the journal of a run, and with one thing changed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+from paceline.base.console import shown
+from paceline.base.text import plural, total
+from paceline.base.time_accounting import USEFUL
+from paceline.errors import UsageError
+from paceline.observe.summary import Summary
+from paceline.observe.usual_step import UsualStep, usual_step
+from paceline.plan import Plan
+from paceline.planner.days import HOUR, Scenario
+from paceline.planner.descriptions import MachineDescription, ModelDescription
+
+# Words of a change and of a sweep that are fields of a scenario, and whether they are whole numbers.
+FIELDS = {
+    **dict.fromkeys(("every", "save", "write", "step", "detect", "form", "hand_over", "restart"), False),
+    **dict.fromkeys(("worker_hours", "host_hours", "repair_hours"), False),
+    **dict.fromkeys(("spares", "least"), True),
+}
+WORDS = ("workers", "bandwidth", "link", "plan", *FIELDS)
+LEAST_STEP = 1e-4  # seconds; no prediction is shorter
+EVERY = 60.0  # seconds between checkpoints by default, as in `paceline run`
+JOINS = 10.0  # seconds until a worker that is started again has joined, if no run has shown it
+_CHANGE = re.compile(r"([a-z_]+)=([+-]?)([0-9.]+)(x?)")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A scenario, and what it was made of, so that one thing of it can be changed.
+
+    `rows` and `tokens` are those of a step (0: unknown). A situation from a run has its usual `steps` and the `hosts`
+    of its workers; one from descriptions has `machine` and perhaps `model`.
+    """
+
+    scenario: Scenario
+    rows: float = 0.0
+    tokens: float = 0.0
+    plan: str = ""
+    machine: MachineDescription | None = None
+    model: ModelDescription | None = None
+    steps: UsualStep | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)  # of a step's seconds, by name, if known
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def from_descriptions(
+    machine: MachineDescription, model: ModelDescription | None, workers: int, plan: str, step: float | None
+) -> Situation:
+    """The situation of so many workers of these machines. Raises UsageError if they do not fit the plan."""
+    failures, replica, notes = machine.failures, replica_of(plan, workers), list[str]()
+    state = model.parameters * model.element_size * (1 + model.state) if model is not None else 0.0
+    write = state / machine.checkpoint_bandwidth if machine.checkpoint_bandwidth else 0.0
+    if not write:
+        lacks = "the model is not known" if model is None else f"{machine.name} has no checkpoint_bandwidth"
+        notes.append(f"checkpoints are written at once, because {lacks}")
+    if not failures.worker_hours and not failures.host_hours:
+        notes.append(f"nothing fails, because {machine.name} has neither worker_hours nor host_hours")
+    if not machine.measured:
+        notes.append(f"{machine.name} is a data sheet, not measured")
+    link = machine.links[-1] if machine.links else None
+    scenario = Scenario(
+        workers,
+        replica,
+        machine.workers_per_host,
+        step=step_seconds(machine, model, plan, workers, step),
+        every=EVERY,
+        write=write,
+        worker_hours=failures.worker_hours,
+        host_hours=failures.host_hours,
+        detect=failures.detect,
+        form=failures.form,
+        hand_over=link.latency + state / replica / link.bandwidth if link is not None and link.bandwidth else 0.0,
+        restart=failures.restart,
+        repair_hours=failures.repair_hours,
+        spares=failures.spares,
+    )
+    rows = float(model.global_batch) if model is not None else 0.0
+    tokens = rows * model.tokens if model is not None and model.tokens > 1 else 0.0
+    return Situation(scenario, rows, tokens, plan, machine, model, notes=tuple(notes))
+
+
+def step_seconds(
+    machine: MachineDescription, model: ModelDescription | None, plan: str, workers: int, given: float | None
+) -> float:
+    """The seconds of a step: the one place that predicts them. Raises UsageError if they are not given."""
+    if given is None:
+        what = f"the seconds of a step on {plural(workers, 'worker')} of {machine.name} are not known"
+        raise UsageError(what, "give --step-seconds, or the folder of a run instead of a description")
+    return given
+
+
+def from_run(summary: Summary, machine: MachineDescription | None = None) -> Situation:
+    """The situation of a run: its workers, steps, failures and checkpoints as its journal has them.
+
+    Failures, repair, spares, price and watts are those of `machine` if it is given. Raises UsageError if the run has
+    not made a step.
+    """
+    records = next(iter(summary.steps.values()), [])
+    account, made = summary.account, total(records, "steps")
+    if not made:
+        raise UsageError("the run has not made a step yet", "wait for its first steps, or give a description")
+    current = [int(worker) for worker in summary.formed[-1]["workers"]] if summary.formed else range(summary.workers)
+    trained = sum(account.get(name, 0.0) for name in (*USEFUL, "waiting")) or total(records, "seconds")
+    lost = sum(len(event.get("workers") or []) for event in summary.lost)
+    hours = len(current) * (sum(account.values()) or summary.wall_seconds) / HOUR
+    changes, joins = len(summary.formed), sum(1 for event in summary.formed if _grows(summary, event))
+    saves = summary.checkpoints
+    saved = [float(event["at"]) for event in saves]
+    gaps = [after - before for before, after in pairwise(saved) if after > before]
+    plan = str(summary.start.get("plan") or "")
+    scenario = Scenario(
+        len(current),
+        replica_of(plan, len(current)),
+        step=trained / made,
+        waiting=account.get("waiting", 0.0) / trained if trained else 0.0,
+        every=median(gaps) if gaps else EVERY,
+        save=account.get("saving", 0.0) / len(saves) if saves else 0.0,
+        write=max(0.0, fmean((e.get("took") or 0.0) - (e.get("seconds") or 0.0) for e in saves)) if saves else 0.0,
+        worker_hours=hours / lost if lost else 0.0,
+        detect=account.get("detection", 0.0) / lost if lost else 0.0,
+        form=account.get("forming", 0.0) / changes if changes else 0.0,
+        hand_over=account.get("hand-over", 0.0) / joins if joins else 0.0,
+        restart=_until_back(summary),
+        start=account.get("starting", 0.0) / max(1, len(summary.attempts)),
+    )
+    notes = [] if lost or machine is not None else ["the run has lost no worker: nothing fails"]
+    if machine is not None:
+        failures = machine.failures
+        scenario = replace(
+            scenario,
+            host=machine.workers_per_host,
+            worker_hours=failures.worker_hours,
+            host_hours=failures.host_hours,
+            repair_hours=failures.repair_hours,
+            spares=failures.spares,
+        )
+    return Situation(
+        scenario,
+        rows=summary.samples / made,
+        plan=plan,
+        machine=machine,
+        steps=usual_step(summary),
+        parts=summary.time,
+        hosts={worker: summary.host_of(worker) for worker in current},
+        notes=tuple(notes),
+    )
+
+
+def _grows(summary: Summary, event: Mapping[str, object]) -> bool:
+    """Whether a generation has workers that the one before it did not have."""
+    before = [e for e in summary.formed if e["at"] < event["at"]]
+    members = set(before[-1].get("workers") or []) if before else set(range(summary.workers))
+    workers = event.get("workers")
+    return bool(set(workers if isinstance(workers, list) else []) - members)
+
+
+def _until_back(summary: Summary) -> float:
+    """The mean seconds from the loss of a worker until a team with it forms."""
+    waits = []
+    for event in summary.lost:
+        for worker in event.get("workers") or []:
+            again = (e["at"] for e in summary.formed if e["at"] > event["at"] and worker in (e.get("workers") or []))
+            waits += [at - event["at"] for at in [next(again, None)] if at is not None]
+    return fmean(waits) if waits else JOINS
+
+
+def replica_of(plan: str, workers: int) -> int:
+    """The workers that together hold one copy of the training state under a plan. Raises PlanError if it does not fit
+    the workers.
+    """
+    return Plan.parse(plan).validate(workers).mesh(workers).replica
+
+
+def changed(situation: Situation, change: str) -> Situation:
+    """The situation with one thing changed: ``workers=+2``, ``link=2x``, ``every=300``, ``plan=...``, ``host 3 gone``.
+
+    Raises UsageError for anything else, and where the effect on a step is not known.
+    """
+    if gone := re.fullmatch("host (.+) gone", change):
+        return _without_host(situation, gone[1])
+    if change.startswith("plan="):
+        plan = change.removeprefix("plan=")
+        replica_of(plan, situation.scenario.workers)
+        what = f"the seconds of a step under the plan {shown(plan)} are not known"
+        raise UsageError(what, f"simulate it by itself: --plan {shown(plan)} --step-seconds S")
+    parsed = _CHANGE.fullmatch(change)
+    if not parsed or parsed[1] not in WORDS or (parsed[2] and parsed[4]):
+        what = f"{shown(change)} is not a change"
+        raise UsageError(what, f"write WORD=5, WORD=+2 or WORD=2x with one of {', '.join(WORDS)}, or 'host 3 gone'")
+    word, sign, times = parsed[1], parsed[2], bool(parsed[4])
+    try:
+        amount = float(sign + parsed[3])
+    except ValueError as error:
+        raise UsageError(f"{parsed[3]} is not a number", "write it like 300 or 0.5") from error
+
+    def of(old: float) -> float:
+        return old * amount if times else old + amount if sign else amount
+
+    if word == "workers":
+        return with_workers(situation, round(of(situation.scenario.workers)))
+    if word in ("link", "bandwidth"):
+        if not times or not amount:
+            raise UsageError(f"{word} is changed by a factor", f"write {word}=2x")
+        return with_link(situation, amount)
+    value = of(getattr(situation.scenario, word))
+    if value < 0 or (FIELDS[word] and value != round(value)):
+        raise UsageError(f"{word} cannot be {value:g}", "give a number from 0 on; of spares and least, a whole one")
+    fields: dict[str, Any] = {word: int(value) if FIELDS[word] else value}
+    return replace(situation, scenario=replace(situation.scenario, **fields))
+
+
+def with_workers(situation: Situation, workers: int) -> Situation:
+    """The same global batch on another number of workers.
+
+    A run's own steps are replayed. Otherwise a step's seconds are divided evenly: what the workers send is not known.
+    """
+    scenario, replica = situation.scenario, situation.scenario.replica
+    if workers < replica or workers % replica:
+        what = f"{plural(workers, 'worker')} cannot be divided into replicas of {replica}"
+        raise UsageError(what, f"use a multiple of {replica}")
+    added, steps = workers - scenario.workers, situation.steps
+    if steps is None:
+        step = scenario.step * scenario.workers / workers
+    elif added >= 0:
+        step = _replayed(situation, steps.with_more_workers(added))
+    else:
+        slowest = sorted(steps.pace, key=lambda worker: -steps.pace[worker])[:-added]
+        step = _replayed(situation, steps.without(slowest))
+    least = min(scenario.least, workers // replica)
+    return replace(situation, scenario=replace(scenario, workers=workers, step=step, least=least))
+
+
+def with_link(situation: Situation, times: float) -> Situation:
+    """The links between hosts are so many times as fast."""
+    scenario, step = situation.scenario, situation.scenario.step
+    if situation.steps is not None:
+        step = _replayed(situation, situation.steps.with_link(times))
+    return replace(situation, scenario=replace(scenario, step=step, hand_over=scenario.hand_over / times))
+
+
+def _without_host(situation: Situation, host: str) -> Situation:
+    """The situation after a host is gone for good, given by its name or its number from 0 on."""
+    scenario, names = situation.scenario, list(dict.fromkeys(situation.hosts.values()))
+    if not names:
+        return with_workers(situation, scenario.workers - scenario.host)
+    name = names[int(host)] if host.isdecimal() and int(host) < len(names) and host not in names else host
+    gone = [worker for worker, of in situation.hosts.items() if of == name]
+    if not gone or len(gone) == scenario.workers:
+        what = f"host {shown(host)} " + ("has all workers of the run" if gone else "is not one of the run")
+        raise UsageError(what, f"name one of {', '.join(names)}" if len(names) > 1 else "the run has one host only")
+    fewer = with_workers(replace(situation, steps=None), scenario.workers - len(gone))
+    if situation.steps is None:
+        return fewer
+    step = _replayed(situation, situation.steps.without(gone))
+    return replace(fewer, scenario=replace(fewer.scenario, step=step))
+
+
+def _replayed(situation: Situation, predicted: float) -> float:
+    """The seconds of a step if the usual one of the run took `predicted` seconds: what lies between steps stays."""
+    usual = situation.steps.step_seconds if situation.steps is not None else predicted
+    return max(LEAST_STEP, situation.scenario.step + predicted - usual)

@@ -1,0 +1,216 @@
+"""`paceline simulate`: what it prints and writes for descriptions and for runs, with one thing changed, and refuses."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from golden import GoldenText
+from journals import step, write_run
+
+from paceline.base.journal import Journal
+from paceline.cli.main import main
+from paceline.observe.summary import Summary
+from paceline.observe.usual_step import usual_step
+from paceline.planner.days import DAY, Day, Loss, simulate
+from paceline.planner.descriptions import FailureDescription, MachineDescription, as_json
+from paceline.planner.scenarios import changed, from_run
+from paceline.planner.simulation_page import by_hour
+
+FAILURES = FailureDescription(worker_hours=2000, detect=20, form=5, restart=300, repair_hours=12, spares=8)
+LINKS = [{"name": "inside", "workers": 8, "bandwidth": 4e11}, {"name": "between", "workers": 0, "bandwidth": 1e9}]
+CLUSTER = MachineDescription(
+    "cluster",
+    {"bf16": 1e15},
+    8e10,
+    3e12,
+    workers_per_host=8,
+    failures=FAILURES,
+    checkpoint_bandwidth=2e10,
+    price=2.5,
+    watts=800.0,
+)
+MODEL = {
+    "version": 1,
+    "name": "GPT",
+    "blocks": [{"name": "blocks", "parameters": 200_000_000, "count": 40}],
+    "global_batch": 1024,
+    "tokens": 4096,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with descriptions of machines and of a model."""
+    monkeypatch.chdir(tmp_path)
+    Path("cluster.json").write_text(json.dumps({**as_json(CLUSTER), "links": LINKS}))
+    Path("model.json").write_text(json.dumps(MODEL))
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["simulate", *words]) == code
+    captured = capsys.readouterr()
+    return captured.err if code else captured.out
+
+
+DESCRIBED = ("model.json", "--on", "cluster.json", "--workers", "512", "--plan", "tensor=8", "--step-seconds", "6")
+
+
+def test_what_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:
+    golden("descriptions", printed(capsys, *DESCRIBED, "--save-seconds", "4", "--save-every", "600s"))
+    golden("a sweep", printed(capsys, *DESCRIBED, "--save-seconds", "4", "--sweep", "every=60..7200", "--seeds", "4"))
+    golden("one reaction", printed(capsys, *DESCRIBED, "--reaction", "restart", "--save-every", "auto", "--seeds", "2"))
+
+
+def test_json_has_an_account_that_adds_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = json.loads(printed(capsys, *DESCRIBED, "--json", "--days", "2", "--with", "spares=+3", "--seeds", "3"))
+    assert [*out] == ["restart", "leave-out", "spare", "redo", "spares=+3"]
+    for entry in out.values():
+        assert sum(entry["account"].values()) == pytest.approx(2 * DAY, rel=1e-9)
+        low, high = entry["progress_5_95"]
+        assert low <= entry["progress"] <= high
+    spare = out["spares=+3"]
+    assert spare["scenario"]["spares"] == 11
+    assert spare["scenario"]["hand_over"] == pytest.approx(8e9 * 4 * 3 / 8 / 1e9), "a worker's part of the state"
+    assert spare["scenario"]["write"] == pytest.approx(8e9 * 4 * 3 / 2e10)
+    per_day = spare["per_day"]
+    assert per_day["tokens"] == pytest.approx(per_day["steps"] * 1024 * 4096)
+    assert per_day["price"] == pytest.approx(24 * 523 * 2.5)
+    assert per_day["kWh"] == pytest.approx(24 * 523 * 0.8)
+
+
+def test_the_same_seed_gives_the_same_days(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, again, other = (printed(capsys, *DESCRIBED, "--json", "--seed", seed) for seed in ("1", "1", "2"))
+    assert first == again != other
+
+
+def test_page_and_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed(capsys, *DESCRIBED, "--html", "days.html", "--trace", "day.json.gz", "--seeds", "2")
+    page = Path("days.html").read_text()
+    assert re.findall("<h2>(.*?)</h2>", page) == [
+        "Result",
+        "Account over the first day",
+        "Progress by number of workers",
+    ]
+    assert page.count("<th>hour ") == 24
+    assert page.count('class="curve line') == 8, "a curve and a key for each way of reacting"
+    assert not re.search(r"(src|href)=\"(?!data:)", page)
+    events = json.loads(gzip.decompress(Path("day.json.gz").read_bytes()))["traceEvents"]
+    assert sum(event["dur"] for event in events if event["ph"] == "X") == pytest.approx(DAY * 1e6)
+    assert {event["name"] for event in events} >= {"steps", "detection", "forming", "speed"}
+
+
+def test_hours_have_the_parts_of_the_spans() -> None:
+    spans = [("steps", 0.0, 3000.0, 1.0), ("forming", 3000.0, 4000.0, 0.0), ("steps", 4000.0, 5400.0, 1.0)]
+    day = Day(5400.0, {}, 0.0, 0, spans)
+    assert by_hour(day) == [{"steps": 3000.0, "forming": 600.0}, {"forming": 400.0, "steps": 1400.0}]
+
+
+def test_refused(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:
+    write_run(folder / "run")
+    for words in (
+        ["train.py", "--on", "cluster.json"],
+        [],
+        ["--on", "cluster.json"],
+        [*DESCRIBED, "--sweep", "every=60"],
+        [*DESCRIBED, "--sweep", "luck=1..2"],
+        [*DESCRIBED, "--with", "luck=3"],
+        [*DESCRIBED, "--with", "spares=2.5"],
+        [*DESCRIBED, "--with", "link=3"],
+        [*DESCRIBED, "--with", "plan=tensor=4"],
+        [*DESCRIBED, "--with", "workers=-5"],
+        [*DESCRIBED, "--days", "0"],
+        ["run", "--plan", "data=2"],
+        ["run", "--with", "host b gone"],
+        ["nowhere"],
+    ):
+        golden(" ".join(words), printed(capsys, *words, code=2))
+
+
+# ---- of a run
+
+
+OF_LOSS = {"detection": 0.5, "forming": 0.4, "redone": 0.2, "hand-over": 0.1}
+
+
+def recorded(folder: Path) -> Summary:
+    """A run of four workers on two hosts: 200 steps of 0.5 s, a worker lost and back, two checkpoints."""
+    journal = Journal(folder)
+    for worker in range(4):
+        journal.write("worker", worker=worker, life=0, host="ab"[worker // 2], what="started")
+    journal.write("start", workers=4, hosts=2, plan="data=4")
+    computed = {"0": 4.0, "1": 4.0, "2": 4.0, "3": 4.0}
+    for done in range(10, 210, 10):
+        account = {"steps": 5.0} | (OF_LOSS if done == 100 else {})
+        account |= {"starting": 3.0} if done == 10 else {"saving": 0.3} if done in (50, 150) else {}
+        seconds = {"seconds": 5.0, "time": {"data": 0.0, "compute": 4.0, "reduce": 1.0}, "waited_for": {}}
+        fields: dict[str, Any] = {**seconds, "computed": computed, "account": account}
+        journal.write("step", **step(done, **fields))
+        if done == 100:
+            journal.write("lost", workers=[3], why="was killed by SIGKILL", step=100)
+            journal.write("formed", number=1, workers=[0, 1, 2], step=100, seconds=0.1)
+            journal.write("formed", number=2, workers=[0, 1, 2, 3], step=103, seconds=0.1)
+        if done in (50, 150):
+            journal.write("checkpoint", step=done, path="x", seconds=0.3, took=2.3, bytes=10)
+    journal.write("finished", step=200)
+    journal.close()
+    lines = (folder / "journal.jsonl").read_text().splitlines()
+    stamped = [json.dumps({**json.loads(line), "at": 1000.0 + number}) for number, line in enumerate(lines)]
+    (folder / "journal.jsonl").write_text("".join(f"{line}\n" for line in stamped))
+    return Summary(folder)
+
+
+def test_a_runs_own_figures(tmp_path: Path) -> None:
+    scenario = from_run(recorded(tmp_path)).scenario
+    assert (scenario.workers, scenario.replica, scenario.spares) == (4, 1, 0)
+    assert scenario.step == pytest.approx(0.5)
+    assert scenario.save == pytest.approx(0.3)
+    assert scenario.write == pytest.approx(2.0)
+    assert (scenario.detect, scenario.form, scenario.hand_over) == pytest.approx((0.5, 0.2, 0.1))
+    assert scenario.restart == pytest.approx(2.0), "from the loss until the team with the worker formed"
+    wall = 20 * 5 + 3 + 0.6 + 1.2
+    assert scenario.seconds_between_losses == pytest.approx(wall), "one loss"
+    with_machine = from_run(recorded(tmp_path / "b"), CLUSTER).scenario
+    assert (with_machine.worker_hours, with_machine.spares, with_machine.detect) == (2000, 8, 0.5)
+
+
+def test_a_run_with_one_thing_changed_is_replayed_as_the_doctor_does(tmp_path: Path) -> None:
+    summary = recorded(tmp_path)
+    situation, usual = from_run(summary), usual_step(summary)
+    assert usual is not None
+    assert usual.step_seconds == pytest.approx(0.5)
+    # All rows on one worker would take 4 * 0.4 s, and 0.1 s come on top.
+    assert changed(situation, "workers=+2").scenario.step == pytest.approx(0.1 + 1.6 / 6)
+    assert changed(situation, "workers=+2").scenario.step == pytest.approx(usual.what_if()["with two more workers"])
+    assert changed(situation, "workers=3").scenario.step == pytest.approx(0.1 + 1.6 / 3)
+    for name in ("b", "1"):
+        gone = changed(situation, f"host {name} gone").scenario
+        assert (gone.workers, gone.step) == (2, pytest.approx(0.1 + 1.6 / 2))
+    faster = changed(situation, "link=2x").scenario
+    assert (faster.step, faster.hand_over) == (pytest.approx(0.5 - usual.link / 2), pytest.approx(0.05))
+    assert changed(situation, "every=300").scenario == replace(situation.scenario, every=300.0)
+    assert changed(situation, "worker_hours=2x").scenario.seconds_between_losses == pytest.approx(
+        2 * situation.scenario.seconds_between_losses
+    )
+
+
+def test_a_run_is_simulated(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:
+    recorded(folder / "run")
+    golden("a run", printed(capsys, "run", "--with", "workers=+2", "--with", "host b gone", "--days", "0.1"))
+    printed(capsys, "run", "--html", "run.html", "--days", "0.1", "--seeds", "2")
+    assert "<h2>A step by part</h2>" in Path("run.html").read_text()
+
+
+def test_a_recorded_loss_costs_what_the_journal_has(tmp_path: Path) -> None:
+    summary = recorded(tmp_path)
+    day = simulate(from_run(summary).scenario, DAY, losses=[Loss(100.0, 3)], steps=200)
+    for name in ("detection", "forming", "hand-over", "redone"):
+        assert day.account.get(name, 0.0) == pytest.approx(summary.account[name], abs=0.3), name
+    # Two of three seconds with three of four workers are longer steps.
+    assert day.account["steps"] == pytest.approx(summary.account["steps"], rel=0.02)
