@@ -17,7 +17,7 @@ from paceline.base.journal import Journal
 from paceline.cli.main import main
 from paceline.observe.summary import Summary
 from paceline.observe.usual_step import usual_step
-from paceline.planner.days import DAY, Day, Loss, simulate
+from paceline.planner.days import DAY, Day, GivenLoss, simulate
 from paceline.planner.descriptions import FailureDescription, MachineDescription, as_json
 from paceline.planner.scenarios import changed, from_run
 from paceline.planner.simulation_page import by_hour
@@ -209,7 +209,7 @@ def test_a_run_is_simulated(folder: Path, capsys: pytest.CaptureFixture[str], go
 
 def test_a_recorded_loss_costs_what_the_journal_has(tmp_path: Path) -> None:
     summary = recorded(tmp_path)
-    day = simulate(from_run(summary).scenario, DAY, losses=[Loss(100.0, 3)], steps=200)
+    day = simulate(from_run(summary).scenario, DAY, losses=[GivenLoss(100.0, 3)], steps=200)
     for name in ("detection", "forming", "hand-over", "redone"):
         assert day.account.get(name, 0.0) == pytest.approx(summary.account[name], abs=0.3), name
     # Two of three seconds with three of four workers are longer steps.

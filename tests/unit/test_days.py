@@ -17,7 +17,7 @@ from paceline.planner.days import (
     DAY,
     HOUR,
     REACTIONS,
-    Loss,
+    GivenLoss,
     Scenario,
     best_interval,
     restart_progress,
@@ -227,7 +227,7 @@ def test_hosts_fail_with_all_their_workers_and_come_back_after_the_repair():
 
 def test_given_losses_happen_at_their_steps():
     scenario = Scenario(4, step=2.0, detect=1.0, form=0.5, restart=10.0, hand_over=0.25)
-    day = simulate(scenario, math.inf, losses=[Loss(10, 0), Loss(20.5, 3)], steps=40)
+    day = simulate(scenario, math.inf, losses=[GivenLoss(10, 0), GivenLoss(20.5, 3)], steps=40)
     # Each loss: detection and forming, then ten seconds with three of four workers, then the joining.
     assert day.losses == 2
     assert day.work == pytest.approx(80.0)
@@ -239,7 +239,7 @@ def test_given_losses_happen_at_their_steps():
 
 def test_a_restart_loses_what_was_not_written_yet():
     scenario = Scenario(2, reaction="restart", every=100.0, save=10.0, write=50.0, detect=1.0, restart=4.0, spares=9)
-    late, early = (simulate(scenario, math.inf, losses=[Loss(steps, 0)], steps=300) for steps in (180, 120))
+    late, early = (simulate(scenario, math.inf, losses=[GivenLoss(steps, 0)], steps=300) for steps in (180, 120))
     assert late.account["redone"] == pytest.approx(80.0)
     assert early.account["redone"] == pytest.approx(120.0), "the first checkpoint is not written after 20 seconds"
     assert late.account["starting"] == pytest.approx(4.0)
@@ -247,7 +247,7 @@ def test_a_restart_loses_what_was_not_written_yet():
 
 def test_with_too_few_replicas_the_run_is_paused():
     scenario = Scenario(2, reaction="leave-out", worker_hours=1e9, least=2, repair_hours=1.0, detect=1.0, form=1.0)
-    day = simulate(scenario, DAY, losses=[Loss(3600, 1)])
+    day = simulate(scenario, DAY, losses=[GivenLoss(3600, 1)])
     assert day.account["paused"] == pytest.approx(HOUR - 2.0)
 
 

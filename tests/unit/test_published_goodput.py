@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.base.time_accounting import USEFUL
-from paceline.planner.days import DAY, HOUR, Loss, Scenario, restart_progress, simulate
+from paceline.planner.days import DAY, HOUR, GivenLoss, Scenario, restart_progress, simulate
 
 TABLE = Path(__file__).parents[1] / "published" / "goodput.csv"
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
@@ -98,7 +98,7 @@ def test_a_soak_has_the_goodput_that_the_figures_of_another_one_give(predicted, 
         hand_over=account["hand-over"] / (losses + guests),
         restart=1.0,
     )
-    due = [Loss((number + 0.5) * steps / count, number % one["workers"]) for number in range(count)]
+    due = [GivenLoss((number + 0.5) * steps / count, number % one["workers"]) for number in range(count)]
     day = simulate(scenario, losses=due, steps=steps, seconds=DAY)
     starting = one["soak"]["account"]["starting"]
     goodput = day.goodput * day.seconds / (day.seconds + starting)

@@ -88,14 +88,14 @@ class Scenario:
         return 1 / rate if rate else math.inf
 
 
-class Loss(NamedTuple):
-    """A loss that is given, not drawn: the steps that are done then, the worker, and seconds until it is known, which
-    come on top of the scenario's.
+class GivenLoss(NamedTuple):
+    """A loss that is given, not drawn: the steps that are done then, the worker, and the seconds until it is known
+    (None: as in the scenario).
     """
 
     steps: float
     worker: int
-    detect: float = 0.0
+    detect: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def simulate(
     scenario: Scenario,
     seconds: float = DAY,
     seed: int = 0,
-    losses: Sequence[Loss] | None = None,
+    losses: Sequence[GivenLoss] | None = None,
     steps: float = math.inf,
 ) -> Day:
     """Simulates a team for so many `seconds`, or until it has made so many `steps`.
@@ -205,35 +205,37 @@ class _Simulation:
             self._spans.append((account, self.now, self.now + seconds, speed))
         self.now += seconds
 
-    def lose(self, workers: Sequence[int], unknown: float = 0.0) -> None:
-        """Workers are lost: one, or those of a host. The loss is known after `unknown` seconds more than usual."""
+    def lose(self, workers: Sequence[int], detect: float | None = None) -> None:
+        """Workers are lost: one, or those of a host. The loss is known after `detect` seconds, if that is not None."""
         scenario, self.losses = self._scenario, self.losses + 1
         speed, hits = self._speed, self.team.lose(workers)
-        restarts_alone = scenario.reaction == "redo" and len(workers) == 1
-        at_once = scenario.reaction in ("restart", "spare")
-        replaced = 0
-        for worker in workers:
-            if restarts_alone:
-                heappush(self.returns, (self.now + scenario.restart, worker, 0))
-            elif self._spares:
-                self._spares, replaced = self._spares - 1, replaced + 1
-                if at_once:
-                    self.team.fill(worker)
-                else:
-                    heappush(self.returns, (self.now + scenario.restart, worker, 0))
-            else:
-                self._unreplaced.append(worker)
-        if not restarts_alone:
+        if scenario.reaction == "redo" and len(workers) == 1:
+            heappush(self.returns, (self.now + scenario.restart, workers[0], 0))
+            replaced = 0
+        else:
             heappush(self.returns, (self.now + scenario.repair_hours * HOUR, -1, len(workers)))
-        if not hits:
-            return
+            replaced = min(self._spares, len(workers))
+            self._spares -= replaced
+            self._unreplaced.extend(workers[replaced:])
+        at_once = scenario.reaction in ("restart", "spare")
+        for worker in workers[:replaced]:
+            if at_once:
+                self.team.fill(worker)
+            else:
+                heappush(self.returns, (self.now + scenario.restart, worker, 0))
+        if hits:
+            self._react(speed, scenario.detect if detect is None else detect, replaced > 0)
+
+    def _react(self, speed: float, detect: float, has_spare: bool) -> None:
+        """Stops the team, which trained with `speed`, because a complete replica lost a worker."""
+        scenario = self._scenario
         if scenario.reaction == "restart":
             self._training.roll_back()
-            self._stop = deque([("detection", scenario.detect + unknown), ("starting", scenario.restart)])
+            self._stop = deque([("detection", detect), ("starting", scenario.restart)])
             return
         self._training.repeat_step(speed)
-        self._stop = deque([("detection", scenario.detect + unknown), ("forming", scenario.form)])
-        if scenario.reaction == "spare" and replaced:
+        self._stop = deque([("detection", detect), ("forming", scenario.form)])
+        if scenario.reaction == "spare" and has_spare:
             self._stop.append(("hand-over", scenario.hand_over))
 
     def come_back(self) -> None:

@@ -16,8 +16,9 @@ from paceline.errors import UsageError
 from paceline.observe.summary import Summary
 from paceline.observe.usual_step import UsualStep, usual_step
 from paceline.plan import Plan
-from paceline.planner.days import HOUR, Scenario
+from paceline.planner.days import HOUR, GivenLoss, Scenario
 from paceline.planner.descriptions import MachineDescription, ModelDescription
+from paceline.team.fault_injection import MOMENTS, parse_faults
 
 # Words of a change and of a sweep that are fields of a scenario, and whether they are whole numbers.
 FIELDS = {
@@ -29,6 +30,8 @@ WORDS = ("workers", "bandwidth", "link", "plan", *FIELDS)
 LEAST_STEP = 1e-4  # seconds; no prediction is shorter
 EVERY = 60.0  # seconds between checkpoints by default, as in `paceline run`
 JOINS = 10.0  # seconds until a worker that is started again has joined, if no run has shown it
+# Kinds of faults that lose a worker, and the seconds until its agent sees that.
+LOSSES = {"kill": 0.0, "raise": 0.0, "exit": 0.0, "stop": 0.3}
 _CHANGE = re.compile(r"([a-z_]+)=([+-]?)([0-9.]+)(x?)")
 
 
@@ -216,6 +219,17 @@ def changed(situation: Situation, change: str) -> Situation:
         raise UsageError(f"{word} cannot be {value:g}", "give a number from 0 on; of spares and least, a whole one")
     fields: dict[str, Any] = {word: int(value) if FIELDS[word] else value}
     return replace(situation, scenario=replace(situation.scenario, **fields))
+
+
+def losses_of(faults: str) -> list[GivenLoss]:
+    """The losses of a list of faults as `paceline chaos` takes it. Raises UsageError for kinds that lose no worker."""
+    losses = []
+    for fault in sorted(parse_faults(faults), key=lambda fault: fault.step):
+        if fault.kind not in LOSSES:
+            raise UsageError(f"{fault} cannot be simulated", f"use {', '.join(LOSSES)}")
+        part = MOMENTS.index(fault.moment) / len(MOMENTS)
+        losses.append(GivenLoss(fault.step + part, fault.worker, LOSSES[fault.kind]))
+    return losses
 
 
 def with_workers(situation: Situation, workers: int) -> Situation:

@@ -22,7 +22,7 @@ from paceline.observe.summary import Summary
 from paceline.observe.team_table import a_step
 from paceline.planner.days import DAY, REACTIONS, Day, best_interval, restart_progress, simulate
 from paceline.planner.descriptions import MachineDescription, ModelDescription, described
-from paceline.planner.scenarios import FIELDS, Situation, changed, from_descriptions, from_run
+from paceline.planner.scenarios import FIELDS, Situation, changed, from_descriptions, from_run, losses_of
 
 COUNTED = ("steps", "rows", "tokens", "kWh")  # of a day
 POINTS = 7  # values of a sweep, at most
@@ -43,6 +43,8 @@ class SimulateOptions:
     save_every: str | None
     save_seconds: float | None
     days: float
+    steps: int | None
+    faults: str | None
     seed: int
     seeds: int
     changes: Sequence[str]
@@ -62,8 +64,14 @@ class Outcome:
     @staticmethod
     def of(situation: Situation, options: SimulateOptions) -> Outcome:
         """Simulates a situation with each seed."""
-        seeds = range(options.seed, options.seed + options.seeds)
-        return Outcome(situation, [simulate(situation.scenario, options.days * DAY, seed) for seed in seeds])
+        seconds = options.days * DAY if options.steps is None else math.inf
+        steps = math.inf if options.steps is None else float(options.steps)
+        losses = None if options.faults is None else losses_of(options.faults)
+        if wrong := [loss.worker for loss in losses or () if loss.worker >= situation.scenario.workers]:
+            what = f"there is no worker {wrong[0]}: the workers are 0 to {situation.scenario.workers - 1}"
+            raise UsageError(what, "name one of them in --faults")
+        seeds = range(options.seed, options.seed + (options.seeds if losses is None else 1))
+        return Outcome(situation, [simulate(situation.scenario, seconds, seed, losses, steps) for seed in seeds])
 
     @property
     def goodput(self) -> float:
@@ -172,7 +180,10 @@ def _head(outcome: Outcome, options: SimulateOptions) -> str:
     replicas = f" in replicas of {scenario.replica}" if scenario.replica > 1 else ""
     spares = f" and {plural(scenario.spares, 'spare')}" if scenario.spares else ""
     every = f"a checkpoint every {duration(max(scenario.every, scenario.write))}"
-    over = f"{plural(options.seeds, 'simulation')} of {options.days:g} day{'s' * (options.days != 1)}"
+    span = (
+        f"{options.days:g} day{'s' * (options.days != 1)}" if options.steps is None else plural(options.steps, "step")
+    )
+    over = f"{plural(len(outcome.days), 'simulation')} of {span}"
     return f"{size}{replicas}{spares}; a step in {a_step(scenario.step)}; {often}; {every}\n{over}"
 
 
