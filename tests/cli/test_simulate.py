@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from golden import GoldenText
 from journals import step, write_run
@@ -17,9 +18,16 @@ from paceline.base.journal import Journal
 from paceline.cli.main import main
 from paceline.observe.summary import Summary
 from paceline.observe.usual_step import usual_step
-from paceline.planner.days import DAY, Day, GivenLoss, simulate
-from paceline.planner.descriptions import FailureDescription, MachineDescription, as_json
-from paceline.planner.scenarios import changed, from_run
+from paceline.planner.days import DAY, Day, DaySpan, GivenLoss, simulate
+from paceline.planner.descriptions import (
+    FailureDescription,
+    LinkDescription,
+    MachineDescription,
+    ModelDescription,
+    as_json,
+    described,
+)
+from paceline.planner.scenarios import changed, from_descriptions, from_run
 from paceline.planner.simulation_page import by_hour
 
 FAILURES = FailureDescription(worker_hours=2000, detect=20, form=5, restart=300, repair_hours=12, spares=8)
@@ -107,9 +115,9 @@ def test_page_and_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_hours_have_the_parts_of_the_spans() -> None:
-    spans = [("steps", 0.0, 3000.0, 1.0), ("forming", 3000.0, 4000.0, 0.0), ("steps", 4000.0, 5400.0, 1.0)]
+    spans = [DaySpan("steps", 0, 3000, 1.0), DaySpan("forming", 3000, 4000), DaySpan("steps", 4000, 5400, 1.0, 140.0)]
     day = Day(5400.0, {}, 0.0, 0, spans)
-    assert by_hour(day) == [{"steps": 3000.0, "forming": 600.0}, {"forming": 400.0, "steps": 1400.0}]
+    assert by_hour(day) == [{"steps": 3000.0, "forming": 600.0}, {"forming": 400.0, "steps": 1260.0, "saving": 140.0}]
 
 
 def test_refused(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:
@@ -131,6 +139,17 @@ def test_refused(folder: Path, capsys: pytest.CaptureFixture[str], golden: Golde
         ["nowhere"],
     ):
         golden(" ".join(words), printed(capsys, *words, code=2))
+
+
+def test_better_machines_give_better_figures() -> None:
+    model = described(ModelDescription, json.dumps(MODEL).encode(), "model.json")
+    links = (LinkDescription("between hosts", 0, 1e9, 1e-5),)
+    usual = from_descriptions(msgspec.structs.replace(CLUSTER, links=links), model, 512, "tensor=8", 6.0).scenario
+    links = (msgspec.structs.replace(links[0], bandwidth=2e9),)
+    faster = msgspec.structs.replace(CLUSTER, links=links, checkpoint_bandwidth=4e10, memory=1.6e11)
+    better = from_descriptions(faster, model, 512, "tensor=8", 6.0).scenario
+    assert better == replace(usual, write=usual.write / 2, hand_over=better.hand_over)
+    assert better.hand_over == pytest.approx(usual.hand_over / 2, rel=1e-3)
 
 
 # ---- of a run

@@ -98,6 +98,16 @@ class GivenLoss(NamedTuple):
     detect: float | None = None
 
 
+class DaySpan(NamedTuple):
+    """A part of a day: its account, begin and end, the speed of training, and how many of its seconds were `saving`."""
+
+    account: str
+    begin: float
+    end: float
+    speed: float = 0.0
+    saving: float = 0.0
+
+
 @dataclass(frozen=True)
 class Day:
     """What became of `seconds` of a scenario: seconds by `account`, `work` in seconds of training with all workers."""
@@ -106,7 +116,7 @@ class Day:
     account: dict[str, float]
     work: float
     losses: int
-    spans: Sequence[tuple[str, float, float, float]] = field(default=(), repr=False)  # account, from, to, speed
+    spans: Sequence[DaySpan] = field(default=(), repr=False)
 
     @property
     def goodput(self) -> float:
@@ -171,7 +181,7 @@ class _Simulation:
         # Accounts and seconds, before training goes on.
         self._stop = deque([("starting", scenario.start)] if scenario.start else list[tuple[str, float]]())
         self._spares, self._unreplaced = scenario.spares, deque[int]()
-        self._spans: list[tuple[str, float, float, float]] = []
+        self._spans: list[DaySpan] = []
 
     @property
     def _speed(self) -> float:
@@ -191,19 +201,20 @@ class _Simulation:
             account, seconds = self._stop.popleft()
             if self.now + seconds > until:
                 self._stop.appendleft((account, self.now + seconds - until))
-            self._book(account, min(seconds, until - self.now), 0.0)
-        if self.now < until:
-            if self._speed:
-                self._training.train(until - self.now, self._speed)
-            self._book("steps" if self._speed else "paused", until - self.now, self._speed)
-        self.now = until
+            self._stand(account, min(until, self.now + seconds))
+        if self.now < until and self._speed:
+            saving = self._training.train(until - self.now, self._speed)
+            self._spans.append(DaySpan("steps", self.now, until, self._speed, saving))
+            self.now = until
+        elif self.now < until:
+            self._stand("paused", until)
 
-    def _book(self, account: str, seconds: float, speed: float) -> None:
-        if account != "steps":
-            self._training.account[account] += seconds
-        if seconds > 0:
-            self._spans.append((account, self.now, self.now + seconds, speed))
-        self.now += seconds
+    def _stand(self, account: str, until: float) -> None:
+        """Nothing is trained."""
+        self._training.account[account] += until - self.now
+        if until > self.now:
+            self._spans.append(DaySpan(account, self.now, until))
+        self.now = until
 
     def lose(self, workers: Sequence[int], detect: float | None = None) -> None:
         """Workers are lost: one, or those of a host. The loss is known after `detect` seconds, if that is not None."""
@@ -333,8 +344,8 @@ class _Training:
         self._since = self._before = (0.0, 0.0)  # seconds and work since the last checkpoint; between it and the former
         self._step = 0.0  # work in the unfinished step
 
-    def train(self, seconds: float, speed: float) -> None:
-        """Trains, and saves when it is time."""
+    def train(self, seconds: float, speed: float) -> float:
+        """Trains, and saves when it is time; returns the seconds of saving."""
         every = self._every
         saves, rest = divmod(self._position + seconds, every + self._save)
         finished = saves * every if saves else 0.0  # in cycles that end
@@ -351,6 +362,7 @@ class _Training:
             self._since = self._since[0] + trained, self._since[1] + trained * speed
         self._position = rest
         self._step = (self._step + trained * speed) % self._step_seconds
+        return seconds - trained
 
     def seconds_until(self, work: float, speed: float) -> float:
         """The seconds of training and saving until so much work is done."""

@@ -56,25 +56,28 @@ def _legend(parts: Mapping[str, float]) -> str:
 def by_hour(day: Day) -> list[dict[str, float]]:
     """The seconds of each account in each hour of the first day."""
     hours: list[dict[str, float]] = [{} for _ in range(math.ceil(min(day.seconds, DAY) / HOUR))]
-    for account, begin, end, _ in day.spans:
-        at = begin
-        while at < end and at // HOUR < len(hours):
-            until = min(end, (at // HOUR + 1) * HOUR)
+    for span in day.spans:
+        at = span.begin
+        saving = span.saving / (span.end - span.begin)
+        while at < span.end and at // HOUR < len(hours):
+            until = min(span.end, (at // HOUR + 1) * HOUR)
             spent = hours[int(at // HOUR)]
-            spent[account] = spent.get(account, 0.0) + until - at
+            for account, part in ((span.account, 1 - saving), ("saving", saving)):
+                if part > 0:
+                    spent[account] = spent.get(account, 0.0) + (until - at) * part
             at = until
     return hours
 
 
 def _hours(day: Day) -> str:
-    """A bar for each hour. Steps that were repeated later and checkpoints are a part of the steps' time here."""
+    """A bar for each hour. Steps that were repeated later are a part of the steps' time."""
     rows = []
     for hour, spent in enumerate(by_hour(day)):
         total = sum(spent.values())
         bar = stacked_bar([(account, seconds / total) for account, seconds in spent.items()]) if total else ""
         rows.append(f'<tr><th>hour {hour + 1}</th><td class="wide">{bar}</td></tr>')
     parts = {account: seconds / day.seconds for account, seconds in day.account.items()}
-    about = '<p class="soft">Steps with those that were repeated, and with checkpoints, of one simulation</p>'
+    about = '<p class="soft">Of one simulation; steps that were repeated later are steps here</p>'
     return f"{about}<table>{''.join(rows)}</table>{_legend(parts)}"
 
 
@@ -104,12 +107,20 @@ def _by_workers(outcome: Outcome, seed: int) -> str:
 def trace(day: Day, out: Path) -> None:
     """Writes a timeline of the day for Perfetto, gzipped if the name ends in .gz."""
     events = [
-        {"name": account, "ph": "X", "ts": 1e6 * begin, "dur": 1e6 * (end - begin), "pid": 0, "tid": 0}
-        for account, begin, end, _ in day.spans
+        {
+            "name": span.account,
+            "ph": "X",
+            "ts": 1e6 * span.begin,
+            "dur": 1e6 * (span.end - span.begin),
+            "pid": 0,
+            "tid": 0,
+            "args": {"seconds of saving": span.saving},
+        }
+        for span in day.spans
     ]
     events += [
-        {"name": "speed", "ph": "C", "ts": 1e6 * begin, "pid": 0, "args": {"speed": speed}}
-        for _, begin, _, speed in day.spans
+        {"name": "speed", "ph": "C", "ts": 1e6 * span.begin, "pid": 0, "args": {"speed": span.speed}}
+        for span in day.spans
     ]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     with gzip.open(out, "wt") if out.name.endswith(".gz") else out.open("w") as file:
