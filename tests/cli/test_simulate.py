@@ -85,7 +85,7 @@ def test_json_has_an_account_that_adds_up(folder: Path, capsys: pytest.CaptureFi
         assert low <= entry["progress"] <= high
     spare = out["spares=+3"]
     assert spare["scenario"]["spares"] == 11
-    assert spare["scenario"]["hand_over"] == pytest.approx(8e9 * 4 * 3 / 8 / 1e9), "a worker's part of the state"
+    assert spare["scenario"]["transfer"] == pytest.approx(8e9 * 4 * 3 / 8 / 1e9), "a worker's part of the state"
     assert spare["scenario"]["write"] == pytest.approx(8e9 * 4 * 3 / 2e10)
     per_day = spare["per_day"]
     assert per_day["tokens"] == pytest.approx(per_day["steps"] * 1024 * 4096)
@@ -96,6 +96,35 @@ def test_json_has_an_account_that_adds_up(folder: Path, capsys: pytest.CaptureFi
 def test_the_same_seed_gives_the_same_days(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, again, other = (printed(capsys, *DESCRIBED, "--json", "--seed", seed) for seed in ("1", "1", "2"))
     assert first == again != other
+
+
+@pytest.mark.parametrize(
+    ("sweep", "values"),
+    [
+        ("spares=0..3", [0, 1, 2, 3]),
+        ("workers=512..1024", [512, 600, 680, 768, 856, 936, 1024]),
+        ("worker_hours=1000..10000", [1000, 1500, 2200, 3200, 4600, 6800, 10000]),
+        ("bandwidth=1..4", [1, 1.5, 2, 2.5, 3, 3.5, 4]),
+    ],
+)
+def test_a_sweep_has_a_result_for_each_value(
+    sweep: str, values: list[float], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = json.loads(printed(capsys, *DESCRIBED, "--json", "--seeds", "2", "--sweep", sweep))
+    word = sweep.partition("=")[0]
+    assert [entry[word] for entry in out] == pytest.approx(values)
+    scenarios = [entry["redo"]["scenario"] for entry in out]
+    if word == "bandwidth":
+        assert [scenario["transfer"] * value for scenario, value in zip(scenarios, values, strict=True)] == [12.0] * 7
+    else:
+        assert [scenario[word] for scenario in scenarios] == pytest.approx(values)
+    if word == "workers":  # the same global batch
+        assert [scenario["step"] * scenario["workers"] for scenario in scenarios] == pytest.approx([6 * 512] * 7)
+
+
+def test_given_faults_are_simulated(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:
+    words = (*DESCRIBED, "--reaction", "redo", "--steps", "100", "--faults", "kill:3@12.forward,stop:500@40.reduced")
+    golden("given faults", printed(capsys, *words))
 
 
 def test_page_and_trace(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +163,8 @@ def test_refused(folder: Path, capsys: pytest.CaptureFixture[str], golden: Golde
         [*DESCRIBED, "--with", "plan=tensor=4"],
         [*DESCRIBED, "--with", "workers=-5"],
         [*DESCRIBED, "--days", "0"],
+        [*DESCRIBED, "--faults", "slow:1@2.forward"],
+        [*DESCRIBED, "--faults", "kill:512@2.forward"],
         ["run", "--plan", "data=2"],
         ["run", "--with", "host b gone"],
         ["nowhere"],
@@ -148,8 +179,8 @@ def test_better_machines_give_better_figures() -> None:
     links = (msgspec.structs.replace(links[0], bandwidth=2e9),)
     faster = msgspec.structs.replace(CLUSTER, links=links, checkpoint_bandwidth=4e10, memory=1.6e11)
     better = from_descriptions(faster, model, 512, "tensor=8", 6.0).scenario
-    assert better == replace(usual, write=usual.write / 2, hand_over=better.hand_over)
-    assert better.hand_over == pytest.approx(usual.hand_over / 2, rel=1e-3)
+    assert better == replace(usual, write=usual.write / 2, transfer=better.transfer)
+    assert better.transfer == pytest.approx(usual.transfer / 2, rel=1e-3)
 
 
 # ---- of a run

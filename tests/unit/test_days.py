@@ -154,6 +154,7 @@ SCENARIOS = st.builds(
             detect=stops[0],
             form=stops[1],
             hand_over=stops[2],
+            transfer=stops[2] * 2,
             restart=stops[3],
             repair_hours=repair,
             spares=spares,
@@ -201,7 +202,7 @@ BETTER = {
     "fewer failures": lambda s: replace(s, worker_hours=3 * s.worker_hours, host_hours=3 * s.host_hours),
     "more spares": lambda s: replace(s, spares=s.spares + 5),
     "faster checkpoints": lambda s: replace(s, save=s.save / 2, write=s.write / 2),
-    "faster links": lambda s: replace(s, hand_over=s.hand_over / 2),
+    "faster links": lambda s: replace(s, hand_over=s.hand_over / 2, transfer=s.transfer / 2),
 }
 
 
@@ -228,7 +229,6 @@ def test_hosts_fail_with_all_their_workers_and_come_back_after_the_repair():
 def test_given_losses_happen_at_their_steps():
     scenario = Scenario(4, step=2.0, detect=1.0, form=0.5, restart=10.0, hand_over=0.25)
     day = simulate(scenario, math.inf, losses=[GivenLoss(10, 0), GivenLoss(20.5, 3)], steps=40)
-    # Each loss: detection and forming, then ten seconds with three of four workers, then the joining.
     assert day.losses == 2
     assert day.work == pytest.approx(80.0)
     assert day.account["redone"] == pytest.approx(1.0)

@@ -54,7 +54,8 @@ class Scenario:
     host_hours: float = 0.0  # of a host
     detect: float = 0.0  # until the others know of a loss
     form: float = 0.0  # to form a team again
-    hand_over: float = 0.0  # to give the state to a worker that joins
+    hand_over: float = 0.0  # for which all stop when a worker joins, and forming comes on top
+    transfer: float = 0.0  # until a new worker has the state; the others train meanwhile, or wait in `spare`
     restart: float = 0.0  # to start processes until they train
     start: float = 0.0  # before the first step, once
     repair_hours: float = 0.0
@@ -178,6 +179,7 @@ class _Simulation:
         self.team = _Team(scenario, chance)
         self.returns: list[tuple[float, int, int]] = []  # time, worker that is replaced or -1, repaired machines
         self._scenario, self._training = scenario, _Training(scenario)
+        self._until_joined = scenario.restart + scenario.transfer
         # Accounts and seconds, before training goes on.
         self._stop = deque([("starting", scenario.start)] if scenario.start else list[tuple[str, float]]())
         self._spares, self._unreplaced = scenario.spares, deque[int]()
@@ -221,7 +223,7 @@ class _Simulation:
         scenario, self.losses = self._scenario, self.losses + 1
         speed, hits = self._speed, self.team.lose(workers)
         if scenario.reaction == "redo" and len(workers) == 1:
-            heappush(self.returns, (self.now + scenario.restart, workers[0], 0))
+            heappush(self.returns, (self.now + self._until_joined, workers[0], 0))
             replaced = 0
         else:
             heappush(self.returns, (self.now + scenario.repair_hours * HOUR, -1, len(workers)))
@@ -233,7 +235,7 @@ class _Simulation:
             if at_once:
                 self.team.fill(worker)
             else:
-                heappush(self.returns, (self.now + scenario.restart, worker, 0))
+                heappush(self.returns, (self.now + self._until_joined, worker, 0))
         if hits:
             self._react(speed, scenario.detect if detect is None else detect, replaced > 0)
 
@@ -247,7 +249,7 @@ class _Simulation:
         self._training.repeat_step(speed)
         self._stop = deque([("detection", detect), ("forming", scenario.form)])
         if scenario.reaction == "spare" and has_spare:
-            self._stop.append(("hand-over", scenario.hand_over))
+            self._stop.append(("hand-over", scenario.transfer + scenario.hand_over))
 
     def come_back(self) -> None:
         """Machines are repaired, or a worker is back."""
@@ -261,7 +263,7 @@ class _Simulation:
             elif scenario.reaction in ("restart", "spare"):
                 completes |= self.team.fill(self._unreplaced.popleft())
             else:
-                heappush(self.returns, (self.now + scenario.restart, self._unreplaced.popleft(), 0))
+                heappush(self.returns, (self.now + self._until_joined, self._unreplaced.popleft(), 0))
         if completes and not self._stop:
             if scenario.reaction == "restart":
                 self._stop.append(("starting", scenario.restart))

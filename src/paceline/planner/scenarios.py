@@ -22,7 +22,7 @@ from paceline.team.fault_injection import MOMENTS, parse_faults
 
 # Words of a change and of a sweep that are fields of a scenario, and whether they are whole numbers.
 FIELDS = {
-    **dict.fromkeys(("every", "save", "write", "step", "detect", "form", "hand_over", "restart"), False),
+    **dict.fromkeys(("every", "save", "write", "step", "detect", "form", "hand_over", "transfer", "restart"), False),
     **dict.fromkeys(("worker_hours", "host_hours", "repair_hours"), False),
     **dict.fromkeys(("spares", "least"), True),
 }
@@ -81,7 +81,7 @@ def from_descriptions(
         host_hours=failures.host_hours,
         detect=failures.detect,
         form=failures.form,
-        hand_over=link.latency + state / replica / link.bandwidth if link is not None and link.bandwidth else 0.0,
+        transfer=link.latency + state / replica / link.bandwidth if link is not None and link.bandwidth else 0.0,
         restart=failures.restart,
         repair_hours=failures.repair_hours,
         spares=failures.spares,
@@ -111,18 +111,21 @@ def from_run(summary: Summary, machine: MachineDescription | None = None) -> Sit
     account, made = summary.account, total(records, "steps")
     if not made:
         raise UsageError("the run has not made a step yet", "wait for its first steps, or give a description")
-    current = [int(worker) for worker in summary.formed[-1]["workers"]] if summary.formed else range(summary.workers)
+    plan = str(summary.start.get("plan") or "")
+    replica = Plan.parse(plan).mesh(1).replica
+    members = summary.formed[-1].get("workers") if summary.formed else None
+    current = list(members or range(summary.workers))
+    current = current[: max(1, len(current) // replica) * replica]  # others wait until they make a replica
     trained = sum(account.get(name, 0.0) for name in (*USEFUL, "waiting")) or total(records, "seconds")
     lost = sum(len(event.get("workers") or []) for event in summary.lost)
     hours = len(current) * (sum(account.values()) or summary.wall_seconds) / HOUR
-    changes, joins = len(summary.formed), sum(1 for event in summary.formed if _grows(summary, event))
+    changes, joins = len(summary.formed), _joins(summary)
     saves = summary.checkpoints
-    saved = [float(event["at"]) for event in saves]
+    saved = [float(event.get("at") or 0.0) for event in saves]
     gaps = [after - before for before, after in pairwise(saved) if after > before]
-    plan = str(summary.start.get("plan") or "")
     scenario = Scenario(
-        len(current),
-        replica_of(plan, len(current)),
+        max(len(current), replica),
+        replica,
         step=trained / made,
         waiting=account.get("waiting", 0.0) / trained if trained else 0.0,
         every=median(gaps) if gaps else EVERY,
@@ -158,21 +161,20 @@ def from_run(summary: Summary, machine: MachineDescription | None = None) -> Sit
     )
 
 
-def _grows(summary: Summary, event: Mapping[str, object]) -> bool:
-    """Whether a generation has workers that the one before it did not have."""
-    before = [e for e in summary.formed if e["at"] < event["at"]]
-    members = set(before[-1].get("workers") or []) if before else set(range(summary.workers))
-    workers = event.get("workers")
-    return bool(set(workers if isinstance(workers, list) else []) - members)
+def _joins(summary: Summary) -> int:
+    """How many teams formed with a worker that the team before did not have."""
+    teams = [set(range(summary.workers)), *(set(event.get("workers") or []) for event in summary.formed)]
+    return sum(bool(after - before) for before, after in pairwise(teams))
 
 
 def _until_back(summary: Summary) -> float:
     """The mean seconds from the loss of a worker until a team with it forms."""
+    formed = [(float(event.get("at") or 0.0), set(event.get("workers") or [])) for event in summary.formed]
     waits = []
     for event in summary.lost:
+        lost_at = float(event.get("at") or 0.0)
         for worker in event.get("workers") or []:
-            again = (e["at"] for e in summary.formed if e["at"] > event["at"] and worker in (e.get("workers") or []))
-            waits += [at - event["at"] for at in [next(again, None)] if at is not None]
+            waits += [at - lost_at for at, team in formed if at > lost_at and worker in team][:1]
     return fmean(waits) if waits else JOINS
 
 
@@ -258,7 +260,10 @@ def with_link(situation: Situation, times: float) -> Situation:
     scenario, step = situation.scenario, situation.scenario.step
     if situation.steps is not None:
         step = _replayed(situation, situation.steps.with_link(times))
-    return replace(situation, scenario=replace(scenario, step=step, hand_over=scenario.hand_over / times))
+    return replace(
+        situation,
+        scenario=replace(scenario, step=step, hand_over=scenario.hand_over / times, transfer=scenario.transfer / times),
+    )
 
 
 def _without_host(situation: Situation, host: str) -> Situation:

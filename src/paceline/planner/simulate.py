@@ -68,8 +68,8 @@ class Outcome:
         steps = math.inf if options.steps is None else float(options.steps)
         losses = None if options.faults is None else losses_of(options.faults)
         if wrong := [loss.worker for loss in losses or () if loss.worker >= situation.scenario.workers]:
-            what = f"there is no worker {wrong[0]}: the workers are 0 to {situation.scenario.workers - 1}"
-            raise UsageError(what, "name one of them in --faults")
+            what = f"--faults names worker {wrong[0]}, but the workers are 0 to {situation.scenario.workers - 1}"
+            raise UsageError(what, "name one of them")
         seeds = range(options.seed, options.seed + (options.seeds if losses is None else 1))
         return Outcome(situation, [simulate(situation.scenario, seconds, seed, losses, steps) for seed in seeds])
 
@@ -86,9 +86,7 @@ class Outcome:
     @property
     def span(self) -> tuple[float, float]:
         """The 5 and 95 % quantiles of progress over the seeds."""
-        values = [day.progress for day in self.days]
-        cuts = quantiles(values, n=20, method="inclusive") if len(values) > 1 else values
-        return cuts[0], cuts[-1]
+        return _span([day.progress for day in self.days])
 
     @property
     def account(self) -> dict[str, float]:
@@ -107,6 +105,12 @@ class Outcome:
         if machine is not None:
             values |= {"price": 24 * machines * machine.price, "kWh": 0.024 * machines * machine.watts}
         return {name: value for name, value in values.items() if value or name in ("losses", "steps")}
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """The 5 and 95 % quantiles."""
+    cuts = quantiles(values, n=20, method="inclusive") if len(values) > 1 else values
+    return cuts[0], cuts[-1]
 
 
 def command(**given: Any) -> str:
@@ -221,8 +225,8 @@ def _facts(outcome: Outcome) -> str:
 
 def _entry(outcome: Outcome) -> dict[str, Any]:
     """A situation and its result as JSON data."""
-    low, high = outcome.span
-    result = {"goodput": outcome.goodput, "progress": outcome.progress, "progress_5_95": [low, high]}
+    result: dict[str, Any] = {"goodput": outcome.goodput, "goodput_5_95": _span([d.goodput for d in outcome.days])}
+    result |= {"progress": outcome.progress, "progress_5_95": outcome.span}
     a_day = outcome.per_day()
     return {**result, "account": outcome.account, "per_day": a_day, "scenario": asdict(outcome.situation.scenario)}
 
