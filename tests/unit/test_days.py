@@ -237,6 +237,14 @@ def test_given_losses_happen_at_their_steps():
     assert day.account["hand-over"] == pytest.approx(2 * 0.25)
 
 
+def test_a_worker_that_is_not_back_yet_is_lost_when_it_is():
+    scenario = Scenario(4, step=1.0, detect=1.0, form=0.5, restart=30.0)
+    day = simulate(scenario, math.inf, losses=[GivenLoss(10, 0), GivenLoss(12, 0)], steps=100)
+    lost = [span.begin for span in day.spans if span.account == "detection"]
+    # Ten steps, then thirty seconds until the worker has started, and the joining.
+    assert lost == pytest.approx([10.0, 40.5])
+
+
 def test_a_restart_loses_what_was_not_written_yet():
     scenario = Scenario(2, reaction="restart", every=100.0, save=10.0, write=50.0, detect=1.0, restart=4.0, spares=9)
     late, early = (simulate(scenario, math.inf, losses=[GivenLoss(steps, 0)], steps=300) for steps in (180, 120))

@@ -139,8 +139,8 @@ def simulate(
 ) -> Day:
     """Simulates a team for so many `seconds`, or until it has made so many `steps`.
 
-    With `losses`, in order, exactly these workers are lost; otherwise losses are drawn at random. The same seed gives
-    the same day.
+    With `losses`, in order, exactly these workers are lost, each when it is there; otherwise losses are drawn at
+    random. The same seed gives the same day.
     """
     chance = random.Random(seed)
     simulation = _Simulation(scenario, chance)
@@ -150,7 +150,8 @@ def simulate(
             rate = simulation.team.rate()
             loss_at = simulation.now + chance.expovariate(rate) if rate else math.inf
         else:
-            loss_at = simulation.when(due[0].steps) if due else math.inf
+            is_due = due and not simulation.team.lacks(due[0].worker)
+            loss_at = simulation.when(due[0].steps) if is_due else math.inf
         until = min(seconds, simulation.when(steps))
         return_at = simulation.returns[0][0] if simulation.returns else math.inf
         simulation.spend(min(loss_at, return_at, until))
@@ -288,6 +289,10 @@ class _Team:
         self._lost_of_replica, self._lost_of_host = Counter[int](), Counter[int]()
         self._dead_hosts = 0
         self.complete = scenario.replicas
+
+    def lacks(self, worker: int) -> bool:
+        """Whether this worker is lost and not replaced yet."""
+        return worker in self._lost
 
     def rate(self) -> float:
         """Failures a second of the workers and hosts that live."""

@@ -32,7 +32,10 @@ def page(outcome: Outcome, outcomes: Mapping[str, Outcome], seed: int) -> str:
         (label, f"goodput {each.goodput:.3f}, progress {each.progress:.3f} ({each.span[0]:.3f} to {each.span[1]:.3f})")
         for label, each in outcomes.items()
     ]
-    rows += [(f"{label} a day", number(round(value))) for label, value in outcome.per_day().items()]
+    a_day = outcome.per_day()
+    rows += [
+        (f"{label} a day", number(round(value, 1) if value < 100 else round(value))) for label, value in a_day.items()
+    ]
     rows += [("note", note) for note in outcome.situation.notes]
     body = section("Result", table(rows))
     body += section("Account over the first day", _hours(outcome.days[0]))
