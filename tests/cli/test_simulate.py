@@ -73,6 +73,21 @@ DESCRIBED = ("model.json", "--on", "cluster.json", "--workers", "512", "--plan",
 def test_what_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:
     golden("descriptions", printed(capsys, *DESCRIBED, "--save-seconds", "4", "--save-every", "600s"))
     golden("a sweep", printed(capsys, *DESCRIBED, "--save-seconds", "4", "--sweep", "every=60..7200", "--seeds", "4"))
+    calm = json.dumps({**as_json(CLUSTER), "failures": {}})
+    Path("calm.json").write_text(calm)
+    never = (
+        "--on",
+        "calm.json",
+        "--workers",
+        "64",
+        "--step-seconds",
+        "2",
+        "--save-every",
+        "auto",
+        "--reaction",
+        "redo",
+    )
+    golden("nothing fails", printed(capsys, *never))
     golden("one reaction", printed(capsys, *DESCRIBED, "--reaction", "restart", "--save-every", "auto", "--seeds", "2"))
 
 

@@ -122,7 +122,7 @@ def _simulating(add: Callable[..., Any]) -> None:
         help="seconds that a checkpoint stops training (default: as measured, or 0)",
     )
     option("--days", type=partial(_real, "--days", 1e-3), default=1.0, metavar="D", help="days to simulate (default 1)")
-    option("--steps", least=1, metavar="N", help="end after N steps instead of after days")
+    option("--steps", least=1, metavar="N", help="end after N steps, if these take less than --days")
     option("--faults", metavar="TEXT", help="exactly these failures, as for paceline chaos, instead of random ones")
     option("--seed", least=0, default=0, help="seed of the first simulation (default 0)")
     option("--seeds", least=1, default=20, metavar="K", help="number of simulations (default 20)")

@@ -64,7 +64,7 @@ class Outcome:
     @staticmethod
     def of(situation: Situation, options: SimulateOptions) -> Outcome:
         """Simulates a situation with each seed."""
-        seconds = options.days * DAY if options.steps is None else math.inf
+        seconds = options.days * DAY
         steps = math.inf if options.steps is None else float(options.steps)
         losses = None if options.faults is None else losses_of(options.faults)
         if wrong := [loss.worker for loss in losses or () if loss.worker >= situation.scenario.workers]:
@@ -98,8 +98,8 @@ class Outcome:
         """What a day brings and takes: losses, steps, and where known rows, tokens, price and kWh."""
         situation, scenario = self.situation, self.situation.scenario
         steps = self.progress * DAY / scenario.step
-        days = self.days[0].seconds / DAY
-        values = {"losses": fmean(day.losses for day in self.days) / days if days else 0.0, "steps": steps}
+        seconds = sum(day.seconds for day in self.days)
+        values = {"losses": DAY * sum(day.losses for day in self.days) / seconds if seconds else 0.0, "steps": steps}
         values |= {"rows": steps * situation.rows, "tokens": steps * situation.tokens}
         machines, machine = scenario.workers + scenario.spares, situation.machine
         if machine is not None:
@@ -183,7 +183,8 @@ def _head(outcome: Outcome, options: SimulateOptions) -> str:
     size = plural(scenario.workers, "worker")
     replicas = f" in replicas of {scenario.replica}" if scenario.replica > 1 else ""
     spares = f" and {plural(scenario.spares, 'spare')}" if scenario.spares else ""
-    every = f"a checkpoint every {duration(max(scenario.every, scenario.write))}"
+    interval = max(scenario.every, scenario.write)
+    every = f"a checkpoint every {duration(interval)}" if interval < math.inf else "no checkpoints"
     span = (
         f"{options.days:g} day{'s' * (options.days != 1)}" if options.steps is None else plural(options.steps, "step")
     )
