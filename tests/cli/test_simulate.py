@@ -243,6 +243,9 @@ def test_a_runs_own_figures(tmp_path: Path) -> None:
     assert scenario.seconds_between_losses == pytest.approx(wall), "one loss"
     with_machine = from_run(recorded(tmp_path / "b"), CLUSTER).scenario
     assert (with_machine.worker_hours, with_machine.spares, with_machine.detect) == (2000, 8, 0.5)
+    write_run(tmp_path / "c")
+    nothing_lost = from_run(Summary(tmp_path / "c"), CLUSTER).scenario
+    assert (nothing_lost.detect, nothing_lost.form, nothing_lost.restart) == (20, 5, 300)
 
 
 def test_a_run_with_one_thing_changed_is_replayed_as_the_doctor_does(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from paceline.observe.summary import Summary
 from paceline.observe.usual_step import UsualStep, usual_step
 from paceline.plan import Plan
 from paceline.planner.days import HOUR, GivenLoss, Scenario
-from paceline.planner.descriptions import MachineDescription, ModelDescription
+from paceline.planner.descriptions import FailureDescription, MachineDescription, ModelDescription
 from paceline.team.fault_injection import MOMENTS, parse_faults
 
 # Words of a change and of a sweep that are fields of a scenario, and whether they are whole numbers.
@@ -29,7 +29,6 @@ FIELDS = {
 WORDS = ("workers", "bandwidth", "link", "plan", *FIELDS)
 LEAST_STEP = 1e-4  # seconds; no prediction is shorter
 EVERY = 60.0  # seconds between checkpoints by default, as in `paceline run`
-JOINS = 10.0  # seconds until a worker that is started again has joined, if no run has shown it
 # Kinds of faults that lose a worker, and the seconds until its agent sees that.
 LOSSES = {"kill": 0.0, "raise": 0.0, "exit": 0.0, "stop": 0.3}
 _CHANGE = re.compile(r"([a-z_]+)=([+-]?)([0-9.]+)(x?)")
@@ -104,13 +103,14 @@ def step_seconds(
 def from_run(summary: Summary, machine: MachineDescription | None = None) -> Situation:
     """The situation of a run: its workers, steps, failures and checkpoints as its journal has them.
 
-    Failures, repair, spares, price and watts are those of `machine` if it is given. Raises UsageError if the run has
-    not made a step.
+    Failures, repair, spares, price and watts are those of `machine` if it is given, and so is what a loss costs if the
+    run has lost no worker. Raises UsageError if the run has not made a step.
     """
     records = next(iter(summary.steps.values()), [])
     account, made = summary.account, total(records, "steps")
     if not made:
         raise UsageError("the run has not made a step yet", "wait for its first steps, or give a description")
+    failures = machine.failures if machine is not None else FailureDescription()
     plan = str(summary.start.get("plan") or "")
     replica = Plan.parse(plan).mesh(1).replica
     members = summary.formed[-1].get("workers") if summary.formed else None
@@ -132,15 +132,14 @@ def from_run(summary: Summary, machine: MachineDescription | None = None) -> Sit
         save=account.get("saving", 0.0) / len(saves) if saves else 0.0,
         write=max(0.0, fmean((e.get("took") or 0.0) - (e.get("seconds") or 0.0) for e in saves)) if saves else 0.0,
         worker_hours=hours / lost if lost else 0.0,
-        detect=account.get("detection", 0.0) / lost if lost else 0.0,
-        form=account.get("forming", 0.0) / changes if changes else 0.0,
+        detect=account.get("detection", 0.0) / lost if lost else failures.detect,
+        form=account.get("forming", 0.0) / changes if changes else failures.form,
         hand_over=account.get("hand-over", 0.0) / joins if joins else 0.0,
-        restart=_until_back(summary),
+        restart=_until_back(summary) or failures.restart,
         start=account.get("starting", 0.0) / max(1, len(summary.attempts)),
     )
     notes = [] if lost or machine is not None else ["the run has lost no worker: nothing fails"]
     if machine is not None:
-        failures = machine.failures
         scenario = replace(
             scenario,
             host=machine.workers_per_host,
@@ -168,14 +167,14 @@ def _joins(summary: Summary) -> int:
 
 
 def _until_back(summary: Summary) -> float:
-    """The mean seconds from the loss of a worker until a team with it forms."""
+    """The mean seconds from the loss of a worker until a team with it forms; 0 if none came back."""
     formed = [(float(event.get("at") or 0.0), set(event.get("workers") or [])) for event in summary.formed]
     waits = []
     for event in summary.lost:
         lost_at = float(event.get("at") or 0.0)
         for worker in event.get("workers") or []:
             waits += [at - lost_at for at, team in formed if at > lost_at and worker in team][:1]
-    return fmean(waits) if waits else JOINS
+    return fmean(waits) if waits else 0.0
 
 
 def replica_of(plan: str, workers: int) -> int:
