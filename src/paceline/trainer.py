@@ -50,7 +50,9 @@ from paceline.parallel.tensor_parallel.script_view import (
 )
 from paceline.plan import Plan
 from paceline.session.best_checkpoint import BestCheckpoint, keep_best
+from paceline.session.best_weights import load_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
+from paceline.session.early_stop import EarlyStop
 from paceline.session.error_hints import AnnotatedCallable
 from paceline.session.logging import TrainerLogging
 from paceline.session.loop_batches import BroughtBatch, LoopBatches
@@ -221,8 +223,9 @@ class Trainer(TrainerLogging):
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
         self._state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
+        self.stopping = EarlyStop(self._stop_early)
         self.plateau = PlateauFollower(schedule, schedulers, reporter.say)
-        self.followed = [one for one in (self.best, self.plateau) if one is self.best or one.name]
+        self.followed = [self.best, self.stopping, *([self.plateau] if self.plateau.name else [])]
         run.trainers.enlist(self, self.model, self._state)
         if run.resume.tree:
             run.state.refuse_differences(run.resume.tree)
@@ -444,6 +447,18 @@ class Trainer(TrainerLogging):
         return Path(self._run.folder.path) if self._run.folder.path else None
 
     @property
+    def epoch(self) -> int:
+        """The epoch of the last step, from 0."""
+        last = self._phases[-1] if self._phases else None
+        return 0 if last is None else last.first_epoch + max(0, last.begun - 1)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Optimizer steps of an epoch of the last `steps()`; None before it, or if the dataset has no length."""
+        rows = self._phases[-1].rows if self._phases else None
+        return None if rows is None or self._grid is None else self._grid.batches(rows)
+
+    @property
     def complete(self) -> bool:
         """True once every loop over `steps()` has reached its end, or `stop()` was called."""
         return (
@@ -565,6 +580,8 @@ class Trainer(TrainerLogging):
                     run.between()
                     break
                 phase.done, phase.begun = phase.done + report.turn, report.epoch + 1 - phase.first_epoch
+                if (each := self.steps_per_epoch) and phase.done // each > (phase.done - report.turn) // each:
+                    report = replace(report, epoch_end=True)
                 feed.measured(report.seconds)
                 if feed.news:
                     self._tell_of_loading(feed)
@@ -783,25 +800,6 @@ class Trainer(TrainerLogging):
         undivided = lambda: replace(self._context.current_assignment(), fine=False)  # noqa: E731
         return EvalPass(self._run.team, self._job, model or self.model, source, micro, undivided, self._grid, self._of)
 
-    def keep_best(self, name: str, mode: str = "max") -> None:
-        """Keeps the checkpoint with the best value of a metric, in addition to the newest ones.
-
-        All workers call it before the loop. ``paceline export RUN --best`` writes the weights of that checkpoint. It is
-        taken when the loop asks for its next step, and training waits until it is written.
-
-        Args:
-            name: A value of `evaluate` or `log`.
-            mode: ``"max"`` or ``"min"``. NaN is never the best value.
-
-        Raises:
-            UsageError: The mode is another one, or a value is followed already.
-        """
-        self.best.follow(name, mode)
-        if self._run.checkpoints.storage is None:
-            self._reporter.say(
-                f"no checkpoint of the best {name} is kept, because the run has no run folder", once=True
-            )
-
     @without_script_view
     def save(self) -> None:
         """Asks for a checkpoint. All workers must call it.
@@ -859,6 +857,21 @@ class Trainer(TrainerLogging):
         self._run.results.call(partial(self._together, "stop()"))
         self._stopped = True
 
+    def _stop_early(self, why: str) -> None:
+        self._reporter.say(why)
+        self._stopped = True
+
+    @without_script_view
+    def load_best(self) -> None:
+        """Puts the weights of the best checkpoint that `keep_best` has kept into the model. All workers must call it.
+
+        Raises:
+            CheckpointError: There is none, or it cannot be read.
+        """
+        self._need_open()
+        self._run.need_team()
+        self._run.results.call(partial(load_best, self._run, self._job, self._number))
+
     def _together(self, name: str) -> None:
         """Enters a collective that all workers call, or none."""
         self._run.need_team()
@@ -892,7 +905,8 @@ class Trainer(TrainerLogging):
             "stopped": self._stopped,
             "state": kept,
             **({"whole": full_copies} if full_copies else {}),
-            "best": self.best.saved(),
+            **self.best.saved(),
+            "early_stop": self.stopping.saved(),
             "said": self._script_settings.saved(),
         }
 
@@ -989,7 +1003,8 @@ class Trainer(TrainerLogging):
             self._seed = self._job.seed = self._script_settings.go_on(saved.get("said"), self._reporter.say)
             self._phases = [LoopState.of(phase) for phase in saved["phases"]]
             self._stopped = saved["stopped"]
-            self.best.restore(saved.get("best"))
+            self.best.restore(saved.get("best"), saved.get("next_best") or [])
+            self.stopping.restore(saved.get("early_stop"))
         kept = pytree.tree_map_only(torch.Tensor, torch.clone, saved["state"])
         self._state.restore(kept, own_copies(kept, self._job, saved.get("whole") or ()))
         self.mark_copies()

@@ -292,6 +292,12 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
     return seconds, steps
 
 
+def job_ends_at(env: Mapping[str, str] = os.environ) -> float | None:
+    """Returns when the Slurm job of this process ends, in seconds since 1970; None if that is not known."""
+    text = env.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdecimal() and int(text) > 0 else None
+
+
 def worker_environment(base: Mapping[str, str] | None = None, **values: str | None) -> dict[str, str]:
     """An environment for a child: `base` (ours unless given) with `values` set, and those that are None unset."""
     env = dict(os.environ if base is None else base)

@@ -10,14 +10,15 @@ import re
 import shutil
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from paceline.base.console import in_one_line
+from paceline.base.console import in_one_line, say
 from paceline.base.schema import read_json
 from paceline.base.sharding import ShardedTensor
 from paceline.base.text import plural
@@ -157,22 +158,9 @@ def export_model(
             f"{out} is the name of a file, but --format dcp writes a folder", "omit the suffix .safetensors"
         )
     lines: list[str] = []
-    if best:
-        if step is not None:
-            raise UsageError("--best and --step cannot be used together", "use only one of them")
-        mark = _best(run_dir, trainer)
-        step = mark["step"]
-    checkpoint = find_checkpoint(checkpoints_of(run_dir), lines.append, step)
-    if checkpoint is None:
-        raise no_checkpoint(run_dir, step)
-    ended = ended_in(checkpoint.manifest, checkpoint.storage, lines.append)
-    trainers = trainers_in(with_ended(checkpoint.manifest, ended))
-    if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
-        where = f"step {checkpoint.step} of {in_one_line(run_dir)}"
-        what = f"{where} has no weights of trainer {trainer}; it has {plural(len(trainers), 'trainer')}"
-        raise UsageError(what, "trainers are numbered from 0, in the order the script creates them")
-    source = ended.get(trainer, checkpoint)
-    state = deferred(lambda: unflatten(trainers[trainer]["model"], source.tensors(mapped=True)), kind)
+    step, mark = _chosen(run_dir, trainer, step, best)
+    checkpoint, source, tree = _weights_in(run_dir, trainer, step, lines.append)
+    state = deferred(lambda: unflatten(tree, source.tensors(mapped=True)), kind)
     if single:
         text = size_text(write_model(state, out))
     else:
@@ -181,9 +169,80 @@ def export_model(
         text = f"{size_text(sum(files))} in {plural(len(files), 'file')}"
     text += f", floating-point values as {dtype}" if dtype else ""
     text += f", from step {checkpoint.step} of {in_one_line(run_dir)}"
-    text += f", the best {mark['name']}: {mark['value']:.6g}" if best else ""
+    text += f", the best {mark['name']}: {mark['value']:.6g}" if mark else ""
     lines.append(f"wrote {out}: {plural(len(state), 'tensor')}, {text}")
     return "\n".join(lines)
+
+
+def load(
+    run: str | Path,
+    model: nn.Module | None = None,
+    best: bool = False,
+    step: int | None = None,
+    trainer: int = 0,
+) -> Any:
+    """Reads the weights of a run's checkpoint, on any machine and without workers.
+
+    Args:
+        run: The run folder, or the URL of its checkpoints.
+        model: A model that gets the weights.
+        best: Take the best checkpoint that `Trainer.keep_best` has kept, not the newest one.
+        step: Take the checkpoint of this step.
+        trainer: The number of the trainer in the script, from 0.
+
+    Returns:
+        The model in eval mode if there is one, else its state dict with tensors on the CPU.
+
+    Raises:
+        CheckpointError: The run has no such checkpoint, or it does not fit the model.
+        UsageError: The run has no such trainer, or `best` and `step` were both given.
+
+    Example:
+        >>> model = paceline.load("runs/a", GPT(), best=True)
+    """
+    if best and step is not None:
+        raise UsageError("best=True and step= cannot be used together", "use only one of them")
+    step, _ = _chosen(run, trainer, step, best)
+    checkpoint, source, tree = _weights_in(run, trainer, step, say)
+    state = {name: value.clone() for name, value in unflatten(tree, source.tensors(mapped=True)).items()}
+    if model is None:
+        return state
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        what = (
+            f"the weights of step {checkpoint.step} of {in_one_line(run)} do not fit {type(model).__name__} ({error})"
+        )
+        raise CheckpointError(what, "build the model as the script that trained it does") from error
+    return model.eval()
+
+
+def _chosen(
+    run_dir: str | Path, trainer: int, step: int | None, best: bool
+) -> tuple[int | None, dict[str, Any] | None]:
+    """Returns the step of the wanted checkpoint, None for the newest one, and the mark of the best one."""
+    if not best:
+        return step, None
+    if step is not None:
+        raise UsageError("--best and --step cannot be used together", "use only one of them")
+    mark = _best(run_dir, trainer)
+    return mark["step"], mark
+
+
+def _weights_in(
+    run_dir: str | Path, trainer: int, step: int | None, say: Callable[[str], None]
+) -> tuple[Checkpoint, Checkpoint, Any]:
+    """Returns the checkpoint, the one that holds the weights of this trainer, and their tree."""
+    checkpoint = find_checkpoint(checkpoints_of(run_dir), say, step)
+    if checkpoint is None:
+        raise no_checkpoint(run_dir, step)
+    ended = ended_in(checkpoint.manifest, checkpoint.storage, say)
+    trainers = trainers_in(with_ended(checkpoint.manifest, ended))
+    if not 0 <= trainer < len(trainers) or "model" not in trainers[trainer]:
+        where = f"step {checkpoint.step} of {in_one_line(run_dir)}"
+        what = f"{where} has no weights of trainer {trainer}; it has {plural(len(trainers), 'trainer')}"
+        raise UsageError(what, "trainers are numbered from 0, in the order the script creates them")
+    return checkpoint, ended.get(trainer, checkpoint), trainers[trainer]["model"]
 
 
 def _best(run_dir: str | Path, trainer: int) -> dict[str, Any]:

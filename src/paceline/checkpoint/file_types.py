@@ -84,6 +84,8 @@ class SavedTrainer(TypedDict):
     state: NotRequired[dict[str, Any]]
     closed: NotRequired[Size | None]
     best: NotRequired[tuple[str, str, Finite, Size] | None]
+    next_best: NotRequired[list[tuple[Finite, Size]]]  # values and steps of the other best checkpoints that are kept
+    early_stop: NotRequired[tuple[str, str, Finite | None, Size] | None]
     own: NotRequired[dict[str, Any] | None]
     owed: NotRequired[dict[str, Any] | None]
     islands: NotRequired[dict[str, Any] | None]
@@ -99,12 +101,13 @@ class SavedTree(TypedDict):
 
 
 class SavedBest(TypedDict):
-    """The value that made this checkpoint the best so far of a trainer."""
+    """The value that made this checkpoint one of the best so far of a trainer; so many of these are kept."""
 
     trainer: Size
     name: str
     mode: str
     value: Finite
+    kept: NotRequired[Size]
 
 
 class SavedStreams(TypedDict):

@@ -575,31 +575,44 @@ def best_in(checkpoint: Checkpoint) -> dict[int, dict[str, Any]]:
 
 
 def best_of(newest_first: Iterable[Checkpoint | str]) -> dict[int, dict[str, Any]]:
-    """The step of each trainer's best checkpoint, with what `best_in` returns for it.
+    """The step of each trainer's best checkpoint, with what `best_in` returns for it."""
+    marks = _marks((one.step, one) for one in newest_first if isinstance(one, Checkpoint))
+    return {trainer: _leading(of_trainer)[0] for trainer, of_trainer in marks.items()}
 
-    The newest marked checkpoint is the best one: each was better than those before it.
-    """
-    best: dict[int, dict[str, Any]] = {}
-    for checkpoint in (opened for opened in newest_first if isinstance(opened, Checkpoint)):
+
+def _marks(newest_first: Iterable[tuple[int, Checkpoint]]) -> dict[int, list[dict[str, Any]]]:
+    """The marks of each trainer's best checkpoints with their steps, the newest first."""
+    marks: dict[int, list[dict[str, Any]]] = {}
+    for step, checkpoint in newest_first:
         for trainer, mark in best_in(checkpoint).items():
-            best.setdefault(trainer, {"step": checkpoint.step, **mark})
-    return best
+            marks.setdefault(trainer, []).append({"step": step, **mark})
+    return marks
+
+
+def _leading(marks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The marks to keep of a trainer, whose newest one says how many: the best first, of equal ones the newest."""
+    newest = marks[0]
+    alike = [mark for mark in marks if (mark["name"], mark["mode"]) == (newest["name"], newest["mode"])]
+    sign = -1 if newest["mode"] == "max" else 1
+    return sorted(alike, key=lambda mark: sign * mark["value"])[: newest.get("kept", 1)]
 
 
 def _doomed(storage: Storage, newest: Checkpoint, keep: int) -> Iterator[tuple[int, str]]:
-    step, best = newest.step, best_in(newest)
-    kept = {step}
+    step, kept = newest.step, {newest.step}
+    older: list[tuple[int, str, Checkpoint | str]] = []
     for number, folder in list_checkpoints(storage):
         if folder == folder_of(step) or number > step:
             continue
         try:
-            opened = open_checkpoint(storage, number, folder, hashes=False)
+            older.append((number, folder, open_checkpoint(storage, number, folder, hashes=False)))
         except CheckpointError:
             continue  # a newer Paceline wrote it: this version must not remove it
-        marks = best_in(opened) if isinstance(opened, Checkpoint) else {}
-        if isinstance(opened, Checkpoint) and number not in kept and (len(kept) < keep or marks.keys() - best.keys()):
-            kept.add(number)
-            best |= marks
+    intact = [(step, newest), *((number, opened) for number, _, opened in older if isinstance(opened, Checkpoint))]
+    kept |= {*list(dict.fromkeys(number for number, _ in intact))[:keep]}
+    kept |= {mark["step"] for of_trainer in _marks(intact).values() for mark in _leading(of_trainer)}
+    for number, folder, opened in older:
+        if number in kept and isinstance(opened, Checkpoint):
+            kept.discard(number)  # of several folders of a step, one stays
         else:
             yield number, folder
 

@@ -358,6 +358,11 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
         metavar="N",
         help="stop cleanly after N optimizer steps in total (default: no limit)",
     )
+    option(
+        "--max-time",
+        metavar="TIME",
+        help="stop with a checkpoint after this time, as 3h or 90m (default: two minutes before a Slurm job ends)",
+    )
     option("--tensorboard", action="store_const", const="1", help="write TensorBoard files into the run folder")
     option("--heal", action="store_const", const="1", help="repair workers whose weights differ from the majority's")
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)

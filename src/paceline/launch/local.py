@@ -44,6 +44,7 @@ from paceline.launch.notify import Notifier
 from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
+from paceline.launch.time_limit import limited, parse_time
 from paceline.observe.loggers import TensorBoard
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
@@ -169,7 +170,7 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
             progress.max_steps = options.max_steps
             agent = Agent(options, folder, journal, progress, link, numbers, listener, serving)
             agent.serve()
-            with signals() as wakeup:
+            with signals() as wakeup, limited(folder, options):
                 code = agent.run(wakeup)
                 return code, (code != 0 and not agent.was_stopped) if options.raw else agent.in_pieces
 
@@ -253,6 +254,8 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(f"--debug {options.debug} does not name a worker", f"use 0 to {options.workers - 1}")
     if options.plan is not None:
         Plan.parse(options.plan).validate(options.workers)
+    if options.max_time is not None:
+        parse_time(options.max_time)
     if options.shares is not None:
         parse_shares(options.shares, options.workers)
     if options.listen is not None:

@@ -22,6 +22,7 @@ class LaunchOptions:
     - `checkpoints`: a folder or URL for checkpoints outside of the run folder; `keep`: how many of the newest remain;
       `mirror`: steps between two copies of the state in memory.
     - `tensorboard`: whether TensorBoard files are written; `heal`: whether workers take the weights of a majority.
+    - `max_time`: after which the run stops with a checkpoint.
     - `metrics`, `page`: addresses; `notify`: a shell command for failures, hangs and the end; `environment`: variables.
     - `max_restarts`: how often workers that were lost to one cause are restarted; 0: any loss ends the run.
     - `min_workers`: with fewer workers the run pauses; `begin`: it waits until there were this many workers once.
@@ -50,6 +51,7 @@ class LaunchOptions:
     checkpoints: str | None = None
     mirror: int | None = None
     max_steps: int | None = None
+    max_time: str | None = None
     tensorboard: str | None = None
     heal: str | None = None
     against: str | None = None

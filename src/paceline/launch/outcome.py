@@ -246,6 +246,7 @@ class RunOutcome:
             "--keep": options.keep,
             "--checkpoints": options.checkpoints,
             "--mirror": options.mirror,
+            "--max-time": options.max_time,
             "--steps": options.max_steps if done < (options.max_steps or 0) else None,
         }
         if options.raw:

@@ -23,6 +23,7 @@ USED = {
     "--run-dir": "folder of the logs and the journal",
     "--max-restarts": "how often all workers are restarted after a failure",
     "--hang-timeout": "kills a worker that makes no progress",
+    "--max-time": "stops all workers after this time",
     "--cold-start": "starts each worker as a new interpreter",
     "--quiet": "prints only how the run ended, and only if it did not finish",
     "--notify": "command for failures, hangs and the end",

@@ -14,6 +14,7 @@ from paceline.errors import UsageError, a
 from paceline.plan import Plan
 from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.consistency import Weights
+from paceline.session.early_stop import EarlyStop
 from paceline.session.reported_values import Followed, agree
 from paceline.session.reporter import Reporter
 from paceline.session.run import Run
@@ -45,6 +46,7 @@ class TrainerLogging:
     _group: Group
     _number: int
     best: BestCheckpoint
+    stopping: EarlyStop
     followed: list[Followed]  # values by name, the best among them
     plan: Plan
     done: Any  # a property there
@@ -66,12 +68,57 @@ class TrainerLogging:
         made.trainer = self._number
         return made
 
+    def keep_best(self, name: str, mode: str = "max", k: int = 1) -> None:
+        """Keeps the checkpoints with the best values of a metric, in addition to the newest ones.
+
+        All workers call it before the loop. `load_best`, `paceline.load` and ``paceline export RUN --best`` use the
+        best of them. A checkpoint is taken when the loop asks for its next step, and training waits until it is
+        written.
+
+        Args:
+            name: A value of `evaluate` or `log`.
+            mode: ``"max"`` or ``"min"``. NaN is never the best value.
+            k: How many checkpoints are kept.
+
+        Raises:
+            UsageError: An argument is wrong, or a value is followed already.
+        """
+        self.best.follow(name, mode, k)
+        if self._run.checkpoints.storage is None:
+            self._reporter.say(
+                f"no checkpoint of the best {name} is kept, because the run has no run folder", once=True
+            )
+
+    def early_stop(self, name: str, patience: int, mode: str = "min", min_delta: float = 0.0) -> None:
+        """Stops the training once a value has not improved for some reports.
+
+        All workers call it before the loop. Training ends when the loop asks for its next step, and the run then counts
+        as finished. A resumed run goes on counting.
+
+        Args:
+            name: A value of `evaluate` or `log`. To follow the training loss, log it:
+                ``trainer.log(loss=report.loss)``.
+            patience: After how many reports without an improvement.
+            mode: ``"min"`` or ``"max"``. NaN is no improvement.
+            min_delta: The least improvement that counts.
+
+        Raises:
+            UsageError: An argument is wrong, or another value is followed already.
+
+        Example:
+            >>> trainer.early_stop("loss", patience=3)
+            >>> for report in trainer.steps(data, epochs=100):
+            ...     if report.epoch_end:
+            ...         trainer.evaluate(held_out, loss_of)
+        """
+        self.stopping.follow(name, patience, mode, min_delta)
+
     def log(self, *unnamed: Never, **values: Any) -> None:
         """Records values of your own at the current step.
 
         A value is a number, a text, a `paceline.Histogram` or a `paceline.Image`. They appear in the journal, the
-        report, the live page and the loggers. If `keep_best` or `paceline.plateau` follows one of the names, all
-        workers must call it.
+        report, the live page and the loggers. If `keep_best`, `early_stop` or `paceline.plateau` follows one of the
+        names, all workers must call it.
 
         Raises:
             UsageError: A value has no name.

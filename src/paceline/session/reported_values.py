@@ -1,4 +1,4 @@
-"""Values reported by name, and what follows them (best checkpoint, plateau schedule)."""
+"""Values reported by name, and what follows them (best checkpoint, plateau schedule, early stopping)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,18 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.communicator import Group
+
+MODES = {"max": 1, "min": -1}
+
+
+def check_followed(whose: str, name: Any, mode: Any) -> None:
+    """Raises UsageError unless a call follows a value by its name, with a known mode."""
+    if not isinstance(name, str) or not name:
+        call = whose.removesuffix(")")
+        what = f"{whose} needs the name of a value, got {name!r:.60}"
+        raise UsageError(what, f'write {call}"accuracy"), as evaluate() or log() names it')
+    if mode not in MODES:
+        raise UsageError(f"{whose} does not know mode {mode!r}", "use mode='max' or mode='min'")
 
 
 class Followed:

@@ -39,6 +39,7 @@ class StepReport:
     lr: float
     grad_norm: float
     turn: int = 1
+    epoch_end: bool = False
 
     def every(self, steps: int) -> bool:
         """Returns True if a multiple of `steps` was reached since the last turn of the loop."""

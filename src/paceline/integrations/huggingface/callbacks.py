@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.integrations.gather_trees import gather_trees
+from paceline.team.gather_trees import gather_trees
 from paceline.team.team import join
 
 # Moments inside of a step: there, a worker sees its own micro-batches and gradients only.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.integrations.gather_trees import from_main
+from paceline.team.gather_trees import from_main
 
 _LOSS, _COUNT, _LOGITS, _LABELS, _INPUTS = "loss", "count", "logits", "labels", "inputs"
 

@@ -1,10 +1,7 @@
-"""Writes and reads models as Hugging Face folders, with all workers of a run."""
+"""Writes models as Hugging Face folders, with all workers of a run."""
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +9,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from paceline.checkpoint.export import export_model
-from paceline.compute.state_dict import put_full
-from paceline.errors import CheckpointError, PacelineError
-from paceline.integrations.gather_trees import from_main
-from paceline.parallel.tensor_parallel.script_view import without_script_view
+from paceline.errors import CheckpointError
+from paceline.team.gather_trees import from_main
 
-_WEIGHTS, _BEST = ".paceline-weights.safetensors", "best.safetensors"
+_WEIGHTS = ".paceline-weights.safetensors"
 
 
 def save_model(trainer: Any, hf_trainer: Any, output_dir: str | None = None) -> None:
@@ -58,45 +52,3 @@ def _tied(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.T
         if name in state:
             state[name] = state[first.setdefault(id(param), name)]
     return state
-
-
-@without_script_view
-def load_best(trainer: Any) -> None:
-    """Puts the weights of the best checkpoint into the model. All workers must call it.
-
-    The main worker reads the checkpoint and sends one tensor after another: other hosts need not see its run folder,
-    and a worker with shards holds one full tensor at a time. A tensor that the checkpoint leaves out stays as it is.
-
-    Raises:
-        CheckpointError: The main worker does not find the checkpoint in the run folder of its host.
-    """
-    folder, failure, names = None, None, list[str]()
-    if trainer.main:
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=".best-", dir=trainer.run_dir))
-            export_model(trainer.run_dir, folder / _BEST, best=True)
-            with safe_open(folder / _BEST, "pt") as file:
-                names = list(file.keys())
-        except PacelineError as error:
-            failure = [error.what, error.cure]
-        except OSError as error:
-            failure = [f"the best checkpoint could not be read: {error}", "free space, or check the run folder"]
-    try:
-        failure, names = from_main([failure, names])
-        if failure:
-            raise CheckpointError(*failure)
-        _receive(trainer, names, folder)
-    finally:
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _receive(trainer: Any, names: list[str], folder: Path | None) -> None:
-    """Puts the tensors of these names into the model; the main worker has them in a `folder`."""
-    job, state = trainer._job, trainer.model.state_dict(keep_vars=True)
-    with contextlib.ExitStack() as stack:
-        file = None if folder is None else stack.enter_context(safe_open(folder / _BEST, "pt"))
-        for name in names:
-            full = from_main(None if file is None else file.get_tensor(name))
-            if name in state:  # else another pipeline stage has it
-                put_full(full, state[name], job.cuts.get(name), job.shard_index)

@@ -20,7 +20,7 @@ from paceline.errors import UsageError
 from paceline.integrations.huggingface.arguments import check_arguments, merged_plan
 from paceline.integrations.huggingface.callbacks import Flow, Span, check_callbacks
 from paceline.integrations.huggingface.evaluation import count_rows, evaluation_loop
-from paceline.integrations.huggingface.model_folder import load_best, save_model
+from paceline.integrations.huggingface.model_folder import save_model
 from paceline.trainer import Trainer
 
 _LOOP = (
@@ -327,7 +327,7 @@ class Training:
             flow.follow(report)
         metrics = flow.finish(started)
         if args.load_best_model_at_end and trainer.best.value is not None:
-            load_best(trainer)
+            trainer.load_best()
         hf.control = hf.callback_handler.on_train_end(args, hf.state, hf.control)
         if hf.neftune_noise_alpha is not None:
             hf.neftune_hook_handle.remove()

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.integrations.gather_trees import from_main
 from paceline.integrations.keras.arguments import (
     EVALUATE_DEFAULTS,
     EVALUATE_REFUSED,
@@ -28,6 +27,7 @@ from paceline.integrations.keras.data import RowDataset, rows_from, split_rows
 from paceline.integrations.keras.losses import CompiledLoss, CompiledMetrics, EvaluatedStates
 from paceline.integrations.keras.network import Network, draws_of_the_micro_batch
 from paceline.integrations.keras.optimizer import KerasUpdate, bound_to, first_rate, is_number
+from paceline.team.gather_trees import from_main
 from paceline.team.team import join
 from paceline.trainer import Trainer
 

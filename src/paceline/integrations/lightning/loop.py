@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError
-from paceline.integrations.gather_trees import gather_trees
 from paceline.integrations.lightning.arguments import has_hook
 from paceline.integrations.lightning.metrics import LogMeta, StepLog
 from paceline.integrations.lightning.optimizers import ConfiguredOptimizers
 from paceline.integrations.lightning.validation import Evaluation
 from paceline.integrations.lightning.view import TrainerView
+from paceline.team.gather_trees import gather_trees
 
 Values = dict[str, tuple[LogMeta, float]]
 

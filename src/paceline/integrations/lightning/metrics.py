@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.integrations.gather_trees import gather_trees
+from paceline.team.gather_trees import gather_trees
 
 _ELEMENTS = 64  # of the states of a metric that travel with each step
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.evaluate.metric_objects import merge_states
-from paceline.integrations.gather_trees import gather_trees
 from paceline.integrations.lightning.metrics import Logged, LogMeta, LogRecorder, MetricStates
 from paceline.integrations.lightning.steps import Steps
+from paceline.team.gather_trees import gather_trees
 
 
 class Evaluation:

@@ -1,0 +1,66 @@
+"""Stops a run with a checkpoint before its time is over: `--max-time`, or the end of a Slurm job."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paceline.base.console import say
+from paceline.base.environment import job_ends_at
+from paceline.base.text import duration
+from paceline.errors import PacelineError, UsageError
+from paceline.launch.options import LaunchOptions
+from paceline.launch.remote_commands import stop
+
+RESERVE = 120.0  # seconds of a Slurm job that are left for the last step and the checkpoint
+_UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_time(text: str) -> float:
+    """Converts ``90s``, ``30m``, ``1h30m`` or ``2d`` to seconds. Raises UsageError."""
+    parts = re.findall(r"([0-9]{1,9}(?:\.[0-9]+)?)(min|[smhd])", text.replace(" ", ""))
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+    if seconds <= 0 or "".join(number + unit for number, unit in parts) != text.replace(" ", ""):
+        raise UsageError(f"--max-time {text!r} is not a duration", "use 90s, 30m, 3h, 1h30m or 2d")
+    return seconds
+
+
+@contextmanager
+def limited(folder: Path, options: LaunchOptions) -> Iterator[None]:
+    """Stops the run in `folder` when the time of `--max-time` is over, or some time before the end of its Slurm job.
+
+    A script of --raw, which saves its own state, is stopped by --max-time alone.
+    """
+    limit, why = limit_of(options.max_time)
+    if limit is None or (options.raw and options.max_time is None):
+        yield
+        return
+    timer = threading.Timer(limit, _stop, (folder, why, options.quiet))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def limit_of(text: str | None) -> tuple[float | None, str]:
+    """Returns after how many seconds the run must stop, and why; None if it has no limit."""
+    if text is not None:
+        return parse_time(text), f"--max-time {text} is over"
+    ends = job_ends_at()
+    if ends is None:
+        return None, ""
+    left = max(0.0, ends - RESERVE - time.time())
+    return left, f"the Slurm job ends in {duration(RESERVE)}"
+
+
+def _stop(folder: Path, why: str, quiet: bool) -> None:
+    if not quiet:
+        say(f"{why}: the run stops with a checkpoint")
+    with suppress(PacelineError, OSError):  # it has just ended
+        stop(str(folder), None, wait=False)
