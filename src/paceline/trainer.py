@@ -49,14 +49,12 @@ from paceline.parallel.tensor_parallel.script_view import (
     without_script_view,
 )
 from paceline.plan import Plan
-from paceline.session.best_checkpoint import BestCheckpoint, keep_best
+from paceline.session.best_checkpoint import keep_best
 from paceline.session.best_weights import load_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
-from paceline.session.early_stop import EarlyStop
 from paceline.session.error_hints import AnnotatedCallable
 from paceline.session.logging import TrainerLogging
 from paceline.session.loop_batches import BroughtBatch, LoopBatches
-from paceline.session.reported_values import PlateauFollower
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
 from paceline.session.training_loop import LoopState, SavedFields, State, describe_grid, idle_text, resumed_grid
 from paceline.session.validation import (
@@ -222,10 +220,8 @@ class Trainer(TrainerLogging):
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
         self._last: StepReport | None = None
-        self._state, self.best = State(partial(restore_copies, job=job)), BestCheckpoint()
-        self.stopping = EarlyStop(self._stop_early)
-        self.plateau = PlateauFollower(schedule, schedulers, reporter.say)
-        self.followed = [self.best, self.stopping, *([self.plateau] if self.plateau.name else [])]
+        self._state = State(partial(restore_copies, job=job))
+        self._follow_values(schedule, schedulers)
         run.trainers.enlist(self, self.model, self._state)
         if run.resume.tree:
             run.state.refuse_differences(run.resume.tree)
@@ -855,10 +851,6 @@ class Trainer(TrainerLogging):
         self._need_open()
         self._run.need_team()
         self._run.results.call(partial(self._together, "stop()"))
-        self._stopped = True
-
-    def _stop_early(self, why: str) -> None:
-        self._reporter.say(why)
         self._stopped = True
 
     @without_script_view

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Never
+
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
@@ -15,7 +17,7 @@ from paceline.plan import Plan
 from paceline.session.best_checkpoint import BestCheckpoint
 from paceline.session.consistency import Weights
 from paceline.session.early_stop import EarlyStop
-from paceline.session.reported_values import Followed, agree
+from paceline.session.reported_values import Followed, PlateauFollower, agree
 from paceline.session.reporter import Reporter
 from paceline.session.run import Run
 
@@ -47,9 +49,21 @@ class TrainerLogging:
     _number: int
     best: BestCheckpoint
     stopping: EarlyStop
+    plateau: PlateauFollower
+    _stopped: bool
     followed: list[Followed]  # values by name, the best among them
     plan: Plan
     done: Any  # a property there
+
+    def _follow_values(self, schedule: Any, schedulers: Sequence[LRScheduler]) -> None:
+        """Makes what follows the values that the script reports."""
+        self.best, self.stopping = BestCheckpoint(), EarlyStop(self._stop_early)
+        self.plateau = PlateauFollower(schedule, schedulers, self._reporter.say)
+        self.followed = [self.best, self.stopping, *([self.plateau] if self.plateau.name else [])]
+
+    def _stop_early(self, why: str) -> None:
+        self._reporter.say(why)
+        self._stopped = True
 
     def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
         for one in self.followed:

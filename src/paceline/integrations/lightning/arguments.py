@@ -49,7 +49,7 @@ REFUSED = {
     "devices": "leave it out and use paceline run --workers",
     "num_nodes": "leave it out and use paceline launch",
     "fast_dev_run": "use steps=1",
-    "max_time": "leave it out; `paceline stop RUN` ends a run with a checkpoint",
+    "max_time": "leave it out; use paceline run --max-time",
     "limit_train_batches": "pass a torch.utils.data.Subset of the rows, or steps=",
     "limit_test_batches": "pass a torch.utils.data.Subset of the rows",
     "limit_predict_batches": "pass a torch.utils.data.Subset of the rows",
