@@ -122,7 +122,8 @@ def keep_best(run: Run) -> None:
 def best_now(run: Run) -> list[dict[str, Any]]:
     """Returns the values among the best whose step is the present one, for the manifest of a checkpoint."""
     return [
-        {"trainer": number, "name": best.name, "mode": best.mode, "value": value, "kept": best.count}
+        {"trainer": number, "name": best.name, "mode": best.mode, "value": value}
+        | ({"kept": best.count} if best.count > 1 else {})
         for number, best in enumerate(member.best for member in run.trainers.members)
         for value, step in best.kept
         if step == run.trainers.step

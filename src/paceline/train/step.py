@@ -28,6 +28,7 @@ class StepReport:
         turn: Optimizer steps of this turn of the loop: more than 1 under ``local=`` and in asynchronous windows.
             `loss`, `metrics` and `samples` are then of all of them, the other values of the last one (under ``local=``,
             of island 0).
+        epoch_end: Whether an epoch ends with this step.
     """
 
     step: int
