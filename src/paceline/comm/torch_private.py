@@ -34,6 +34,7 @@ __all__ = [
     "function_modes_taken",
     "has_global_optimizer_hooks",
     "innermost_function_mode",
+    "backend_of_compile",
     "keep_out_of_compile",
     "push_function_mode",
     "pytree",
@@ -111,6 +112,7 @@ NAMES = [
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode().fake_tensor_converter.tensor_memo", "forget them"),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "record the operations that build this model"),
     PrivateName("torch._dynamo", "import it once, in the process that workers are forked from"),
+    PrivateName("torch._dynamo.lookup_backend", "the compiler that gets the code that computes with shards"),
     PrivateName("torch._C._dynamo.eval_frame._FrameExecStrategy", "keep torch.compile out of the backend's methods"),
     PrivateName("torch._C._dynamo.eval_frame._FrameAction", "the same"),
     PrivateName("torch._C._dynamo.eval_frame.set_code_exec_strategy", "the same"),
@@ -177,6 +179,13 @@ def has_global_optimizer_hooks() -> bool:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def backend_of_compile(name: str) -> Any:
+    """The backend of ``torch.compile`` with this name: a function of a graph and its inputs."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)  # type: ignore[no-untyped-call]
 
 
 def innermost_function_mode() -> Any:

@@ -19,6 +19,7 @@ from paceline.comm.communicator import Group
 
 # How many recently shared tensors are remembered: query, key and value take the same input, one after another.
 _SHARED = 4
+trace: Any = None  # the CollectiveTrace into whose graph collectives go, while torch.compile traces
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,8 @@ def memory_order(x: torch.Tensor) -> tuple[list[int], list[int]]:
 
 def summed(x: torch.Tensor, unit: Group) -> torch.Tensor:
     """Returns the sum over a unit in a new tensor with the same memory order."""
+    if trace is not None:
+        return cast(torch.Tensor, trace.sum(x, unit))
     order, back = memory_order(x)
     in_memory_order = x.permute(order).clone(memory_format=torch.contiguous_format)
     unit.sum(in_memory_order.view(-1))
@@ -274,6 +277,8 @@ class Redistributor:
 
     def exchange_shards(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
         """Turns shards along one dimension into shards along another one, without a gradient."""
+        if trace is not None:
+            return cast(torch.Tensor, trace.exchange(shard, self.unit, source, target))
         outgoing = [_sections(shard, target, index) for index in range(self.size)]
         shape, incoming = list(outgoing[self.unit.rank].shape), []
         for index in range(self.size):
@@ -284,6 +289,8 @@ class Redistributor:
 
     def gather_shards(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns the full tensor of all workers' shards, without a gradient."""
+        if trace is not None:
+            return cast(torch.Tensor, trace.gather(shard, placement.group or self.unit, placement))
         order, back = memory_order(shard)
         shard, dim, shards = shard.permute(order).contiguous(), back[placement.dim], []
         unit = placement.group or self.unit
