@@ -485,7 +485,7 @@ class SequenceParallel:
         return pytree.tree_unflatten(leaves, spec)
 
     def _run_block(self, forward: Any, *given: Any, **named: Any) -> Any:
-        if self.mode.on:
+        if torch.compiler.is_dynamo_compiling() or self.mode.on:
             return forward(*given, **named)
         with self.mode.using_own_attribute():
             follows = any(map(placement_of, tensors_of((given, named))))  # a recomputation in the backward
