@@ -30,12 +30,13 @@ __all__ = [
     "PrivateName",
     "TESTED",
     "autograd_nodes_made",
+    "backend_of_compile",
     "default_device_mode",
     "function_modes_taken",
     "has_global_optimizer_hooks",
     "innermost_function_mode",
-    "backend_of_compile",
     "keep_out_of_compile",
+    "pop_function_mode",
     "push_function_mode",
     "pytree",
     "untested",
@@ -116,6 +117,9 @@ NAMES = [
     PrivateName("torch._C._dynamo.eval_frame._FrameExecStrategy", "keep torch.compile out of the backend's methods"),
     PrivateName("torch._C._dynamo.eval_frame._FrameAction", "the same"),
     PrivateName("torch._C._dynamo.eval_frame.set_code_exec_strategy", "the same"),
+    PrivateName("torch._C._current_graph_task_id", "whether a backward is running"),
+    PrivateName("torch._ops.HigherOrderOperator", "refuse what compiled code beside tensor= and context= cannot have"),
+    PrivateName("torch._dynamo.exc.TorchDynamoException", "explain why code cannot be compiled"),
     PrivateName("torch.compiler.disable()._torchdynamo_disable", "the same, for methods that torch.compile inlines"),
     # -- modules and schedulers ---------------------------------------------------------------------------------
     PrivateName("torch.nn.Module()._buffers", "a module's own buffers, which named_buffers() removes duplicates from"),
@@ -185,7 +189,7 @@ def backend_of_compile(name: str) -> Any:
     """The backend of ``torch.compile`` with this name: a function of a graph and its inputs."""
     from torch._dynamo import lookup_backend
 
-    return lookup_backend(name)  # type: ignore[no-untyped-call]
+    return lookup_backend(name)
 
 
 def innermost_function_mode() -> Any:

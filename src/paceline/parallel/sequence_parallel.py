@@ -213,14 +213,14 @@ class SequenceParallel:
     """
 
     def __init__(self, job: TrainingJob, unit: Group, staged: bool) -> None:
-        self.job, self.unit, self.model = job, unit, type(job.model).__name__
+        self.job, self.unit, self._model = job, unit, type(job.model).__name__
         self._comparison, self._has_compared, self._in_stages = "", False, staged
         self.words = f"context={unit.size}"
         self._is_compiled, self._is_comparing = False, False  # whether blocks are compiled; that is being verified
         self._uncompiled_traffic = 0  # bytes that an uncompiled micro-batch sends
         self._gathers_outputs = job.over is None  # whether the loss gets full outputs; the comparison may decide
         self._moves = _ShardRedistributor(unit)
-        rules, name = OP_RULES | SUM_RULES | _RULES, lambda: self.model
+        rules, name = OP_RULES | SUM_RULES | _RULES, lambda: self._model
         self.mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, STRETCH)
         self._gathered_functions, self._indivisible = set[str](), set[int]()
         self._has_divided = False  # whether a block was given a sequence shard
@@ -228,7 +228,7 @@ class SequenceParallel:
         self._knows_traffic = False  # whether the bytes that a micro-batch sends are known
         blocks = blocks_of(job.model)
         if not blocks:
-            what = f"{self.model} has no list of repeated blocks, whose input sequences context= could divide"
+            what = f"{self._model} has no list of repeated blocks, whose input sequences context= could divide"
             raise UsageError(what, "leave context= out")
         self._blocks = list(blocks.values())
         for block in self._blocks:
@@ -273,7 +273,7 @@ class SequenceParallel:
             output = self._plain_forward(model, batch)
         self._moves.forget_shared()
         if not self._has_divided and not self._indivisible:
-            what = f"no block of {self.model} takes a sequence (rows, tokens, width) that context= can divide"
+            what = f"no block of {self._model} takes a sequence (rows, tokens, width) that context= can divide"
             size, units = self.unit.size, self.job.units.size if self.job.units else 1
             raise UsageError(what + self._unfit_input, f"use data={units * size} instead of context={size}")
         return output
@@ -337,7 +337,7 @@ class SequenceParallel:
         all workers of the unit if neither agrees.
         """
         self.unit.declare("full sequences, for the comparison", check=False, kind="comparison")
-        sizes, unit, when = list[int](), self.unit, f"when context= divides the sequences of {self.model}"
+        sizes, unit, when = list[int](), self.unit, f"when context= divides the sequences of {self._model}"
         shard_loss = self._loss_of_shards if self.job.over is None else None
         self._is_comparing, sent_before = True, self._moves.bytes_sent
         with weighing(model, sizes):
@@ -370,6 +370,7 @@ class SequenceParallel:
         else:
             distances = self._describe_distances(sharded, reference)
             self._comparison = f"; verified on one micro-batch against full sequences: {distances}"
+            self._comparison += "; so was compiled code" if self._is_compiled else ""
         if self._gathers_outputs:
             self._comparison = (
                 f"; each computes the loss from full outputs, because it is not a sum over tokens{self._comparison}"

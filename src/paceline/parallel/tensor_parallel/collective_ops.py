@@ -55,8 +55,7 @@ def _exchange_shards(
 ) -> tuple[Tensor, Tensor]:
     moves = Redistributor(_units[unit])
     placements = [
-        ShardPlacement(dim, (length,), moves.size)
-        for dim, length in ((source, source_length), (target, target_length))
+        ShardPlacement(dim, (length,), moves.size) for dim, length in ((source, source_length), (target, target_length))
     ]
     return moves.exchange_shards(x, *placements), x.new_empty(0)
 
@@ -95,6 +94,7 @@ class CollectiveTrace:
 
     def _ordered(self, operator: Any, x: Tensor, unit: Group, *arguments: Any) -> Tensor:
         in_backward = torch._C._current_graph_task_id() != -1
+        output: Tensor
         output, self._last[in_backward] = operator(x, self._last.get(in_backward), _index_of(unit), *arguments)
         return output
 

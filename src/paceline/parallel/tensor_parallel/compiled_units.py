@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
@@ -24,7 +24,6 @@ from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
     ShardedTensorMode,
     modes_off,
-    placement_of,
     set_placement,
     tensors_in,
 )
@@ -76,7 +75,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-_OURS: Any = torch.ops.paceline
+_OPERATORS: Any = torch.ops.paceline
 
 
 def call_split_layer(x: Tensor, weight: Tensor, bias: Tensor | None, kind: int, width: int) -> Tensor:
@@ -84,7 +83,8 @@ def call_split_layer(x: Tensor, weight: Tensor, bias: Tensor | None, kind: int, 
 
     `kind` is the number by which `run_layer` of the backend knows the layer, `width` the last dimension of the output.
     """
-    return _split_layer(x, weight, bias, kind, width)
+    output: Tensor = _split_layer(x, weight, bias, kind, width)
+    return output
 
 
 def _run_shown(forward: Callable[..., Any], shards: Mapping[Any, Any], args: Any, kwargs: Any) -> Any:
@@ -115,13 +115,13 @@ class _SecondTrace(fx.Interpreter):
             }.get(str(target), str(target))
             problem = f"compile beside {self._backend.words} does not work with {function}, which {{where}} uses"
             raise UsageError(problem.format(where=self._backend.where), _ADVICE)
-        if target in (_OURS.split_layer, _OURS.split_layer.default):
+        if target in (_OPERATORS.split_layer, _OPERATORS.split_layer.default):
             return self._backend.run_layer(*args)
-        if target in (_OURS.show_full, _OURS.show_full.default):
+        if target in (_OPERATORS.show_full, _OPERATORS.show_full.default):
             x, dim, count = args
             with torch._C.DisableTorchFunction(), self._backend.modes[0].using_own_attribute():
                 return set_placement(x.view_as(x), ShardPlacement(dim, (x.shape[dim] * count,), count))
-        if target in (_OURS.leave, _OURS.leave.default):
+        if target in (_OPERATORS.leave, _OPERATORS.leave.default):
             (x,) = args
             with torch._C.DisableTorchFunction():
                 output = x.view_as(x)
@@ -171,7 +171,7 @@ class ShardedBackend:
             return outputs
 
         with tracing() as trace:
-            module = _module_that_calls(run, nodes, len(graph.graph.output_node().args[0]))
+            module = _module_that_calls(run, nodes, len(cast(Sequence[Any], graph.graph.output_node().args[0])))
             # Random numbers are those of uncompiled code: all workers draw the same, and comparisons are exact.
             options = {"config_patches": {"fallback_random": True}} if self._compiler == "inductor" else {}
             compiled = backend_of_compile(self._compiler)(module, inputs, **options)
@@ -191,15 +191,13 @@ class ShardedBackend:
     def _run_on_shards(self, graph: fx.GraphModule, values: Sequence[Any]) -> tuple[Any, ...]:
         """Runs a graph of the first trace under the modes."""
         interpreter = _SecondTrace(graph, self)
-        sent_before = [mode.redistributor.bytes_sent for mode in self.modes]
         with ExitStack() as stack:
             for mode in self.modes:
                 stack.enter_context(mode)
             outputs = interpreter.run(*values)
         full = tuple(x if any(x is one for one in interpreter.leaving) else self._gather(x) for x in outputs)
-        for mode, sent in zip(self.modes, sent_before, strict=True):
+        for mode in self.modes:
             mode.redistributor.forget_shared()
-            mode.redistributor.bytes_sent = sent
         return full
 
     def _gather(self, x: Any) -> Any:
@@ -210,7 +208,12 @@ class ShardedBackend:
 
 
 def _replaces_shape(node: fx.Node) -> bool:
-    return node.target in (_OURS.split_layer, _OURS.split_layer.default, _OURS.show_full, _OURS.show_full.default)
+    return node.target in (
+        _OPERATORS.split_layer,
+        _OPERATORS.split_layer.default,
+        _OPERATORS.show_full,
+        _OPERATORS.show_full.default,
+    )
 
 
 def _module_that_calls(run: Callable[..., tuple[Any, ...]], nodes: Sequence[fx.Node], count: int) -> fx.GraphModule:
@@ -249,9 +252,8 @@ class CompiledUnit:
         self.name, self.plain, self._backend, self._is_eager = name, plain, backend, is_eager
         self._of_shards, dynamic = of_shards, False if exact else None
         # Units have their own caches: torch identifies the replaced forwards inside of them.
-        self._kernels = torch.compile(
-            _run_shown, backend=backend, dynamic=dynamic, fullgraph=of_shards, isolate_recompiles=True
-        )
+        options: Any = {"dynamic": dynamic, "fullgraph": of_shards, "isolate_recompiles": True}
+        self._kernels = torch.compile(_run_shown, backend=backend, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shards = self._input_shards(args, kwargs)
@@ -288,7 +290,7 @@ class CompiledUnit:
         cause = getattr(error, "inner_exception", None)
         if isinstance(cause, UsageError):
             return cause
-        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = next((line.strip() for line in str(cause or error).splitlines() if line.strip()), "no reason is known")
         return UsageError(f"compile beside {self._backend.words} does not work with {self.name} ({reason})", _ADVICE)
 
 
@@ -298,23 +300,13 @@ def _is_plain(placement: ShardPlacement, mode: ShardedTensorMode) -> bool:
     return among_all and len(placement.sections) == 1 and placement.is_even
 
 
-class SplitModel(Protocol):
-    """A model that computes with shards (TensorCut, SequenceParallel)."""
-
-    mode: ShardedTensorMode
-    words: str  # of the plan
-
-    def is_eager(self) -> bool:
-        """Whether the model computes without compiled code at present."""
-
-
 def compile_units(
     model: nn.Module, sequences: SequenceParallel | None, layers: TensorCut | None, by_block: bool, exact: bool
 ) -> tuple[str, str]:
     """Compiles the blocks of a model whose `sequences` or `layers` are split, or the model as one unit if it has no
     blocks. Returns the decision and its reason.
     """
-    parts: list[SplitModel] = [part for part in (sequences, layers) if part is not None]
+    parts = [part for part in (sequences, layers) if part is not None]
     words = " ".join(part.words for part in parts)
     run_layer = layers.run_traced if layers is not None else _split_layer
     backend = ShardedBackend([part.mode for part in parts], run_layer, words, COMPILER)

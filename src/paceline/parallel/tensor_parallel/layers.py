@@ -25,6 +25,7 @@ from torch import nn
 from paceline.base.sharding import ShardingSpec
 from paceline.comm.communicator import Group
 from paceline.compute.batchnorm import without_a_trace
+from paceline.compute.blocks import blocks_of
 from paceline.compute.expert_modules import inputs_of, is_experts
 from paceline.compute.job import Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
@@ -577,7 +578,7 @@ class TensorCut:
         self._backend, self._call_traced = backend, call_split_layer
         for layer in self.layers:
             if layer.placement.kind in (HEADS, EXPERTS):
-                forward = torch.compiler.disable(layer.module.forward)  # type: ignore[no-untyped-call]
+                forward = torch.compiler.disable(layer.module.forward)
                 vars(layer.module)["forward"] = forward
                 continue
             traits = self._traits(layer)
@@ -728,7 +729,9 @@ class TensorCut:
         if error is not None:
             raise error
         if self._backend is not None:
-            self._compare_compiled(model, batch, backward, expected)
+            error, *_ = self._distances(model, batch, backward, expected, is_compiled=True)
+            if error is not None:
+                raise error
         elif backward and not self._divides_sequences and self._may_divide_sequences():
             divided = self._compare_with_divided_sequences(model, batch, expected)
             farthest_output, distance = divided or (farthest_output, distance)
@@ -738,6 +741,8 @@ class TensorCut:
             report += f"{farthest_output:.1g} of the outputs{gradient_text}"
             if self._divides_sequences:
                 report += "; activations between layers are divided along the sequence"
+            if self._backend is not None:
+                report += "; so was compiled code"
             if self._gathered_at:
                 locations = sorted(self._gathered_at)
                 report += f"; shards are gathered in {', '.join(locations[:3])}{', ...' if len(locations) > 3 else ''}"
@@ -749,10 +754,12 @@ class TensorCut:
         batch: Any,
         backward: bool,
         expected: tuple[list[torch.Tensor], dict[str, torch.Tensor]],
+        is_compiled: bool = False,
     ) -> tuple[UsageError | None, float, float]:
         """Computes a micro-batch with split layers. Returns an error about the first difference from the `expected`
         outputs and gradients, and the relative distances of both.
         """
+        when = f"when {'compile compiles' if is_compiled else 'tensor= splits'} {self._name}"
         try:
             output, gradients = self._compute(model, batch, False, backward)
         except torch.OutOfMemoryError:
@@ -764,33 +771,22 @@ class TensorCut:
                 f'in tensor=, set to "{REPLICATED}" the layers that run inside checkpoint() (the plan word '
                 "recompute=blocks recomputes blocks without checkpoint())"
             )
-            failure = UsageError(f"{self._name} fails when tensor= splits its layers ({error})", advice)
+            what = "compile compiles it beside tensor=" if is_compiled else "tensor= splits its layers"
+            advice = "leave compile out" if is_compiled else advice
+            failure = UsageError(f"{self._name} fails when {what} ({error})", advice)
             failure.__cause__ = error
             return failure, 0.0, 0.0
         farthest_output, differs = outputs_apart(output, expected[0])
         if differs:
-            where = self._first_difference(model, batch)
-            problem = f"the output of {where} changes when tensor= splits {self._name}"
+            modules = {**blocks_of(model), "": model} if is_compiled else dict(model.named_modules())
+            problem = f"the output of {self._first_difference(model, batch, modules)} changes {when}"
             advice = f'in tensor=, set its layers to "{REPLICATED}", or to "{COLUMN}:3" if a weight fuses three'
-            return UsageError(problem, advice), 0.0, 0.0
+            return UsageError(problem, "leave compile out" if is_compiled else advice), 0.0, 0.0
         name, distance = farthest(gradients, expected[1], expected[0])
         if name:
-            problem = f"the gradient of {name} changes when tensor= splits {self._name}"
-            return UsageError(problem, f'set its layer to "{REPLICATED}" in tensor='), 0.0, 0.0
+            advice = "leave compile out" if is_compiled else f'set its layer to "{REPLICATED}" in tensor='
+            return UsageError(f"the gradient of {name} changes {when}", advice), 0.0, 0.0
         return None, farthest_output, distance
-
-    def _compare_compiled(
-        self,
-        model: nn.Module,
-        batch: Any,
-        backward: bool,
-        expected: tuple[list[torch.Tensor], dict[str, torch.Tensor]],
-    ) -> None:
-        """Compares the micro-batch computed by compiled code. Raises UsageError if it differs."""
-        error, *_ = self._distances(model, batch, backward, expected)
-        if error is not None:
-            problem = str(error).split("; ")[0]
-            raise UsageError(problem.replace("tensor= splits", "compile compiles code beside tensor= of"), "")
 
     def _may_divide_sequences(self) -> bool:
         """Whether activations are large enough to be divided, and are not divided or handed on in another way."""
@@ -834,10 +830,10 @@ class TensorCut:
         with self._gather_mode:
             return tensors_of(call())
 
-    def _first_difference(self, model: nn.Module, batch: Any) -> str:
-        """Returns the name of the first module whose output differs between the split and the full model."""
+    def _first_difference(self, model: nn.Module, batch: Any, modules: Mapping[str, nn.Module]) -> str:
+        """Returns the name of the first of these modules whose output differs between the split and the full model."""
         expected: dict[str, list[torch.Tensor]] = {}
-        names = {id(module): name for name, module in model.named_modules()}
+        names = {id(module): name for name, module in modules.items()}
 
         def keep(module: nn.Module, _: Any, output: Any) -> None:
             expected.setdefault(names[id(module)], tensors_of(output))
@@ -850,7 +846,7 @@ class TensorCut:
 
         different: list[str] = []
         for uncut, hook in ((True, keep), (False, compare)):
-            handles = [module.register_forward_hook(hook) for module in model.modules()]
+            handles = [module.register_forward_hook(hook) for module in modules.values()]
             with self._without_a_trace(model, uncut), torch.no_grad():
                 self._outputs(model, batch)
             for handle in handles:
