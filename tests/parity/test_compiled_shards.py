@@ -1,6 +1,6 @@
-"""`compile` beside `tensor=` and `context=`: blocks that compute with shards are compiled and train as one process does.
+"""`compile` beside `tensor=` and `context=`: compiled blocks of shards train as one process does.
 
-Most of these tests leave out the compiler of kernels, which takes most of the time and changes nothing in what is traced.
+Most of these tests leave out the compiler of kernels, which takes most of the time and changes nothing in the trace.
 """
 
 from __future__ import annotations

@@ -250,16 +250,19 @@ class CompiledUnit:
         of_shards: bool,
     ) -> None:
         self.name, self.plain, self._backend, self._is_eager = name, plain, backend, is_eager
-        self._of_shards, dynamic = of_shards, False if exact else None
+        self._of_shards = of_shards
         # Units have their own caches: torch identifies the replaced forwards inside of them.
-        options: Any = {"dynamic": dynamic, "fullgraph": of_shards, "isolate_recompiles": True}
-        self._kernels = torch.compile(_run_shown, backend=backend, **options)
+        self._options: Any = {"dynamic": False if exact else None, "fullgraph": of_shards, "isolate_recompiles": True}
+        self._kernels: Any = None
+        self._ranks: list[int] = []  # of this worker in the modes' units; the kernels are for these
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shards = self._input_shards(args, kwargs)
         if shards is None or (self._of_shards and not shards) or self._backend.is_running or self._is_eager():
             return self.plain(*args, **kwargs)
         backend, before = self._backend, self._backend.where
+        if self._ranks != (ranks := [mode.redistributor.unit.rank for mode in backend.modes]):
+            self._ranks, self._kernels = ranks, torch.compile(_run_shown, backend=backend, **self._options)
         backend.where, backend.is_running = self.name, True
         try:
             with modes_off():
