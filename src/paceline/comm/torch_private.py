@@ -122,6 +122,7 @@ NAMES = [
     PrivateName("torch._dynamo.exc.TorchDynamoException", "explain why code cannot be compiled"),
     PrivateName("torch.compiler.disable()._torchdynamo_disable", "the same, for methods that torch.compile inlines"),
     # -- modules and schedulers ---------------------------------------------------------------------------------
+    PrivateName("torch.nn.Parameter()._is_param", "which inputs of traced code are parameters"),
     PrivateName("torch.nn.Module()._buffers", "a module's own buffers, which named_buffers() removes duplicates from"),
     PrivateName("torch.nn.Module()._parameters", "put a parameter where another one was, without registering it again"),
     PrivateName("torch.nn.Module()._non_persistent_buffers_set", "which buffers a checkpoint leaves out"),
