@@ -99,7 +99,7 @@ def _divide_model(
         line = group.subgroup("pipeline", mesh=mesh)
         pipeline = Pipeline(job, line, job.stages, plan.stage_order, mesh.context * mesh.tensor)
         job.decisions.append(pipeline.decision)
-    experts, within_unit = None, None
+    experts, within_unit, tensor_cut = None, None, None
     if mesh.expert > 1:
         from paceline.parallel.expert_parallel import ExpertParallel
 
@@ -120,10 +120,15 @@ def _divide_model(
         job.decisions.append(sequences.decision)
     if plan.exact:
         set_apart(job.model)
+    by_block = plan.together > 1 or pipeline is not None
+    if plan.compile and (sequences is not None or tensor_cut is not None):
+        from paceline.parallel.tensor_parallel.compiled_units import compile_units
+
+        job.decisions.append(compile_units(job.model, sequences, tensor_cut, by_block, plan.exact))
     if plan.recompute:
         job.decisions.append(recompute(job.model))
-    if plan.compile:
-        job.decisions.append(compiled(job.model, plan.together > 1 or pipeline is not None, plan.exact))
+    if plan.compile and sequences is None and tensor_cut is None:
+        job.decisions.append(compiled(job.model, by_block, plan.exact))
     if sequences is not None:
         sequences.narrow()
         # Those along the outer axis hold the same pieces.

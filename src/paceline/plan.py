@@ -325,10 +325,6 @@ class Plan:
                 f"schedule=zbv and virtual={self.virtual} contradict each other: the stages of a worker come in pairs"
             )
             raise PlanError(what, "use virtual=2, or schedule=zb")
-        for axis in ("context", "tensor") if self.compile else ():
-            if (getattr(self, axis) or 1) > 1:
-                what = f"compile and {axis}={getattr(self, axis)} cannot be used together yet"
-                raise PlanError(what, f"leave compile or {axis} out")
         if (self.expert or 1) > 1:
             self._check_beside_experts()
         if self.schedule in ("zb", "zbv") and self.zero in (2, 3):

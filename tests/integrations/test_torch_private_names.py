@@ -38,6 +38,10 @@ def fsdp_state() -> Any:
         dist.destroy_process_group()
 
 
+class Subclass(torch.Tensor):
+    """Tensors that torch does not turn into instances of nn.Parameter."""
+
+
 def scheduled() -> tuple[Any, Any, Any]:
     """An optimizer that has stepped, a scheduler of it, and a scheduler that has that one inside."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -52,6 +56,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "torch._subclasses.fake_tensor.FakeTensorMode()": lambda: torch._subclasses.fake_tensor.FakeTensorMode(),
     "torch.compiler.disable()": lambda: torch.compiler.disable(lambda: None),
     "torch.nn.Module()": nn.Module,
+    "torch.nn.Parameter()": lambda: nn.Parameter(torch.ones(1).as_subclass(Subclass)),
     "torch.nn.MultiheadAttention()": lambda: nn.MultiheadAttention(2, 1),
     "torch.nn.utils.parametrizations._SpectralNorm()": lambda: spectral_norm(nn.Linear(2, 2)).parametrizations.weight[
         0

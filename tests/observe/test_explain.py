@@ -263,8 +263,8 @@ def test_stages_of_a_script(script: Path) -> None:
         (["shard=3", "--workers", "8"], "shard=3 does not divide 8 workers; try shard=2 or shard=4"),
         (["pipelin=2"], "unknown plan word 'pipelin=2'; did you mean pipeline=2?"),
         (
-            ["tensor=2 compile"],
-            "compile and tensor=2 cannot be used together yet; leave compile or tensor out",
+            ["expert=2 compile"],
+            "expert=2 and compile cannot be used together yet; leave expert or compile out",
         ),
         (
             ["gone"],

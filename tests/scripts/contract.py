@@ -1,6 +1,7 @@
 """Trains models, each by a Trainer of its own, and writes what came out. Usage: contract.py OUT MODEL... [WORD...]
 
-The words are those of every model's plan; with `short` each has few rows and steps.
+The words are those of every model's plan; with `short` each has few rows and steps. With `aot_eager`, code beside
+tensor= or context= is traced for torch.compile, and run without a compiler of kernels.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import paceline
+from paceline.parallel.tensor_parallel import compiled_units
 
 MODELS = MODELS | MIXTURE_MODELS | EXPERT_MODELS | REPORTED_MODELS
 out = Path(sys.argv[1])
 tensors, figures = {}, {}
-words = [word for word in sys.argv[2:] if word not in MODELS and word != "short"]
+words = [word for word in sys.argv[2:] if word not in MODELS and word not in ("short", "aot_eager")]
+if "aot_eager" in sys.argv:
+    compiled_units.COMPILER = "aot_eager"
 micro = next((word for word in words if word.startswith("micro=")), "")  # instead of the cases' own
 for name in (name for name in sys.argv[2:] if name in MODELS):
     case = shortened(MODELS[name]) if "short" in sys.argv else MODELS[name]

@@ -208,8 +208,6 @@ CONTRADICTING = [
     "local=3 every=50 fragments=2 quorum=2",
     "local=3 every=50 outer_codec=int8 quorum=2",
     "local=3 every=50 lr_scaling=sqrt",
-    "tensor=2 compile",
-    "context=2 compile",
     "expert=2 compile",
     "expert=2 exact",
     "expert=2 local=2 every=4",
@@ -282,7 +280,7 @@ def test_plan_words_are_refused_with_a_way_out(
 def test_plan_checks_axes_then_pairs_then_support() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
-    assert refusal("shard=4 tensor=2 compile exact codec=int8").startswith("compile and tensor=2 cannot be used")
+    assert refusal("shard=4 expert=2 compile codec=int8").startswith("expert=2 and compile cannot be used")
     assert refusal("pipeline=2 local=2 every=8 auto").startswith("auto and local=2 both decide")
 
 

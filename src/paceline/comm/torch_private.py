@@ -30,11 +30,13 @@ __all__ = [
     "PrivateName",
     "TESTED",
     "autograd_nodes_made",
+    "backend_of_compile",
     "default_device_mode",
     "function_modes_taken",
     "has_global_optimizer_hooks",
     "innermost_function_mode",
     "keep_out_of_compile",
+    "pop_function_mode",
     "push_function_mode",
     "pytree",
     "untested",
@@ -111,11 +113,16 @@ NAMES = [
     PrivateName("torch._subclasses.fake_tensor.FakeTensorMode().fake_tensor_converter.tensor_memo", "forget them"),
     PrivateName("torch.utils._python_dispatch.TorchDispatchMode", "record the operations that build this model"),
     PrivateName("torch._dynamo", "import it once, in the process that workers are forked from"),
+    PrivateName("torch._dynamo.lookup_backend", "the compiler that gets the code that computes with shards"),
     PrivateName("torch._C._dynamo.eval_frame._FrameExecStrategy", "keep torch.compile out of the backend's methods"),
     PrivateName("torch._C._dynamo.eval_frame._FrameAction", "the same"),
     PrivateName("torch._C._dynamo.eval_frame.set_code_exec_strategy", "the same"),
+    PrivateName("torch._C._current_graph_task_id", "whether a backward is running"),
+    PrivateName("torch._ops.HigherOrderOperator", "refuse what compiled code beside tensor= and context= cannot have"),
+    PrivateName("torch._dynamo.exc.TorchDynamoException", "explain why code cannot be compiled"),
     PrivateName("torch.compiler.disable()._torchdynamo_disable", "the same, for methods that torch.compile inlines"),
     # -- modules and schedulers ---------------------------------------------------------------------------------
+    PrivateName("torch.nn.Parameter()._is_param", "which inputs of traced code are parameters"),
     PrivateName("torch.nn.Module()._buffers", "a module's own buffers, which named_buffers() removes duplicates from"),
     PrivateName("torch.nn.Module()._parameters", "put a parameter where another one was, without registering it again"),
     PrivateName("torch.nn.Module()._non_persistent_buffers_set", "which buffers a checkpoint leaves out"),
@@ -177,6 +184,13 @@ def has_global_optimizer_hooks() -> bool:
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
     return bool(_global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def backend_of_compile(name: str) -> Any:
+    """The backend of ``torch.compile`` with this name: a function of a graph and its inputs."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
 
 
 def innermost_function_mode() -> Any:

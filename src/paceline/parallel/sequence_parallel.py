@@ -215,10 +215,13 @@ class SequenceParallel:
     def __init__(self, job: TrainingJob, unit: Group, staged: bool) -> None:
         self.job, self.unit, self._model = job, unit, type(job.model).__name__
         self._comparison, self._has_compared, self._in_stages = "", False, staged
+        self.words = f"context={unit.size}"
+        self._is_compiled, self._is_comparing = False, False  # whether blocks are compiled; that is being verified
+        self._uncompiled_traffic = 0  # bytes that an uncompiled micro-batch sends
         self._gathers_outputs = job.over is None  # whether the loss gets full outputs; the comparison may decide
         self._moves = _ShardRedistributor(unit)
         rules, name = OP_RULES | SUM_RULES | _RULES, lambda: self._model
-        self._mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, STRETCH)
+        self.mode = _SequenceShardMode(self._moves, rules, name, self._note_gathered, STRETCH)
         self._gathered_functions, self._indivisible = set[str](), set[int]()
         self._has_divided = False  # whether a block was given a sequence shard
         self._unfit_input = ""  # describes the last input of a block that cannot be sharded
@@ -233,7 +236,7 @@ class SequenceParallel:
         self._plain_forward, job.forward = job.forward, self._forward
         self._plain_loss, job.loss = job.loss, self._loss
         self._gather_others, job.gather_output = job.gather_output, self._gather_output
-        job.once, job.add_up = self._mode.once, self._add_up
+        job.once, job.add_up = self.mode.once, self._add_up
 
     def __deepcopy__(self, memo: Any) -> SequenceParallel:
         return self  # a copy of the model, such as an average, is computed on full sequences
@@ -243,6 +246,14 @@ class SequenceParallel:
         """What is done with the model, and why, for the explanation of the plan."""
         what = f"sequences are divided among {self.unit.size} workers, and each of them holds the full weights"
         return what, "context= was given"
+
+    def is_eager(self) -> bool:
+        """Whether the model computes without compiled code: in the comparison with full sequences."""
+        return self._is_comparing
+
+    def prepare_compiled(self) -> None:
+        """Prepares for blocks whose forwards are compiled."""
+        self._is_compiled = True
 
     def _note_gathered(self, name: str, parts: Any, *_: Any) -> None:
         if parts:
@@ -258,7 +269,7 @@ class SequenceParallel:
                 self._compare(model, batch)
         self.unit.declare("the sequence shards", check=False, kind="context")
         self._sent = self._moves.bytes_sent
-        with self._mode:
+        with self.mode:
             output = self._plain_forward(model, batch)
         self._moves.forget_shared()
         if not self._has_divided and not self._indivisible:
@@ -271,7 +282,8 @@ class SequenceParallel:
         loss = self._loss_of_full_outputs if self._gathers_outputs else self._loss_of_shards
         result = loss(output, batch)
         if not self._knows_traffic and torch.is_grad_enabled() and not self.job.assembled:
-            self._knows_traffic, self.job.inside["context"] = True, self._moves.bytes_sent - self._sent
+            traffic = self._uncompiled_traffic or self._moves.bytes_sent - self._sent
+            self._knows_traffic, self.job.inside["context"] = True, traffic
             functions, gathered, indivisible = sorted(self._gathered_functions), "", ""
             if functions:
                 more = ", ..." if len(functions) > 3 else ""
@@ -287,7 +299,7 @@ class SequenceParallel:
 
     def _loss_of_shards(self, output: Any, batch: Any) -> Any:
         """Computes the loss from sharded outputs: its sums over tokens are summed over the workers."""
-        with self._mode:
+        with self.mode:
             result = self._plain_loss(output, batch)
         result = self._gather_full(result)
         self._moves.forget_shared()
@@ -299,11 +311,11 @@ class SequenceParallel:
         with_grad = torch.is_grad_enabled()
         leaves, spec = pytree.tree_flatten(output)
         indices = [n for n, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad and with_grad]
-        with self._mode.using_own_attribute():
+        with self.mode.using_own_attribute():
             parts = [placement_of(leaves[n]) for n in indices]
             local_outputs = [leaves[n] for n in indices]
             full_outputs: tuple[Tensor, ...] = _FROM_FIRST(self._moves, parts, *local_outputs) if local_outputs else ()
-            leaves = [self._mode.gather_full(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves]
+            leaves = [self.mode.gather_full(x) if isinstance(x, Tensor) and not x.requires_grad else x for x in leaves]
         for n, x, full in zip(indices, local_outputs, full_outputs, strict=True):
             leaves[n] = full.view_as(full)  # hooks on it are not called where the first worker's gradient is used
             self._moves.bytes_sent += x.nbytes + full.nbytes
@@ -327,29 +339,38 @@ class SequenceParallel:
         self.unit.declare("full sequences, for the comparison", check=False, kind="comparison")
         sizes, unit, when = list[int](), self.unit, f"when context= divides the sequences of {self._model}"
         shard_loss = self._loss_of_shards if self.job.over is None else None
+        self._is_comparing, sent_before = True, self._moves.bytes_sent
         with weighing(model, sizes):
-            sharded = self._try(model, batch, self._mode, shard_loss)
+            sharded = self._try(model, batch, self.mode, shard_loss)
+        self._uncompiled_traffic = self._moves.bytes_sent - sent_before if self._is_compiled else 0
         # Memory for full sequences, even if all workers of the unit are on this host.
         reference_fits = all(unit.gather_json(3 * unit.size**2 * sum(sizes) <= room(self.job.device)))
         if reference_fits:
             reference = self._compute(model, batch, nullcontext(), self._plain_loss if shard_loss else None)
         else:
-            reference = self._compute(model, batch, self._mode, self._loss_of_full_outputs if shard_loss else None)
+            reference = self._compute(model, batch, self.mode, self._loss_of_full_outputs if shard_loss else None)
             self._add_up(reference.gradients, self.job.named)
         self._gathers_outputs, why = False, self._describe_difference(sharded, reference)
         retry = why and shard_loss
         if retry and not (isinstance(sharded, _Result) and outputs_apart(sharded.outputs, reference.outputs)[1]):
             # Hooks, autograd functions and recomputation in the backward use shards where no mode can see it.
-            self._gathers_outputs, sharded = True, self._try(model, batch, self._mode, self._loss_of_full_outputs)
+            self._gathers_outputs, sharded = True, self._try(model, batch, self.mode, self._loss_of_full_outputs)
             why = self._describe_difference(sharded, reference)
+        self._is_comparing = False
         if why:
             raise UsageError(f"{why} {when}", "leave context= out")
+        if self._is_compiled:
+            loss = shard_loss and (self._loss_of_full_outputs if self._gathers_outputs else shard_loss)
+            why = self._describe_difference(self._try(model, batch, self.mode, loss), reference)
+            if why:
+                raise UsageError(f"{why} when compile compiles the blocks of {self._model}", "leave compile out")
         assert isinstance(sharded, _Result)
         if not reference_fits:
             self._comparison = "; not verified, because full sequences do not fit in memory"
         else:
             distances = self._describe_distances(sharded, reference)
             self._comparison = f"; verified on one micro-batch against full sequences: {distances}"
+            self._comparison += "; so was compiled code" if self._is_compiled else ""
         if self._gathers_outputs:
             self._comparison = (
                 f"; each computes the loss from full outputs, because it is not a sum over tokens{self._comparison}"
@@ -429,8 +450,8 @@ class SequenceParallel:
         return self._gather_others(self._gather_full(output))
 
     def _gather_full(self, values: Any) -> Any:
-        with self._mode.using_own_attribute():
-            return pytree.tree_map_only(Tensor, self._mode.gather_full, values)
+        with self.mode.using_own_attribute():
+            return pytree.tree_map_only(Tensor, self.mode.gather_full, values)
 
     def narrow(self) -> None:
         """Makes the blocks of the model take sequence shards."""
@@ -439,8 +460,8 @@ class SequenceParallel:
 
     def _call_narrowed(self, forward: Any, *given: Any, **named: Any) -> Any:
         """Calls a block with the local shard of its first floating-point tensor (rows, tokens, width)."""
-        if self._mode.on:
-            with self._mode.using_own_attribute():
+        if self.mode.on:
+            with self.mode.using_own_attribute():
                 given, named = self._narrow_inputs(given, named)
         return forward(*given, **named)
 
@@ -465,11 +486,11 @@ class SequenceParallel:
         return pytree.tree_unflatten(leaves, spec)
 
     def _run_block(self, forward: Any, *given: Any, **named: Any) -> Any:
-        if self._mode.on:
+        if torch.compiler.is_dynamo_compiling() or self.mode.on:
             return forward(*given, **named)
-        with self._mode.using_own_attribute():
+        with self.mode.using_own_attribute():
             follows = any(map(placement_of, tensors_of((given, named))))  # a recomputation in the backward
-        with self._mode if follows else nullcontext():
+        with self.mode if follows else nullcontext():
             return forward(*given, **named)
 
 

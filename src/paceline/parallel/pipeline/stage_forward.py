@@ -275,7 +275,7 @@ def one_call(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., An
             return forward(*given, **named)
 
     def counted(*given: Any, **named: Any) -> Any:
-        if not isinstance(innermost_function_mode(), StageForwardMode):
+        if torch.compiler.is_dynamo_compiling() or not isinstance(innermost_function_mode(), StageForwardMode):
             return forward(*given, **named)
         weights = [cast(nn.Parameter, owner._parameters[key]) for owner, key in slots]
         return handle_torch_function(call, (), weights, *given, **named)

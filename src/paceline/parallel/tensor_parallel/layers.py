@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import nn
 from paceline.base.sharding import ShardingSpec
 from paceline.comm.communicator import Group
 from paceline.compute.batchnorm import without_a_trace
+from paceline.compute.blocks import blocks_of
 from paceline.compute.expert_modules import inputs_of, is_experts
 from paceline.compute.job import Judge
 from paceline.compute.microbatches import refuse_other_input, tensors_of
@@ -32,7 +33,7 @@ from paceline.compute.rng import RngState
 from paceline.compute.verify import allowed, apart, farthest, gradients_of, outputs_apart, room
 from paceline.errors import UsageError, a
 from paceline.parallel.parallel_job import GRADIENT_HOOK, ParallelJob
-from paceline.parallel.pipeline.stage_forward import replace_forward
+from paceline.parallel.pipeline.stage_forward import placed, replace_forward
 from paceline.parallel.tensor_parallel.attention import attention
 from paceline.parallel.tensor_parallel.divided_outputs import DividedOutputs
 from paceline.parallel.tensor_parallel.experts import run_experts
@@ -65,6 +66,9 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     suspend_other_modes,
 )
 from paceline.parallel.tensor_parallel.vocabulary_loss import VOCABULARY_RULES
+
+if TYPE_CHECKING:
+    from paceline.parallel.tensor_parallel.compiled_units import ShardedBackend
 
 _ADVICE = 'name the layers: Trainer(..., tensor={"blocks.*.up": "column", "blocks.*.down": "row"})'
 _FROM_USER = "tensor= names them"
@@ -104,6 +108,8 @@ class _Layer:
     module: nn.Module
     placement: Placement
     shard: ShardPlacement | None = None
+    width: int = 0  # the last dimension of the full output
+    kind: int = 0  # the number of the first layer that differs from this one at most in its weights
 
 
 def _matching(pattern: str, names: Iterable[str], source: str) -> list[str]:
@@ -177,6 +183,7 @@ class TensorCut:
         # Whether row layers leave their outputs divided along the sequence in training, and the most bytes of one.
         self._divides_sequences, self._largest_output = False, 0
         self._is_running = False  # whether a forward of the model is running
+        self._backend: ShardedBackend | None = None  # of compiled code
         self._frames: list[_Frame] = []
         rules = OP_RULES | SUM_RULES | VOCABULARY_RULES
         self._sharded_mode = ShardedTensorMode(self.redistributor, rules, self._where, self._on_adapted)
@@ -320,12 +327,11 @@ class TensorCut:
         dim = (1 if kind != ROW else 0) if is_transposed else (0 if kind != ROW else 1)
         weight: Any = module.weight
         shard = self._divided_length(layer, full_shape_of(weight)[dim])
-        layer.shard = shard
+        layer.shard, layer.width = shard, full_shape_of(weight)[0 if is_linear(module) else 1]
         self._divide(layer, module, "weight", dim, shard)
         if getattr(module, "bias", None) is not None and kind != ROW:
             self._divide(layer, module, "bias", 0, shard)
-        run = {ROW: self._row, VOCABULARY: self._vocabulary}.get(kind, self._column)
-        self._replace(module, partial(run, layer))
+        self._replace(module, partial(self._run_layer, layer))
 
     def _cut_heads(self, layer: _Layer) -> None:
         module = cast(nn.MultiheadAttention, layer.module)
@@ -414,6 +420,18 @@ class TensorCut:
         return summed(by_shard, self.unit)[self.redistributor.index(shard)]
 
     # -- forwards of the layers ---------------------------------------------------------------------------------------
+
+    def _forward_of(self, layer: _Layer) -> Callable[[_Layer, torch.Tensor], torch.Tensor]:
+        return {ROW: self._row, VOCABULARY: self._vocabulary}.get(layer.placement.kind, self._column)
+
+    def _run_layer(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_dynamo_compiling():
+            module = cast(Any, layer.module)
+            return self._call_traced(x, module.weight, getattr(module, "bias", None), layer.kind, layer.width)
+        output = self._forward_of(layer)(layer, x)
+        # Uncompiled code between compiled graphs gets full tensors.
+        is_between = self._backend is not None and self._backend.is_running and not self._sharded_mode.on
+        return self._sharded_mode.gather_full(output) if is_between else output
 
     def _column(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
         module, shard = cast(Any, layer.module), cast(ShardPlacement, layer.shard)
@@ -525,10 +543,65 @@ class TensorCut:
         for layer in self.layers:
             steps = layer.name.split(".")
             containers |= {".".join(steps[:number]) for number in range(1, len(steps))}
+        self._model_forward = modules[""].forward
         for name in containers - {layer.name for layer in self.layers}:
-            module = modules[name]
-            forward = partial(self._run_module if name else self._run_forward, name, module, module.forward)
-            vars(module)["forward"] = partial(call_without_script_view, forward)
+            self._wrap_container(name, modules[name], modules[name].forward)
+
+    def _wrap_container(self, name: str, module: nn.Module, plain: Callable[..., Any]) -> None:
+        forward = partial(self._run_module if name else self._run_forward, name, module, plain)
+        vars(module)["forward"] = partial(call_without_script_view, forward)
+
+    # -- compiled code ------------------------------------------------------------------------------------------------
+
+    @property
+    def mode(self) -> ShardedTensorMode:
+        """The mode that runs the model on shards."""
+        return self._sharded_mode
+
+    @property
+    def words(self) -> str:
+        """The words of the plan that split the layers."""
+        return f"tensor={self.unit.size}"
+
+    def is_eager(self) -> bool:
+        """Whether the model computes without compiled code: with gathered weights, and while modules are traced."""
+        return self._is_gathered or (self.job.model.training, self.job.assembled) not in self._regions
+
+    def is_split(self, module: nn.Module) -> bool:
+        """Whether a module is a split layer."""
+        return any(layer.module is module for layer in self.layers)
+
+    def prepare_compiled(self, backend: ShardedBackend) -> None:
+        """Prepares the layers for compiled code, which calls them through a backend."""
+        from paceline.parallel.tensor_parallel.compiled_units import call_split_layer
+
+        self._backend, self._call_traced = backend, call_split_layer
+        for layer in self.layers:
+            if layer.placement.kind in (HEADS, EXPERTS):
+                forward = torch.compiler.disable(layer.module.forward)
+                vars(layer.module)["forward"] = forward
+                continue
+            traits = self._traits(layer)
+            layer.kind = next(n for n, other in enumerate(self.layers) if self._traits(other) == traits)
+
+    def _traits(self, layer: _Layer) -> Any:
+        """Returns what distinguishes a layer from others, except for its weights."""
+        module = cast(Any, layer.module)
+        padding, bias = getattr(module, "padding_idx", None), getattr(module, "bias", None)
+        return type(module), layer.placement, layer.shard, layer.width, padding, bias is None
+
+    def replace_model_forward(self, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Replaces the forward of the model, inside of what tracks shards around it."""
+        self._wrap_container("", self.job.model, replacement(self._model_forward))
+
+    def run_traced(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kind: int, width: int
+    ) -> torch.Tensor:
+        """Runs a layer of this kind with the weights of a graph that torch.compile traces."""
+        layer = self.layers[kind]
+        slots = [(layer.module, key, param) for key, param in (("weight", weight), ("bias", bias)) if param is not None]
+        with placed(cast(Any, slots)):
+            return self._forward_of(layer)(layer, x)
 
     def _where(self) -> str:
         """Returns the name of the module that runs, for messages."""
@@ -543,6 +616,8 @@ class TensorCut:
     def _run_module(
         self, name: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return forward(*args, **kwargs)
         regions = self._regions.get((self.job.model.training, self.job.assembled))
         if self._is_gathered:
             return self._run_gathered(forward, *args, **kwargs)
@@ -575,7 +650,7 @@ class TensorCut:
         self, name: str, model: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Runs a forward of the model that the script calls. All of its outputs are full tensors."""
-        if self._is_gathered or self._is_running:
+        if torch.compiler.is_dynamo_compiling() or self._is_gathered or self._is_running:
             return forward(*args, **kwargs)
         with suspend_other_modes(model):
             return self._divided_outputs.full(self._run_in_modes(model.training, partial(forward, *args, **kwargs)))
@@ -653,7 +728,11 @@ class TensorCut:
             error, farthest_output, distance = self._distances(model, batch, backward, expected)
         if error is not None:
             raise error
-        if backward and not self._divides_sequences and self._may_divide_sequences():
+        if self._backend is not None:
+            error, *_ = self._distances(model, batch, backward, expected, is_compiled=True)
+            if error is not None:
+                raise error
+        elif backward and not self._divides_sequences and self._may_divide_sequences():
             divided = self._compare_with_divided_sequences(model, batch, expected)
             farthest_output, distance = divided or (farthest_output, distance)
         if model.training and torch.is_grad_enabled():
@@ -662,6 +741,8 @@ class TensorCut:
             report += f"{farthest_output:.1g} of the outputs{gradient_text}"
             if self._divides_sequences:
                 report += "; activations between layers are divided along the sequence"
+            if self._backend is not None:
+                report += "; so was compiled code"
             if self._gathered_at:
                 locations = sorted(self._gathered_at)
                 report += f"; shards are gathered in {', '.join(locations[:3])}{', ...' if len(locations) > 3 else ''}"
@@ -673,10 +754,12 @@ class TensorCut:
         batch: Any,
         backward: bool,
         expected: tuple[list[torch.Tensor], dict[str, torch.Tensor]],
+        is_compiled: bool = False,
     ) -> tuple[UsageError | None, float, float]:
         """Computes a micro-batch with split layers. Returns an error about the first difference from the `expected`
         outputs and gradients, and the relative distances of both.
         """
+        when = f"when {'compile compiles' if is_compiled else 'tensor= splits'} {self._name}"
         try:
             output, gradients = self._compute(model, batch, False, backward)
         except torch.OutOfMemoryError:
@@ -688,19 +771,21 @@ class TensorCut:
                 f'in tensor=, set to "{REPLICATED}" the layers that run inside checkpoint() (the plan word '
                 "recompute=blocks recomputes blocks without checkpoint())"
             )
-            failure = UsageError(f"{self._name} fails when tensor= splits its layers ({error})", advice)
+            what = "compile compiles it beside tensor=" if is_compiled else "tensor= splits its layers"
+            advice = "leave compile out" if is_compiled else advice
+            failure = UsageError(f"{self._name} fails when {what} ({error})", advice)
             failure.__cause__ = error
             return failure, 0.0, 0.0
         farthest_output, differs = outputs_apart(output, expected[0])
         if differs:
-            where = self._first_difference(model, batch)
-            problem = f"the output of {where} changes when tensor= splits {self._name}"
+            modules = {**blocks_of(model), "": model} if is_compiled else dict(model.named_modules())
+            problem = f"the output of {self._first_difference(model, batch, modules)} changes {when}"
             advice = f'in tensor=, set its layers to "{REPLICATED}", or to "{COLUMN}:3" if a weight fuses three'
-            return UsageError(problem, advice), 0.0, 0.0
+            return UsageError(problem, "leave compile out" if is_compiled else advice), 0.0, 0.0
         name, distance = farthest(gradients, expected[1], expected[0])
         if name:
-            problem = f"the gradient of {name} changes when tensor= splits {self._name}"
-            return UsageError(problem, f'set its layer to "{REPLICATED}" in tensor='), 0.0, 0.0
+            advice = "leave compile out" if is_compiled else f'set its layer to "{REPLICATED}" in tensor='
+            return UsageError(f"the gradient of {name} changes {when}", advice), 0.0, 0.0
         return None, farthest_output, distance
 
     def _may_divide_sequences(self) -> bool:
@@ -745,10 +830,10 @@ class TensorCut:
         with self._gather_mode:
             return tensors_of(call())
 
-    def _first_difference(self, model: nn.Module, batch: Any) -> str:
-        """Returns the name of the first module whose output differs between the split and the full model."""
+    def _first_difference(self, model: nn.Module, batch: Any, modules: Mapping[str, nn.Module]) -> str:
+        """Returns the name of the first of these modules whose output differs between the split and the full model."""
         expected: dict[str, list[torch.Tensor]] = {}
-        names = {id(module): name for name, module in model.named_modules()}
+        names = {id(module): name for name, module in modules.items()}
 
         def keep(module: nn.Module, _: Any, output: Any) -> None:
             expected.setdefault(names[id(module)], tensors_of(output))
@@ -761,7 +846,7 @@ class TensorCut:
 
         different: list[str] = []
         for uncut, hook in ((True, keep), (False, compare)):
-            handles = [module.register_forward_hook(hook) for module in model.modules()]
+            handles = [module.register_forward_hook(hook) for module in modules.values()]
             with self._without_a_trace(model, uncut), torch.no_grad():
                 self._outputs(model, batch)
             for handle in handles:

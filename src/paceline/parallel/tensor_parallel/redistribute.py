@@ -19,6 +19,7 @@ from paceline.comm.communicator import Group
 
 # How many recently shared tensors are remembered: query, key and value take the same input, one after another.
 _SHARED = 4
+trace: Any = None  # the CollectiveTrace into whose graph collectives go, while torch.compile traces
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,8 @@ def memory_order(x: torch.Tensor) -> tuple[list[int], list[int]]:
 
 def summed(x: torch.Tensor, unit: Group) -> torch.Tensor:
     """Returns the sum over a unit in a new tensor with the same memory order."""
+    if trace is not None:
+        return cast(torch.Tensor, trace.sum(x, unit))
     order, back = memory_order(x)
     in_memory_order = x.permute(order).clone(memory_format=torch.contiguous_format)
     unit.sum(in_memory_order.view(-1))
@@ -228,11 +231,15 @@ class Redistributor:
         entry = self._shared.pop(id(full), None)
         if entry is None or entry[0]() is not full:
             entry = weakref.ref(full), applied(_Split, full, self.unit)
-            self.bytes_sent += full.nbytes
+            self._count(full)
         self._shared[id(full)] = entry
         if len(self._shared) > _SHARED:
             self._shared.popitem(last=False)
         return entry[1]
+
+    def _count(self, x: torch.Tensor, times: int = 1, divisor: int = 1) -> None:
+        if trace is None:  # in a trace, sizes may be symbols
+            self.bytes_sent += times * x.nbytes // divisor
 
     def take(self, full: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns this worker's shard of a tensor that all workers compute alike; differentiable."""
@@ -240,12 +247,12 @@ class Redistributor:
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the sum of all workers' tensors; differentiable."""
-        self.bytes_sent += x.nbytes
+        self._count(x)
         return applied(_Sum, x, self.unit)
 
     def scatter_sum(self, x: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns this worker's shard of the sum of all workers' tensors; differentiable. All shards are equal."""
-        self.bytes_sent += x.nbytes
+        self._count(x)
         return applied(_ScatterSum, x, self, placement)
 
     def gather_to_split(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
@@ -254,7 +261,7 @@ class Redistributor:
         """
         entry = self._shared.pop(id(shard), None)
         if entry is None or entry[0]() is not shard:
-            self.bytes_sent += shard.nbytes * placement.count
+            self._count(shard, placement.count)
             entry = weakref.ref(shard), applied(_GatherToSplit, shard, self, placement)
         self._shared[id(shard)] = entry
         if len(self._shared) > _SHARED:
@@ -263,17 +270,19 @@ class Redistributor:
 
     def join(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns the full tensor of all workers' shards; differentiable."""
-        self.bytes_sent += shard.nbytes
+        self._count(shard)
         return applied(_Join, shard, self, placement)
 
     def exchange(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
         """Turns this worker's shard along one dimension into its shard along another one; differentiable."""
         times = 2 if shard.requires_grad and torch.is_grad_enabled() else 1
-        self.bytes_sent += times * shard.nbytes * (self.size - 1) // self.size  # a worker's own part is not sent
+        self._count(shard, times * (self.size - 1), self.size)  # a worker's own part is not sent
         return applied(_Exchange, shard, self, source, target)
 
     def exchange_shards(self, shard: torch.Tensor, source: ShardPlacement, target: ShardPlacement) -> torch.Tensor:
         """Turns shards along one dimension into shards along another one, without a gradient."""
+        if trace is not None:
+            return cast(torch.Tensor, trace.exchange(shard, self.unit, source, target))
         outgoing = [_sections(shard, target, index) for index in range(self.size)]
         shape, incoming = list(outgoing[self.unit.rank].shape), []
         for index in range(self.size):
@@ -284,6 +293,8 @@ class Redistributor:
 
     def gather_shards(self, shard: torch.Tensor, placement: ShardPlacement) -> torch.Tensor:
         """Returns the full tensor of all workers' shards, without a gradient."""
+        if trace is not None:
+            return cast(torch.Tensor, trace.gather(shard, placement.group or self.unit, placement))
         order, back = memory_order(shard)
         shard, dim, shards = shard.permute(order).contiguous(), back[placement.dim], []
         unit = placement.group or self.unit

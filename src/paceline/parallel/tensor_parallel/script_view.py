@@ -191,7 +191,7 @@ def call_without_script_view(function: Callable[P, T], /, *args: P.args, **kwarg
     Use `partial(call_without_script_view, bound_method)` where the result is deep-copied: then the copy is bound to the
     copied object.
     """
-    if not _state.views:
+    if torch.compiler.is_dynamo_compiling() or not _state.views:
         return function(*args, **kwargs)
     with script_view_off():
         return function(*args, **kwargs)

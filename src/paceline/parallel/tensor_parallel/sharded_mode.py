@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from paceline.comm.torch_private import innermost_function_mode, pytree
+from paceline.comm.torch_private import (
+    function_modes_taken,
+    innermost_function_mode,
+    pop_function_mode,
+    push_function_mode,
+    pytree,
+)
 from paceline.errors import UsageError
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, memory_order
 
@@ -215,6 +221,30 @@ def suspend_other_modes(model: Any) -> Iterator[None]:
             if mode.model is not None and mode.model is not model:
                 stack.enter_context(mode.suspended())
         yield
+
+
+@contextmanager
+def modes_off() -> Iterator[None]:
+    """Takes the modes off in its body, as if they had not been entered. Other function modes stay."""
+    taken, counts, active = function_modes_taken(), [(mode, mode.on) for mode in _active], [*_active]
+    kept = [mode for mode in reversed(taken) if not isinstance(mode, _Mode)]
+    _intercept_autograd_functions(False)
+    _active.clear()
+    for mode, _ in counts:
+        mode.on = 0
+    for mode in kept:
+        push_function_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            pop_function_mode()
+        for mode in reversed(taken):
+            push_function_mode(mode)
+        _active[:] = active
+        for mode, count in counts:
+            mode.on = count
+        _intercept_autograd_functions(bool(active))
 
 
 class ShardedTensorMode(_Mode):
