@@ -33,7 +33,8 @@ def environment(**more: str | None) -> dict[str, str]:
     """What the tests' processes find; None unsets."""
     later = {name for name in os.environ if name.startswith(SET_BY_LIBRARIES)} - BEGAN
     began = {name: value for name, value in os.environ.items() if name not in later}
-    variables = {**began, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPTS), **more}
+    path = os.pathsep.join(filter(None, [str(SCRIPTS), began.get("PYTHONPATH")]))
+    variables = {**began, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
     variables.setdefault("PYTHONFAULTHANDLER", "1")
     return {name: value for name, value in variables.items() if value is not None}
 
