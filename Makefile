@@ -110,6 +110,7 @@ bench: $(TOOLS) ## step time, sharded, cut and contrastive steps, a tiny one, me
 	@$(BIN)/python benchmarks/step_time.py
 	@$(BIN)/python benchmarks/sharded.py
 	@$(BIN)/python benchmarks/tensor.py
+	@$(BIN)/python benchmarks/experts.py
 	@$(BIN)/python benchmarks/pipeline.py --bubble
 	@$(BIN)/python benchmarks/pipeline.py --against torch
 	@$(BIN)/python benchmarks/whole_batch.py

@@ -221,6 +221,13 @@ def test_divided_micro_batches_make_no_grid_too_coarse() -> None:
     assert [what for what, _ in team.balance.news if "too large" in what] == []
 
 
+def test_grid_of_single_rows_is_not_called_too_coarse() -> None:
+    """There is no smaller one to advise."""
+    team = Simulated(3, grid=Grid(4, 1)).run(200, [1.0, 1.0, 1.0])
+    assert team.used[-1] < 0.7
+    assert [what for what, _ in team.balance.news if "too large" in what] == []
+
+
 def test_new_team_keeps_the_measured_speeds() -> None:
     team = Simulated(3, fine=True).run(40, [1.0, 0.5, 0.25])
     said = json.loads(json.dumps(team.balance.state()))

@@ -67,6 +67,34 @@ def test_example_llama_lowers_its_loss_in_shards(tmp_path):
 
 
 @pytest.mark.slow
+def test_example_experts_trains_alike_under_each_plan(tmp_path):
+    losses, options = [], ("--train-steps", "12", "--width", "32", "--layers", "2")
+    for plan in ("data=2", "expert=2"):
+        command = ("run", "--workers", "2", "--run-dir", plan, "--plan", plan)
+        done = paceline(*command, EXAMPLES / "experts.py", *options, cwd=tmp_path, timeout=280)
+        assert "bits per byte on modules that it has not seen; it writes:\n\ndef get_" in done.stdout
+        losses.append([event["loss"] for event in read_journal(tmp_path / plan) if event["event"] == "step"])
+    assert len(losses[0]) == 12
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert losses[0][-1] < losses[0][0] - 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["data=2", "shard=2 zero=3", "tensor=2"])
+def test_adapter_of_example_lora_is_loaded_with_its_loss(plan, tmp_path):
+    """In a tenth of the steps; the loss falls, too."""
+    text = (EXAMPLES / "lora.py").read_text()
+    assert "BASE_STEPS, STEPS = 256, 8, 1024, 200, 80" in text
+    (tmp_path / "lora.py").write_text(text.replace("200, 80", "20, 8"))
+    output = paceline("run", "--workers", "2", "--plan", plan, "lora.py", cwd=tmp_path, timeout=280).stdout
+    base, tuned = map(float, re.findall(r"loss of held-out answers: ([\d.]+)", output))
+    (loaded,) = re.findall(r"with the adapter loaded from adapter/: ([\d.]+)", output)
+    assert tuned < base
+    assert float(loaded) == pytest.approx(tuned, abs=1e-3)
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").stat().st_size < 1_000_000
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["clip", "simclr"])
 def test_example_contrastive_finds_the_right_pairs(kind, tmp_path):
     output = paceline("run", "--workers", "2", EXAMPLES / "contrastive.py", kind, cwd=tmp_path).stdout

@@ -40,6 +40,31 @@ def gan(request, tmp_path_factory):
     return load_file(folder / "out.safetensors"), figures, said, int(TEAMS[request.param][1])
 
 
+SHARDED = """
+import torch, paceline
+
+class Net(torch.nn.Linear):
+    pass
+
+def train():
+    trainer = paceline.Trainer(lambda: Net(4, 4), lambda output, batch: output.pow(2).mean(),
+                               lambda params: torch.optim.SGD(params, lr=0.1), global_batch=8, plan="shard=2 zero=3")
+    for _ in trainer.steps(torch.utils.data.TensorDataset(torch.ones(32, 4)), count=1):
+        pass
+    return trainer
+
+first, second = train(), train()
+"""
+
+
+def test_sharded_models_are_called_by_their_class_in_the_script(tmp_path):
+    """So that curves of runs under several plans have the same names."""
+    (tmp_path / "train.py").write_text(SHARDED)
+    paceline("run", "--workers", "2", "--run-dir", "run", "train.py", cwd=tmp_path)
+    models = [event["model"] for event in read_journal(tmp_path / "run") if event["event"] == "grid"]
+    assert models == ["Net", "Net"]
+
+
 @pytest.mark.parametrize("loss", dcgan.LOSSES)
 @pytest.mark.parametrize("generator", dcgan.GENERATORS)
 def test_batchnorm_statistics_of_another_trainer_are_those_of_one_process(gan, generator, loss):

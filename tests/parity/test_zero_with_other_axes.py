@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from agents import journal
 from covering import pairwise
+from expert_models import EXPERT_MODELS
 from fault_runs import Calm
 from fault_runs import calm as calm
 from mixture_models import MIXTURE_MODELS
@@ -60,13 +61,14 @@ MIXTURES = mixtures()
         pytest.param("shard=2 pipeline=2 zero=3", "tied gpt", "", id="tied head in stages"),
         pytest.param("pipeline=2", "tied gpt", "1,1,0,0", id="tied head in stages of an idle replica"),
         pytest.param("shard=2 pipeline=2 zero=3", "early norm", "", id="weight before blocks, used after them"),
+        pytest.param("shard=2 tensor=2 zero=3", "experts", "", id="divided logits in a pair with a full output"),
     ],
 )
 def test_mixture_is_not_silently_wrong(
     plan: str, model: str, shares: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     train_cases(tmp_path, plan, 4, [model], shares, short=True)
-    check_cases(tmp_path, MIXTURE_MODELS, [model], tmp_path_factory, short=True)
+    check_cases(tmp_path, MIXTURE_MODELS | EXPERT_MODELS, [model], tmp_path_factory, short=True)
 
 
 @pytest.mark.parametrize("axis", ["tensor", pytest.param("context", marks=pytest.mark.slow)])

@@ -309,12 +309,15 @@ class Balance:
     # -- texts for people
 
     def coarse(self) -> str:
-        """Says what part of the workers' speed the grid uses, and which grid is better; empty if it uses enough."""
+        """Says what part of the workers' speed the grid uses, and which grid is better.
+
+        It is empty if the grid uses enough, or if its micro-batches are single rows.
+        """
         if self.fine or not self._costs:
             return ""
         costs, micro = self._known(), self.grid.micro
         used = then = used_by(self.grid, costs)
-        if used >= COARSE:
+        if used >= COARSE or micro == 1:
             return ""
         while micro > 1 and then < GOOD:
             micro = micro // 2 if micro > 8 else micro - 1

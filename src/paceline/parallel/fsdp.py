@@ -201,21 +201,25 @@ class FullyShard(Layout):
         """
         assert isinstance(module, FSDPModule)
         state, last = module._get_fsdp_state(), self._run_hook
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for hooks, first in ((module._forward_pre_hooks, 0), (module._forward_hooks, 1)):
             for number, hook in hooks.items():
                 if getattr(hook, "__self__", None) is state:
-                    hooks[number] = last = partial(self._run_hook, hook)
+                    hooks[number] = last = partial(self._run_hook, hook, first)
         return last
 
-    def _run_hook(self, hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
-        """Runs a hook of fully_shard, and copies the attributes of the tensors that it takes to those it returns."""
+    def _run_hook(self, hook: Callable[..., Any], first: int, module: nn.Module, *given: Any) -> Any:
+        """Runs a hook of fully_shard, and copies the attributes of the tensors that it takes to those it returns.
+
+        It returns what it takes from the argument `first` on: before a forward, arguments and keywords; after it, the
+        second of arguments and output.
+        """
         if self.job.skips_block(module):
             return None
         if self.job.stages is None:
             refuse_under_way(self._model_name)
         with torch._C.DisableTorchFunction():
             made = hook(module, *given)
-            before = pytree.tree_leaves(given[-2:] if isinstance(made, tuple) and len(given) == 2 else given[-1])
+            before = pytree.tree_leaves(given[first:])
             for tensor, source in zip(pytree.tree_leaves(made), before, strict=False):
                 if isinstance(tensor, torch.Tensor) and tensor is not source and isinstance(source, torch.Tensor):
                     vars(tensor).update(vars(source))

@@ -49,7 +49,7 @@ class TrainerRegistry:
         """Registers a new trainer, its model and its `trainer.state`."""
         self.members.append(cast(RegisteredTrainer, weakref.proxy(member)))
         self.states.append(state)
-        self.classes.append(type(model).__name__)
+        self.classes.append(_class_name(model))
         self.models.append(model)
 
     def replace(self, number: int, member: RegisteredTrainer) -> None:
@@ -106,3 +106,9 @@ class TrainerRegistry:
             journal.write("links", rate=rate)
         for figures in self.error_feedback.figures():
             journal.write("codec", **figures)
+
+
+def _class_name(model: torch.nn.Module) -> str:
+    """Returns the name of a model's class in the script, from which fully_shard may have derived another class."""
+    kinds = (kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch.distributed.fsdp"))
+    return next(kinds).__name__
