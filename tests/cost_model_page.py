@@ -1,0 +1,137 @@
+"""Fits the constants of tests/published/fitted.json, and writes the tables of docs/cost-model.md.
+
+    python tests/cost_model_page.py        # write the tables, with the constants as they are
+    python tests/cost_model_page.py --fit  # fit the constants first; takes a minute
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from msgspec.structs import replace
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))
+
+from published import (
+    FOLDER,
+    Published,
+    accuracy,
+    by_one_utilisation,
+    fit,
+    korthikanti,
+    mpt,
+    nemo,
+    vtrain,
+    with_constants,
+)
+
+from paceline.planner.descriptions import MachineDescription
+
+PAGE = Path(__file__).parents[1] / "docs" / "cost-model.md"
+FITTED = FOLDER / "fitted.json"
+LARGE = 0.25  # misses from that on are listed by name
+
+
+@dataclass(frozen=True)
+class Table:
+    """Published steps of one software on one kind of machines, of which every tenth is fitted, or none."""
+
+    name: str
+    rows: Sequence[Published]
+    machine: MachineDescription  # before constants are fitted
+    constants: str = ""  # the table whose constants are used, "" for those of the machine's description
+
+    @property
+    def fitted(self) -> Sequence[Published]:
+        return self.rows[::10] if self.constants == self.name else []
+
+    @property
+    def predicted(self) -> Sequence[Published]:
+        return [row for row in self.rows if row not in self.fitted]
+
+    def with_constants(self) -> MachineDescription:
+        return with_constants(self.machine, json.loads(FITTED.read_text()).get(self.constants, {}))
+
+
+@cache
+def tables() -> dict[str, Table]:
+    """All tables by name."""
+    # Eager code, in which messages are not hidden; constants that are fitted cannot begin at 0.
+    a100_40, a100_80, h100 = (
+        replace(MachineDescription.read(name), fixed=0.005) for name in ("a100-40", "a100-80", "h100")
+    )
+    blocking = replace(a100_80, exposed=0.9, layer_exposed=0.9)
+    # Its configurations say 800 Gbit/s for a host, which all eight GPUs share.
+    cluster = replace(blocking, links=(a100_80.links[0], replace(a100_80.links[1], bandwidth=80e9, shared_by=8)))
+    megatron, one_host = "vTrain, 64 to 512 A100", "vTrain, one host of A100"
+    rows = [
+        Table(one_host, vtrain("one_node"), blocking, one_host),
+        Table(megatron, vtrain("multi"), cluster, megatron),
+        Table("Korthikanti et al., A100", korthikanti(), cluster, megatron),
+        *(
+            Table(name, mpt(gpu), machine, name)
+            for gpu, machine in (("a100-40", a100_40), ("a100-80", a100_80), ("h100-80", h100))
+            for name in [f"MPT under FSDP, {gpu.upper()}"]
+        ),
+        Table("NeMo 24.12, H100, FP8", nemo("NeMo"), MachineDescription.read("h100")),
+        Table("Megatron-Bridge, H100, FP8", nemo("Megatron-Bridge"), MachineDescription.read("h100")),
+    ]
+    return {table.name: table for table in rows}
+
+
+def accuracy_lines() -> list[str]:
+    """The table of accuracy."""
+    lines = ["| steps | fitted on | predicted | median | p90 | worst | one utilisation for all |", "|" + " --- |" * 7]
+    for table in tables().values():
+        machine = table.with_constants()
+        errors = accuracy([row.error(machine) for row in table.predicted])
+        one = by_one_utilisation(table.fitted or table.rows, table.predicted)
+        fitted = str(len(table.fitted)) if table.fitted else "none" if not table.constants else "the row above"
+        figures = " | ".join(f"{figure:.1f} %" for figure in (*errors, one.median))
+        lines.append(f"| {table.name} | {fitted} | {len(table.predicted)} | {figures} |")
+    return lines
+
+
+def miss_lines() -> list[str]:
+    """The predictions that miss by more than a quarter, by name."""
+    lines = ["| steps | model and plan | measured | predicted | off by |", "| --- | --- | --- | --- | --- |"]
+    for table in tables().values():
+        machine = table.with_constants()
+        for row in sorted(table.predicted, key=lambda row: row.name):
+            if abs(error := row.error(machine)) > LARGE:
+                figures = f"{row.seconds:.3g} s | {row.predict(machine).total:.3g} s | {100 * row.error(machine):+.0f} %"
+                lines.append(f"| {table.name} | {row.name} | {figures} |")
+    return lines
+
+
+def page(text: str) -> str:
+    """The page with both tables as the model predicts them now."""
+    for name, lines in (("accuracy", accuracy_lines()), ("misses", miss_lines())):
+        pattern = re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.DOTALL)
+        table = "\n".join(lines)
+        text = pattern.sub(lambda _, table=table: table, text)
+    return text
+
+
+def refit() -> dict[str, dict[str, float]]:
+    """The constants of each table that has some, fitted to every tenth of its rows."""
+    own = [table for table in tables().values() if table.constants == table.name]
+    return {table.name: fit(table.fitted, table.machine) for table in own}
+
+
+def main() -> None:
+    if "--fit" in sys.argv[1:]:
+        rounded = {name: {k: float(f"{v:.4g}") for k, v in values.items()} for name, values in refit().items()}
+        FITTED.write_text(json.dumps(rounded, indent=2) + "\n")
+    if PAGE.exists():
+        PAGE.write_text(page(PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
