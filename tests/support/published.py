@@ -44,7 +44,7 @@ def _shapes() -> dict[str, dict[str, str]]:
     return {row["model"]: row for row in read("models")}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Published:
     """A measured step: its plan, model and number of GPUs, and the seconds that it took."""
 

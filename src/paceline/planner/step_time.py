@@ -49,7 +49,7 @@ def step_time(
     `axes` is the order of the mesh, outer to inner; Paceline's own by default. Raises PlanError if the plan does not
     fit the workers.
     """
-    return _Step(Workload(plan.validate(workers), model, workers, axes), machine).time()
+    return _Prediction(Workload(plan.validate(workers), model, workers, axes), machine).time()
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Chunk:
         return self.total - self.forwards
 
 
-class _Step:
+class _Prediction:
     """The parts of a step of one workload on one kind of machine."""
 
     def __init__(self, workload: Workload, machine: MachineDescription) -> None:

@@ -47,8 +47,8 @@ class Workload:
     @cached_property
     def precision(self) -> str:
         """The precision of matrix products."""
-        said = "fp8" if self.model.precision == "fp8" else self.plan.precision or self.model.precision
-        return said or ("bf16" if self.model.element_size <= 2 else "fp32")
+        stated = "fp8" if self.model.precision == "fp8" else self.plan.precision or self.model.precision
+        return stated or ("bf16" if self.model.element_size <= 2 else "fp32")
 
     @cached_property
     def gradient_size(self) -> float:
@@ -119,10 +119,10 @@ class Workload:
 
 def _between(blocks: Sequence[BlockDescription], start: int, stop: int) -> Stage:
     """Returns the blocks from number `start` to before `stop`, if each is counted as often as it is repeated."""
-    found, begin = list[tuple[BlockDescription, int]](), 0
+    between, begin = list[tuple[BlockDescription, int]](), 0
     for block in blocks:
         count = min(stop, begin + block.count) - max(start, begin)
         if count > 0:
-            found.append((block, count))
+            between.append((block, count))
         begin += block.count
-    return tuple(found)
+    return tuple(between)
