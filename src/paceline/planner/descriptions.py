@@ -82,6 +82,7 @@ class LinkDescription(Description, frozen=True):
     bandwidth: Amount  # bytes in a second in one direction; a worker gets all of it while the others are silent
     latency: Amount = 0.0  # seconds of a message
     shared_by: Count = 1  # workers that share the bandwidth
+    receive: Amount = 0.0  # further seconds for which a message of a pipeline keeps its receiver busy
 
 
 class FailureDescription(Description, frozen=True):

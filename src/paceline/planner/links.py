@@ -58,12 +58,14 @@ class Links:
             within *= times
         return seconds
 
-    def hop(self, size: float, sender: int, receiver: int, senders: int) -> float:
-        """Returns the seconds of a message between two ranks, if `senders` neighbours send one at the same time."""
+    def hop(self, size: float, sender: int, receiver: int, senders: int) -> tuple[float, float]:
+        """Returns the seconds in which a message travels between two ranks, if `senders` neighbours send one at the
+        same time, and those in which its receiver is busy with it.
+        """
         for level in self.levels:
             if not level.workers or sender // level.workers == receiver // level.workers:
-                return size * min(level.shared_by, senders) / level.bandwidth + level.latency
-        return 0.0
+                return size * min(level.shared_by, senders) / level.bandwidth, level.latency + level.receive
+        return 0.0, 0.0
 
     def _ring(self, size: float, peers: Peers) -> float:
         """Returns the seconds in which `size` bytes go once around a ring."""

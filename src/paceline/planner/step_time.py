@@ -131,29 +131,33 @@ class _Prediction:
     def _pipeline(self) -> tuple[float, float]:
         """Returns the seconds of all forwards and backwards through the pipeline, without hops and with them."""
         hops = [self._hop(stage) for stage in range(len(self._stages) - 1)]
+        travels, receives = zip(*hops, strict=True)
+        return self._simulated((), ()), self._simulated(travels, receives)
+
+    def _simulated(self, travels: Sequence[float], receives: Sequence[float]) -> float:
+        """Returns the seconds of all micro-batches. A round takes as long as the last ones that are simulated."""
         count, size = int(self._count), self._mesh.pipeline
-        most = ROUNDS * size + count % size
-        if count <= most + size:
-            return self._simulated(count, ()), self._simulated(count, hops)
-        ends = []
-        for some_hops in ((), hops):  # a further round takes as long as the last one that is simulated
-            shorter, longer = self._simulated(most, some_hops), self._simulated(most + size, some_hops)
-            ends.append(longer + (longer - shorter) * (count - most - size) / size)
-        return ends[0], ends[1]
+        shorter = ROUNDS * size + count % size
+        if count <= shorter + size:
+            return self._simulated_few(count, travels, receives)
+        ends = [self._simulated_few(number, travels, receives) for number in (shorter, shorter + size)]
+        return ends[1] + (ends[1] - ends[0]) * (count - shorter - size) / size
 
-    def _simulated(self, count: int, hops: Sequence[float]) -> float:
+    def _simulated_few(self, count: int, travels: Sequence[float], receives: Sequence[float]) -> float:
         rows = table(self._plan.stage_order, self._mesh.pipeline, self._workload.virtual, count)
-        forward = [chunk.forwards for chunk in self._stages]
-        return simulate(rows, forward, [chunk.backwards for chunk in self._stages], hops).end
+        forward, backward = ([getattr(c, name) for c in self._stages] for name in ("forwards", "backwards"))
+        return simulate(rows, forward, backward, travels, receives).end
 
-    def _hop(self, stage: int) -> float:
-        """Returns the seconds of a message from a stage to the next one."""
+    def _hop(self, stage: int) -> tuple[float, float]:
+        """Returns the seconds in which a message travels from a stage to the next one, and is received."""
         workload, mesh = self._workload, self._mesh
         distance = workload.distance("pipeline")
         sender, receiver = (workload.worker_of(number) * distance for number in (stage, stage + 1))
-        passes = self._workload.stages[stage][-1][0].passes * workload.activation_scale * self._rows / mesh.context
+        if sender == receiver:
+            return 0.0, 0.0
+        passes = workload.stages[stage][-1][0].passes * workload.activation_scale * self._rows / mesh.context
         size = passes / (mesh.tensor if self._model.sequence_parallel else 1)
-        return 0.0 if sender == receiver else self._links.hop(size, sender, receiver, distance)
+        return self._links.hop(size, sender, receiver, distance)
 
     def _parameter_messages(self) -> tuple[float, float]:
         """Returns the exposed seconds of sums of gradients, and of gathers of parameters."""
