@@ -57,10 +57,27 @@ class Table:
         return [row for row in self.rows if row not in self.fitted]
 
     @cached_property
-    def errors(self) -> dict[Published, float]:
-        """By how much each row that is not fitted is off, as a part of its seconds."""
+    def all_errors(self) -> dict[Published, float]:
+        """By how much each row is off, as a part of its seconds."""
         machine = with_constants(self.machine, json.loads(FITTED.read_text()).get(self.constants, {}))
-        return {row: row.error(machine) for row in self.predicted}
+        return {row: row.error(machine) for row in self.rows}
+
+    @property
+    def errors(self) -> dict[Published, float]:
+        """The same of the rows that are not fitted."""
+        return {row: self.all_errors[row] for row in self.predicted}
+
+    def choices(self, tried: int) -> list[float]:
+        """How much slower than the best plan the best of the `tried` plans is that are predicted to be fastest.
+
+        There is a choice where at least four plans were measured for a model, a number of GPUs and a global batch.
+        """
+        situations: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+        for row, error in self.all_errors.items():
+            situation = situations.setdefault((row.model.name, row.workers, row.model.global_batch), [])
+            situation.append((row.seconds * (1 + error), row.seconds))
+        chosen = ([taken for _, taken in sorted(plans)] for plans in situations.values() if len(plans) >= 4)
+        return [min(taken[:tried]) / min(taken) - 1 for taken in chosen]
 
     @property
     def accuracy(self) -> Accuracy:
@@ -119,9 +136,20 @@ def miss_lines() -> list[str]:
     return lines
 
 
+def choice_lines() -> list[str]:
+    """How good the plans are that the predictions choose."""
+    lines = ["| steps | choices | first within 5 % of the best | best of three | best of five |", "|" + " --- |" * 5]
+    for table in tables().values():
+        chosen = [table.choices(tried) for tried in (1, 3, 5)]
+        if table.name.startswith("vTrain"):
+            within = " | ".join(str(sum(slower <= 0.05 for slower in one)) for one in chosen)
+            lines.append(f"| {table.name} | {len(chosen[0])} | {within} |")
+    return lines
+
+
 def page(text: str) -> str:
-    """The page with both tables as the model predicts them now."""
-    for name, lines in (("accuracy", accuracy_lines()), ("misses", miss_lines())):
+    """The page with its tables as the model predicts them now."""
+    for name, lines in (("accuracy", accuracy_lines()), ("choices", choice_lines()), ("misses", miss_lines())):
         pattern = re.compile(rf"(?<=<!-- {name} -->\n\n).*?(?=\n\n<!-- end of {name} -->)", re.DOTALL)
         table = "\n".join(lines)
         text = pattern.sub(lambda _, table=table: table, text)
