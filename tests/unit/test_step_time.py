@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from published import MEGATRON, Published, korthikanti, model_of, read
 
 from examples import examples
-from paceline.errors import PlanError
+from paceline.errors import PlanError, UsageError
 from paceline.parallel.pipeline.schedule import simulate, table
 from paceline.plan import Plan
 from paceline.planner.compute_time import interpolated
@@ -200,6 +200,13 @@ def test_a_ring_leaves_a_host_over_the_cards_of_its_members():
 def test_a_plan_that_does_not_fit_the_workers_is_refused():
     with pytest.raises(PlanError, match="tensor=3 does not divide 16 workers"):
         seconds("tensor=3", H100)
+
+
+def test_a_model_with_fewer_blocks_than_stages_is_refused():
+    with pytest.raises(UsageError) as error:
+        seconds("pipeline=16 virtual=2 micro=1", H100)
+    cure = "use at most 16 stages: the product of pipeline= and virtual="
+    assert str(error.value) == f"decoder has 16 blocks, too few for 32 stages; {cure}"
 
 
 def test_full_recomputation_takes_what_korthikanti_measured():

@@ -47,13 +47,12 @@ def _of_worker(workload: Workload, machine: MachineDescription, worker: int) -> 
     """Returns the memory of the worker at this position of the pipeline."""
     plan, model, blocks = workload.plan, workload.model, workload.blocks_of(worker)
     elements, shards = workload.parameters(blocks), workload.mesh.shard if plan.zero else 1
-    # Zero 3 gathers one block at a time.
-    together = elements if plan.zero == 2 else max((workload.parameters_of(block) for block, _ in blocks), default=0.0)
-    gathered = together if plan.zero in (2, 3) and shards > 1 else 0.0
-    sharded = elements / shards if plan.zero in (2, 3) else elements
     largest = max((workload.parameters_of(block) for block, _ in blocks), default=0.0)
+    sharded, gathered, staged = elements, 0.0, 0.0
+    if plan.zero in (2, 3):  # zero 3 gathers one block at a time; gradients are scattered block by block
+        sharded, gathered, staged = elements / shards, elements if plan.zero == 2 else largest, largest
     parameters = (sharded + gathered) * model.element_size
-    gradients = (sharded + (largest if gathered else 0.0)) * workload.gradient_size
+    gradients = (sharded + staged) * workload.gradient_size
     optimizer = 0.0 if plan.server else elements / shards * model.element_size * model.state
     if plan.local:  # the round's start, the weights of the island, and their merge; states before and after; momentum
         momentum = 0.0 if (plan.outer or "").startswith("sgd") else sharded * model.element_size

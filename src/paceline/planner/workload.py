@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 
 from paceline.base.batching import Grid
 from paceline.base.mesh import AXES, Mesh
+from paceline.errors import UsageError
 from paceline.parallel.pipeline.schedule import stages_of, worker_of
 from paceline.plan import Plan
 from paceline.planner.descriptions import BlockDescription, ModelDescription
@@ -68,7 +69,8 @@ class Workload:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The blocks of each stage. As a pipeline does, blocks that are repeated are divided evenly; what comes before
-        them belongs to the first stage, and what comes after them to the last one.
+        them belongs to the first stage, and what comes after them to the last one. Raises UsageError if they are too
+        few.
         """
         count = self.mesh.pipeline * self.virtual
         blocks = self.model.blocks
@@ -76,6 +78,9 @@ class Workload:
         first, end = repeated[0], repeated[-1] + 1
         middle = blocks[first:end]
         total = sum(block.count for block in middle)
+        if total < count:
+            what = f"{self.model.name} has {total} block{'' if total == 1 else 's'}, too few for {count} stages"
+            raise UsageError(what, f"use at most {total} stages: the product of pipeline= and virtual=")
         ends = [0, *accumulate(total // count + (stage >= count - total % count) for stage in range(count))]
         stages = [_between(middle, start, stop) for start, stop in pairwise(ends)]
         stages[0] = (*((block, block.count) for block in blocks[:first]), *stages[0])
