@@ -36,9 +36,16 @@ class BlockDescription(Description, frozen=True):
     parameters: Count  # elements
     count: Count = 1  # how many alike follow one another
     saved: Amount = 0.0  # bytes of activations that a row keeps for the backward
+    undivided: Amount = 0.0  # those of them that tensor= does not divide
     passes: Amount = 0.0  # bytes that a row passes on to the next block
     matmul: Amount = 0.0  # FLOPs of matrix products
     attention: Amount = 0.0  # FLOPs of attention, which has a rate of its own
+    precision: str = ""  # of its matrix products, where they are not computed in that of the model
+    operations: Count = 0  # operations that are launched
+    tensor_sums: Amount = 0.0  # sums over what the block passes on, under tensor=
+    exchanged: Amount = 0.0  # bytes that a row exchanges along context=: queries, keys, values and results
+    expert_parameters: Count = 0  # those of the parameters that expert= divides
+    routed: Amount = 0.0  # bytes that a row sends to experts and gets back
     # Measured seconds of a forward and backward, by the number of rows of the micro-batch. All workers computed at
     # once: alone on its host, a worker would be faster.
     seconds: dict[str, Amount] = {}
@@ -55,7 +62,11 @@ class ModelDescription(Description, frozen=True):
     heads: Count = 0  # of attention; 0 if it has none
     key_value_heads: Count = 0
     element_size: Amount = 4.0  # bytes of a parameter
+    gradient_size: Amount = 0.0  # bytes of a gradient's element; 0: as many as a parameter has
     state: Amount = 2.0  # bytes of optimizer state for each byte of parameters
+    precision: str = ""  # of matrix products: fp32, bf16 or fp8; "": what the plan says, or the size of an element
+    merges: bool = False  # whether micro-batches may be computed together: no random numbers, a loss that is a sum
+    sequence_parallel: bool = False  # tensor= divides all activations (Korthikanti et al., 2022)
 
     @property
     def parameters(self) -> int:
@@ -68,9 +79,10 @@ class LinkDescription(Description, frozen=True):
 
     name: str
     workers: Count  # how many workers such a link connects; 0: all of them
-    bandwidth: Amount  # bytes in a second, of one worker in one direction
+    bandwidth: Amount  # bytes in a second in one direction; a worker gets all of it while the others are silent
     latency: Amount = 0.0  # seconds of a message
     shared_by: Count = 1  # workers that share the bandwidth
+    receive: Amount = 0.0  # further seconds for which a message of a pipeline keeps its receiver busy
 
 
 class FailureDescription(Description, frozen=True):
@@ -97,6 +109,12 @@ class MachineDescription(Description, frozen=True):
     half_width: Amount = 0.0  # width of matrices at which half of that is reached
     attention_rate: Amount = 1.0  # speed of attention as a part of that of a product
     launch: Amount = 0.0  # seconds that each operation costs
+    memory_passes: Amount = 0.0  # times that a forward reads or writes the activations that it saves
+    # Parts of the time of messages that computing does not hide, even where it takes longer than they do: of sums and
+    # gathers of parameters, and of messages inside layers (tensor=, context=, expert=).
+    exposed: Amount = 0.2
+    layer_exposed: Amount = 1.0
+    fixed: Amount = 0.0  # seconds of a step that belong to nothing else
     workers_per_host: Count = 1
     failures: FailureDescription = FailureDescription()
     checkpoint_bandwidth: Amount = 0.0  # bytes in a second to the storage, of all workers together; 0: unknown

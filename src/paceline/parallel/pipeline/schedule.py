@@ -176,23 +176,40 @@ class Simulated:
         return 1.0 - busy / (self.end * len(self.spans)) if self.end else 0.0
 
 
-def simulate(rows: Sequence[Sequence[Action]], forward: Sequence[float], backward: Sequence[float]) -> Simulated:
+def simulate(
+    rows: Sequence[Sequence[Action]],
+    forward: Sequence[float],
+    backward: Sequence[float],
+    travels: Sequence[float] = (),
+    receives: Sequence[float] = (),
+) -> Simulated:
     """Simulates a table. `forward` and `backward` are the seconds of each stage; each part of a split backward takes
-    half of the latter. Raises ValueError at a deadlock.
+    half of the latter. Between each stage and the next one, a message travels for the seconds in `travels`, while
+    workers compute, and its receiver is busy with it for those in `receives`; both are 0 by default. Raises ValueError
+    at a deadlock.
     """
     half = [seconds / 2 for seconds in backward]
     takes = {FORWARD: forward, BACKWARD: backward, INPUTS: half, WEIGHTS: half}
     stages, positions = len(forward), [0] * len(rows)
+    travels, receives = travels or [0.0] * stages, receives or [0.0] * stages
+
     spans: list[dict[Action, tuple[float, float]]] = [{} for _ in rows]
     ends, free = dict[Action, float](), [0.0] * len(rows)
     progressed = True
     while progressed:
         progressed = False
         for worker, row in enumerate(rows):
-            while positions[worker] < len(row) and all(a in ends for a in row[positions[worker]].needs(stages)):
+            while positions[worker] < len(row):
                 action = row[positions[worker]]
-                begin = max([free[worker], *(ends[a] for a in action.needs(stages))])
-                ends[action] = free[worker] = begin + takes[action.kind][action.stage]
+                begin, stage, taken = free[worker], action.stage, takes[action.kind][action.stage]
+                needed = action.needs(stages)
+                if not all(before in ends for before in needed):
+                    break
+                for before in needed:
+                    link, sent = min(before.stage, stage), before.stage != stage
+                    begin = max(begin, ends[before] + (travels[link] if sent else 0.0))
+                    taken += receives[link] if sent else 0.0
+                ends[action] = free[worker] = begin + taken
                 spans[worker][action] = begin, ends[action]
                 positions[worker], progressed = positions[worker] + 1, True
     pairs = enumerate(zip(rows, positions, strict=True))
