@@ -168,7 +168,7 @@ class Plan:
     )
     compile: bool = _word("", "run the model with torch.compile", built=True)
     exact: bool = _word("", "bit-identical results for any number of workers", built=True)
-    auto: bool = _word("", "let the planner decide")
+    auto: bool = _word("", "try several plans before the run starts, and use the fastest", built=True)
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -202,6 +202,9 @@ class Plan:
         virtual = self.virtual or (2 if self.schedule == "zbv" else None)  # a V has two arms
         resolved = replace(self, zero=self.zero or (3 if self.shard else None), virtual=virtual)
         resolved._check_pairs()
+        if self.auto:
+            what = "auto chooses a plan before the workers start, and these have started without one"
+            raise PlanError(what, "start the script with `paceline run --plan auto`")
         unbuilt = [word for row, _, word in resolved.stated_words() if not row.metadata["built"]]
         if unbuilt:
             verb = "is" if len(unbuilt) == 1 else "are"
@@ -338,8 +341,6 @@ class Plan:
                 raise PlanError(what, f"leave {word} or local out")
             if self.server:
                 self._check_beside_servers(row, value, word)
-            if self.auto and (row.metadata["axis"] or row.name in ("local", "server")):
-                raise PlanError(f"auto and {word} both decide the layout", f"leave auto or {word} out")
 
     def _check_beside_experts(self) -> None:
         """Raises PlanError for a word that cannot be used with `expert`."""

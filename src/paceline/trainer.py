@@ -36,7 +36,6 @@ from paceline.errors import CheckpointError, UsageError
 from paceline.evaluate.evaluate import EvalPass, evaluate
 from paceline.evaluate.predict import predicted
 from paceline.observe.step_totals import StepTotals
-from paceline.parallel.estimate import forecast
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.plan_cost import cost, facts_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor
@@ -49,6 +48,7 @@ from paceline.parallel.tensor_parallel.script_view import (
     without_script_view,
 )
 from paceline.plan import Plan
+from paceline.planner.requests import RequestedAnswer
 from paceline.session.best_checkpoint import keep_best
 from paceline.session.best_weights import load_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
@@ -83,9 +83,8 @@ from paceline.session.validation import (
     trainable,
     whole_number,
 )
-from paceline.train.step import Step, StepReport
+from paceline.train.step import StepReport
 from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
-from paceline.train.step_verbs import load_batch
 
 _FUSED = "fused= was not set, and torch supports it on this device"
 
@@ -197,7 +196,11 @@ class Trainer(TrainerLogging):
         self._compare(describe_model(self.model, {**arguments, "plan": str(replace(self.plan, data=None))}), known)
         with self._streams.preserved():  # blocks may be run to see what can be cut
             elastic = run.team.transactions.elastic
-            self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
+            try:
+                self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
+            except UsageError as error:
+                run.check.refuse(error)
+                raise
         for what, why in job.decisions:
             reporter.decide(self._number, what, why)
             reporter.say(what)
@@ -216,6 +219,7 @@ class Trainer(TrainerLogging):
             run, self._number, job, self._replica, self.plan, self._streams, merging, weights, self._grid
         )
         self._strategy = build_strategy(self._context)
+        self._answer = RequestedAnswer(self._context) if run.check.asks else None
         self._ledger, self._loader = StepTotals(), dict[str, Any]()
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
@@ -595,6 +599,8 @@ class Trainer(TrainerLogging):
                 if source.rows is None and self._strategy.lockstep:  # it may be longer on other workers
                     self._together("the end of the iterable dataset of steps()")
             outermost = run.script.loops[0] is phase
+        if self._answer is not None:
+            self._answer.after_loop()
         self.flush()
         phase.complete, phase.stopped = True, self._stopped
         if outermost and phase.done:
@@ -653,10 +659,13 @@ class Trainer(TrainerLogging):
 
     def _advance(self, batches: Batches) -> StepReport | None:
         run = self._run
-        if run.check.explain:
-            self._explain(batches, *run.check.explain)
+        if self._answer is not None:
+            self._answer.before_step(batches)
         try:
             step = self._strategy.advance(batches)
+        except UsageError as error:
+            run.check.refuse(error)
+            raise
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise run.memory.explain(error, self._device) from error
@@ -672,21 +681,9 @@ class Trainer(TrainerLogging):
         self._ledger.add(report.step, report.samples, step.spent, workers, step.steps, lanes)
         if self._ledger.due():
             self.flush()
-        if run.check.steps is not None and run.team.step >= run.check.steps:
-            run.trainers.flush()
-            run.check.write_weights(self._job, self._group, self._context.merging.mixes, run.team.step)
+        if self._answer is not None:
+            self._answer.after_step(step)
         return report
-
-    def _explain(self, batches: Batches, plan: str, workers: int) -> None:
-        """In a run of `paceline explain`: predicts a step under a plan on so many workers, and ends the script."""
-        batch = batches.load(0, self._context.current_assignment())
-        assert batch is not None
-        load_batch(self._context, step := Step(self._context.done, 0.0), batch)
-        try:
-            prediction = forecast(self._job, step.batch.share[0], step.batch.count, plan, workers)
-        except UsageError as error:
-            prediction = {"refused": [error.what, error.cure]}
-        self._run.check.answer(prediction)
 
     def flush(self) -> None:
         """Writes the steps since the last record to the journal and the progress line."""

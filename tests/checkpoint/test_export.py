@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from test_checkpoint_tree import refusal, same
 from test_checkpoint_write import equal, flip, sample
 
-from paceline.checkpoint.export import export_model, parse_size, write_model
+from paceline.base.text import parse_size
+from paceline.checkpoint.export import export_model, write_model
 from paceline.checkpoint.import_weights import adopted, import_model
 from paceline.checkpoint.safetensors_file import size_text
 from paceline.checkpoint.tree import flatten, unflatten
@@ -281,7 +282,7 @@ def test_export_errors_of_folders(tmp_path: Path) -> None:
         "weights cannot be converted to the dtype 'int8'; use one of bf16, fp16, fp32"
     )
     for text in ("", "x", "0", "5XB", "-1GB", "GB"):
-        wanted = f"{text!r} is not a file size; write a number and a unit, for example 500MB or 5GB"
+        wanted = f"{text!r} is not a size in bytes; write a number and a unit, for example 500MB or 5GB"
         assert refusal(UsageError, export_model, run, out, max_file=text) == wanted
     assert refusal(UsageError, export_model, run, tmp_path / "m.safetensors", layout="dcp") == (
         f"{tmp_path}/m.safetensors is the name of a file, but --format dcp writes a folder; "

@@ -95,7 +95,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         (
             ["export", "--max-file", "9" * 400, "a", "b"],
-            f"'{'9' * 400}' is not a file size; write a number and a unit, for example 500MB or 5GB",
+            f"'{'9' * 400}' is not a size in bytes; write a number and a unit, for example 500MB or 5GB",
         ),
         (
             ["run", "--workers", "9" * 12, "train.py"],

@@ -213,11 +213,9 @@ CONTRADICTING = [
     "expert=2 local=2 every=4",
     "expert=4 context=2",
     "virtual=2",
-    "shard=2 auto",
     "server=2 shard=2",
     "server=2 codec=topk:0.01",
     "server=2 codec=auto",
-    "server=2 auto",
 ]
 UNSUPPORTED = ["auto", "auto micro=2"]
 UNREADABLE = [
@@ -277,11 +275,10 @@ def test_plan_words_are_refused_with_a_way_out(
         golden(f"{kind}: plan '{text}' on {workers} workers", refusal(text, workers))
 
 
-def test_plan_checks_axes_then_pairs_then_support() -> None:
+def test_plan_checks_axes_then_pairs() -> None:
     assert refusal("shard=3 every=50 exact").startswith("shard=3 does not divide")
     assert refusal("shard=4 every=50 exact").startswith("every=50 needs local")
     assert refusal("shard=4 expert=2 compile codec=int8").startswith("expert=2 and compile cannot be used")
-    assert refusal("pipeline=2 local=2 every=8 auto").startswith("auto and local=2 both decide")
 
 
 def test_plan_help_shows_each_word_once_in_its_group() -> None:

@@ -524,6 +524,11 @@ def offer_nccl_interface(name: str) -> None:
         os.environ["NCCL_SOCKET_IFNAME"] = f"={name}"
 
 
+def cache_folder(env: Mapping[str, str] = os.environ) -> Path:
+    """Returns the folder for files of this user that may be removed at any time."""
+    return Path(env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
 def memory_groups(process: int | str = "self") -> list[Path]:
     """Returns the folders that may describe the memory cgroup (version 1 or 2) of a process.
 

@@ -318,6 +318,9 @@ class TextEvent(TrainerEvent):
     text: NotRequired[str | None]
     what: NotRequired[str | None]
     why: NotRequired[str | None]
+    plan: NotRequired[str]  # that auto has chosen, for so many workers and these words
+    workers: NotRequired[Count]
+    asked: NotRequired[str]
 
 
 class LoadedEvent(Journaled):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,9 @@ from decimal import Decimal
 from typing import Any
 
 from paceline.base.environment import SERVERS
+from paceline.errors import UsageError
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def number(value: float | None) -> str:
@@ -47,6 +51,16 @@ def duration(seconds: float) -> str:
             count, rest = rounded_seconds // size, rounded_seconds % size // below
             return f"{count} {unit} {rest} {small}" if rest else f"{count} {unit}"
     return f"{rounded_seconds} s"
+
+
+def parse_size(text: str) -> int:
+    """Converts ``500MB`` or ``2.5GB`` to bytes; units are powers of 1000. Raises UsageError."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMGT]?B?)", text.strip().upper())
+    unit = match and (match[2] if match[2] in _UNITS else f"{match[2].removesuffix('B')}B")
+    size = int(float(match[1]) * _UNITS.get(unit or "", 1)) if match else 0
+    if size < 1:
+        raise UsageError(f"{text!r} is not a size in bytes", "write a number and a unit, for example 500MB or 5GB")
+    return size
 
 
 def size_of(count: float) -> str:

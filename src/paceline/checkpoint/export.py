@@ -6,7 +6,6 @@ import contextlib
 import glob
 import json
 import os
-import re
 import shutil
 import warnings
 from collections import deque
@@ -21,7 +20,7 @@ from torch import nn
 from paceline.base.console import in_one_line, say
 from paceline.base.schema import read_json
 from paceline.base.sharding import ShardedTensor
-from paceline.base.text import plural
+from paceline.base.text import parse_size, plural
 from paceline.checkpoint.files import (
     Checkpoint,
     best_of,
@@ -45,7 +44,6 @@ from paceline.errors import CheckpointError, FormatError, PacelineError, UsageEr
 _MODE = 0o666  # the user's umask decides who may read an export, as it does for any file of theirs
 _MARK = "paceline-export.json"  # lists the files of a folder that an export wrote and the next export may replace
 _OTHERS = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".npz", ".h5", ".onnx", ".gguf")
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 State = Mapping[str, torch.Tensor]
 
 
@@ -262,16 +260,6 @@ def no_checkpoint(run_dir: str | Path, step: int | None) -> CheckpointError:
     )
     which = "checkpoint" if step is None else f"checkpoint of step {step}"
     return CheckpointError(f"{in_one_line(run_dir)} does not contain a {which}", cure)
-
-
-def parse_size(text: str) -> int:
-    """Converts ``500MB`` or ``2.5GB`` to bytes; units are powers of 1000. Raises UsageError."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]+)?) ?([KMGT]?B?)", text.strip().upper())
-    unit = match and (match[2] if match[2] in _UNITS else f"{match[2].removesuffix('B')}B")
-    size = int(float(match[1]) * _UNITS.get(unit or "", 1)) if match else 0
-    if size < 1:
-        raise UsageError(f"{text!r} is not a file size", "write a number and a unit, for example 500MB or 5GB")
-    return size
 
 
 # -- folders ---------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Any
 from paceline.base.console import command_line, in_one_line, say, shown
 from paceline.base.environment import parse_whole
 from paceline.base.schema import read_file
+from paceline.base.text import parse_size
 from paceline.cli.run_commands import late, returning, showing
 from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.launch.modules import find_module
@@ -25,7 +26,7 @@ from paceline.launch.options import LaunchOptions
 from paceline.launch.raw import REFUSED, refusal
 from paceline.observe.drawing import save
 from paceline.observe.summary import explain
-from paceline.plan import describe
+from paceline.plan import Plan, describe
 
 if sys.platform.startswith("linux"):
     from paceline.launch.coordinator_process import take_over as taken_over
@@ -113,7 +114,12 @@ def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options:
         return taken_over(take_over)
     if max_restarts is None:
         max_restarts = 0 if raw else LaunchOptions.max_restarts
-    return launch(_launched(raw=raw, max_restarts=max_restarts, **options))
+    launched = _launched(raw=raw, max_restarts=max_restarts, **options)
+    if "auto" in (launched.plan or "").split():
+        from paceline.launch.auto import with_chosen_plan
+
+        launched = with_chosen_plan(launched)
+    return launch(launched)
 
 
 FAR = (
@@ -151,6 +157,16 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
     if svg is not None:
         save(explanation, svg)
     return explanation.text()
+
+
+def _plan(
+    tries: int, steps: int, memory: str | None, kept: str, allowed: str, form: str, workers: int | None, **options: Any
+) -> str:
+    from paceline.launch.plan import Question, local_workers, parse_allowed, plan
+
+    room = None if memory is None else parse_size(memory)
+    question = Question(tries, steps, room, Plan.parse(kept), parse_allowed(allowed))
+    return plan(_launched(workers=workers or local_workers(), plan=kept or None, **options), question, form)
 
 
 def _tokenize(**options: Any) -> int | str:
@@ -577,6 +593,49 @@ def _explaining(add: Callable[..., Any]) -> None:
     option("arguments", allow_empty=True, nargs="*", metavar="-- ARGUMENTS", help="arguments of the script, after --")
 
 
+def _planning(add: Callable[..., Any]) -> None:
+    option = add(
+        "plan",
+        _plan,
+        "find the fastest plan for a script, by prediction and short trials",
+        "examples:\n"
+        "  paceline plan train.py --workers 4\n"
+        '  paceline plan train.py --workers 8 --keep "precision=bf16 micro=4" -- --size large\n'
+        "  paceline plan train.py --allow lossy,local --try 5 --json > plans.json",
+        "The first line of the answer is the command to train with. The script trains a few steps under its own plan, "
+        "which is measured; all other plans are predicted from that, and the best ones are tried for a few steps. "
+        "Nothing of these trials is kept.",
+    )
+    option(
+        "--workers", least=1, metavar="N", help="number of workers (default: the GPUs, or the CPU cores, of this host)"
+    )
+    option("--try", dest="tries", least=0, default=3, metavar="K", help="plans to try (default 3; 0: only predict)")
+    option("--steps", least=1, default=8, metavar="S", help="steps to measure in each trial (default 8)")
+    option("--memory", metavar="SIZE", help="memory that a worker may take (default: its part of the host's)")
+    option(
+        "--keep", dest="kept", default="", allow_empty=True, metavar="WORDS", help="plan words that stay as they are"
+    )
+    option(
+        "--allow",
+        dest="allowed",
+        default="",
+        allow_empty=True,
+        metavar="A,B,..",
+        help="also plans that change the result: lossy (codecs), local (local SGD), precision",
+    )
+    option("--json", dest="form", action="store_const", const="json", default="text", help="print all plans as JSON")
+    option(
+        "--describe",
+        dest="form",
+        action="store_const",
+        const="describe",
+        help="print the measured descriptions of the model and the machines instead",
+    )
+    option("-m", dest="module", action="store_true", help="run SCRIPT as a module, like `python -m`")
+    option("script", help="training script")
+    option("arguments", allow_empty=True, nargs="*", metavar="-- ARGUMENTS", help="arguments of the script, after --")
+
+
 def _parser(wanted: str | None) -> argparse.ArgumentParser:
     """Returns a parser of the command `wanted` alone, or of all commands if no command has that name.
 
@@ -644,6 +703,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     _weights(add)
     _converting(add)
     _explaining(add)
+    _planning(add)
     showing(add)
     if commands.choices:
         return parser
@@ -675,7 +735,7 @@ def _unknown_option(word: str, command: str, usage: str) -> UsageError:
     ):
         return UsageError(what, FOREIGN_OPTIONS[dashed])
     near = difflib.get_close_matches(dashed, options, n=1, cutoff=0.7)
-    hint = "; pass the script's own arguments after --" if command in ("check", "chaos", "explain") else ""
+    hint = "; pass the script's own arguments after --" if command in ("check", "chaos", "explain", "plan") else ""
     return UsageError(what, f"did you mean {near[0]}?" if near else f"see `paceline {command} --help`{hint}")
 
 
@@ -703,11 +763,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     script_arguments: list[str] = []
-    if words[:1] in (["check"], ["chaos"], ["explain"]) and "--" in words:  # argparse would refuse them behind options
+    if (
+        words[:1] in (["check"], ["chaos"], ["explain"], ["plan"]) and "--" in words
+    ):  # argparse would refuse them behind options
         cut = words.index("--")
         words, script_arguments = words[:cut], words[cut + 1 :]
     try:
-        if words[:1] in (["run"], ["launch"], ["check"], ["chaos"]) and not sys.platform.startswith("linux"):
+        if words[:1] in (["run"], ["launch"], ["check"], ["chaos"], ["plan"]) and not sys.platform.startswith("linux"):
             what = f"the workers of `paceline {words[0]}` need Linux, and this is {sys.platform}"
             raise LaunchError(what, "run `python train.py` here, which trains with one")
         if words == ["agent"]:  # what `paceline launch` starts on a host
@@ -741,7 +803,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _refuse_misplaced(usage(), **options)
         if "--" in words and options.get("arguments") and (words[0] == "run" or words[0].startswith("launch ")):
             options["separated"] = True  # argparse may have removed it
-        if words[0] in ("check", "chaos", "explain"):  # what a rehearsal says to run once more
+        if words[0] in ("check", "chaos", "explain", "plan"):  # what a rehearsal says to run once more
             options["again"] = command_line(["paceline", *given])
         if words[0].startswith("launch "):
             options["words"] = [*words[0].split(), *words[1:]]

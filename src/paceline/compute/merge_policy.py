@@ -34,6 +34,11 @@ class MergePolicy:
         self._settled = False
         self._seconds: dict[int, list[float]] = {}
 
+    @property
+    def may_merge(self) -> bool:
+        """Whether micro-batches may be merged, which does not change the result."""
+        return self._verdict == "merge" and not self._never
+
     def learn(self, sums: StepSums, agreed: Agreed, seconds: float, rows: int, share: int) -> Decision | None:
         """Learns from a step: its observations, and its `seconds` for `rows` rows, in `share` local micro-batches.
 

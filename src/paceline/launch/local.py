@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -146,6 +146,8 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
     with _held(folder, options.patience, notifier) as journal:
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
+        if options.chosen is not None:
+            journal.write("decision", **asdict(options.chosen))
         numbers = list(range(options.workers))
         if options.token is not None:
             keep_token(folder, options.token)

@@ -12,6 +12,17 @@ GIVEN = ("plan", "shares", "save_every", "keep", "checkpoints", "max_steps", "te
 
 
 @dataclass(frozen=True)
+class ChosenPlan:
+    """A plan that `auto` has chosen for so many workers, where a plan with these words was `asked` for."""
+
+    plan: str
+    asked: str
+    workers: int
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
 class LaunchOptions:
     """The options of `paceline run`.
 
@@ -35,6 +46,7 @@ class LaunchOptions:
       `patience`: seconds in which the run to join may begin.
     - `on_listening`: called with the coordinator's address once it listens. `again`: the command that continues this
       run, if it is not `paceline run`. `temporary`: the run folder is removed at the end, as for a rehearsal.
+    - `chosen`: what `auto` has chosen as the plan.
     - `epoch`: the epoch of the first coordinator, higher than that of an earlier one that agents may still know.
     - `address`, `size`: our address and the number of workers at the start of the run; set by the agent.
     """
@@ -81,6 +93,7 @@ class LaunchOptions:
     again: str | None = None
     separated: bool = False  # whether the arguments came after --
     temporary: bool = False
+    chosen: ChosenPlan | None = None
     epoch: int = 1
     address: str = "127.0.0.1"
     size: int = 0

@@ -47,7 +47,8 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     blocks, homes = describe_blocks(job), stages.homes(job.model)
     homes_of = {name: {*homes[id(param)]} for name, param in job.named.items()}
     # The first trial is slow, and another one may be disturbed.
-    trials = [_measure(job, micro_batch, stages) for _ in range(3)]
+    chunk = Chunk([micro_batch], micro_batch.batch)
+    trials = [measure_stages(job, chunk, stages) for _ in range(3)]
     by_stage = zip(*trials, strict=True)
     fastest = [{kind: min(trial[kind] for trial in of_stage) for kind in of_stage[0]} for of_stage in by_stage]
     experts = None
@@ -80,7 +81,7 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     return {"plan": str(plan), "workers": workers, **setting, "stages": stage_figures, "predicted": by_worker}
 
 
-def _measure(job: ParallelJob, micro_batch: MicroBatch, stages: StagePartition) -> list[dict[str, Any]]:
+def measure_stages(job: ParallelJob, chunk: Chunk, stages: StagePartition) -> list[dict[str, Any]]:
     """Measures each stage: seconds of one forward and backward, bytes `saved` for the latter, and bytes passed on.
 
     A stage's forward ends when the first block of the next stage is called; its backward when the gradient of its input
@@ -115,7 +116,7 @@ def _measure(job: ParallelJob, micro_batch: MicroBatch, stages: StagePartition) 
         for tensor in inputs:  # inputs count as saved even if the block recomputes its activations
             save(tensor)
 
-    modules, chunk = dict(job.model.named_modules()), Chunk([micro_batch], micro_batch.batch)
+    modules = dict(job.model.named_modules())
     hooks = [
         modules[name].register_forward_pre_hook(partial(enters, stages.stage_of_block(number)), with_kwargs=True)
         for number, name in enumerate(stages.blocks)
@@ -125,7 +126,7 @@ def _measure(job: ParallelJob, micro_batch: MicroBatch, stages: StagePartition) 
             result = job.loss(job.forward(job.model, chunk.batch), chunk.batch)
         loss = Loss.of(result, chunk, trainable=True).total
         add_time("forward", stages.count - 1)
-        loss.backward()
+        torch.autograd.grad(loss, [p for p in job.model.parameters() if p.requires_grad], allow_unused=True)
     add_time("backward", 0)
     for hook in hooks:
         hook.remove()

@@ -7,6 +7,7 @@ shipped (`machines/`). Every prediction depends on nothing but these two and a p
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import quantiles
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
@@ -72,6 +73,11 @@ class ModelDescription(Description, frozen=True):
     def parameters(self) -> int:
         """The number of elements of all parameters."""
         return sum(block.parameters * block.count for block in self.blocks)
+
+    @property
+    def block_count(self) -> int:
+        """The number of blocks."""
+        return sum(block.count for block in self.blocks)
 
 
 class LinkDescription(Description, frozen=True):
@@ -139,6 +145,31 @@ class MachineDescription(Description, frozen=True):
         return described(MachineDescription, data, name)
 
 
+class TrialResult(Description, frozen=True):
+    """What some steps of a script under one plan have measured. Bytes and seconds of a step are those of worker 0."""
+
+    plan: str
+    workers: Count
+    rows: Count = 0  # of a step
+    seconds: tuple[Amount, ...] = ()  # of each step, from the end of the one before it
+    parts: dict[str, Amount] = {}  # mean seconds of a step by part, as in the journal
+    sent: dict[str, Amount] = {}  # mean bytes of a step, by kind
+    peaks: tuple[Count, ...] = ()  # bytes that each worker's process used at most
+    merges: bool = False  # whether micro-batches may be merged, so that their size does not change the result
+    model: ModelDescription | None = None  # if the trial ended with a probe
+    machine: MachineDescription | None = None
+    refused: str = ""  # why the plan cannot be used
+
+    @property
+    def step_seconds(self) -> float:
+        """The lower quartile of the steps' seconds: others disturb a machine, and nobody speeds it up."""
+        return quantiles(self.seconds, n=4)[0] if len(self.seconds) > 1 else sum(self.seconds)
+
+    def beside(self, again: TrialResult) -> TrialResult:
+        """Returns this trial with the steps of another one under the same plan."""
+        return msgspec.structs.replace(self, seconds=(*self.seconds, *again.seconds))
+
+
 def as_json(description: Description) -> dict[str, Any]:
     """Returns a description as JSON data, with the version of the format."""
     return {"version": VERSION, **cast(dict[str, Any], msgspec.to_builtins(description))}
@@ -154,4 +185,11 @@ def described(kind: type[Kind], data: bytes, origin: str) -> Kind:
     if version != VERSION:
         problem = f"{origin} has version {version} of descriptions, but this Paceline reads version {VERSION}"
         raise FormatError(problem, "write it again with paceline plan --describe")
-    return msgspec.convert(check(value, kind, origin, CURE), kind)
+    return converted(kind, check(value, kind, origin, CURE))
+
+
+def converted(kind: type[Kind], value: Any) -> Kind:
+    """Returns the description of this `kind` in JSON data that Paceline has written."""
+    if isinstance(value, dict):
+        value = {name: field for name, field in value.items() if name != "version"}
+    return msgspec.convert(value, kind)

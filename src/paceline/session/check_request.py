@@ -1,4 +1,4 @@
-"""What `paceline check` and `paceline explain` ask of a run that they start."""
+"""What `paceline check`, `paceline explain` and `paceline plan` ask of a run that they start."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ from paceline.checkpoint.export import write_together
 from paceline.comm.communicator import Group
 from paceline.compute.job import TrainingJob
 from paceline.compute.state_dict import in_pieces
+from paceline.errors import UsageError
 from paceline.session.notices import Notices
 from paceline.session.reporter import Reporter
 
 
 class CheckRequest:
-    """The request of `paceline check` (the weights after so many `steps`) or `paceline explain` (a forecast), if one of
-    them started this run.
+    """The request of `paceline check` (the weights after so many `steps`), `paceline explain` (a forecast) or `paceline
+    plan` (a trial), if one of them started this run.
     """
 
     def __init__(self, request: str | None, reporter: Reporter, notices: Notices) -> None:
         fields: dict[str, Any] = json.loads(request) if request else {}
         self.steps: int | None = fields.get("steps")
         self.explain: tuple[str, int] | None = fields.get("explain")  # the plan, and for how many workers
+        # Steps to measure, whether to probe after them, and the most seconds of steps.
+        self.trial: tuple[int, bool, float] | None = fields.get("trial")
+        self.asks = request is not None
         self.reverse = bool(fields.get("reverse"))  # micro-batches are summed in the opposite order
         self._out: str = fields.get("out", "")
         self._reporter, self._notices = reporter, notices
@@ -37,6 +41,11 @@ class CheckRequest:
         write_together(double, Path(f"{self._out}.safetensors"), self._reporter.main, job.replica, group)
         dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
         self.answer({"dtype": dtype, "mixes": mixes, "steps": step})
+
+    def refuse(self, error: UsageError) -> None:
+        """Answers a request for a trial with the reason why its plan cannot be used, and ends the script then."""
+        if self.trial is not None:
+            self.answer({"refused": error.what})
 
     def answer(self, result: Any) -> Never:
         """Writes the `result`, and ends the script."""

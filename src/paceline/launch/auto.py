@@ -1,0 +1,82 @@
+"""``--plan auto``: chooses the plan of a run before its workers start, or takes the one that the run began with."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.base.console import in_one_line, say
+from paceline.base.journal import read_journal
+from paceline.base.text import duration, plural
+from paceline.errors import PlanError
+from paceline.launch.fork_server import Kept
+from paceline.launch.options import ChosenPlan, LaunchOptions
+from paceline.launch.plan import Planning, Question
+from paceline.plan import Plan
+from paceline.planner.candidates import words_of
+from paceline.planner.choose import Answer, milliseconds
+
+LIMIT = 20.0  # seconds after which no further trial begins; one that has begun takes some seconds more
+STEPS, SECONDS = 5, 5.0  # to measure in each, at most
+
+
+def with_chosen_plan(options: LaunchOptions) -> LaunchOptions:
+    """Returns the options with the chosen plan in place of `auto`; other words of the plan stay as they are.
+
+    A resumed run goes on with the plan that it began with, unless the number of workers changed. Raises PlanError if
+    the workers are on several hosts, and LaunchError if the script does not train.
+    """
+    asked = Plan.parse(options.plan or "")
+    if not asked.auto:
+        return options
+    if options.join or options.nodes or options.begin > options.workers:
+        what = "auto tries plans before the run starts, and cannot do so with workers on several hosts"
+        raise PlanError(what, "run `paceline plan` on one host, and give the plan that it prints")
+    kept = replace(asked, auto=False)
+    if options.workers == 1:
+        return replace(options, plan=str(kept) or None)
+    chosen = _earlier(options) or _choose(options, kept)
+    say(f"auto: {chosen.what}: {chosen.why}")
+    return replace(options, plan=chosen.plan, chosen=chosen)
+
+
+def _earlier(options: LaunchOptions) -> ChosenPlan | None:
+    """Returns the plan that was chosen when the run began, if it was for as many workers and the same words."""
+    folder = Path(options.run_dir or "")
+    if options.run_dir is None or not (folder / "journal.jsonl").exists():
+        return None
+    for event in reversed(read_journal(folder)):
+        if event["event"] == "decision" and event.get("asked") == options.plan:
+            if event.get("workers") != options.workers:
+                return None
+            what = f"the plan stays {event['plan']!r}"
+            return ChosenPlan(event["plan"], options.plan or "", options.workers, what, "the run began with it")
+    return None
+
+
+def _choose(options: LaunchOptions, kept: Plan) -> ChosenPlan:
+    with tempfile.TemporaryDirectory(prefix="paceline-auto-") as folder, Kept() as warm:
+        question = Question(steps=STEPS, kept=kept, seconds=SECONDS, limit=LIMIT, alone=False)
+        trials = replace(options, plan=str(kept) or None, kept=warm)
+        answer = Planning(trials, question, Path(folder)).answer()
+    best = answer.best
+    if best is None:
+        raise PlanError(
+            f"no plan fits into the memory of {plural(options.workers, 'worker')} of {in_one_line(options.script)}",
+            "use more workers, on other hosts",
+        )
+    words = words_of(best.plan)
+    return ChosenPlan(words, options.plan or "", options.workers, f"the plan is {words!r}", _reason(answer))
+
+
+def _reason(answer: Answer) -> str:
+    """Returns why the best plan was chosen: its seconds beside those of the others that were tried."""
+    best = answer.best
+    assert best is not None
+    tried = [one for one in answer.prospects if one.trial is not None and one is not best]
+    others = ", ".join(f"{milliseconds(one.step_seconds)} with {words_of(one.plan)!r}" for one in tried)
+    how = "was measured" if best.trial is not None and not math.isinf(best.step_seconds) else "is predicted"
+    beside = f", beside {others}" if others else ""
+    return f"a step of {milliseconds(best.step_seconds)} {how}{beside}; trials took {duration(answer.took)}"

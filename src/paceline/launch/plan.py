@@ -1,0 +1,193 @@
+"""`paceline plan`: finds the fastest plan for a script on so many workers. It predicts all, and tries the best."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.base.console import command_line, in_one_line, say
+from paceline.base.environment import cache_folder, gpus
+from paceline.base.text import plural
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.check import rehearse
+from paceline.launch.fork_server import Kept
+from paceline.launch.options import LaunchOptions
+from paceline.plan import Plan
+from paceline.planner.candidates import candidates, has_same_layout, layout_of, without_layout, words_of
+from paceline.planner.choose import Answer, Predictor, Prospect, ranked
+from paceline.planner.descriptions import TrialResult, as_json, converted
+from paceline.planner.history import History, Prediction
+
+ALLOWED = "lossy", "local", "precision"
+MOST = 12  # further trials, if plans turn out to be refused
+SHOWN = 8  # plans in the table that were not tried
+CLOSE = 1.25  # plans that take at most so many times as long as the fastest are tried a second time
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `paceline plan` is asked: how many plans to try, for how many measured steps, and what to choose from."""
+
+    tries: int = 3  # plans to try
+    steps: int = 8  # steps to measure in each trial
+    memory: float | None = None  # bytes that a worker may take
+    kept: Plan = field(default_factory=Plan)  # words that stay as they are
+    allowed: frozenset[str] = frozenset()  # changes of the result, see `candidates`
+    seconds: float = 15.0  # of steps, after which a trial ends with fewer of them
+    limit: float = math.inf  # seconds after which no further trial begins
+    alone: bool = True  # whether one worker is tried, too
+
+
+class Planning:
+    """Answers one question. Its trials run in `folder`, one after another."""
+
+    def __init__(self, options: LaunchOptions, question: Question, folder: Path) -> None:
+        self._options, self._question, self._folder = options, question, folder
+        self._runs, self._began = 0, time.monotonic()
+        self._history = History(cache_folder() / "predictions.jsonl")
+
+    def answer(self) -> Answer:
+        """Probes the machines, predicts all plans and tries the best ones. LaunchError: the script does not train."""
+        question, workers = self._question, self._options.workers
+        base = self._probe()
+        assert base.model is not None
+        assert base.machine is not None
+        predictor = Predictor(base.model, base.machine, base, self._history, question.memory)
+        script = Plan.parse(base.plan)
+        plans, refused = candidates(workers, base.model, script, question.kept, question.allowed, base.merges)
+        prospects = {str(plan): predictor.predict(plan, workers) for plan in plans}
+        if base.plan in prospects:
+            prospects[base.plan] = prospects[base.plan].with_trial(base)
+        if workers > 1 and question.alone and not layout_of(question.kept):
+            alone = replace(script, data=None).validate(1)
+            prospects["one worker"] = predictor.predict(alone, 1)
+        if question.tries:
+            self._try(prospects)
+        self._drop_refused(prospects, refused)
+        self._remember(prospects, base)
+        error = self._history.error()
+        return Answer(base.model, base.machine, ranked(prospects.values()), refused, self._passed, error)
+
+    def _remember(self, prospects: Mapping[str, Prospect], base: TrialResult) -> None:
+        """Adds the predictions of the tried plans to the history, but for the plan from which they were made."""
+        assert base.model is not None
+        for key, one in prospects.items():
+            if one.trial is not None and key != base.plan and one.workers == base.workers:
+                seconds = one.uncorrected, one.seconds, one.step_seconds
+                self._history.add(Prediction(key, one.workers, *seconds, base.model.name, time.time()))
+
+    @property
+    def _passed(self) -> float:
+        return time.monotonic() - self._began
+
+    def _probe(self) -> TrialResult:
+        """Returns a trial with a probe of the machines: of the script's plan, or of its words without the layout."""
+        workers = self._options.workers
+        first = self._run(self._options.plan, workers, probes=True)
+        if first.model is not None:
+            return first
+        plan = Plan.parse(first.plan)
+        return self._run(str(without_layout(plan)) or f"data={workers}", workers, probes=True)
+
+    def _try(self, prospects: dict[str, Prospect]) -> None:
+        """Tries the fastest plans that fit, and those that are about as fast as the best of them once more."""
+        for _ in range(self._question.tries + MOST):
+            fitting = [key for key, one in prospects.items() if one.fits and not one.is_refused]
+            best = sorted(fitting, key=lambda key: prospects[key].seconds)[: self._question.tries]
+            best += [key for key in ("one worker",) if key in prospects and prospects[key].fits]
+            untried = [key for key in best if prospects[key].trial is None]
+            if not untried or self._passed > self._question.limit:
+                break
+            self._try_one(prospects, untried[0])
+        tried = [key for key, one in prospects.items() if one.trial is not None and one.trial.seconds]
+        least = min(prospects[key].step_seconds for key in tried)
+        close = [key for key in tried if prospects[key].step_seconds <= CLOSE * least]
+        for key in close if len(close) > 1 else ():
+            if self._passed < self._question.limit:
+                self._try_one(prospects, key)
+
+    def _try_one(self, prospects: dict[str, Prospect], key: str) -> None:
+        one = prospects[key]
+        result = self._run(words_of(one.plan), one.workers)
+        alike = [key]
+        if result.refused:  # as are plans that place the parts of the model in the same way
+            alike = [other for other, two in prospects.items() if has_same_layout(one.plan, two.plan)]
+        for other in alike:
+            prospects[other] = prospects[other].with_trial(result)
+
+    def _drop_refused(self, prospects: dict[str, Prospect], refused: dict[str, str]) -> None:
+        for key, one in [*prospects.items()]:
+            if one.trial is not None and one.trial.refused:
+                refused[key] = one.trial.refused
+                del prospects[key]
+
+    def _run(self, text: str | None, workers: int, probes: bool = False) -> TrialResult:
+        """Runs a trial of a plan, or of the script's plan. LaunchError: the script ends too early."""
+        question, self._runs = self._question, self._runs + 1
+        what = f"the plan {text!r}" if text else "the script's plan"
+        say(f"{plural(question.steps, 'step')} with {what} on {plural(workers, 'worker')} ...")
+        given = self._options
+        options = LaunchOptions(
+            given.script,
+            given.arguments,
+            workers,
+            given.module,
+            plan=text,
+            shares=given.shares,
+            cold_start=given.cold_start,
+            kept=given.kept,
+            max_restarts=0,
+        )
+        request: dict[str, Any] = {"trial": [question.steps, probes, question.seconds]}
+        code, answer = rehearse(self._folder / str(self._runs), options, request)
+        if answer and answer["refused"]:
+            return TrialResult(text or "", workers, refused=answer["refused"])
+        if code or not answer:
+            why = f"exit code {code}" if code else "it ended before the last step of the trial"
+            problem = f"{in_one_line(self._options.script)} could not be tried with {what}: {why}"
+            if probes:
+                raise LaunchError(problem, "see the output above, or use fewer --steps")
+            return TrialResult(text or "", workers, refused=why)
+        return converted(TrialResult, answer)
+
+
+def plan(options: LaunchOptions, question: Question, form: str = "text") -> str:
+    """Answers the question: as a text, as "json", or as "describe", the descriptions that predictions are made from."""
+    with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, Kept() as kept:
+        answer = Planning(replace(options, kept=kept), question, Path(folder)).answer()
+    if form == "describe":
+        return json.dumps({"model": as_json(answer.model), "machine": as_json(answer.machine)}, indent=2)
+    if form == "json":
+        return json.dumps(answer.as_data(), indent=2)
+    return f"{_command(options, answer)}\n\n{answer.text(SHOWN)}"
+
+
+def _command(options: LaunchOptions, answer: Answer) -> str:
+    """Returns the command that trains with the best plan."""
+    best, program = answer.best, options.program
+    if best is None:
+        return "no plan fits: use more workers, on other hosts, or a smaller model"
+    if best.workers == 1 and options.workers > 1:
+        return f"{command_line(['python', *program])}   # one worker is faster than {options.workers}"
+    words = ["paceline", "run", "--workers", str(best.workers), "--plan", words_of(best.plan)]
+    return command_line([*words, *program])
+
+
+def local_workers() -> int:
+    """Returns how many workers this host has devices for: its GPUs, or its CPU cores."""
+    return gpus() or len(os.sched_getaffinity(0))
+
+
+def parse_allowed(text: str) -> frozenset[str]:
+    """Converts ``lossy,local`` to names of changes. Raises UsageError for an unknown one."""
+    names = frozenset(word for word in text.replace(",", " ").split())
+    if unknown := names - {*ALLOWED}:
+        raise UsageError(f"--allow does not know {min(unknown)!r}", f"use {', '.join(ALLOWED)}")
+    return names

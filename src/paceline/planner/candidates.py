@@ -1,0 +1,133 @@
+"""The plans that may be used for a model on so many workers: those that `Plan.validate` and the model's shape allow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+from paceline.base.batching import Grid
+from paceline.base.mesh import AXES
+from paceline.errors import PlanError
+from paceline.plan import Plan
+from paceline.planner.descriptions import ModelDescription
+
+LAYOUT = {
+    *AXES,
+    "zero",
+    "offload",
+    "schedule",
+    "virtual",
+    "local",
+    "every",
+    "server",
+}  # words that say where parts of a model are
+VIRTUAL = 1, 2
+LOSSY = "codec=bf16", "codec=int8"
+EVERY = 20  # steps between two merges of local SGD
+
+
+def candidates(
+    workers: int, model: ModelDescription, script: Plan, kept: Plan, allowed: frozenset[str], free_micro: bool
+) -> tuple[list[Plan], dict[str, str]]:
+    """Returns the plans to choose from, and the refused ones with the reason.
+
+    All give the same result as one worker with the `script`'s plan, but for what is `allowed`: "lossy" codecs, "local"
+    SGD, another "precision". Words of the plan `kept` stay as they are. With `free_micro` the size of micro-batches
+    does not change the result, so it may be chosen.
+    """
+    base = _with(without_layout(script), {row.name: value for row, value, _ in kept.stated_words()})
+    stated = {row.name for row, _, _ in kept.stated_words()}
+    plans: dict[str, Plan] = {}
+    refused: dict[str, str] = {}
+    for layout in _layouts(workers, model, stated):
+        for words in _variants(base, model, workers, allowed, free_micro, stated):
+            changes = {name: value for name, value in {**layout, **words}.items() if name not in stated}
+            plan = _with(base, changes)
+            try:
+                plan = plan.validate(workers)
+            except PlanError as error:
+                refused.setdefault(str(plan), error.what)
+                continue
+            if reason := _misfit(plan, model, workers):
+                refused.setdefault(str(plan), reason)
+            else:
+                plans.setdefault(str(plan), plan)
+    return [*plans.values()], {text: reason for text, reason in refused.items() if text not in plans}
+
+
+def _with(plan: Plan, words: Mapping[str, Any]) -> Plan:
+    return replace(plan, **words)
+
+
+def _layouts(workers: int, model: ModelDescription, stated: set[str]) -> Iterator[dict[str, int | None]]:
+    """Yields the values of the axes whose product divides the workers, and the words that refine them."""
+    axes = [axis for axis in AXES if axis not in ("data", "expert") and axis not in stated]
+    divisors = [number for number in range(1, workers + 1) if workers % number == 0]
+    for sizes in product(divisors, repeat=len(axes)):
+        if workers % math.prod(sizes):
+            continue
+        layout: dict[str, int | None] = {
+            axis: size if size > 1 else None for axis, size in zip(axes, sizes, strict=True)
+        }
+        zeros = (1, 2, 3) if layout.get("shard") and "zero" not in stated else (None,)
+        virtual = [v for v in VIRTUAL if layout.get("pipeline") and v * (layout["pipeline"] or 1) <= model.block_count]
+        for zero, stages in product(zeros, virtual or (None,)):
+            yield {**layout, "zero": zero, "virtual": stages if stages and stages > 1 else None}
+
+
+def _variants(
+    base: Plan, model: ModelDescription, workers: int, allowed: frozenset[str], free_micro: bool, stated: set[str]
+) -> Iterator[dict[str, object]]:
+    """Yields changes to the words that do not say where parts of the model are."""
+    micros: list[int | None] = [base.micro]
+    if free_micro and "micro" not in stated:
+        rows, usual = model.global_batch, Grid.of(model.global_batch, base.micro).micro
+        micros += sorted({size for size in (usual * 2, usual * 4, usual // 2) if 0 < size <= rows // workers})
+    recomputes = [base.recompute] if "recompute" in stated else [base.recompute, "blocks"]
+    precisions = [base.precision] if "precision" not in allowed else [base.precision, "bf16"]
+    for micro, recompute, precision in product(micros, dict.fromkeys(recomputes), dict.fromkeys(precisions)):
+        words: dict[str, object] = {"micro": micro, "recompute": recompute, "precision": precision}
+        yield words
+        if "lossy" in allowed:
+            yield from ({**words, "codec": word.partition("=")[2]} for word in LOSSY)
+        if "local" in allowed and workers > 1:
+            yield {**words, "local": workers, "every": EVERY}
+
+
+def _misfit(plan: Plan, model: ModelDescription, workers: int) -> str:
+    """Returns why a plan does not fit the shape of a model, or an empty text."""
+    mesh = plan.mesh(workers)
+    stages = mesh.pipeline * (plan.virtual or 1)
+    if stages > model.block_count:
+        return f"{stages} stages of {model.block_count} blocks"
+    if mesh.tensor > 1 and model.heads and model.heads % mesh.tensor:
+        return f"tensor={mesh.tensor} does not divide {model.heads} heads"
+    if mesh.context > 1 and model.tokens < 2:
+        return "rows have no sequence that context= could split"
+    micro = Grid.of(model.global_batch, plan.micro).micro
+    if -(-model.global_batch // micro) < mesh.units:
+        return f"{-(-model.global_batch // micro)} micro-batches for {mesh.units} replicas"
+    return ""
+
+
+def layout_of(plan: Plan) -> set[str]:
+    """Returns the names of the plan's words that say where parts of a model are."""
+    return LAYOUT & {row.name for row, _, _ in plan.stated_words()}
+
+
+def has_same_layout(one: Plan, other: Plan) -> bool:
+    """Whether two plans place the parts of a model alike."""
+    return all(getattr(one, name) == getattr(other, name) for name in LAYOUT)
+
+
+def without_layout(plan: Plan) -> Plan:
+    """Returns the words of a plan that do not say where parts of a model are."""
+    return _with(plan, dict.fromkeys(LAYOUT))
+
+
+def words_of(plan: Plan) -> str:
+    """Returns the words to give for a plan: without `data`, which follows from the number of workers."""
+    return str(replace(plan, data=None)) or str(plan)

@@ -1,0 +1,179 @@
+"""Ranks the plans for a model: predicts each, and says which of them fit, how long a step takes and what limits it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.base.console import in_one_line
+from paceline.base.text import duration, plural, size_of
+from paceline.plan import Plan
+from paceline.planner.candidates import words_of
+from paceline.planner.descriptions import MachineDescription, ModelDescription, TrialResult
+from paceline.planner.history import History
+from paceline.planner.memory import memory_of
+from paceline.planner.step_time import step_time
+
+MARGIN = 0.05  # part of a worker's memory that stays free
+
+
+@dataclass(frozen=True)
+class Prospect:
+    """A plan with what is predicted for a step of a worker, and what was measured if it was tried."""
+
+    plan: Plan
+    workers: int
+    seconds: float  # of a step, with corrections
+    uncorrected: float = 0.0  # seconds as they follow from descriptions alone
+    parts: Mapping[str, float] = field(default_factory=dict)  # of the seconds
+    memory: float = 0.0  # bytes of the process
+    room: float = 0.0  # bytes that it may take
+    sent: float = 0.0  # bytes
+    trial: TrialResult | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the process fits into the memory of a worker."""
+        return self.memory <= self.room * (1 - MARGIN)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a trial has shown that the plan cannot be used for this model."""
+        return self.trial is not None and bool(self.trial.refused)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step, as measured if it was tried."""
+        return self.trial.step_seconds if self.trial is not None and self.trial.seconds else self.seconds
+
+    @property
+    def limits(self) -> str:
+        """What a step's time is spent on, the largest parts first; or why the plan does not fit."""
+        if not self.fits:
+            return f"does not fit: {size_of(self.memory - self.room * (1 - MARGIN))} too much"
+        total = sum(self.parts.values()) or 1.0
+        shares = sorted(((seconds / total, name) for name, seconds in self.parts.items()), reverse=True)
+        return ", ".join(f"{name} {share:.0%}" for share, name in shares[:3] if share >= 0.02)
+
+    def with_trial(self, result: TrialResult) -> Prospect:
+        """Returns this prospect with a trial, or with the steps of one more."""
+        return replace(self, trial=result if self.trial is None else self.trial.beside(result))
+
+    def row(self) -> tuple[str, ...]:
+        """Returns this prospect's cells of the table."""
+        name = words_of(self.plan) if self.workers > 1 else "one worker"
+        tried = milliseconds(self.step_seconds) if self.trial is not None else ""
+        memory = f"{size_of(self.memory)} of {size_of(self.room)}"
+        return name, milliseconds(self.seconds), tried, memory, size_of(self.sent) if self.sent else "", self.limits
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns this prospect as JSON data: seconds and bytes."""
+        return {
+            "plan": words_of(self.plan),
+            "workers": self.workers,
+            "seconds": self.seconds,
+            "parts": dict(self.parts),
+            "memory": self.memory,
+            "fits": self.fits,
+            "sent": self.sent,
+            "tried": None if self.trial is None else self.trial.step_seconds,
+        }
+
+
+class Predictor:
+    """Predicts plans for a model on machines.
+
+    Predictions are corrected by the trial of a first plan (`base`), and by those of earlier plans (`history`).
+    """
+
+    def __init__(
+        self,
+        model: ModelDescription,
+        machine: MachineDescription,
+        base: TrialResult | None = None,
+        history: History | None = None,
+        room: float | None = None,
+    ) -> None:
+        self._model, self._machine, self._history = model, machine, history
+        self._room = room or machine.memory
+        self._correction, self._floor = 1.0, 0.0
+        if base is not None and base.seconds:
+            plan = Plan.parse(base.plan).validate(base.workers)
+            self._correction = base.step_seconds / step_time(plan, model, machine, base.workers).total
+            self._floor = max(base.peaks) - memory_of(plan, model, base.workers).total
+
+    def predict(self, plan: Plan, workers: int) -> Prospect:
+        """Predicts a step of this plan."""
+        taken = step_time(plan, self._model, self._machine, workers)
+        uncorrected = self._correction * taken.total
+        correction = 1.0 if self._history is None else self._history.correction(plan)
+        parts = {name: seconds * self._correction * correction for name, seconds in taken.parts.items()}
+        memory = self._floor + memory_of(plan, self._model, workers).total
+        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room, taken.sent)
+
+
+@dataclass
+class Answer:
+    """All plans with what is known of them, the best one first; the refused ones with the reason."""
+
+    model: ModelDescription
+    machine: MachineDescription
+    prospects: list[Prospect]
+    refused: dict[str, str]
+    took: float  # seconds of all trials
+    error: tuple[int, float] | None = None  # of the newest predictions: how many, and their median relative error
+
+    @property
+    def best(self) -> Prospect | None:
+        """The fastest plan that fits: of the tried ones, if any were tried."""
+        fitting = [one for one in self.prospects if one.fits]
+        tried = [one for one in fitting if one.trial is not None]
+        return min(tried or fitting, key=lambda one: one.step_seconds, default=None)
+
+    def text(self, shown: int) -> str:
+        """Returns the table of plans, and what became of the others."""
+        fitting = sum(one.fits for one in self.prospects)
+        others = len(self.prospects) - fitting
+        counts = [f"{plural(fitting, 'plan')} {'fits' if fitting == 1 else 'fit'}"]
+        counts += [f"{others} {'does' if others == 1 else 'do'} not"] if others else []
+        counts += [f"{len(self.refused)} cannot be used for this model"] if self.refused else []
+        lines = [self.table(shown), "", f"{', '.join(counts)}. Trials took {duration(self.took)}."]
+        if self.error is not None:
+            count, error = self.error
+            lines.append(f"The last {plural(count, 'prediction')} on this machine: median error {error:.0%}.")
+        reasons: dict[str, list[str]] = {}
+        for plan, reason in self.refused.items():
+            reasons.setdefault(reason, []).append(plan)
+        lines += [f"  {in_one_line(reason)}: {_listed(plans)}" for reason, plans in reasons.items()]
+        return "\n".join(lines)
+
+    def as_data(self) -> dict[str, Any]:
+        """Returns all plans as JSON data, the best one first."""
+        plans = [one.as_data() for one in self.prospects]
+        return {"best": None if self.best is None else self.best.as_data(), "plans": plans, "refused": self.refused}
+
+    def table(self, shown: int) -> str:
+        """Returns the plans as a table, with at most `shown` of those that were not tried."""
+        untried = [one for one in self.prospects if one.trial is None]
+        listed = [one for one in self.prospects if one.trial is not None or one in untried[:shown]]
+        rows = [("plan", "step", "tried", "memory", "sends", "what limits it"), *(one.row() for one in listed)]
+        widths = [max(len(row[column]) for row in rows) for column in range(5)] + [0]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if len(untried) > shown:
+            lines.append(f"and {plural(len(untried) - shown, 'other plan')}")
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def ranked(prospects: Iterable[Prospect]) -> list[Prospect]:
+    """Returns the plans that fit, the fastest first, and then the others, those that need least memory first."""
+    return sorted(prospects, key=lambda one: (not one.fits, one.step_seconds if one.fits else one.memory))
+
+
+def milliseconds(seconds: float) -> str:
+    """Returns a duration of a step as a text."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _listed(plans: Sequence[str]) -> str:
+    return ", ".join(map(repr, plans[:3])) + (f" and {len(plans) - 3} more" if len(plans) > 3 else "")

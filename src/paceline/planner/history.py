@@ -1,0 +1,82 @@
+"""The planner's memory: what was predicted and what was measured on this machine, one JSON object per line.
+
+Later predictions are corrected by it: plans of a kind (those with the same words of layout) that took longer than
+predicted in earlier trials are predicted to take longer.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from paceline.base.schema import read_file
+from paceline.plan import Plan
+from paceline.planner.candidates import layout_of
+from paceline.planner.descriptions import Amount, Count
+
+LAST = 200  # entries that are read, the newest ones
+ENOUGH = 3  # entries of a kind of plan from which a correction follows
+SHOWN = 12  # predictions whose error is shown
+
+
+class Prediction(msgspec.Struct, frozen=True):
+    """A prediction of a step's seconds, and what was measured."""
+
+    plan: str
+    workers: Count
+    uncorrected: Amount  # the prediction without this history
+    predicted: Amount
+    measured: Amount
+    model: str = ""
+    at: Amount = 0.0  # seconds since 1970
+
+
+class History:
+    """The predictions in a file. Lines that are damaged are left out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._entries: list[Prediction] = []
+        try:
+            lines = read_file(path).splitlines()[-LAST:]
+        except OSError:
+            return
+        for line in lines:
+            try:
+                self._entries.append(msgspec.json.decode(line, type=Prediction))
+            except (msgspec.MsgspecError, UnicodeDecodeError):
+                continue
+
+    def correction(self, plan: Plan) -> float:
+        """Returns by how much plans of this kind took longer than predicted: the median ratio, or 1 if too few are
+        known.
+        """
+        kind = _kind(plan)
+        alike = (one for one in self._entries if _kind(Plan.parse(one.plan)) == kind)
+        ratios = [one.measured / one.uncorrected for one in alike if one.uncorrected]
+        return median(ratios) if len(ratios) >= ENOUGH else 1.0
+
+    def add(self, entry: Prediction) -> None:
+        """Adds a prediction. Nothing is written if the file cannot be."""
+        self._entries.append(entry)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a") as file:
+                file.write(json.dumps(msgspec.to_builtins(entry)) + "\n")
+        except OSError:  # for example a home that is read-only
+            return
+
+    def error(self) -> tuple[int, float] | None:
+        """Returns the number of the newest predictions, and their median relative error; None without any."""
+        newest = [one for one in self._entries if one.measured][-SHOWN:]
+        errors = [abs(one.predicted / one.measured - 1) for one in newest]
+        return (len(errors), median(errors)) if errors else None
+
+
+def _kind(plan: Plan) -> tuple[str, ...]:
+    """Returns the names of the words of layout that a plan has more than one part of, and the kind of sharding."""
+    names = [name for name in layout_of(plan) if name != "data" and getattr(plan, name) != 1]
+    return (*sorted(names), f"zero={plan.zero}", f"recompute={plan.recompute}")

@@ -1,0 +1,91 @@
+"""A trial run: some steps of the user's script under one plan, which are measured and thrown away.
+
+`paceline plan` starts a run of the script for each plan that it tries, with a request for a trial. After the last step
+each worker ends, and worker 0 writes what was measured. Nothing of a trial is left in the run that follows it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from paceline.compute.merge_policy import TRIES
+from paceline.planner.descriptions import TrialResult, as_json
+from paceline.planner.probe import probe
+from paceline.session.validation import peak_memory
+from paceline.train.step import Step
+from paceline.train.step_context import StepContext
+
+WARM_UP = 2  # first steps, in which models are compared and buffers allocated
+
+
+class Trial:
+    """Measures the steps of one trainer until `steps` are measured, and asks for a probe then if `probes`.
+
+    A trial ends earlier when its steps have taken so many `seconds`, or with the script's first loop.
+    """
+
+    def __init__(self, context: StepContext, steps: int, probes: bool, seconds: float) -> None:
+        self._context, self._steps, self._probes, self._most = context, steps, probes, seconds
+        self._seconds: list[float] = []
+        self._parts: dict[str, float] = {}
+        self._sent_before: dict[str, float] = {}
+        self._ended = time.perf_counter()
+        self._made, self._passed = 0, 0.0
+        self._last: Step | None = None
+
+    def observe(self, step: Step) -> None:
+        """Adds a step that has been applied. Ends the script after the last one."""
+        now = time.perf_counter()
+        taken, self._ended = (now - self._ended) / step.steps, now
+        self._made += 1
+        self._seconds.append(taken)
+        for part, seconds in step.spent.items():
+            self._parts[part] = self._parts.get(part, 0.0) + seconds
+        # The same on all workers, which must end after the same step.
+        self._passed += max(step.agreed.seconds, default=0.0)
+        warm_up = self._warm_up(step)
+        is_late = self._passed > self._most and self._made > WARM_UP
+        self._last = step
+        if self._made >= warm_up + self._steps or is_late:
+            self.end()
+        if self._made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
+            self._sent_before, self._seconds, self._parts = self._sent(), [], {}
+
+    def end(self) -> None:
+        """Ends the script with what was measured so far."""
+        if self._last is not None and self._seconds:
+            self._context.run.check.answer(as_json(self._result(self._last)))
+
+    def _warm_up(self, step: Step) -> int:
+        """Returns the number of first steps that are not measured: in some, workers find out how many micro-batches
+        they should merge.
+        """
+        plan, context = self._context.plan, self._context
+        share = -(-step.batch.count // context.replica.mesh.units)
+        return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + TRIES * (1 + math.ceil(math.log2(share)))
+
+    def _sent(self) -> dict[str, float]:
+        return self._context.reporter.traffic.of(self._context.trainer)
+
+    def _result(self, step: Step) -> TrialResult:
+        """Returns what was measured. Collective."""
+        context, count = self._context, len(self._seconds)
+        group = context.run.team.group
+        sent = {kind: round((size - self._sent_before.get(kind, 0)) / count) for kind, size in self._sent().items()}
+        group.declare("the memory of a trial", kind="figures")
+        peaks = group.gather_json(peak_memory(context.job.device))
+        has_full_model = context.replica.mesh.replica == 1 and not (context.plan.local or context.plan.server)
+        model, machine = probe(context, step) if self._probes and has_full_model else (None, None)
+        return TrialResult(
+            str(context.plan),
+            group.size,
+            step.batch.rows,
+            tuple(self._seconds),
+            {part: seconds / count for part, seconds in self._parts.items()},
+            {kind: size for kind, size in sent.items() if size > 0},
+            tuple(peaks),
+            context.merging.may_merge,
+            model,
+            machine,
+        )

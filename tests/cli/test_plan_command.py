@@ -1,0 +1,141 @@
+"""`paceline plan`, and `--plan auto`: the plans that are tried, what is printed, and what is left of trials."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from launching import SCRIPTS, paceline
+from safetensors.torch import load_file
+
+from paceline.base.journal import read_journal
+
+TRAIN = """
+import sys
+from basics import *
+
+model = lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
+trainer = make(model=model, plan=sys.argv[1] if sys.argv[1:] else None)
+for report in trainer.steps(data, count=12):
+    pass
+trainer.export("out.safetensors")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    return tmp_path
+
+
+def run(*words: str, folder: Path, code: int = 0):
+    return paceline(*words, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS), XDG_CACHE_HOME=str(folder / "cache"))
+
+
+def test_plans_are_predicted_and_the_best_are_tried(folder):
+    """The answer's first line is a command that trains; nothing of the trials is left."""
+    done = run("plan", "train.py", "--workers", "2", "--try", "1", "--steps", "2", folder=folder)
+    command, empty, head, *rows = done.stdout.splitlines()
+    assert empty == ""
+    assert re.split("  +", head) == ["plan", "step", "tried", "memory", "sends", "what limits it"]
+    assert any(re.match(r"data=2 .* ms .* ms .* of .*B .*computing \d+%", row) for row in rows)
+    assert not (folder / "runs").exists()
+    assert not (folder / "out.safetensors").exists()
+    words = shlex.split(command, comments=True)
+    assert words[-1] == "train.py"
+    if words[0] == "paceline":
+        run(*words[1:], folder=folder)
+        assert (folder / "out.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_all_plans_as_data(folder):
+    """JSON names each plan once, and those that a trial showed to be impossible with the reason."""
+    words = ("plan", "train.py", "--workers", "2", "--try", "20", "--steps", "1", "--json", "--keep", "micro=4")
+    answer = json.loads(run(*words, folder=folder).stdout)
+    names = [one["plan"] for one in answer["plans"] if one["workers"] == 2]
+    assert len(names) == len({*names})
+    assert {"micro=4", "shard=2 zero=1 micro=4", "shard=2 zero=3 micro=4"} <= {*names}
+    assert all("micro=4" in name.split() for name in names)
+    assert all(one["tried"] > 0 for one in answer["plans"])
+    history = (folder / "cache" / "paceline" / "predictions.jsonl").read_text().splitlines()
+    assert len(history) == len(names) - 1  # but for the plan from whose steps the others are predicted
+    assert answer["refused"]["data=1 context=2 micro=4"] == "rows have no sequence that context= could split"
+    assert answer["best"] == min((one for one in answer["plans"] if one["fits"]), key=lambda one: one["tried"])
+
+
+@pytest.mark.slow
+def test_descriptions_can_be_printed(folder):
+    done = run("plan", "train.py", "--workers", "2", "--try", "0", "--describe", folder=folder)
+    described = json.loads(done.stdout)
+    assert sum(block["parameters"] for block in described["model"]["blocks"]) == 10 * 16 + 16 + 16 * 4 + 4
+    assert described["machine"]["measured"]
+    assert described["machine"]["links"][0]["bandwidth"] > 0
+
+
+@pytest.mark.slow
+def test_a_plan_beyond_the_memory_does_not_fit(folder):
+    done = run("plan", "train.py", "--workers", "2", "--try", "0", "--memory", "20MB", folder=folder)
+    assert done.stdout.startswith("no plan fits: use more workers, on other hosts, or a smaller model\n")
+    assert re.search(r"data=2 .* does not fit: \d+ MB too much", done.stdout)
+
+
+@pytest.mark.slow
+def test_auto_trains_as_the_plan_that_it_chose(folder):
+    """The weights are those of the plan without trials; a resumed run keeps it; the report says why."""
+    run("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a", "--steps", "6", "train.py", folder=folder)
+    (decision,) = [e for e in read_journal(folder / "a") if e["event"] == "decision" and "plan" in e]
+    assert decision["workers"] == 2
+    assert "exact" in decision["plan"]
+    assert re.match(r"a step of .* was measured, beside .*; trials took ", decision["why"])
+    again = run("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a", "train.py", folder=folder)
+    assert f"auto: the plan stays '{decision['plan']}': the run began with it" in again.stderr
+    chosen = load_file(folder / "out.safetensors")
+    run("run", "--workers", "2", "--plan", decision["plan"], "train.py", folder=folder)
+    direct = load_file(folder / "out.safetensors")
+    assert all((chosen[name] == direct[name]).all() for name in direct)
+    assert decision["why"] in run("explain", "a", folder=folder).stdout
+
+
+@pytest.mark.slow
+def test_auto_with_one_worker_needs_no_trial(folder):
+    done = run("run", "--workers", "1", "--plan", "auto micro=4", "train.py", folder=folder)
+    assert "auto:" not in done.stderr
+    assert "plan: data=1 micro=4" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("plan", "train.py", "--allow", "lossy,fast"),
+            "paceline: --allow does not know 'fast'; use lossy, local, precision",
+        ),
+        (
+            ("plan", "train.py", "--memory", "much"),
+            "paceline: 'much' is not a size in bytes; write a number and a unit, for example 500MB or 5GB",
+        ),
+        (
+            ("run", "--plan", "auto", "--workers", "2", "--nodes", "auto", "train.py"),
+            "paceline: auto tries plans before the run starts, and cannot do so with workers on several hosts; run "
+            "`paceline plan` on one host, and give the plan that it prints",
+        ),
+    ],
+)
+def test_wrong_requests(words, message, folder):
+    assert run(*words, folder=folder, code=2).stderr.splitlines()[-1] == message
+
+
+def test_auto_in_a_script_is_refused(folder):
+    done = run("run", "--workers", "2", "train.py", "auto", folder=folder, code=2)
+    what = "auto chooses a plan before the workers start, and these have started without one"
+    assert f"{what}; start the script with `paceline run --plan auto`" in done.stderr
+
+
+def test_a_script_that_fails_in_its_trial(folder):
+    (folder / "train.py").write_text("raise SystemExit(3)")
+    done = run("plan", "train.py", "--workers", "2", folder=folder, code=2)
+    assert "train.py could not be tried with the script's plan: exit code 3; see the output above" in done.stderr

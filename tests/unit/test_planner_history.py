@@ -1,0 +1,48 @@
+"""The planner's history: corrections by kind of plan, errors, and files that are damaged or cannot be written."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.plan import Plan
+from paceline.planner.history import History, Prediction
+
+ZERO3, DATA = Plan.parse("shard=2 zero=3"), Plan.parse("data=2")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "cache" / "predictions.jsonl"
+
+
+def test_plans_of_a_kind_are_corrected_by_the_median_of_three(path):
+    history = History(path)
+    for measured in (2.0, 3.0):
+        history.add(Prediction("data=1 shard=2 zero=3", 2, 1.0, 1.0, measured))
+    assert history.correction(ZERO3) == 1.0
+    history.add(Prediction("data=2 shard=2 zero=3", 4, 1.0, 1.0, 8.0))
+    assert history.correction(ZERO3) == 3.0
+    assert history.correction(DATA) == 1.0
+    assert History(path).correction(ZERO3) == 3.0
+
+
+def test_the_error_is_that_of_the_corrected_predictions(path):
+    history = History(path)
+    assert history.error() is None
+    for predicted in (1.1, 0.8, 1.0):
+        history.add(Prediction("data=2", 2, 5.0, predicted, 1.0))
+    assert history.error() == (3, pytest.approx(0.1))
+
+
+def test_damaged_lines_are_left_out(path):
+    history = History(path)
+    history.add(Prediction("data=2", 2, 1.0, 1.0, 2.0))
+    path.write_bytes(b'\xff{"plan": 3}\nnothing\n' + path.read_bytes() + b'{"plan": "da')
+    assert History(path).error() == (1, pytest.approx(0.5))
+
+
+def test_a_folder_that_cannot_be_written_loses_nothing_else(tmp_path):
+    (tmp_path / "file").write_text("")
+    history = History(tmp_path / "file" / "predictions.jsonl")
+    history.add(Prediction("data=2", 2, 1.0, 1.0, 2.0))
+    assert history.error() == (1, pytest.approx(0.5))
