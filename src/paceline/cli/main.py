@@ -159,13 +159,18 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
     return explanation.text()
 
 
-def _plan(
-    tries: int, steps: int, memory: str | None, kept: str, allowed: str, form: str, workers: int | None, **options: Any
-) -> str:
+def _plan(workers: int | None, form: str, **options: Any) -> str:
     from paceline.launch.plan import Question, local_workers, parse_allowed, plan
 
-    room = None if memory is None else parse_size(memory)
-    question = Question(tries, steps, room, Plan.parse(kept), parse_allowed(allowed))
+    memory, kept, allowed = (options.pop(name) for name in ("memory", "kept", "allowed"))
+    question = Question(
+        options.pop("tries"),
+        options.pop("steps"),
+        None if memory is None else parse_size(memory),
+        Plan.parse(kept),
+        parse_allowed(allowed),
+        machines=options.pop("machines"),
+    )
     return plan(_launched(workers=workers or local_workers(), plan=kept or None, **options), question, form)
 
 

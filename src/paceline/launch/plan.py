@@ -22,11 +22,12 @@ from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
 from paceline.planner.candidates import candidates, has_same_layout, layout_of, without_layout, words_of
 from paceline.planner.choose import Answer, Predictor, Prospect, ranked
-from paceline.planner.descriptions import TrialResult, as_json, converted
+from paceline.planner.descriptions import MachineDescription, TrialResult, as_json, converted
 from paceline.planner.history import History, Prediction
 
 ALLOWED = "lossy", "local", "precision"
 MOST = 12  # further trials, if plans turn out to be refused
+ALONE = "one worker"  # the name of the plan for one worker
 SHOWN = 8  # plans in the table that were not tried
 CLOSE = 1.25  # plans that take at most so many times as long as the fastest are tried a second time
 
@@ -41,6 +42,7 @@ class Question:
     kept: Plan = field(default_factory=Plan)  # words that stay as they are
     allowed: frozenset[str] = frozenset()  # changes of the result, see `candidates`
     seconds: float = 15.0  # of steps, after which a trial ends with fewer of them
+    machines: str | None = None  # a description of other machines than these, see `MachineDescription.read`
     limit: float = math.inf  # seconds after which no further trial begins
     alone: bool = True  # whether one worker is tried, too
 
@@ -56,24 +58,29 @@ class Planning:
     def answer(self) -> Answer:
         """Probes the machines, predicts all plans and tries the best ones. LaunchError: the script does not train."""
         question, workers = self._question, self._options.workers
-        base = self._probe()
+        elsewhere = None if question.machines is None else MachineDescription.read(question.machines)
+        base = self._probe(workers if elsewhere is None else 1)
         assert base.model is not None
         assert base.machine is not None
-        predictor = Predictor(base.model, base.machine, base, self._history, question.memory)
+        model, machine = base.model, base.machine
+        if elsewhere is None:
+            predictor = Predictor(model, machine, base, self._history, question.memory)
+        else:
+            model, machine = model.without_seconds(), elsewhere
+            predictor = Predictor(model, machine, room=question.memory)
         script = Plan.parse(base.plan)
-        plans, refused = candidates(workers, base.model, script, question.kept, question.allowed, base.merges)
+        plans, refused = candidates(workers, model, script, question.kept, question.allowed, base.merges)
         prospects = {str(plan): predictor.predict(plan, workers) for plan in plans}
-        if base.plan in prospects:
-            prospects[base.plan] = prospects[base.plan].with_trial(base)
         if workers > 1 and question.alone and not layout_of(question.kept):
-            alone = replace(script, data=None).validate(1)
-            prospects["one worker"] = predictor.predict(alone, 1)
-        if question.tries:
-            self._try(prospects)
-        self._drop_refused(prospects, refused)
-        self._remember(prospects, base)
-        error = self._history.error()
-        return Answer(base.model, base.machine, ranked(prospects.values()), refused, self._passed, error)
+            prospects[ALONE] = predictor.predict(replace(script, data=None).validate(1), 1)
+        if elsewhere is None:
+            if base.plan in prospects:
+                prospects[base.plan] = prospects[base.plan].with_trial(base)
+            if question.tries:
+                self._try(prospects)
+            self._drop_refused(prospects, refused)
+            self._remember(prospects, base)
+        return Answer(model, machine, ranked(prospects.values()), refused, self._passed, self._history.error())
 
     def _remember(self, prospects: Mapping[str, Prospect], base: TrialResult) -> None:
         """Adds the predictions of the tried plans to the history, but for the plan from which they were made."""
@@ -87,9 +94,8 @@ class Planning:
     def _passed(self) -> float:
         return time.monotonic() - self._began
 
-    def _probe(self) -> TrialResult:
+    def _probe(self, workers: int) -> TrialResult:
         """Returns a trial with a probe of the machines: of the script's plan, or of its words without the layout."""
-        workers = self._options.workers
         first = self._run(self._options.plan, workers, probes=True)
         if first.model is not None:
             return first
@@ -101,7 +107,7 @@ class Planning:
         for _ in range(self._question.tries + MOST):
             fitting = [key for key, one in prospects.items() if one.fits and not one.is_refused]
             best = sorted(fitting, key=lambda key: prospects[key].seconds)[: self._question.tries]
-            best += [key for key in ("one worker",) if key in prospects and prospects[key].fits]
+            best += [key for key in (ALONE,) if key in prospects and prospects[key].fits]
             untried = [key for key in best if prospects[key].trial is None]
             if not untried or self._passed > self._question.limit:
                 break

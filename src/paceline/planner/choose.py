@@ -12,7 +12,7 @@ from paceline.plan import Plan
 from paceline.planner.candidates import words_of
 from paceline.planner.descriptions import MachineDescription, ModelDescription, TrialResult
 from paceline.planner.history import History
-from paceline.planner.memory import memory_of
+from paceline.planner.memory import worker_memory
 from paceline.planner.step_time import step_time
 
 MARGIN = 0.05  # part of a worker's memory that stays free
@@ -29,7 +29,6 @@ class Prospect:
     parts: Mapping[str, float] = field(default_factory=dict)  # of the seconds
     memory: float = 0.0  # bytes of the process
     room: float = 0.0  # bytes that it may take
-    sent: float = 0.0  # bytes
     trial: TrialResult | None = None
 
     @property
@@ -65,7 +64,8 @@ class Prospect:
         name = words_of(self.plan) if self.workers > 1 else "one worker"
         tried = milliseconds(self.step_seconds) if self.trial is not None else ""
         memory = f"{size_of(self.memory)} of {size_of(self.room)}"
-        return name, milliseconds(self.seconds), tried, memory, size_of(self.sent) if self.sent else "", self.limits
+        sent = size_of(sum(self.trial.sent.values())) if self.trial is not None and self.workers > 1 else ""
+        return name, milliseconds(self.seconds), tried, memory, sent, self.limits
 
     def as_data(self) -> dict[str, Any]:
         """Returns this prospect as JSON data: seconds and bytes."""
@@ -76,8 +76,9 @@ class Prospect:
             "parts": dict(self.parts),
             "memory": self.memory,
             "fits": self.fits,
-            "sent": self.sent,
             "tried": None if self.trial is None else self.trial.step_seconds,
+            "sent": None if self.trial is None else self.trial.sent,
+            "peak": None if self.trial is None else max(self.trial.peaks),
         }
 
 
@@ -101,16 +102,16 @@ class Predictor:
         if base is not None and base.seconds:
             plan = Plan.parse(base.plan).validate(base.workers)
             self._correction = base.step_seconds / step_time(plan, model, machine, base.workers).total
-            self._floor = max(base.peaks) - memory_of(plan, model, base.workers).total
+            self._floor = max(base.peaks) - worker_memory(plan, model, machine, base.workers).total
 
     def predict(self, plan: Plan, workers: int) -> Prospect:
         """Predicts a step of this plan."""
         taken = step_time(plan, self._model, self._machine, workers)
         uncorrected = self._correction * taken.total
         correction = 1.0 if self._history is None else self._history.correction(plan)
-        parts = {name: seconds * self._correction * correction for name, seconds in taken.parts.items()}
-        memory = self._floor + memory_of(plan, self._model, workers).total
-        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room, taken.sent)
+        parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
+        memory = self._floor + worker_memory(plan, self._model, self._machine, workers).total
+        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room)
 
 
 @dataclass
@@ -139,7 +140,11 @@ class Answer:
         counts += [f"{others} {'does' if others == 1 else 'do'} not"] if others else []
         counts += [f"{len(self.refused)} cannot be used for this model"] if self.refused else []
         lines = [self.table(shown), "", f"{', '.join(counts)}. Trials took {duration(self.took)}."]
-        if self.error is not None:
+        if not self.machine.measured:
+            lines.append(
+                f"{self.machine.name} is described by its data sheet, not measured: expect errors of 10 to 40 %."
+            )
+        elif self.error is not None:
             count, error = self.error
             lines.append(f"The last {plural(count, 'prediction')} on this machine: median error {error:.0%}.")
         reasons: dict[str, list[str]] = {}

@@ -74,6 +74,11 @@ class ModelDescription(Description, frozen=True):
         """The number of elements of all parameters."""
         return sum(block.parameters * block.count for block in self.blocks)
 
+    def without_seconds(self) -> ModelDescription:
+        """Returns this description without what was measured on one kind of machine."""
+        blocks = tuple(msgspec.structs.replace(block, seconds={}) for block in self.blocks)
+        return msgspec.structs.replace(self, blocks=blocks)
+
     @property
     def block_count(self) -> int:
         """The number of blocks."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.base.environment import memory_free
 from paceline.base.memory import machine_memory
-from paceline.comm.communicator import Group
+from paceline.comm.communicator import Group, refusing_collectives
 from paceline.compute.blocks import blocks_of
 from paceline.compute.microbatches import Chunk, MicroBatch, join, tensors_of
 from paceline.compute.state_dict import kept_for_each
@@ -61,24 +61,45 @@ def _describe_model(context: StepContext, step: Step, group: Group) -> ModelDesc
     elements = [0] * len(names)
     for param in job.model.parameters():
         elements[homes[id(param)][0]] += param.numel()
-    rows = micro_batches[0].rows
+    sample, heads = micro_batches[0], _attribute(job.model, _HEADS)
+    flops = _forward_flops(context, sample) / max(1, sum(elements))
     blocks = []
     for number, name in enumerate(names):
-        of_block = figures[rows][number]
+        of_block = figures[sample.rows][number]
         seconds = {str(size): taken[number]["forward"] + taken[number]["backward"] for size, taken in figures.items()}
-        saved, passes = of_block["saved"] / rows, of_block["passes"] / rows
-        blocks.append(BlockDescription(name, elements[number], saved=saved, passes=passes, seconds=seconds))
+        passes = of_block["passes"] / sample.rows
+        block = BlockDescription(
+            name,
+            elements[number],
+            saved=of_block["saved"] / sample.rows,
+            passes=passes,
+            matmul=flops * elements[number],
+            tensor_sums=2 if heads else 1,  # of attention and of the layers behind it
+            exchanged=4 * passes if heads else 0.0,  # queries, keys, values and results
+            seconds=seconds,
+        )
+        blocks.append(block)
     sizes = [param.element_size() for param in job.model.parameters()]
     return ModelDescription(
         type(job.model).__name__,
         tuple(blocks),
         step.batch.rows,
-        tokens=_tokens(micro_batches[0]),
-        heads=_attribute(job.model, _HEADS),
+        tokens=_tokens(sample),
+        heads=heads,
         key_value_heads=_attribute(job.model, _KEY_VALUE_HEADS),
         element_size=sum(sizes) / max(1, len(sizes)),
         state=kept_for_each(job.optimizers),
+        merges=context.merging.may_merge,
     )
+
+
+def _forward_flops(context: StepContext, sample: MicroBatch) -> float:
+    """Returns the operations of a row's forward, a third of those of forward and backward; 0 if they are not known."""
+    skeleton = context.job.skeleton
+    if skeleton is None:
+        return 0.0
+    with context.streams.preserved(), refusing_collectives():
+        return skeleton.count(context.job.script_forward, sample.batch, sample.rows).per_row / 3
 
 
 def _chunk(micro_batches: list[MicroBatch]) -> Chunk:
@@ -115,7 +136,8 @@ def _attribute(model: nn.Module, names: tuple[str, ...]) -> int:
 
 
 def _describe_machine(device: torch.device, group: Group) -> MachineDescription:
-    matrix, long = torch.ones(WIDTH, WIDTH, device=device), torch.ones(COPIED, device=device)
+    options: Any = {"dtype": torch.float32, "device": device}
+    matrix, long = torch.ones(WIDTH, WIDTH, **options), torch.ones(COPIED, **options)
     target = torch.empty_like(long)
     product = _fastest(lambda: torch.mm(matrix, matrix), device, group)
     copy = _fastest(lambda: target.copy_(long), device, group)
