@@ -136,8 +136,8 @@ def _attribute(model: nn.Module, names: tuple[str, ...]) -> int:
 
 
 def _describe_machine(device: torch.device, group: Group) -> MachineDescription:
-    options: Any = {"dtype": torch.float32, "device": device}
-    matrix, long = torch.ones(WIDTH, WIDTH, **options), torch.ones(COPIED, **options)
+    matrix = torch.ones(WIDTH, WIDTH, dtype=torch.float32, device=device)
+    long = torch.ones(COPIED, dtype=torch.float32, device=device)
     target = torch.empty_like(long)
     product = _fastest(lambda: torch.mm(matrix, matrix), device, group)
     copy = _fastest(lambda: target.copy_(long), device, group)

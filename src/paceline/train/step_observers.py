@@ -40,7 +40,7 @@ def register_observers(context: StepContext) -> None:
         observe(context.shares.observe)
     if not is_alone:
         observe(context.weights.observe)
-    if context.job.skeleton is not None:
+    if context.job.skeleton is not None and not run.check.asks:
         observe(FlopsObserver(context))
     observe(lambda step: run.agreed(step.agreed))
 
