@@ -194,17 +194,14 @@ class Trainer(TrainerLogging):
         self.described: Description = {}
         arguments = {"global_batch": global_batch, "clip_norm": clip_norm, "seed": seed, "loss_over": loss_over}
         self._compare(describe_model(self.model, {**arguments, "plan": str(replace(self.plan, data=None))}), known)
-        with self._streams.preserved():  # blocks may be run to see what can be cut
+        with self._streams.preserved(), run.check.refusals():  # blocks may be run to see what can be cut
             elastic = run.team.transactions.elastic
-            try:
-                self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
-            except UsageError as error:
-                run.check.refuse(error)
-                raise
+            self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
         for what, why in job.decisions:
             reporter.decide(self._number, what, why)
             reporter.say(what)
-        optimizers = self._optimizers(optimizer, mesh)
+        with run.check.refusals():
+            optimizers = self._optimizers(optimizer, mesh)
         self._script_settings = FromScript.of(seed, optimizers, self.model)
         self._compare(describe_optimizers(optimizers, self._script_settings.options, job.local_params), known)
         schedulers = schedulers_of(schedule, optimizers, self.plan)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Never
 
@@ -41,6 +43,15 @@ class CheckRequest:
         write_together(double, Path(f"{self._out}.safetensors"), self._reporter.main, job.replica, group)
         dtype = str(next(iter(params.values())).dtype).removeprefix("torch.")
         self.answer({"dtype": dtype, "mixes": mixes, "steps": step})
+
+    @contextmanager
+    def refusals(self) -> Iterator[None]:
+        """Answers a request for a trial with a UsageError of the code in it: why the plan cannot be used."""
+        try:
+            yield
+        except UsageError as error:
+            self.refuse(error)
+            raise
 
     def refuse(self, error: UsageError) -> None:
         """Answers a request for a trial with the reason why its plan cannot be used, and ends the script then."""
