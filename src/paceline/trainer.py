@@ -181,11 +181,10 @@ class Trainer(TrainerLogging):
         self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan.apart)
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
         judge = AnnotatedCallable(check_callable("loss", loss), "loss")
-        over = judge if loss_over else None
+        over, objective = (judge, cached_loss) if loss_over else (None, judge)
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
         kept |= {"precision": self.plan.precision, "over": over, "exact": self.plan.exact}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
-        objective = cached_loss if over else judge
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
