@@ -618,6 +618,12 @@ def _planning(add: Callable[..., Any]) -> None:
     option("--steps", least=1, default=8, metavar="S", help="steps to measure in each trial (default 8)")
     option("--memory", metavar="SIZE", help="memory that a worker may take (default: its part of the host's)")
     option(
+        "--on",
+        dest="machines",
+        metavar="FILE",
+        help="predict for other machines, by a description or a name, as h100; nothing is tried",
+    )
+    option(
         "--keep", dest="kept", default="", allow_empty=True, metavar="WORDS", help="plan words that stay as they are"
     )
     option(
