@@ -156,7 +156,10 @@ def test_exact_sums_give_the_bytes_of_one_worker(precision: str, plans: Any, tmp
     """Also where weights are rounded stochastically: draws belong to the elements of the full parameters."""
     one = exported(tmp_path / "one", BODY + TRAIN, 1, f"{precision} exact").read_bytes()
     for workers, words in plans:
-        assert exported(tmp_path / words, BODY + TRAIN, workers, f"{precision} exact {words}").read_bytes() == one
+        assert (
+            exported(tmp_path / f"plan {words}", BODY + TRAIN, workers, f"{precision} exact {words}").read_bytes()
+            == one
+        )
 
 
 CHAIN = ((1, ""), (2, "shard=2 zero=1"), (2, "shard=2"), (2, ""))
