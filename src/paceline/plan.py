@@ -161,7 +161,9 @@ class Plan:
         "linear|sqrt", "scale learning rates when a run resumes with a different global batch", built=True
     )
     precision: str | None = _word(
-        "bf16|fp16", "precision of forward and backward (default: the model's dtype)", built=True
+        "bf16|fp16|bf16:pure|bf16:pure,stochastic",
+        "precision of forward and backward (default: the model's dtype); bf16:pure: also of weights",
+        built=True,
     )
     recompute: str | None = _word(
         "blocks", "recompute activations in backward to save memory (activation checkpointing)", built=True
@@ -211,6 +213,11 @@ class Plan:
             known = ", ".join(_usage(row) for row in fields(Plan) if row.metadata["built"])
             raise PlanError(f"{' '.join(unbuilt)} {verb} not supported yet", f"use only {known}")
         return replace(resolved, data=data)
+
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether weights and gradients are in bfloat16 (`precision=bf16:pure`)."""
+        return (self.precision or "").startswith("bf16:pure")
 
     @cached_property
     def one_by_one(self) -> bool:
@@ -336,7 +343,11 @@ class Plan:
         for row, value, word in self.stated_words():
             if self.exact and row.name in ("codec", "staleness", "backup") and value:
                 raise PlanError(f"exact and {word} contradict each other", f"leave exact or {word} out")
-            if self.local and (word in ("exact", "precision=fp16") or row.name in ("codec", "lr_scaling")):
+            if self.local and (
+                word in ("exact", "precision=fp16")
+                or row.name in ("codec", "lr_scaling")
+                or (row.name == "precision" and self.bf16_weights)
+            ):
                 what = f"{word} and local={self.local} cannot be used together yet"
                 raise PlanError(what, f"leave {word} or local out")
             if self.server:
@@ -367,6 +378,9 @@ class Plan:
             raise PlanError(
                 what, f"add staleness=K, or leave {row.name} out: synchronous workers meet after each update"
             )
+        if row.name == "precision" and self.bf16_weights:
+            what = f"{word} and server={self.server} cannot be used together yet"
+            raise PlanError(what, "use precision=bf16, or leave server out")
         if word == "copies=1" and self.server == 1:
             raise PlanError("copies=1 needs a second server to hold the copies", "use server=2, or leave copies out")
         if word == "precision=fp16" and self.in_windows:
@@ -406,7 +420,8 @@ def describe() -> str:
 
 def _read(word: str) -> tuple[Field[Any], Any]:
     """The row of the table that `word` names, and its value."""
-    if "," in word and word.strip(","):
+    literals = {f"{row.name}={literal}" for row in fields(Plan) for literal in row.metadata["value"].split("|")}
+    if "," in word and word.strip(",") and word not in literals:
         words = " ".join(word.replace(",", " ").split())
         raise PlanError(f"plan word {word!r} contains a comma", f"separate words with spaces: {words}")
     if word.startswith("-") and word.strip("-"):

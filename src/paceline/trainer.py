@@ -178,7 +178,7 @@ class Trainer(TrainerLogging):
         self._streams = RngState(self._device)
         mesh = self._mesh = self._choose_plan(plan)
         model_seed = stream_seed(seed, 0, -1)
-        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan.apart)
+        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan)
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
         judge = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
@@ -962,7 +962,8 @@ class Trainer(TrainerLogging):
         self._run.resume.tree = {**self._run.resume.tree, "trainers": trainers}
         if "steps" not in saved:  # weights from elsewhere, to begin with; or nothing for this trainer
             if "model" in saved:
-                fits = adopted(self.model, saved["model"], self._number, self._run.resume.imported, self._job.cuts)
+                job, imported = self._job, self._run.resume.imported
+                fits = adopted(self.model, saved["model"], self._number, imported, job.cuts, job.bf16_weights)
                 self._replica.load({"model": fits})
             return
         missing = {"model", "phases", "stopped", "state"} - saved.keys()

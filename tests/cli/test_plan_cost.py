@@ -47,7 +47,9 @@ def mixtures():
 def next_word(logits, batch):
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
 sentences = TensorDataset(ids.tensors[0].repeat(3, 1))
-mlp, gpt = (layers, cross_entropy, data, None), (lambda: gpt2().double(), next_word, sentences, words)
+def in_dtype(model, batch):
+    return model(batch[0].to(next(model.parameters()).dtype))
+mlp, gpt = (layers, cross_entropy, data, in_dtype), (lambda: gpt2().double(), next_word, sentences, words)
 moe = mixtures, cross_entropy, data, None
 model, loss, rows, forward = {{model}}
 t = paceline.Trainer(model, loss, {{optimizer}}, global_batch=24, plan={{plan!r}}, forward=forward)
@@ -71,12 +73,21 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
         (2, "shard=2 zero=1", "mlp"),
         (4, "data=2 shard=2 zero=3", "mlp"),
         (2, "shard=2 zero=1", "mlp muon"),
+        (2, "shard=2 zero=1 precision=bf16:pure", "mlp"),
         *[
             pytest.param(workers, plan, model, marks=pytest.mark.slow)
             for workers, plan, model in (
                 (4, "data=2 shard=2 zero=3", "mlp muon"),
                 (4, "shard=4 zero=2", "mlp muon"),
                 (4, "pipeline=2 tensor=2", "mlp"),
+                (2, "precision=bf16:pure", "mlp"),
+                (2, "precision=bf16:pure,stochastic", "mlp"),
+                (2, "shard=2 zero=2 precision=bf16:pure", "mlp"),
+                (2, "shard=2 zero=3 precision=bf16:pure", "mlp muon"),
+                (2, "shard=2 zero=3 offload=cpu precision=bf16:pure", "mlp"),
+                (2, "shard=2 zero=3 precision=bf16:pure,stochastic", "mlp"),
+                (4, "data=2 tensor=2 precision=bf16:pure", "mlp"),
+                (2, "pipeline=2 precision=bf16:pure", "mlp"),
                 (2, "expert=2", "moe"),
                 (4, "data=2 expert=2", "moe"),
                 (4, "shard=2 zero=1 expert=2", "moe"),

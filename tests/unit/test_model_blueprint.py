@@ -13,6 +13,7 @@ from torch import nn
 
 from paceline.compute.rng import RngState
 from paceline.parallel.deferred_init import SMALL, build, strip
+from paceline.plan import Plan
 from paceline.session.validation import build_model
 
 
@@ -136,7 +137,7 @@ def test_model_with_gradient_hooks_is_built_in_full() -> None:
         return layer
 
     device = torch.device("cpu")
-    model, fields = build_model(hooked, device, RngState(device), 0, apart=True)
+    model, fields = build_model(hooked, device, RngState(device), 0, Plan.parse("pipeline=2"))
     assert fields.keys() == {"decisions", "skeleton"}
     assert fields["decisions"] == [("the complete model is built on each worker", "weight has a gradient hook")]
     assert model.weight._backward_hooks

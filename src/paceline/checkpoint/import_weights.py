@@ -159,10 +159,12 @@ def adopted(
     trainer: int,
     source: str,
     cuts: Mapping[str, ShardingSpec] = MappingProxyType({}),
+    bf16_weights: bool = False,
 ) -> dict[str, Any]:
     """Turns imported `weights` into the state that ``model.load_state_dict`` accepts with strict=True.
 
-    `cuts` has the full shapes of the parameters that the model holds as shards. Tied weights may be given once or
+    `cuts` has the full shapes of the parameters that the model holds as shards. With `bf16_weights` the plan has
+    converted the model, and weights of all floating-point dtypes are accepted. Tied weights may be given once or
     under each name. Raises CheckpointError if names, shapes or dtypes differ from the model's, and lists up to five of
     each kind.
     """
@@ -178,7 +180,8 @@ def adopted(
         untied += [f"{name} and {given[0]}" for name in given[1:] if not _equal(weights[name], weights[given[0]])]
     for name in sorted(completed.keys() & wanted.keys()):
         parameter, weight = wanted[name], completed[name]
-        if isinstance(parameter, torch.Tensor) and parameter.dtype != weight.dtype:
+        converted = bf16_weights and weight.is_floating_point()
+        if isinstance(parameter, torch.Tensor) and parameter.dtype != weight.dtype and not converted:
             dtypes.append(f"{name} ({weight.dtype} instead of {parameter.dtype})".replace("torch.", ""))
     kinds = _other_names_and_shapes(wanted, completed, cuts)
     kinds |= {"wrong dtype": dtypes, "tied in the model but not equal": untied}

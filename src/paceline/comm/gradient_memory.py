@@ -81,5 +81,8 @@ def counted_grads(params: Sequence[Parameter], counted: Sequence[Sequence[Block]
 
 
 def norms_of(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of each gradient, as one tensor; a zero if there are none."""
-    return torch.stack(torch._foreach_norm(gradients)) if gradients else torch.zeros(1, dtype=torch.float64)
+    """The norm of each gradient, as one tensor, of float32 for gradients of 16 bits; a zero if there are none."""
+    if not gradients:
+        return torch.zeros(1, dtype=torch.float64)
+    dtype = torch.float32 if all(grad.dtype in (torch.bfloat16, torch.float16) for grad in gradients) else None
+    return torch.stack(torch._foreach_norm(gradients, dtype=dtype))

@@ -79,6 +79,7 @@ class TrainingJob:
     local_params: dict[str, nn.Parameter] = field(default_factory=dict)
     cuts: dict[str, ShardingSpec] = field(default_factory=dict)
     local_cuts: dict[str, ShardingSpec] = field(default_factory=dict)
+    masters: Mapping[str, nn.Parameter] = field(default_factory=dict)  # float32 copies of this worker's bfloat16 rows
     whole_copies: bool = False  # whether `local_params` are full copies of sharded parameters
     owned_cuts: dict[str, ShardingSpec] = field(default_factory=dict)  # of parameters that one worker updates in full
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of full parameters, under all of their names
@@ -147,11 +148,16 @@ class TrainingJob:
         """The parameters with sparse gradients."""
         return [*self.named.values()][len(self.named) - self.sparse :]
 
+    @property
+    def bf16_weights(self) -> bool:
+        """Whether weights and gradients are in bfloat16, and optimizers hold float32 tensors."""
+        return (self.precision or "").startswith("bf16:pure")
+
     def autocast(self) -> AbstractContextManager[Any]:
         """The context of forward and loss: autocast where the plan says `precision`."""
         if self.precision is None:
             return nullcontext()
-        return torch.autocast(self.device.type, {"bf16": torch.bfloat16, "fp16": torch.float16}[self.precision])
+        return torch.autocast(self.device.type, torch.float16 if self.precision == "fp16" else torch.bfloat16)
 
 
 @dataclass

@@ -224,6 +224,16 @@ def model_state(job: TrainingJob) -> dict[str, Any]:
     return state
 
 
+def with_masters(model: nn.Module, named: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model's part of a `saved` state, with the master copies of its parameters in the place of bfloat16
+    weights.
+    """
+    masters, names = saved.get("masters") or {}, {id(param): name for name, param in named.items()}
+    tensors = model.state_dict(keep_vars=True)
+    aliases = {alias: masters[name] for alias, tensor in tensors.items() if (name := names.get(id(tensor))) in masters}
+    return {**saved["model"], **aliases}
+
+
 def frozen(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that are not trained, by each of their names."""
     return {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}

@@ -25,7 +25,9 @@ class Facts:
     # The parameters, by number, that are gathered together: those of each block, and the rest.
     blocks: Sequence[Sequence[int]] = ()
     rest: Sequence[int] = ()
-    state: float = 2.0  # bytes of optimizer state for each byte of parameters
+    state: float = 2.0  # bytes of optimizer state for each byte that optimizers hold
+    wider: int = 1  # bytes that optimizers hold for each byte of parameters: 2 where float32 updates bfloat16 weights
+    has_masters: bool = False  # whether these are kept between updates, as master copies
     inside: Mapping[str, int] = field(default_factory=dict)  # bytes sent in a micro-batch by axis, once one was run
     ends: Mapping[str, int] = field(default_factory=dict)  # bytes sent at the end of a step, by axis
     sparse: int = 0  # how many of the last parameters have sparse gradients, whose number of rows is unknown
@@ -37,6 +39,14 @@ class Facts:
         """Returns the bytes of these parameters, or of all, on the worker with the most rows of `places` shards."""
         selected, shards = range(len(self.shapes)) if numbers is None else numbers, RowShards(places)
         return sum(shards.width(self.shapes[number]) * self.element_sizes[number] for number in selected)
+
+    def optimizer_bytes(self, local_bytes: float) -> int:
+        """Returns the bytes of optimizer state for so many bytes of parameters."""
+        return int(self.state * self.wider * local_bytes)
+
+    def master_bytes(self, local_bytes: int) -> int:
+        """Returns the bytes of master copies of so many bytes of parameters."""
+        return self.wider * local_bytes if self.has_masters else 0
 
 
 @dataclass(frozen=True)
@@ -96,10 +106,10 @@ class Cost:
         """
         by_name = choose_owners({str(number): shape for number, shape in facts.owned.items()}, workers)
         owners = {int(name): owner for name, owner in by_name.items()}
-        rows = {number: facts.bytes(places, [number]) for number in facts.owned}
+        rows = {number: facts.wider * facts.bytes(places, [number]) for number in facts.owned}
         held, returned = [0] * workers, [0] * workers
         for number, shape in facts.owned.items():
-            owner, size = owners[number], math.prod(shape) * facts.element_sizes[number]
+            owner, size = owners[number], facts.wider * math.prod(shape) * facts.element_sizes[number]
             held[owner] += size
             returned[owner] += size - rows[number]
         sent = max(

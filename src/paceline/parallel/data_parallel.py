@@ -18,7 +18,8 @@ def cost(facts: Facts, replicas: int) -> Cost:
     all_bytes = facts.bytes()
     dense_bytes = facts.bytes(numbers=range(len(facts.shapes) - facts.sparse))
     sent = {"gradients": dense_bytes} if replicas > 1 else {}
-    return Cost(all_bytes + facts.other_bytes, dense_bytes, int(facts.state * all_bytes), sent)
+    held_bytes = all_bytes + facts.master_bytes(all_bytes) + facts.other_bytes
+    return Cost(held_bytes, dense_bytes, facts.optimizer_bytes(all_bytes), sent)
 
 
 def share(tensors: Iterable[torch.Tensor], group: Group) -> None:

@@ -19,9 +19,9 @@ def cost(facts: Facts, zero: int, places: int, replicas: int, forwards: int, off
     Each worker runs `forwards` micro-batches in a step. With `offload` the copies in the host's memory count as well.
     """
     all_bytes, shard_bytes = facts.bytes(), facts.bytes(places)
-    other_bytes = facts.other_bytes + (shard_bytes if offload else 0)
+    other_bytes = facts.other_bytes + (facts.master_bytes(shard_bytes) or (shard_bytes if offload else 0))
     outer_bytes = shard_bytes if replicas > 1 else 0
-    optimizer = int(facts.state * shard_bytes)
+    optimizer = facts.optimizer_bytes(shard_bytes)
     if zero == 1:
         traffic = {"gradients": shard_bytes + outer_bytes, "weights": shard_bytes}
         return Cost(all_bytes + other_bytes, all_bytes, optimizer, traffic)

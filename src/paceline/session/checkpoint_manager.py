@@ -55,7 +55,7 @@ _BEFORE = 4 * 3600.0  # seconds after which a loss is expected before there was 
 _LOOK = 0.01  # seconds between two looks at what is still being written
 _SHARE = 1 << 20  # bytes that are worth another writer
 _MOST = 32  # writers: more of them are more files, and fill no network or disk any better
-_OPTIMIZERS = re.compile(r"trainers\.\d+\.optimizers\.")
+_OPTIMIZERS = re.compile(r"trainers\.\d+\.(optimizers|masters)\.")
 
 
 @contextmanager

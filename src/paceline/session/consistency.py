@@ -125,7 +125,7 @@ class Weights:
                 state = optimizer.state.get(param, {})
                 tensors = ((key, state[key]) for key in sorted(state) if isinstance(state[key], torch.Tensor))
                 kept |= {f"{key} of {name}": local(tensor) for key, tensor in tensors}
-        return kept
+        return kept | {f"master copy of {name}": copy.detach() for name, copy in self.job.masters.items()}
 
     def digest_state(self) -> float:
         """Returns one number with the digests of the weights (upper bits) and of the optimizer state (lower bits)."""

@@ -218,21 +218,27 @@ def check_callable(name: str, given: Any) -> Any:
 
 
 def build_model(
-    model: nn.Module | Callable[[], nn.Module], device: torch.device, streams: RngState, seed: int, apart: bool
+    model: nn.Module | Callable[[], nn.Module],
+    device: torch.device,
+    streams: RngState,
+    seed: int,
+    plan: Plan,
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Returns the model on its `device` and further fields of its job. A function is called under a `seed`. With
-    `apart` a model that workers will shard is built without memory for its large tensors.
+    """Returns the model on its `device`, and further fields of its job. A function is called under a `seed`. A model
+    that workers will shard under the `plan` is built without memory for its large tensors. With `precision=bf16:pure`
+    its floating-point parameters and buffers become bfloat16.
     """
+    dtype = torch.bfloat16 if plan.bf16_weights else None
     job_fields: dict[str, Any] = {}
     if isinstance(model, nn.Module):
-        return checked(model).to(device), job_fields | {"skeleton": ModelSkeleton(model)}
+        return checked(model).to(device, dtype), job_fields | {"skeleton": ModelSkeleton(model)}
     with streams.preserved():
         streams.seed(seed)
-        if apart:
+        if plan.apart:
             from paceline.parallel.deferred_init import CANNOT, build  # takes a while to import
 
             try:
-                made, blueprint = build(model)
+                made, blueprint = build(lambda: _converted(_made(model), dtype))
                 hooked = (n for n, p in made.named_parameters() if p._backward_hooks or p._post_accumulate_grad_hooks)
                 why = next((f"{name} has a gradient hook" for name in hooked), "")
             except CANNOT as error:
@@ -242,7 +248,11 @@ def build_model(
             job_fields["decisions"] = [("the complete model is built on each worker", why)]
             streams.seed(seed)
         made = checked(_made(model))
-        return made.to(device), job_fields | {"skeleton": ModelSkeleton(made)}
+        return made.to(device, dtype), job_fields | {"skeleton": ModelSkeleton(made)}
+
+
+def _converted(model: Any, dtype: torch.dtype | None) -> Any:
+    return model.to(dtype) if dtype is not None and isinstance(model, nn.Module) else model
 
 
 def _made(model: Any) -> Any:

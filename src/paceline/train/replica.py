@@ -32,7 +32,7 @@ from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import MicroBatch
 from paceline.compute.optimizer_update import OptimizerUpdate
 from paceline.compute.sparse_grads import add_up, rows_of
-from paceline.compute.state_dict import held, load_model, model_state
+from paceline.compute.state_dict import held, load_model, model_state, with_masters
 from paceline.parallel.layout import Layout
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.runner import PipelineRunner
@@ -239,7 +239,8 @@ class Replica:
     def memory(self) -> dict[str, int]:
         """Returns the largest number of bytes of parameters (and buffers), gradients and optimizer state in a step."""
         model = self.job.model
-        weights = held([*model.parameters(), *model.buffers(), *self.updater.params]) + self.layout.gathered()
+        tensors = [*model.parameters(), *model.buffers(), *self.updater.params, *self.job.masters.values()]
+        weights = held(tensors) + self.layout.gathered()
         gradients = self.grad_sink.memory() + held(rows_of(self.job.in_rows))
         return {"parameters": weights, "gradients": gradients, "optimizer": self.updater.memory()}
 
@@ -252,7 +253,10 @@ class Replica:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Loads what `state` returned. Weights from elsewhere come without optimizers."""
-        load_model(self.job.model, state["model"], self.job.cuts, self.job.shard_index)
+        job = self.job
+        model = state["model"] if job.masters else with_masters(job.model, job.named, state)
+        load_model(job.model, model, job.cuts, job.shard_index)
+        self.updater.load_masters({**state["model"], **(state.get("masters") or {})})
         if "optimizers" in state:  # else weights from elsewhere, to begin with
             self.updater.load(state)
             self.error_feedback.load(state.get("owed") or {})
