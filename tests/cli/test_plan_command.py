@@ -90,7 +90,7 @@ def test_auto_trains_as_the_plan_that_it_chose(folder):
     (decision,) = [e for e in read_journal(folder / "a") if e["event"] == "decision" and "plan" in e]
     assert decision["workers"] == 2
     assert "exact" in decision["plan"]
-    assert re.match(r"a step of .* was measured, beside .*; trials took ", decision["why"])
+    assert re.match(r"a step of .* was measured; others took .*; trials took ", decision["why"])
     again = run("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a", "train.py", folder=folder)
     assert f"auto: the plan stays '{decision['plan']}': the run began with it" in again.stderr
     chosen = load_file(folder / "out.safetensors")

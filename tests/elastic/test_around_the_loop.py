@@ -79,7 +79,7 @@ def test_a_run_stops_with_a_checkpoint_when_its_time_is_over(tmp_path):
     [
         (
             lambda: trainer().early_stop("loss", patience=0),
-            "early_stop(patience=0) is no number of reports; use a whole number from 1",
+            "early_stop(patience=0) must be a number of reports; use a whole number from 1",
         ),
         (
             lambda: trainer().early_stop("loss", patience=2, mode="low"),
@@ -87,7 +87,7 @@ def test_a_run_stops_with_a_checkpoint_when_its_time_is_over(tmp_path):
         ),
         (
             lambda: trainer().keep_best("loss", k=0),
-            "keep_best(k=0) is no number of checkpoints; use a whole number from 1",
+            "keep_best(k=0) must be a number of checkpoints; use a whole number from 1",
         ),
         (
             lambda: library.load("runs/none", best=True, step=3),

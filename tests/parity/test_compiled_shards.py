@@ -75,5 +75,5 @@ t = make(model=lambda: nn.Sequential(Block(), Block(), nn.Linear(10, 2)).double(
 for _ in t.steps(data, count=2): pass
 """
     done = train_basics(tmp_path, body, 2, "--max-restarts", "0", "--plan", "tensor=2 compile", code=2)
-    what = "compile beside tensor=2 does not work with torch.utils.checkpoint, which 0 uses; leave compile out"
+    what = "compile with tensor=2 does not work with torch.utils.checkpoint, which 0 uses; leave compile out"
     assert f"UsageError: {what}" in " ".join(done.stderr.split())

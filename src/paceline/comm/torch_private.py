@@ -118,7 +118,7 @@ NAMES = [
     PrivateName("torch._C._dynamo.eval_frame._FrameAction", "the same"),
     PrivateName("torch._C._dynamo.eval_frame.set_code_exec_strategy", "the same"),
     PrivateName("torch._C._current_graph_task_id", "whether a backward is running"),
-    PrivateName("torch._ops.HigherOrderOperator", "refuse what compiled code beside tensor= and context= cannot have"),
+    PrivateName("torch._ops.HigherOrderOperator", "refuse what compiled code with tensor= and context= cannot have"),
     PrivateName("torch._dynamo.exc.TorchDynamoException", "explain why code cannot be compiled"),
     PrivateName("torch.compiler.disable()._torchdynamo_disable", "the same, for methods that torch.compile inlines"),
     # -- modules and schedulers ---------------------------------------------------------------------------------

@@ -72,11 +72,11 @@ def _choose(options: LaunchOptions, kept: Plan) -> ChosenPlan:
 
 
 def _reason(answer: Answer) -> str:
-    """Returns why the best plan was chosen: its seconds beside those of the others that were tried."""
+    """Returns why the best plan was chosen: its seconds and those of the others that were tried."""
     best = answer.best
     assert best is not None
     tried = [one for one in answer.prospects if one.trial is not None and one is not best]
     others = ", ".join(f"{milliseconds(one.step_seconds)} with {words_of(one.plan)!r}" for one in tried)
     how = "was measured" if best.trial is not None and not math.isinf(best.step_seconds) else "is predicted"
-    beside = f", beside {others}" if others else ""
-    return f"a step of {milliseconds(best.step_seconds)} {how}{beside}; trials took {duration(answer.took)}"
+    more = f"; others took {others}" if others else ""
+    return f"a step of {milliseconds(best.step_seconds)} {how}{more}; trials took {duration(answer.took)}"

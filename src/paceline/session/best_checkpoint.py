@@ -54,7 +54,7 @@ class BestCheckpoint(Followed):
         """Follows the value `name`; `mode` is max or min, and `count` checkpoints are kept. Raises UsageError."""
         check_followed("keep_best()", name, mode)
         if type(count) is not int or count < 1:
-            raise UsageError(f"keep_best(k={count!r}) is no number of checkpoints", "use a whole number from 1")
+            raise UsageError(f"keep_best(k={count!r}) must be a number of checkpoints", "use a whole number from 1")
         if self.name and (self.name, self.mode, self.count) != (name, mode, count):
             raise UsageError(f"keep_best() already follows {self.name!r}", "follow one value per trainer")
         self.name, self.mode, self.count = name, mode, count

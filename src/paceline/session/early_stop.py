@@ -27,7 +27,9 @@ class EarlyStop(Followed):
         """Follows the value `name`, see `Trainer.early_stop`. Raises UsageError."""
         check_followed(self.whose, name, mode)
         if type(patience) is not int or patience < 1:
-            raise UsageError(f"early_stop(patience={patience!r}) is no number of reports", "use a whole number from 1")
+            raise UsageError(
+                f"early_stop(patience={patience!r}) must be a number of reports", "use a whole number from 1"
+            )
         if self.name and (self.name, self.mode) != (name, mode):
             raise UsageError(f"early_stop() already follows {self.name!r}", "follow one value per trainer")
         self.name, self.mode, self.patience, self.least_gain = name, mode, patience, float(least_gain)

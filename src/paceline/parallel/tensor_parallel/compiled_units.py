@@ -113,7 +113,7 @@ class _SecondTrace(fx.Interpreter):
                 "tag_activation_checkpoint": "torch.utils.checkpoint",
                 "autograd_function_apply": "a torch.autograd.Function",
             }.get(str(target), str(target))
-            problem = f"compile beside {self._backend.words} does not work with {function}, which {{where}} uses"
+            problem = f"compile with {self._backend.words} does not work with {function}, which {{where}} uses"
             raise UsageError(problem.format(where=self._backend.where), _ADVICE)
         if target in (_OPERATORS.split_layer, _OPERATORS.split_layer.default):
             return self._backend.run_layer(*args)
@@ -178,7 +178,7 @@ class ShardedBackend:
 
         def call(*values: Any) -> Any:
             if any(isinstance(values[n], Tensor) and self.marks(values[n]) for n in taken):
-                problem = f"compile beside {self.words} does not work with {self.where}, which uses the weight of a "
+                problem = f"compile with {self.words} does not work with {self.where}, which uses the weight of a "
                 raise UsageError(f"{problem}split layer without calling the layer", _ADVICE)
             outputs = compiled(*values)
             for output, mark in zip(outputs, marks, strict=True):
@@ -294,7 +294,7 @@ class CompiledUnit:
         if isinstance(cause, UsageError):
             return cause
         reason = next((line.strip() for line in str(cause or error).splitlines() if line.strip()), "no reason is known")
-        return UsageError(f"compile beside {self._backend.words} does not work with {self.name} ({reason})", _ADVICE)
+        return UsageError(f"compile with {self._backend.words} does not work with {self.name} ({reason})", _ADVICE)
 
 
 def _is_plain(placement: ShardPlacement, mode: ShardedTensorMode) -> bool:
@@ -330,7 +330,7 @@ def compile_units(
         block.forward = unit(name, block.forward)
     if blocks:
         what = f"{len(blocks)} blocks are compiled separately: {summarize_blocks(blocks)}"
-        return what, f"code between blocks runs uncompiled beside {words}"
+        return what, f"code between blocks runs uncompiled with {words}"
     if layers is None or by_block:
         return "nothing is compiled", "the model has no blocks but layers"
     layers.replace_model_forward(partial(unit, type(model).__name__))
