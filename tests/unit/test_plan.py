@@ -50,6 +50,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "lr_scaling": st.sampled_from(["linear", "sqrt"]),
     "precision": st.sampled_from(["bf16", "fp16"]),
     "recompute": st.just("blocks"),
+    "tiles": NUMBERS,
     "compile": st.just(True),
     "exact": st.just(True),
     "auto": st.just(True),

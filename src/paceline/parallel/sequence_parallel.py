@@ -26,11 +26,13 @@ from paceline.comm.communicator import Group
 from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.blocks import blocks_of
+from paceline.compute.call_arguments import cross_entropy_arguments
 from paceline.compute.forward_backward import Loss
 from paceline.compute.job import TrainingJob
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import Chunk, MicroBatch, tensors_of
 from paceline.compute.rng import RngState
+from paceline.compute.tiled_logits import loss_weights, without_values
 from paceline.compute.verify import (
     allowed,
     differentiate,
@@ -42,7 +44,7 @@ from paceline.compute.verify import (
     weighing,
 )
 from paceline.errors import PacelineError, UsageError
-from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, cross_entropy_arguments, rule_of
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, rule_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     MADE,
@@ -406,7 +408,7 @@ class SequenceParallel:
         with without_a_trace(model, RngState(self.job.device)):
             with mode:
                 output = self._plain_forward(model, batch)
-            outputs = tensors_of(self._gather_output(output))
+            outputs = tensors_of(self._gather_output(without_values(output)))
             named = self.job.used_params
             if loss_function is None:
                 return _Result([x.detach() for x in outputs], None, gradients_of(outputs, named))
@@ -561,6 +563,15 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
     total = on.redistributor.sum(function(x, target, reduction="sum", **options))
     if reduction == "sum":
         return total
-    counts = target != ignored
-    weights = counts.to(total.dtype) if weight is None else weight[target.masked_fill(~counts, 0)] * counts
-    return total / on.redistributor.sum(weights.sum())
+    return total / on.redistributor.sum(loss_weights(target, ignored, weight, total.dtype))
+
+
+@_rule("tiled_linear")
+def _tiled_linear(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
+    """Makes tiled logits (`compute/tiled_logits.py`) of a sequence shard."""
+    hidden, weight, bias, tiles = given
+    part = placement_of(hidden)
+    if part is None or part.dim == hidden.dim() - 1:
+        return UNKNOWN
+    made = function(hidden, on.shared(weight), bias if bias is None else on.shared(bias), tiles)
+    return set_placement(made, part)
