@@ -2,8 +2,10 @@
 
 Each worker computes on a sequence shard: a contiguous range of the tokens. Attention needs the full sequence, so an
 all-to-all turns sequence shards of all heads into full sequences of some heads, and back (Jacobs et al., "DeepSpeed
-Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models", 2023). A
-`ShardedTensorMode` runs all other code: it narrows full tensors (positions, masks, labels) that are combined with a
+Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models", 2023). If the workers
+cannot divide the heads, they divide the queries (`token_attention.py`).
+
+A `ShardedTensorMode` runs all other code: it narrows full tensors (positions, masks, labels) that are combined with a
 sequence shard, and gathers the full sequence for functions that have no rule. The loss runs the same way: its sums over
 rows and tokens are summed over the workers.
 
@@ -59,6 +61,7 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     set_placement,
     tensors_in,
 )
+from paceline.parallel.token_attention import attend_by_tokens
 
 _ORIGIN = "_paceline_origin"
 _ATTENTION = "scaled_dot_product_attention"
@@ -506,15 +509,19 @@ _rule = partial(rule_of, _RULES)
 
 @_rule(_ATTENTION)
 def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Computes attention on full sequences of some of the heads, exchanged for sequence shards of all heads."""
+    """Computes attention on full sequences of some of the heads, exchanged for sequence shards of all heads; if the
+    heads cannot be divided, on some of the queries and all keys.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     asked: dict[str, Any] = {**dict(zip(names, given, strict=False)), **named}
     query, size = asked["query"], on.redistributor.size
     part = placement_of(query)
-    if part is None or part.dim != query.dim() - 2 or query.dim() < 3 or len(part.sections) > 1:
+    if part is None or part.dim != query.dim() - 2 or len(part.sections) > 1:
         return OP_RULES[_ATTENTION](on, function, given, named)
+    if query.dim() < 3:
+        return attend_by_tokens(on, function, asked)
     if Tensor.size(query, -3) % size:
-        return UNKNOWN
+        return attend_by_tokens(on, function, asked)
     for name in names[:3]:
         asked[name] = _by_heads(on, asked[name])
     if isinstance(asked.get("attn_mask"), Tensor):
