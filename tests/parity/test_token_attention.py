@@ -21,6 +21,7 @@ PLANS = {
     "data=2 context=4": 8,
     "shard=2 zero=3 context=4": 8,
     "context=3": 3,
+    "context=4 compile": 4,
     "tensor=2 context=2": 4,
     "pipeline=2 context=4": 8,
 }

@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 
 from paceline.comm.communicator import Group
+from paceline.parallel.tensor_parallel import redistribute
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     UNKNOWN,
@@ -93,6 +94,8 @@ def attend_by_tokens(on: ShardedTensorMode, function: Any, asked: dict[str, Any]
 
     `asked` are the arguments by name. The result is this worker's sequence shard.
     """
+    if redistribute.trace is not None:  # compiled graphs have no operator that moves chunks
+        return UNKNOWN
     query, key, value = asked["query"], asked["key"], asked["value"]
     part, moves = placement_of(query), on.redistributor
     is_divided = part is not None and part.dim == query.dim() - 2 and part.is_even and len(part.sections) == 1
