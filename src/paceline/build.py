@@ -11,6 +11,7 @@ from paceline.base.mesh import AXES, Mesh
 from paceline.comm.communicator import Group
 from paceline.comm.compression import Codec
 from paceline.compute.blocks import compiled, recompute, set_apart
+from paceline.compute.tiled_logits import LogitsTiling
 from paceline.local_sgd.round import LocalSgd, build_local_sgd, leave_islands
 from paceline.parallel.data_parallel import share
 from paceline.parallel.layout import Layout
@@ -118,6 +119,8 @@ def _divide_model(
 
         sequences = SequenceParallel(job, group.subgroup("context", mesh=mesh), pipeline is not None)
         job.decisions.append(sequences.decision)
+    if plan.tiles:
+        job.decisions.append(LogitsTiling(job, plan.tiles, pipeline is not None).decision)
     if plan.exact:
         set_apart(job.model)
     by_block = plan.together > 1 or pipeline is not None

@@ -50,7 +50,7 @@ GROUPS = {
     "Spread": ("data", "shard", "zero", "tensor", "pipeline", "schedule", "virtual", "context", "expert", "auto"),
     "Micro-batches": ("micro", "lr_scaling"),
     "Communication": ("codec",),
-    "Memory and arithmetic": ("precision", "recompute", "offload", "compile", "exact"),
+    "Memory and arithmetic": ("precision", "recompute", "tiles", "offload", "compile", "exact"),
     "Asynchronous": (
         *("local", "every", "outer", "fragments", "delay", "outer_codec", "quorum"),
         *("server", "staleness", "window", "backup", "damping", "delayed", "copies"),
@@ -168,6 +168,7 @@ class Plan:
     recompute: str | None = _word(
         "blocks", "recompute activations in backward to save memory (activation checkpointing)", built=True
     )
+    tiles: int | None = _word("N", "compute logits and their loss in N tiles of tokens to save memory", built=True)
     compile: bool = _word("", "run the model with torch.compile", built=True)
     exact: bool = _word("", "bit-identical results for any number of workers", built=True)
     auto: bool = _word("", "try several plans before the run starts, and use the fastest", built=True)
@@ -335,6 +336,11 @@ class Plan:
                 f"schedule=zbv and virtual={self.virtual} contradict each other: the stages of a worker come in pairs"
             )
             raise PlanError(what, "use virtual=2, or schedule=zb")
+        if self.tiles and (self.tensor or 1) > 1:
+            what = f"tiles={self.tiles} and tensor={self.tensor} both divide the logits"
+            raise PlanError(what, "leave tiles out: tensor= leaves each worker a part of the vocabulary")
+        if self.tiles and self.compile:
+            raise PlanError(f"compile and tiles={self.tiles} cannot be used together yet", "leave compile or tiles out")
         if (self.expert or 1) > 1:
             self._check_beside_experts()
         if self.schedule in ("zb", "zbv") and self.zero in (2, 3):

@@ -50,6 +50,7 @@ VALUES: dict[str, st.SearchStrategy[object]] = {
     "lr_scaling": st.sampled_from(["linear", "sqrt"]),
     "precision": st.sampled_from(["bf16", "fp16", "bf16:pure", "bf16:pure,stochastic"]),
     "recompute": st.just("blocks"),
+    "tiles": NUMBERS,
     "compile": st.just(True),
     "exact": st.just(True),
     "auto": st.just(True),

@@ -2,8 +2,10 @@
 
 Each worker computes on a sequence shard: a contiguous range of the tokens. Attention needs the full sequence, so an
 all-to-all turns sequence shards of all heads into full sequences of some heads, and back (Jacobs et al., "DeepSpeed
-Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models", 2023). A
-`ShardedTensorMode` runs all other code: it narrows full tensors (positions, masks, labels) that are combined with a
+Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models", 2023). If the workers
+cannot divide the heads, they divide the queries (`token_attention.py`).
+
+A `ShardedTensorMode` runs all other code: it narrows full tensors (positions, masks, labels) that are combined with a
 sequence shard, and gathers the full sequence for functions that have no rule. The loss runs the same way: its sums over
 rows and tokens are summed over the workers.
 
@@ -26,11 +28,13 @@ from paceline.comm.communicator import Group
 from paceline.comm.torch_private import pytree
 from paceline.compute.batchnorm import without_a_trace
 from paceline.compute.blocks import blocks_of
+from paceline.compute.call_arguments import cross_entropy_arguments
 from paceline.compute.forward_backward import Loss
 from paceline.compute.job import TrainingJob
 from paceline.compute.microbatch_merging import USERS_OWN
 from paceline.compute.microbatches import Chunk, MicroBatch, tensors_of
 from paceline.compute.rng import RngState
+from paceline.compute.tiled_logits import loss_weights, without_values
 from paceline.compute.verify import (
     allowed,
     differentiate,
@@ -42,7 +46,7 @@ from paceline.compute.verify import (
     weighing,
 )
 from paceline.errors import PacelineError, UsageError
-from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, cross_entropy_arguments, rule_of
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES, SUM_RULES, rule_of
 from paceline.parallel.tensor_parallel.redistribute import Redistributor, ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     MADE,
@@ -57,6 +61,7 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     set_placement,
     tensors_in,
 )
+from paceline.parallel.token_attention import attend_by_tokens
 
 _ORIGIN = "_paceline_origin"
 _ATTENTION = "scaled_dot_product_attention"
@@ -406,7 +411,7 @@ class SequenceParallel:
         with without_a_trace(model, RngState(self.job.device)):
             with mode:
                 output = self._plain_forward(model, batch)
-            outputs = tensors_of(self._gather_output(output))
+            outputs = tensors_of(self._gather_output(without_values(output)))
             named = self.job.used_params
             if loss_function is None:
                 return _Result([x.detach() for x in outputs], None, gradients_of(outputs, named))
@@ -504,15 +509,19 @@ _rule = partial(rule_of, _RULES)
 
 @_rule(_ATTENTION)
 def _attend(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
-    """Computes attention on full sequences of some of the heads, exchanged for sequence shards of all heads."""
+    """Computes attention on full sequences of some of the heads, exchanged for sequence shards of all heads; if the
+    heads cannot be divided, on some of the queries and all keys.
+    """
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     asked: dict[str, Any] = {**dict(zip(names, given, strict=False)), **named}
     query, size = asked["query"], on.redistributor.size
     part = placement_of(query)
-    if part is None or part.dim != query.dim() - 2 or query.dim() < 3 or len(part.sections) > 1:
+    if part is None or part.dim != query.dim() - 2 or len(part.sections) > 1:
         return OP_RULES[_ATTENTION](on, function, given, named)
+    if query.dim() < 3:
+        return attend_by_tokens(on, function, asked)
     if Tensor.size(query, -3) % size:
-        return UNKNOWN
+        return attend_by_tokens(on, function, asked)
     for name in names[:3]:
         asked[name] = _by_heads(on, asked[name])
     if isinstance(asked.get("attn_mask"), Tensor):
@@ -561,6 +570,15 @@ def _cross_entropy(on: ShardedTensorMode, function: Any, given: Any, named: Any)
     total = on.redistributor.sum(function(x, target, reduction="sum", **options))
     if reduction == "sum":
         return total
-    counts = target != ignored
-    weights = counts.to(total.dtype) if weight is None else weight[target.masked_fill(~counts, 0)] * counts
-    return total / on.redistributor.sum(weights.sum())
+    return total / on.redistributor.sum(loss_weights(target, ignored, weight, total.dtype))
+
+
+@_rule("tiled_linear")
+def _tiled_linear(on: ShardedTensorMode, function: Any, given: Any, named: Any) -> Any:
+    """Makes tiled logits (`compute/tiled_logits.py`) of a sequence shard."""
+    hidden, weight, bias, tiles = given
+    part = placement_of(hidden)
+    if part is None or part.dim == hidden.dim() - 1:
+        return UNKNOWN
+    made = function(hidden, on.shared(weight), bias if bias is None else on.shared(bias), tiles)
+    return set_placement(made, part)

@@ -771,7 +771,7 @@ class TensorCut:
                 f'in tensor=, set to "{REPLICATED}" the layers that run inside checkpoint() (the plan word '
                 "recompute=blocks recomputes blocks without checkpoint())"
             )
-            what = "compile compiles it with tensor=" if is_compiled else "tensor= splits its layers"
+            what = "compile is used with tensor=" if is_compiled else "tensor= splits its layers"
             advice = "leave compile out" if is_compiled else advice
             failure = UsageError(f"{self._name} fails when {what} ({error})", advice)
             failure.__cause__ = error

@@ -6,7 +6,7 @@ A rule returns UNKNOWN for a case that it does not cover; then `ShardedTensorMod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from string import ascii_lowercase
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.comm.torch_private import pytree
+from paceline.compute.call_arguments import bind_arguments, gather_arguments
 from paceline.errors import UsageError
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
@@ -295,21 +296,6 @@ def _along(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> An
     return output
 
 
-def gather_arguments(function: Any, args: Any, kwargs: Any) -> tuple[Tensor, Any, Any]:
-    """Returns the tensor, the dimension and the index of a call of gather or take_along_dim."""
-    if function.__name__ == "gather":
-        x, dim, index = bind_arguments(args, kwargs, "input", "dim", "index")
-    else:
-        x, index, dim = bind_arguments(args, kwargs, "input", "indices", "dim")
-    return x, dim, index
-
-
-def cross_entropy_arguments(args: Any, kwargs: Any) -> dict[str, Any]:
-    """Returns the arguments of a call of cross_entropy or nll_loss by name; None for those that are not given."""
-    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-    return dict(zip(names, bind_arguments(args, kwargs, *names), strict=True))
-
-
 @_rule("gather take_along_dim")
 def _gather(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> Any:
     """Handles an index along a dimension other than the divided one."""
@@ -345,12 +331,6 @@ def _matmul(mode: ShardedTensorMode, function: Any, args: Any, kwargs: Any) -> A
     batch = ascii_lowercase[: max(a.dim(), b.dim()) - 2]
     letters = [batch[len(batch) - a.dim() + 2 :] + "RK", batch[len(batch) - b.dim() + 2 :] + "KC"]
     return mode.product(torch.matmul, (a, b), letters, batch + "RC")
-
-
-def bind_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], *names: str) -> list[Any]:
-    """Returns the arguments with these names, given by position or keyword; None for those that are not given."""
-    by_name = {**dict(zip(names, args, strict=False)), **kwargs}
-    return [by_name.get(name) for name in names]
 
 
 @_rule("linear")

@@ -12,13 +12,8 @@ from typing import Any
 
 import torch
 
-from paceline.parallel.tensor_parallel.op_rules import (
-    OP_RULES,
-    bind_arguments,
-    cross_entropy_arguments,
-    gather_arguments,
-    rule_of,
-)
+from paceline.compute.call_arguments import bind_arguments, cross_entropy_arguments, gather_arguments
+from paceline.parallel.tensor_parallel.op_rules import OP_RULES, rule_of
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement, applied
 from paceline.parallel.tensor_parallel.sharded_mode import (
     UNKNOWN,
