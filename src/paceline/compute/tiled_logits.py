@@ -260,7 +260,7 @@ class TiledLogits(torch.Tensor):
         """Raises UsageError if the head's weight may have changed since these logits were made."""
         if self.recipe.tiles.forwards != self.forwards:
             what = "the script uses logits of an earlier micro-batch, which have no values under tiles="
-            raise UsageError(what, "keep a copy of what is needed later: logits[...].cpu(), or leave tiles= out")
+            raise UsageError(what, "copy the values that are used later: logits[...].cpu(), or leave tiles= out")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
