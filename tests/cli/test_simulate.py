@@ -18,7 +18,9 @@ from paceline.base.journal import Journal
 from paceline.cli.main import main
 from paceline.observe.summary import Summary
 from paceline.observe.usual_step import usual_step
+from paceline.plan import Plan
 from paceline.planner.days import DAY, Day, DaySpan, GivenLoss, simulate
+from paceline.planner.decoders import DecoderShape, decoder
 from paceline.planner.descriptions import (
     FailureDescription,
     LinkDescription,
@@ -29,6 +31,7 @@ from paceline.planner.descriptions import (
 )
 from paceline.planner.scenarios import changed, from_descriptions, from_run
 from paceline.planner.simulation_page import by_hour
+from paceline.planner.step_time import step_time
 
 FAILURES = FailureDescription(worker_hours=2000, detect=20, form=5, restart=300, repair_hours=12, spares=8)
 LINKS = [{"name": "inside", "workers": 8, "bandwidth": 4e11}, {"name": "between", "workers": 0, "bandwidth": 1e9}]
@@ -43,6 +46,7 @@ CLUSTER = MachineDescription(
     price=2.5,
     watts=800.0,
 )
+SHAPE = DecoderShape(32, 4096, 32, tokens=4096, vocabulary=32000, key_value_heads=8, feed_forward=14336, gated=True)
 MODEL = {
     "version": 1,
     "name": "GPT",
@@ -68,6 +72,22 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> s
 
 
 DESCRIBED = ("model.json", "--on", "cluster.json", "--workers", "512", "--plan", "tensor=8", "--step-seconds", "6")
+
+
+def test_steps_of_a_described_model_are_predicted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From one file with both descriptions; other plans, links and teams are predicted, too."""
+    model, machine = decoder(SHAPE, global_batch=256), MachineDescription.read("h100")
+    Path("both.json").write_text(json.dumps({"model": as_json(model), "machine": as_json(machine)}))
+    plan, other = "shard=64 zero=3 micro=1", "shard=16 zero=1 tensor=4 micro=1"
+    words = ["both.json", "--on", "both.json", "--workers", "64", "--plan", plan, "--seeds", "1", "--json"]
+    found = json.loads(printed(capsys, *words, "--with", f"plan={other}", "--with", "link=2x", "--with", "workers=128"))
+    expected = {
+        "redo": step_time(Plan.parse(plan), model, machine, 64).total,
+        f"plan={other}": step_time(Plan.parse(other), model, machine, 64).total,
+        "link=2x": step_time(Plan.parse(plan), model, machine.with_links(2), 64).total,
+    }
+    assert {name: found[name]["scenario"]["step"] for name in expected} == pytest.approx(expected)
+    assert found["link=2x"]["scenario"]["step"] < found["redo"]["scenario"]["step"]
 
 
 def test_what_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], golden: GoldenText) -> None:

@@ -159,7 +159,7 @@ def simulate(
             break
         if return_at <= loss_at:
             simulation.come_back()
-        elif losses is None or losses is None:
+        elif losses is None:
             simulation.lose(simulation.team.draw())
         else:
             loss = due.popleft()

@@ -134,6 +134,11 @@ class MachineDescription(Description, frozen=True):
     measured: bool = False  # by a probe under Paceline; otherwise figures are from data sheets
     source: tuple[str, ...] = ()
 
+    def with_links(self, times: float) -> MachineDescription:
+        """Returns these machines with links of so many times the bandwidth."""
+        links = tuple(msgspec.structs.replace(link, bandwidth=times * link.bandwidth) for link in self.links)
+        return msgspec.structs.replace(self, links=links)
+
     @staticmethod
     def read(name: str) -> MachineDescription:
         """Reads a description of machines from a file, or a shipped one by its name.
@@ -181,11 +186,14 @@ def as_json(description: Description) -> dict[str, Any]:
 
 
 def described(kind: type[Kind], data: bytes, origin: str) -> Kind:
-    """Returns the description of this `kind` in a JSON text that comes from `origin`.
+    """Returns the description of this `kind` in a JSON text that comes from `origin`: the text of one, or of both as
+    ``paceline plan --describe`` prints them.
 
     Raises FormatError, which names the field that is wrong.
     """
     value = parse(data, origin, CURE)
+    if isinstance(value, dict):
+        value = value.get("model" if kind is ModelDescription else "machine", value)
     version = value.pop("version", None) if isinstance(value, dict) else VERSION
     if version != VERSION:
         problem = f"{origin} has version {version} of descriptions, but this Paceline reads version {VERSION}"

@@ -18,6 +18,7 @@ from paceline.observe.usual_step import UsualStep, usual_step
 from paceline.plan import Plan
 from paceline.planner.days import HOUR, GivenLoss, Scenario
 from paceline.planner.descriptions import FailureDescription, MachineDescription, ModelDescription
+from paceline.planner.step_time import step_time
 from paceline.team.fault_injection import MOMENTS, parse_faults
 
 # Words of a change and of a sweep that are fields of a scenario, and whether they are whole numbers.
@@ -69,11 +70,12 @@ def from_descriptions(
     if not machine.measured:
         notes.append(f"{machine.name} is a data sheet, not measured")
     link = machine.links[-1] if machine.links else None
+    seconds, parts = step_seconds(machine, model, plan, workers, step)
     scenario = Scenario(
         workers,
         replica,
         machine.workers_per_host,
-        step=step_seconds(machine, model, plan, workers, step),
+        step=seconds,
         every=EVERY,
         write=write,
         worker_hours=failures.worker_hours,
@@ -87,17 +89,26 @@ def from_descriptions(
     )
     rows = float(model.global_batch) if model is not None else 0.0
     tokens = rows * model.tokens if model is not None and model.tokens > 1 else 0.0
-    return Situation(scenario, rows, tokens, plan, machine, model, notes=tuple(notes))
+    is_predicted = step is None
+    return Situation(
+        scenario, rows, tokens, plan, machine, model if is_predicted else None, parts=parts, notes=tuple(notes)
+    )
 
 
 def step_seconds(
     machine: MachineDescription, model: ModelDescription | None, plan: str, workers: int, given: float | None
-) -> float:
-    """The seconds of a step: the one place that predicts them. Raises UsageError if they are not given."""
-    if given is None:
+) -> tuple[float, dict[str, float]]:
+    """The seconds of a step, `given` or predicted, and their parts. Raises UsageError if they cannot be predicted."""
+    if given is not None:
+        return given, {}
+    if model is None:
         what = f"the seconds of a step on {plural(workers, 'worker')} of {machine.name} are not known"
-        raise UsageError(what, "give --step-seconds, or the folder of a run instead of a description")
-    return given
+        cure = (
+            "give --step-seconds, a description of the model (paceline plan SCRIPT --describe), or the folder of a run"
+        )
+        raise UsageError(what, cure)
+    taken = step_time(Plan.parse(plan), model, machine, workers)
+    return taken.total, taken.parts()
 
 
 def from_run(summary: Summary, machine: MachineDescription | None = None) -> Situation:
@@ -192,10 +203,7 @@ def changed(situation: Situation, change: str) -> Situation:
     if gone := re.fullmatch("host (.+) gone", change):
         return _without_host(situation, gone[1])
     if change.startswith("plan="):
-        plan = change.removeprefix("plan=")
-        replica_of(plan, situation.scenario.workers)
-        what = f"the seconds of a step under the plan {shown(plan)} are not known"
-        raise UsageError(what, f"simulate it by itself: --plan {shown(plan)} --step-seconds S")
+        return _with_plan(situation, change.removeprefix("plan="))
     parsed = _CHANGE.fullmatch(change)
     if not parsed or parsed[1] not in WORDS or (parsed[2] and parsed[4]):
         what = f"{shown(change)} is not a change"
@@ -222,6 +230,18 @@ def changed(situation: Situation, change: str) -> Situation:
     return replace(situation, scenario=replace(situation.scenario, **fields))
 
 
+def _with_plan(situation: Situation, plan: str) -> Situation:
+    """The same model on the same machines under another plan. Raises UsageError if its steps cannot be predicted."""
+    scenario, machine, model = situation.scenario, situation.machine, situation.model
+    replica = replica_of(plan, scenario.workers)
+    if machine is None or model is None:
+        what = f"the seconds of a step under the plan {shown(plan)} are not known"
+        cure = f"describe the model (paceline plan SCRIPT --describe), or give --plan {shown(plan)} --step-seconds S"
+        raise UsageError(what, cure)
+    step, parts = step_seconds(machine, model, plan, scenario.workers, None)
+    return replace(situation, plan=plan, parts=parts, scenario=replace(scenario, replica=replica, step=step))
+
+
 def losses_of(faults: str) -> list[GivenLoss]:
     """The losses of a list of faults as `paceline chaos` takes it. Raises UsageError for kinds that lose no worker."""
     losses = []
@@ -236,14 +256,17 @@ def losses_of(faults: str) -> list[GivenLoss]:
 def with_workers(situation: Situation, workers: int) -> Situation:
     """The same global batch on another number of workers.
 
-    A run's own steps are replayed. Otherwise a step's seconds are divided evenly: what the workers send is not known.
+    A run's own steps are replayed, and steps of a described model are predicted. Otherwise a step's seconds are divided
+    evenly: what the workers send is not known.
     """
     scenario, replica = situation.scenario, situation.scenario.replica
     if workers < replica or workers % replica:
         what = f"{plural(workers, 'worker')} cannot be divided into replicas of {replica}"
         raise UsageError(what, f"use a multiple of {replica}")
     added, steps = workers - scenario.workers, situation.steps
-    if steps is None:
+    if situation.machine is not None and situation.model is not None:
+        step, _ = step_seconds(situation.machine, situation.model, situation.plan, workers, None)
+    elif steps is None:
         step = scenario.step * scenario.workers / workers
     elif added >= 0:
         step = _replayed(situation, steps.with_more_workers(added))
@@ -256,11 +279,15 @@ def with_workers(situation: Situation, workers: int) -> Situation:
 
 def with_link(situation: Situation, times: float) -> Situation:
     """The links between hosts are so many times as fast."""
-    scenario, step = situation.scenario, situation.scenario.step
+    scenario, step, machine = situation.scenario, situation.scenario.step, situation.machine
     if situation.steps is not None:
         step = _replayed(situation, situation.steps.with_link(times))
+    elif machine is not None and situation.model is not None:
+        machine = machine.with_links(times)
+        step, _ = step_seconds(machine, situation.model, situation.plan, scenario.workers, None)
     return replace(
         situation,
+        machine=machine,
         scenario=replace(scenario, step=step, hand_over=scenario.hand_over / times, transfer=scenario.transfer / times),
     )
 

@@ -145,8 +145,11 @@ def _situation(options: SimulateOptions) -> Situation:
     machine = MachineDescription.read(options.machine) if options.machine is not None else None
     path = Path(options.what) if options.what is not None else None
     if path is not None and path.suffix == ".py":
-        what = f"{in_one_line(path)} is a script, and paceline simulate does not time scripts"
-        raise UsageError(what, "give the folder of a run of it, or a MODEL.json with --step-seconds")
+        what = f"{in_one_line(path)} is a script, and paceline simulate runs none"
+        cure = (
+            f"describe its model first, paceline plan {in_one_line(path)} --describe > model.json, and give model.json"
+        )
+        raise UsageError(what, cure)
     if path is not None and path.suffix != ".json":
         if options.plan is not None or options.step_seconds is not None:
             refused = "--plan" if options.plan is not None else "--step-seconds"
