@@ -37,11 +37,15 @@ def run(*words: str, folder: Path, code: int = 0):
 
 def test_plans_are_predicted_and_the_best_are_tried(folder):
     """The answer's first line is a command that trains; nothing of the trials is left."""
-    done = run("plan", "train.py", "--workers", "2", "--try", "1", "--steps", "2", folder=folder)
+    words = ("plan", "train.py", "--workers", "2", "--try", "1", "--steps", "2")
+    done = run(*words, "--explain", "shard=2 zero=1", "--svg", "plans.svg", folder=folder)
     command, empty, head, *rows = done.stdout.splitlines()
     assert empty == ""
     assert re.split("  +", head) == ["plan", "step", "tried", "memory", "sends", "what limits it"]
     assert any(re.match(r"data=2 .* ms .* ms .* of .*B .*computing \d+%", row) for row in rows)
+    assert re.search(r"^shard=2 zero=1: number \d+ of \d+, predicted .* for a step$", done.stdout, re.M)
+    assert re.search(r"^  gathers +\d", done.stdout, re.M)
+    assert "<title>computing " in (folder / "plans.svg").read_text()
     assert not (folder / "runs").exists()
     assert not (folder / "out.safetensors").exists()
     words = shlex.split(command, comments=True)

@@ -159,10 +159,11 @@ def _explain(what: str, script: str | None, workers: int | None, svg: Path | Non
     return explanation.text()
 
 
-def _plan(workers: int | None, form: str, **options: Any) -> str:
+def _plan(workers: int | None, **options: Any) -> str:
     from paceline.launch.plan import Question, local_workers, parse_allowed, plan
 
     memory, kept, allowed = (options.pop(name) for name in ("memory", "kept", "allowed"))
+    shows = {name: options.pop(name) for name in ("form", "svg", "explained")}
     question = Question(
         options.pop("tries"),
         options.pop("steps"),
@@ -171,7 +172,7 @@ def _plan(workers: int | None, form: str, **options: Any) -> str:
         parse_allowed(allowed),
         machines=options.pop("machines"),
     )
-    return plan(_launched(workers=workers or local_workers(), plan=kept or None, **options), question, form)
+    return plan(_launched(workers=workers or local_workers(), plan=kept or None, **options), question, **shows)
 
 
 def _tokenize(**options: Any) -> int | str:
@@ -634,6 +635,8 @@ def _planning(add: Callable[..., Any]) -> None:
         metavar="A,B,..",
         help="also plans that change the result: lossy (codecs), local (local SGD), precision",
     )
+    option("--explain", dest="explained", metavar="PLAN", help="also show the parts of a step under this plan")
+    option("--svg", type=Path, metavar="FILE", help="draw the plans, with the parts of their steps, to this file")
     option("--json", dest="form", action="store_const", const="json", default="text", help="print all plans as JSON")
     option(
         "--describe",

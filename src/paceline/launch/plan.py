@@ -24,6 +24,7 @@ from paceline.planner.candidates import candidates, has_same_layout, layout_of, 
 from paceline.planner.choose import Answer, Predictor, Prospect, ranked
 from paceline.planner.descriptions import MachineDescription, TrialResult, as_json, converted
 from paceline.planner.history import History, Prediction
+from paceline.planner.picture import save
 
 ALLOWED = "lossy", "local", "precision"
 MOST = 12  # further trials, if plans turn out to be refused
@@ -164,15 +165,29 @@ class Planning:
         return converted(TrialResult, answer)
 
 
-def plan(options: LaunchOptions, question: Question, form: str = "text") -> str:
-    """Answers the question: as a text, as "json", or as "describe", the descriptions that predictions are made from."""
+def plan(
+    options: LaunchOptions,
+    question: Question,
+    form: str = "text",
+    svg: Path | None = None,
+    explained: str | None = None,
+) -> str:
+    """Answers the question: as a text, as "json", or as "describe", the descriptions that predictions are made from.
+
+    Also draws the plans to the file `svg`, and explains the plan `explained`.
+    """
     with tempfile.TemporaryDirectory(prefix="paceline-plan-") as folder, Kept() as kept:
+        if explained is not None:
+            Plan.parse(explained).validate(options.workers)
         answer = Planning(replace(options, kept=kept), question, Path(folder)).answer()
+    if svg is not None:
+        save(answer, svg)
     if form == "describe":
         return json.dumps({"model": as_json(answer.model), "machine": as_json(answer.machine)}, indent=2)
     if form == "json":
         return json.dumps(answer.as_data(), indent=2)
-    return f"{_command(options, answer)}\n\n{answer.text(SHOWN)}"
+    more = "" if explained is None else f"\n\n{answer.explain(explained)}"
+    return f"{_command(options, answer)}\n\n{answer.text(SHOWN)}{more}"
 
 
 def _command(options: LaunchOptions, answer: Answer) -> str:

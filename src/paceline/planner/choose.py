@@ -8,6 +8,7 @@ from typing import Any
 
 from paceline.base.console import in_one_line
 from paceline.base.text import duration, plural, size_of
+from paceline.errors import UsageError
 from paceline.plan import Plan
 from paceline.planner.candidates import words_of
 from paceline.planner.descriptions import MachineDescription, ModelDescription, TrialResult
@@ -152,6 +153,27 @@ class Answer:
             reasons.setdefault(reason, []).append(plan)
         lines += [f"  {in_one_line(reason)}: {_listed(plans)}" for reason, plans in reasons.items()]
         return "\n".join(lines)
+
+    def explain(self, text: str) -> str:
+        """Explains the place of one plan among the others: its figures and the parts of its step. Raises PlanError if
+        the text is not a plan for these workers, and UsageError if it is not one of the plans.
+        """
+        workers = max(one.workers for one in self.prospects)
+        plan = Plan.parse(text).validate(workers)
+        if reason := self.refused.get(str(plan)):
+            return f"{text} cannot be used for this model: {in_one_line(reason)}"
+        place = next((n for n, one in enumerate(self.prospects, start=1) if one.plan == plan), None)
+        if place is None:
+            raise UsageError(
+                f"{text!r} is not among the plans to choose from", "see --keep and --allow, or leave words out"
+            )
+        one, count = self.prospects[place - 1], len(self.prospects)
+        lines = [f"{words_of(plan)}: number {place} of {count}, predicted {milliseconds(one.seconds)} for a step"]
+        if one.trial is not None:
+            lines[0] += f", measured {milliseconds(one.step_seconds)}"
+        lines += [f"  {name:12} {milliseconds(taken)}" for name, taken in one.parts.items() if taken > 0]
+        lines.append(f"  {'memory':12} {size_of(one.memory)} of {size_of(one.room)}")
+        return "\n".join(lines if one.fits else [*lines, f"  {one.limits}"])
 
     def as_data(self) -> dict[str, Any]:
         """Returns all plans as JSON data, the best one first."""

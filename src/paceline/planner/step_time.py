@@ -26,7 +26,7 @@ class StepTime:
     bubble: float  # waiting for other stages of the pipeline
     sums: float  # of gradients, as far as computing does not hide them
     gathers: float  # of sharded parameters, likewise
-    tensor: float  # messages inside layers: tensor=, context=, expert=
+    messages: float  # inside layers: tensor=, context=, expert=
     hops: float  # messages between stages
     update: float  # the optimizer
     fixed: float  # what belongs to nothing else
@@ -103,7 +103,7 @@ class _Prediction:
             bubble=without_hops - busy,
             sums=sums,
             gathers=gathers,
-            tensor=count * sum(chunk.messages for chunk in chunks),
+            messages=count * sum(chunk.messages for chunk in chunks),
             hops=end - without_hops,
             update=self._update(),
             fixed=self._machine.fixed,
