@@ -142,7 +142,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
         metadata = archive.read(f"{about}/METADATA").decode()
     files = [path for path in SOURCE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert names == {path.relative_to(SOURCE.parent).as_posix() for path in files}
-    assert {name.rpartition(".")[2] for name in names} == {"py", "typed"}
+    assert {name.rpartition(".")[2] for name in names} == {"py", "typed", "json"}
     assert "Root-Is-Purelib: true" in made
     required = re.findall(r"^Requires-Dist: ([a-z]+)[^;\n]*$", metadata, re.MULTILINE)
     assert sorted(required) == sorted(BORROWED)

@@ -128,8 +128,8 @@ def test_logits_of_an_earlier_micro_batch_are_refused() -> None:
     with pytest.raises(UsageError) as refused:
         train(lambda: Model(23), loss, count=2)
     assert str(refused.value).startswith(
-        "the script uses logits of an earlier micro-batch, which have no values under tiles=; keep a copy of what is "
-        "needed later: logits[...].cpu(), or leave tiles= out"
+        "the script uses logits of an earlier micro-batch, which have no values under tiles=; copy the values that "
+        "are used later: logits[...].cpu(), or leave tiles= out"
     )
 
 

@@ -101,6 +101,7 @@ NAMES = [
     PrivateName("torch.autograd._get_sequence_nr", "which module made a node of the graph"),
     PrivateName("torch.autograd.Node()._sequence_nr", "the same"),
     PrivateName("torch._C.DisableTorchFunction", "call a Function's apply() without seeing it again"),
+    PrivateName("torch._C.DisableTorchFunctionSubclass", "look at a tensor of tiled logits as at any tensor"),
     PrivateName("torch._C._len_torch_function_stack", "pipeline=: whether our mode is the innermost one"),
     PrivateName("torch._C._get_function_stack_at", "the same"),
     PrivateName("torch.overrides._pop_mode_temporarily", "pipeline=: run a block without our mode"),

@@ -162,13 +162,13 @@ class Answer:
         plan = Plan.parse(text).validate(workers)
         if reason := self.refused.get(str(plan)):
             return f"{text} cannot be used for this model: {in_one_line(reason)}"
-        place = next((n for n, one in enumerate(self.prospects, start=1) if one.plan == plan), None)
-        if place is None:
+        position = next((n for n, one in enumerate(self.prospects, start=1) if one.plan == plan), None)
+        if position is None:
             raise UsageError(
                 f"{text!r} is not among the plans to choose from", "see --keep and --allow, or leave words out"
             )
-        one, count = self.prospects[place - 1], len(self.prospects)
-        lines = [f"{words_of(plan)}: number {place} of {count}, predicted {milliseconds(one.seconds)} for a step"]
+        one, count = self.prospects[position - 1], len(self.prospects)
+        lines = [f"{words_of(plan)}: number {position} of {count}, predicted {milliseconds(one.seconds)} for a step"]
         if one.trial is not None:
             lines[0] += f", measured {milliseconds(one.step_seconds)}"
         lines += [f"  {name:12} {milliseconds(taken)}" for name, taken in one.parts.items() if taken > 0]

@@ -50,7 +50,7 @@ class BestCheckpoint(Followed):
     def __repr__(self) -> str:
         return f"<BestCheckpoint: {self}>"
 
-    def follow(self, name: str, mode: str, count: int) -> None:
+    def follow(self, name: str, mode: str, count: int = 1) -> None:
         """Follows the value `name`; `mode` is max or min, and `count` checkpoints are kept. Raises UsageError."""
         check_followed("keep_best()", name, mode)
         if type(count) is not int or count < 1:

@@ -15,12 +15,13 @@ class EarlyStop(Followed):
     better. All workers get the same values, so they stop after the same step.
     """
 
-    def __init__(self, stop: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__("early_stop()", "training is not stopped early")
         self.mode, self.patience, self.least_gain = "", 0, 0.0
         self.best: float | None = None
         self.since = 0  # reports since the best one
-        self._stop = stop
+        self.is_due = False  # the training must stop
+        self._say = say
         self._saved: list[Any] | None = None
 
     def follow(self, name: str, patience: int, mode: str, least_gain: float) -> None:
@@ -44,7 +45,8 @@ class EarlyStop(Followed):
         self.since += 1
         if self.since == self.patience:
             best = "it was never finite" if self.best is None else f"the best is {self.best:.6g}"
-            self._stop(f"stopping early after step {step}: {self.since} reports of {self.name} brought no gain; {best}")
+            self.is_due = True
+            self._say(f"stopping early after step {step}: {self.since} reports of {self.name} brought no gain; {best}")
 
     def saved(self) -> list[Any] | None:
         """Returns name, mode, best value and reports since then, for a checkpoint."""

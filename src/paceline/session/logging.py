@@ -57,17 +57,14 @@ class TrainerLogging:
 
     def _follow_values(self, schedule: Any, schedulers: Sequence[LRScheduler]) -> None:
         """Makes what follows the values that the script reports."""
-        self.best, self.stopping = BestCheckpoint(), EarlyStop(self._stop_early)
+        self.best, self.stopping = BestCheckpoint(), EarlyStop(self._reporter.say)
         self.plateau = PlateauFollower(schedule, schedulers, self._reporter.say)
         self.followed = [self.best, self.stopping, *([self.plateau] if self.plateau.name else [])]
-
-    def _stop_early(self, why: str) -> None:
-        self._reporter.say(why)
-        self._stopped = True
 
     def _offer(self, values: dict[str, Any]) -> dict[str, Any]:
         for one in self.followed:
             one.offer(values, self._run.trainers.step)
+        self._stopped, self.stopping.is_due = self._stopped or self.stopping.is_due, False
         return values
 
     def _weights(self, job: TrainingJob, mesh: Mesh) -> Weights:
