@@ -90,12 +90,14 @@ def test_a_plan_beyond_the_memory_does_not_fit(folder):
 @pytest.mark.slow
 def test_auto_trains_as_the_plan_that_it_chose(folder):
     """The weights are those of the plan without trials; a resumed run keeps it; the report says why."""
-    run("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a", "--steps", "6", "train.py", folder=folder)
+    words = ("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a")
+    first = run(*words, "--steps", "6", "train.py", folder=folder)
+    assert "continue with: paceline run --workers 2 --run-dir a --plan 'auto exact' train.py" in first.stderr
     (decision,) = [e for e in read_journal(folder / "a") if e["event"] == "decision" and "plan" in e]
     assert decision["workers"] == 2
     assert "exact" in decision["plan"]
     assert re.match(r"a step of .* was measured; others took .*; trials took ", decision["why"])
-    again = run("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a", "train.py", folder=folder)
+    again = run(*words, "train.py", folder=folder)
     assert f"auto: the plan stays '{decision['plan']}': the run began with it" in again.stderr
     chosen = load_file(folder / "out.safetensors")
     run("run", "--workers", "2", "--plan", decision["plan"], "train.py", folder=folder)

@@ -240,7 +240,7 @@ class RunOutcome:
             "--token-file": options.token_file if join else None,
             "--workers": options.workers,
             "--run-dir": None if join else short(self._folder),
-            "--plan": options.plan,
+            "--plan": options.plan if options.chosen is None else options.chosen.asked,
             "--shares": options.shares,
             "--save-every": options.save_every,
             "--keep": options.keep,
