@@ -1,11 +1,12 @@
-"""Losses with weights in bfloat16 (`precision=bf16:pure`), beside the same by hand and beside float32.
+"""Losses with weights in bfloat16 (`precision=bf16:pure`) and optimizer states in 8 bits (`optimizer_states=int8`).
 
     python benchmarks/precision.py [--steps 1000] [--sides NAME ...] [--record FILE]
 
 A small version of the GPT of examples/gpt.py (width 64, two blocks, windows of 64 bytes) learns the source of Python's
 standard library. *by hand* is plain PyTorch: a bfloat16 model, float32 copies of its weights, AdamW on the copies, and
-the copies rounded into the weights after each update. *float32 by hand* is the same loop without bfloat16. Losses are
-in bits per byte: of the last 100 training steps, and of 512 windows of files held out, with the weights of the end.
+the copies rounded into the weights after each update. *float32 by hand* is the same loop without bfloat16. A plan is
+compared with the loop that has weights of its type. Losses are in bits per byte: of the last 100 training steps, and of
+512 windows of files held out, with the weights of the end.
 """
 
 from __future__ import annotations
@@ -38,6 +39,9 @@ PLANS = {
     "bf16:pure data=2": (2, "precision=bf16:pure data=2"),
     "bf16:pure shard=2 zero=1": (2, "precision=bf16:pure shard=2 zero=1"),
     "bf16:pure, stochastic shard=2 zero=3": (2, "precision=bf16:pure,stochastic shard=2 zero=3"),
+    "int8 states": (1, "optimizer_states=int8"),
+    "int8 states shard=2 zero=1": (2, "optimizer_states=int8 shard=2 zero=1"),
+    "int8 states bf16:pure": (1, "optimizer_states=int8 precision=bf16:pure"),
 }
 
 
@@ -178,10 +182,9 @@ def main() -> None:
         else:
             losses, weights = by_hand(args.steps, bf16=side == "by hand")
         found[side] = {"training": statistics.fmean(losses[-LAST:]), "held out": held_out(weights)}
-        if "by hand" in found:
-            found[side] |= {
-                f"{kind} to by hand": found[side][kind] / found["by hand"][kind] for kind in ("training", "held out")
-            }
+        like = "by hand" if side == "by hand" or "bf16" in side else "float32 by hand"
+        if like in found:
+            found[side] |= {f"{kind} to {like}": found[side][kind] / found[like][kind] for kind in [*found[side]]}
         print(side, found[side], flush=True)
     if args.record:
         record(args.record, steps=args.steps, bits_per_byte=found)

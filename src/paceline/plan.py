@@ -35,6 +35,8 @@ _NUMBERS = {
 _ELSEWHERE = {
     **dict.fromkeys(("bf16", "bfloat16", "amp"), "use precision=bf16"),
     **dict.fromkeys(("fp16", "float16", "half"), "use precision=fp16"),
+    **dict.fromkeys(("fp8", "float8"), "use precision=bf16: 8-bit matrix products are not supported yet"),
+    **dict.fromkeys(("adam8bit", "adamw8bit"), "use optimizer_states=int8"),
     **dict.fromkeys(("fp32", "float32"), "leave it out: float32 is the default"),
     **dict.fromkeys(("ddp", "dp"), "use data=N, or leave it out: by default every worker is a replica"),
     **dict.fromkeys(("fsdp", "fsdp2"), "use shard=N"),
@@ -50,7 +52,7 @@ GROUPS = {
     "Spread": ("data", "shard", "zero", "tensor", "pipeline", "schedule", "virtual", "context", "expert", "auto"),
     "Micro-batches": ("micro", "lr_scaling"),
     "Communication": ("codec",),
-    "Memory and arithmetic": ("precision", "recompute", "tiles", "offload", "compile", "exact"),
+    "Memory and arithmetic": ("precision", "optimizer_states", "recompute", "tiles", "offload", "compile", "exact"),
     "Asynchronous": (
         *("local", "every", "outer", "fragments", "delay", "outer_codec", "quorum"),
         *("server", "staleness", "window", "backup", "damping", "delayed", "copies"),
@@ -164,6 +166,9 @@ class Plan:
         "bf16|fp16|bf16:pure|bf16:pure,stochastic",
         "precision of forward and backward (default: the model's dtype); bf16:pure: also of weights",
         built=True,
+    )
+    optimizer_states: str | None = _word(
+        "int8", "keep the states of Adam and AdamW in 8 bits, with a scale for each block", built=True
     )
     recompute: str | None = _word(
         "blocks", "recompute activations in backward to save memory (activation checkpointing)", built=True
@@ -341,6 +346,8 @@ class Plan:
             raise PlanError(what, "leave tiles out: tensor= leaves each worker a part of the vocabulary")
         if self.tiles and self.compile:
             raise PlanError(f"compile and tiles={self.tiles} cannot be used together yet", "leave compile or tiles out")
+        if self.optimizer_states:
+            self._check_beside_int8_states()
         if (self.expert or 1) > 1:
             self._check_beside_experts()
         if self.schedule in ("zb", "zbv") and self.zero in (2, 3):
@@ -358,6 +365,13 @@ class Plan:
                 raise PlanError(what, f"leave {word} or local out")
             if self.server:
                 self._check_beside_servers(row, value, word)
+
+    def _check_beside_int8_states(self) -> None:
+        """Raises PlanError for a word that cannot be used with `optimizer_states`."""
+        for row, _, word in self.stated_words():
+            if row.name in ("local", "server", "offload"):
+                what = f"optimizer_states={self.optimizer_states} and {word} cannot be used together yet"
+                raise PlanError(what, f"leave optimizer_states or {row.name} out")
 
     def _check_beside_experts(self) -> None:
         """Raises PlanError for a word that cannot be used with `expert`."""
@@ -443,6 +457,9 @@ def _read(word: str) -> tuple[Field[Any], Any]:
         return row, True
     if not text:
         raise PlanError(f"plan word {word!r} has no value", f"use {_usage(row)}, without spaces")
+    if word == "precision=fp8":
+        what = "precision=fp8 is not supported yet: Paceline has no 8-bit matrix products for any GPU"
+        raise PlanError(what, "use precision=bf16, or precision=bf16:pure for bfloat16 weights as well")
     if not _fits(text, spec.split("|")):
         notes = [_NUMBERS[kind][1] for kind in spec.split("|") if kind in _NUMBERS]
         cure = ", ".join([f"use {_usage(row)}", *notes])

@@ -24,6 +24,7 @@ from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
 from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import cached_loss
+from paceline.compute.int8_states import refuse_others
 from paceline.compute.job import default_forward
 from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
@@ -183,7 +184,7 @@ class Trainer(TrainerLogging):
         judge = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
-        kept |= {"precision": self.plan.precision, "over": over, "exact": self.plan.exact}
+        kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
@@ -421,6 +422,8 @@ class Trainer(TrainerLogging):
         if forgotten := left_out(optimizers, list(job.local_params.items())):
             self._reporter.say(forgotten, once=True)
         refuse_other_groups(optimizers, groups, job.local_params, job.local_cuts)
+        if plan.optimizer_states:
+            refuse_others(optimizers)
         refuse_fused(optimizers, bool(plan.exact and plan.shard) and not job.whole_copies)
         return optimizers
 

@@ -74,6 +74,7 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
         (4, "data=2 shard=2 zero=3", "mlp"),
         (2, "shard=2 zero=1", "mlp muon"),
         (2, "shard=2 zero=1 precision=bf16:pure", "mlp"),
+        (2, "shard=2 zero=1 optimizer_states=int8", "mlp"),
         *[
             pytest.param(workers, plan, model, marks=pytest.mark.slow)
             for workers, plan, model in (
@@ -88,6 +89,11 @@ Path(f"cost-{{{{team.rank}}}}.json").write_text(json.dumps(told))
                 (2, "shard=2 zero=3 precision=bf16:pure,stochastic", "mlp"),
                 (4, "data=2 tensor=2 precision=bf16:pure", "mlp"),
                 (2, "pipeline=2 precision=bf16:pure", "mlp"),
+                (2, "optimizer_states=int8", "gpt"),
+                (4, "data=2 shard=2 zero=3 optimizer_states=int8", "mlp"),
+                (2, "precision=bf16:pure optimizer_states=int8", "mlp"),
+                (2, "tensor=2 optimizer_states=int8", "mlp"),
+                (2, "pipeline=2 optimizer_states=int8", "mlp"),
                 (2, "expert=2", "moe"),
                 (4, "data=2 expert=2", "moe"),
                 (4, "shard=2 zero=1 expert=2", "moe"),

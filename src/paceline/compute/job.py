@@ -72,6 +72,7 @@ class TrainingJob:
     precision: str | None = None
     exact: bool = False
     offload: bool = False
+    optimizer_states: str | None = None  # "int8" where optimizers keep them in 8 bits
     optimizers: list[Optimizer] = field(default_factory=list)
     schedulers: list[LRScheduler] = field(default_factory=list)
     named: dict[str, nn.Parameter] = field(default_factory=dict)

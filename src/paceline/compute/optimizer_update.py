@@ -17,6 +17,7 @@ from paceline.comm.communicator import Group
 from paceline.comm.gradient_sinks import GradBuffers
 from paceline.compute.cpu_offload import CpuOffloadedParams
 from paceline.compute.full_parameters import FullParameterCopies
+from paceline.compute.int8_states import Int8States, states_of
 from paceline.compute.job import StepOptions, TrainingJob
 from paceline.compute.master_weights import MasterWeights
 from paceline.compute.parameter_owners import OwnedParameters
@@ -45,6 +46,7 @@ class OptimizerUpdate:
         self.rows = list(job.local_params.values())
         self._copies: list[CpuOffloadedParams | FullParameterCopies | OwnedParameters] = []
         self._widened: MasterWeights | None = None
+        self._int8_states: list[Int8States] = []
         if job.bf16_weights:
             self._widened = self._widen()
         elif job.offload:
@@ -116,6 +118,7 @@ class OptimizerUpdate:
                 "build it from the params passed to your function, and register a loss with parameters as a submodule",
             )
         self.job.optimizers, self.job.schedulers = optimizers, schedulers
+        self._int8_states = states_of(self.job)
 
     def apply(self, agreed: Agreed, options: StepOptions, norm: float) -> None:
         """Updates the weights. `norm` is the norm of the mean gradient, for clipping. If the loss counted nothing in
@@ -139,7 +142,7 @@ class OptimizerUpdate:
                     stack.enter_context(copies.update())
                 for optimizer in self.job.optimizers:
                     optimizer.step()
-            if self._looks:
+            if self._looks and not self._int8_states:  # which have scales beside codes
                 self._looks = False
                 for optimizer in self.job.optimizers:
                     refuse_odd_state(optimizer, self.names, self.job.kept_cuts)
@@ -164,8 +167,12 @@ class OptimizerUpdate:
     def state(self) -> dict[str, Any]:
         """State of optimizers and schedulers for a checkpoint, by parameter name; shards are marked as such."""
         cuts, shard_index, exact = self.job.kept_cuts, self.job.shard_index, self.grad_buffers.exact
+        with ExitStack() as stack:
+            for states, one in zip(self._int8_states, self.job.optimizers, strict=False):
+                stack.enter_context(states.in_float32(one))
+            optimizers = [optimizer_state(one, self.names, cuts, shard_index) for one in self.job.optimizers]
         return {
-            "optimizers": [optimizer_state(one, self.names, cuts, shard_index) for one in self.job.optimizers],
+            "optimizers": optimizers,
             "schedulers": [scheduler.state_dict() for scheduler in self.job.schedulers],
             "exact": {} if exact is None else dict(zip(self.job.named, exact.largest, strict=False)),
             "masters": in_pieces(self.job.masters, self.job.local_cuts, shard_index),
@@ -191,6 +198,8 @@ class OptimizerUpdate:
         same_number("schedulers", len(state["schedulers"]), len(self.job.schedulers))
         for optimizer, saved in zip(self.job.optimizers, state["optimizers"], strict=True):
             load_optimizer(optimizer, saved, self.names, self.job.kept_cuts, self.job.shard_index)
+        for states, one in zip(self._int8_states, self.job.optimizers, strict=False):
+            states.quantize(one)
         for scheduler, saved in zip(self.job.schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(dict(saved))
         if (exact := self.grad_buffers.exact) is not None:

@@ -24,7 +24,8 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> P
     plan = plan.validate(workers)
     if options is None:
         return PlanExplanation(plan, workers, {})
-    alone = Plan(micro=plan.micro, precision=plan.precision, recompute=plan.recompute, tiles=plan.tiles)
+    kept = ("micro", "precision", "optimizer_states", "recompute", "tiles")
+    alone = Plan(**{name: getattr(plan, name) for name in kept})
     with tempfile.TemporaryDirectory(prefix="paceline-explain-") as folder:
         options = replace(options, plan=str(alone) or "data=1", max_restarts=0)
         code, answer = rehearse(Path(folder) / "one", options, {"explain": [str(plan), workers]})

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from paceline.base.sharding import RowShards
 from paceline.compute.blocks import blocks_of, by_block
+from paceline.compute.int8_states import state_per_byte
 from paceline.compute.job import TrainingJob
-from paceline.compute.state_dict import held, kept_for_each
+from paceline.compute.state_dict import held
 from paceline.parallel import data_parallel, zero1
 from paceline.parallel.cost_model import CODED, Cost, Facts, IslandFacts
 from paceline.parallel.pipeline.schedule import kept, table
@@ -75,7 +76,7 @@ def facts_of(job: TrainingJob) -> Facts:
         held(frozen),
         [[numbers[name] for name in block] for block in blocks],
         [numbers[name] for name in rest],
-        kept_for_each(job.optimizers),
+        state_per_byte(job),
         inside=job.inside,
         ends=job.ends,
         sparse=job.sparse,

@@ -15,6 +15,7 @@ from paceline.planner.compute_time import ComputeTime
 from paceline.planner.descriptions import BlockDescription, MachineDescription, ModelDescription
 from paceline.planner.workload import Stage, Workload
 
+INT8_SAVES = 2 * (3 - 4 / 256)  # bytes for each element, where optimizer_states=int8 keeps Adam's states in 8 bits
 MOST = 4  # rounds of micro-batches after which a pipeline, other than gpipe, keeps no more of them
 
 
@@ -53,7 +54,8 @@ def _of_worker(workload: Workload, machine: MachineDescription, worker: int) -> 
         sharded, gathered, staged = elements / shards, elements if plan.zero == 2 else largest, largest
     parameters = (sharded + gathered) * model.element_size
     gradients = (sharded + staged) * workload.gradient_size
-    optimizer = 0.0 if plan.server else elements / shards * model.element_size * model.state
+    state = model.element_size * model.state - (INT8_SAVES if plan.optimizer_states else 0.0)  # bytes for each element
+    optimizer = 0.0 if plan.server else elements / shards * state
     if plan.local:  # the round's start, the weights of the island, and their merge; states before and after; momentum
         momentum = 0.0 if (plan.outer or "").startswith("sgd") else sharded * model.element_size
         parameters += 3 * sharded * model.element_size
