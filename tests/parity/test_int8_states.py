@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from paceline.checkpoint.tree import unflatten
-from paceline.compute.int8_states import BLOCK, decode, encode, state_bytes
+from paceline.compute.int8_states import BLOCK, Int8States, decode, encode, state_bytes
 from paceline.team.fault_injection import read_log
 
 STEPS, BATCH, CLIP = 12, 24, 1.0
@@ -232,6 +232,21 @@ def test_other_optimizers_are_refused(made: str, what: str, cure: str, tmp_path:
     done = train_basics(tmp_path, body, 1, "--plan", INT8, code=2)
     error = f"optimizer_states=int8 needs torch.optim.AdamW or torch.optim.Adam, but the optimizer is {what}"
     assert f"UsageError: {error}; {cure}, or leave optimizer_states out of the plan" in " ".join(done.stderr.split())
+
+
+def test_hooks_of_the_script_see_all_gradients_once_in_a_step() -> None:
+    large, small = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64))
+    optimizer = torch.optim.Adam([large, small], lr=0.1)
+    seen: list[bool] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append(large.grad is not None and small.grad is not None))
+    Int8States(optimizer, {param: param.shape for param in (large, small)})
+    for param in (large, small):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert seen == [True]
+    assert torch.equal(large.detach(), small.detach().expand(64, 64))
+    assert large.grad is not None
+    assert optimizer.state[large]["exp_avg codes"].dtype == torch.int8
 
 
 # -- quantization ---------------------------------------------------------------------------------------------------

@@ -114,6 +114,13 @@ def test_memory_is_that_of_korthikanti(row):
         assert float(row["value"]) <= held / 2**30 <= 1.1 * float(row["value"])
 
 
+def test_states_in_8_bits_take_two_bytes_and_their_share_of_a_scale():
+    words, held = ("shard=16 zero=1", "shard=16 zero=1 optimizer_states=int8"), MODEL.parameters / 16
+    float32, int8 = (worker_memory(Plan.parse(plan), MODEL, H100, 16).optimizer for plan in words)
+    assert float32 == pytest.approx(held * (4 + 8))  # the copies of bfloat16 weights, and states
+    assert int8 == pytest.approx(held * (4 + 2 + 8 / 256))
+
+
 def test_more_shards_save_what_torchtitan_measured():
     """From 8 to 128 GPUs a worker with FSDP has 15.0 to 15.4 GiB less, whatever else it holds."""
     rows = [row for row in read("torchtitan") if "micro=2" in row["plan"] and row["gpu"].startswith("H100")]

@@ -88,7 +88,7 @@ class Int8States:
             self._of_rows.param_groups = [{**group, "params": [part]}]
             self._of_rows.step()
             parts.append(quantized(self._of_rows.state.pop(part)))
-        self._of_rows.param_groups = []  # which hold gradients
+        self._of_rows.param_groups = []  # else the last part and its gradient stay in memory
         joined = {key: torch.cat([part[key] for part in parts]) for key, value in parts[0].items() if value.dim()}
         return {"step": parts[0]["step"], **joined}
 
@@ -117,7 +117,7 @@ def quantized(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def widened(state: Mapping[str, torch.Tensor], param: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns the state that `quantized` was given, as far as its codes say; its dtype is that of the parameter."""
+    """Returns the state that `quantized` was given, rounded to what its codes hold, in the dtype of the parameter."""
     if not state:
         return {}
     made = {"step": state["step"].clone()}
@@ -183,7 +183,7 @@ def state_per_byte(job: TrainingJob) -> float:
         held = param.numel() * param.element_size() * (2 if job.bf16_weights else 1)
         full = job.cuts[name].shape if name in job.cuts else param.shape
         kept, total = kept + (state_bytes(param.shape) if is_quantized(full) else 2 * held), total + held
-    return kept / total
+    return kept / total if total else 0.0
 
 
 def states_of(job: TrainingJob) -> list[Int8States]:
