@@ -487,7 +487,8 @@ class Trainer(TrainerLogging):
             count: Instead of `epochs`: the number of optimizer steps.
             collate: Makes a batch of the samples of one micro-batch; torch's `default_collate` if not given.
             order: ``order(position, size, seed, epoch)`` returns the index of the sample at a position: any pure
-                function, by default `paceline.sample_index`, a random permutation of each epoch.
+                function, by default `paceline.sample_index`, a random permutation of each epoch, or for a
+                `paceline.data.Mix` the order of its weights.
             loader: Options of torch's DataLoader, for example ``{"num_workers": 4}``.
 
         Yields:

@@ -323,6 +323,20 @@ def test_token_script_of_data_page_trains(tmp_path: Path) -> None:
     assert "trained 2\n" in done.stdout
 
 
+def test_script_of_mixed_datasets_trains(tmp_path: Path) -> None:
+    """The trainer is that of the page's first script."""
+    for number, name in enumerate(("web", "code", "wiki")):
+        write_folder(tmp_path / "tokens" / name, [np.full(40 * 1024 + 1, number, dtype=np.uint16)], vocabulary=3)
+    first, *others = blocks("docs/data.md")
+    (block,) = [block for block in others if "data.Mix(" in block]
+    trainer = first.partition("for report")[0].replace('"tokens/"', '"tokens/web/"')
+    (tmp_path / "train.py").write_text(
+        trainer + block.replace("count=100_000", "count=2") + "print(trainer.steps_done)\n"
+    )
+    done = paceline("run", "--run-dir", "run", "train.py", cwd=tmp_path)
+    assert done.stdout == "{'web': 4480000, 'code': 1280000, 'wiki': 640000}\n2\n"
+
+
 def test_script_of_transport_page_runs(tmp_path: Path) -> None:
     (block,) = blocks("docs/transport.md")
     script = tmp_path / "ours.py"

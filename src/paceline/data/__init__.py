@@ -6,14 +6,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.data.mix import Mix as Mix
     from paceline.data.packing import PackedDocuments as PackedDocuments
     from paceline.data.packing import document_mask as document_mask
     from paceline.data.parquet import ParquetRows as ParquetRows
     from paceline.data.tokens import Tokens as Tokens
 
 # Where they are: they are imported when first used, as numpy takes its time.
-_MODULES = {"PackedDocuments": "packing", "ParquetRows": "parquet", "Tokens": "tokens", "document_mask": "packing"}
-__all__ = ["PackedDocuments", "ParquetRows", "Tokens", "document_mask"]
+_MODULES = {
+    "Mix": "mix",
+    "PackedDocuments": "packing",
+    "ParquetRows": "parquet",
+    "Tokens": "tokens",
+    "document_mask": "packing",
+}
+__all__ = ["Mix", "PackedDocuments", "ParquetRows", "Tokens", "document_mask"]
 
 
 def __getattr__(name: str) -> Any:

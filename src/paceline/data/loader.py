@@ -33,6 +33,7 @@ from paceline.compute.microbatches import MicroBatch, in_rows, rows_told
 from paceline.compute.rng import RngState
 from paceline.data.change_detection import Snapshot
 from paceline.data.collate_check import Collated
+from paceline.data.mix import Mix
 from paceline.data.order import sample_index
 from paceline.data.packing import PackedDocuments
 from paceline.data.tokens import Tokens
@@ -90,8 +91,8 @@ class Source:
 
     @property
     def tokens(self) -> int | None:
-        """The tokens of a row, if the dataset is a `Tokens` or `PackedDocuments`."""
-        return self.dataset.length if isinstance(self.dataset, Tokens | PackedDocuments) else None
+        """The tokens of a row, if the dataset is a `Tokens` or `PackedDocuments`, or a `Mix` of such of one length."""
+        return _tokens_of(self.dataset)
 
     @staticmethod
     def of(
@@ -125,7 +126,8 @@ class Source:
         rows = None if iterable else len(dataset)
         if rows == 0:
             raise DatasetError("the dataset has no rows", "check how it was created")
-        return Source(dataset, rows, seed, collate or default_collate, order or sample_index, options)
+        usual_order = dataset.order if isinstance(dataset, Mix) else sample_index
+        return Source(dataset, rows, seed, collate or default_collate, order or usual_order, options)
 
     def samples(self, indices: Sequence[int]) -> list[Any]:
         """Loads rows of the dataset, with one call if it has `__getitems__`."""
@@ -183,6 +185,14 @@ class Source:
                 for slot in chunk:
                     slot_indices = tuple(islice(indices, slot.stop - slot.start))
                     yield Slot(slot.index, slot.epoch, slot.start, slot.stop, slot_indices, slot.part, slot.dummy)
+
+
+def _tokens_of(dataset: Any) -> int | None:
+    """The tokens of each row of a dataset, if they are known and equally many."""
+    if isinstance(dataset, Mix):
+        lengths = {_tokens_of(source) for source in dataset.sources.values()}
+        return lengths.pop() if len(lengths) == 1 else None
+    return dataset.length if isinstance(dataset, Tokens | PackedDocuments) else None
 
 
 def _plain(tensor: Any) -> bool:
