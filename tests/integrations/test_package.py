@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import signal
@@ -335,6 +336,17 @@ def test_script_of_mixed_datasets_trains(tmp_path: Path) -> None:
     )
     done = paceline("run", "--run-dir", "run", "train.py", cwd=tmp_path)
     assert done.stdout == "{'web': 4480000, 'code': 1280000, 'wiki': 640000}\n2\n"
+
+
+def test_script_of_json_lines_trains(tmp_path: Path) -> None:
+    (tmp_path / "reviews").mkdir()
+    for name in "ab":
+        lines = [{"features": [n / 4, 1, n % 3, 0.5], "label": n % 2, "text": "not read"} for n in range(20)]
+        (tmp_path / "reviews" / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (block,) = [block for block in blocks("docs/data.md") if "data.JsonLines(" in block]
+    imports = "import paceline\nimport torch.nn.functional as F\nfrom torch import nn, optim\n"
+    (tmp_path / "train.py").write_text(imports + block + "print('steps', trainer.steps_done)\n")
+    assert paceline("run", "--run-dir", "run", "train.py", cwd=tmp_path).stdout == "steps 6\n"
 
 
 def test_script_of_transport_page_runs(tmp_path: Path) -> None:

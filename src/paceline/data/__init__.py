@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.data.json_lines import JsonLines as JsonLines
     from paceline.data.mix import Mix as Mix
     from paceline.data.packing import PackedDocuments as PackedDocuments
     from paceline.data.packing import document_mask as document_mask
@@ -14,13 +15,14 @@ if TYPE_CHECKING:
 
 # Where they are: they are imported when first used, as numpy takes its time.
 _MODULES = {
+    "JsonLines": "json_lines",
     "Mix": "mix",
     "PackedDocuments": "packing",
     "ParquetRows": "parquet",
     "Tokens": "tokens",
     "document_mask": "packing",
 }
-__all__ = ["Mix", "PackedDocuments", "ParquetRows", "Tokens", "document_mask"]
+__all__ = ["JsonLines", "Mix", "PackedDocuments", "ParquetRows", "Tokens", "document_mask"]
 
 
 def __getattr__(name: str) -> Any:

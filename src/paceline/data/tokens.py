@@ -9,20 +9,17 @@ from __future__ import annotations
 import hashlib
 import io
 import os
-import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
 from itertools import accumulate
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paceline.base.schema import find_wrong, open_file, parse, read_file
-from paceline.checkpoint.storage import failures
-from paceline.errors import DatasetError, FormatError, UsageError, first_line
+from paceline.base.schema import find_wrong, parse
+from paceline.data.byte_ranges import RemoteFiles, Span, open_files
+from paceline.errors import DatasetError, FormatError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +28,7 @@ FORMAT, INDEX = 1, "tokens.json"
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 _BLOCK = 16 << 20  # bytes that `verify` holds at once
 IGNORED = -100  # the label of a token that counts in no loss, as cross_entropy of torch has it
-Span = tuple[str, int, int]  # file, first byte, end
+_MISSING = "pass a token file, or a folder that `paceline tokenize` has finished"
 
 
 class Tokens:
@@ -72,13 +69,12 @@ class Tokens:
             raise UsageError(f"length={length} is too small", "use a length of at least 1")
         if dtype is not None and dtype not in DTYPES:
             raise UsageError(f"dtype={dtype!r} is not a token type", f"use one of {', '.join(DTYPES)}")
-        self._store: _Local | _Remote
-        if re.match(r"[A-Za-z][\w+.-]*:(//|:)", url):
-            self._store = _Remote(url, dict(storage_options or {}))
+        self._store = open_files(url, storage_options, _MISSING)
+        if isinstance(self._store, RemoteFiles):
             folder = dtype is None and not url.endswith((".bin", ".npy"))
         else:
-            url = os.path.abspath(url)  # a process that reads may stand in another folder
-            self._store, folder = _Local(), os.path.isdir(url)
+            url = self._store.root(url)
+            folder = os.path.isdir(url)
         self.vocabulary: int | None = None
         self.end: int | None = None
         self._offset = 0  # bytes before the first token of a file
@@ -247,113 +243,3 @@ def _npy_header(head: bytes, where: str) -> tuple[np.dtype[Any], int, int]:
         what = f"{where} holds {dtype.name} of shape {shape}, not a row of tokens"
         raise DatasetError(what, f"save one dimension of type {', '.join(DTYPES)}")
     return dtype, file.tell(), shape[0]
-
-
-@contextmanager
-def _reading(where: str) -> Iterator[None]:
-    try:
-        yield
-    except FileNotFoundError as error:
-        cure = "pass a token file, or a folder that `paceline tokenize` has finished"
-        raise DatasetError(f"{error.filename or where} does not exist", cure) from None
-    except failures() as error:
-        raise DatasetError(f"{where} cannot be read ({first_line(error)})", "repair that, and start again") from error
-
-
-def _check_length(data: Any, span: Span) -> Any:
-    path, start, stop = span
-    if len(data) != stop - start:
-        what = f"{path} returned {len(data)} bytes instead of {stop - start}"
-        raise DatasetError(what, "copy it to this machine: it has changed, or its server does not support byte ranges")
-    return data
-
-
-class _Local:
-    """Token files of this machine, memory-mapped when first read."""
-
-    MAPS = 128  # each keeps a descriptor, and a process may have no more than 1024
-
-    def __init__(self) -> None:
-        self._map = lru_cache(self.MAPS)(_mapped)
-
-    def __reduce__(self) -> Any:  # maps stay behind
-        return _Local, ()
-
-    def root(self, url: str) -> str:
-        """The path of the files, as the other methods take it."""
-        return url
-
-    def read_all(self, path: str, where: str) -> bytes:
-        """The bytes of a file."""
-        with _reading(where):
-            return read_file(path)
-
-    def sizes(self, paths: Sequence[str], where: str) -> list[int]:
-        """The bytes of each file."""
-        with _reading(where):
-            return [os.stat(path).st_size for path in paths]
-
-    def ranges(self, spans: Sequence[Span]) -> list[Any]:
-        """The bytes of each span, as uint8 arrays."""
-        blocks = []
-        for span in spans:
-            with _reading(span[0]):
-                blocks.append(_check_length(self._map(span[0])[span[1] : span[2]], span))
-        return blocks
-
-
-def _mapped(path: str) -> Any:
-    with open_file(path) as file:
-        return np.memmap(file, np.uint8, "r").view(np.ndarray)  # plain: a memmap's slices are slow to make
-
-
-class _Remote:
-    """Token files that fsspec reads. It keeps its connections, so no file is kept open."""
-
-    def __init__(self, url: str, options: dict[str, Any]) -> None:
-        self.url, self.options = url, options
-        self._pid, self._system, self._root = 0, None, ""
-
-    def __reduce__(self) -> Any:  # connections stay behind
-        return _Remote, (self.url, self.options)
-
-    def _opened(self) -> Any:
-        if self._pid != os.getpid():  # threads and sockets do not survive a fork
-            try:
-                import fsspec
-            except ImportError:
-                what = f"{self.url} is read with fsspec, which is not installed"
-                raise UsageError(what, "pip install 'paceline[text]', or copy the files to this machine") from None
-            try:
-                self._system, root = fsspec.core.url_to_fs(self.url, **self.options)
-            except (ImportError, ValueError) as error:
-                what = f"fsspec cannot read {self.url} ({first_line(error)})"
-                raise UsageError(what, "install the named package, or copy the files to this machine") from None
-            self._root, self._pid = root.rstrip("/"), os.getpid()
-        return self._system
-
-    def root(self, url: str) -> str:
-        """The path of the files, as the other methods take it."""
-        self._opened()
-        return self._root
-
-    def read_all(self, path: str, where: str) -> bytes:
-        """The bytes of a file."""
-        with _reading(where):
-            return bytes(self._opened().cat_file(path))
-
-    def sizes(self, paths: Sequence[str], where: str) -> list[int]:
-        """The bytes of each file."""
-        with _reading(where):
-            sizes = self._opened().sizes(list(paths))
-        if None in sizes:
-            what = f"the server does not report the size of {paths[sizes.index(None)]}"
-            raise DatasetError(what, "copy the files to this machine")
-        return list(sizes)
-
-    def ranges(self, spans: Sequence[Span]) -> list[Any]:
-        """The bytes of each span, as uint8 arrays."""
-        paths, starts, stops = ([span[part] for span in spans] for part in range(3))
-        with _reading(self.url):
-            blocks = self._opened().cat_ranges(paths, starts, stops, on_error="raise")
-        return [np.frombuffer(_check_length(data, span), np.uint8) for data, span in zip(blocks, spans, strict=True)]
