@@ -11,18 +11,31 @@ if TYPE_CHECKING:
     from paceline.data.packing import PackedDocuments as PackedDocuments
     from paceline.data.packing import document_mask as document_mask
     from paceline.data.parquet import ParquetRows as ParquetRows
+    from paceline.data.sampling import ClassBalancedOrder as ClassBalancedOrder
+    from paceline.data.sampling import WeightedOrder as WeightedOrder
     from paceline.data.tokens import Tokens as Tokens
 
 # Where they are: they are imported when first used, as numpy takes its time.
 _MODULES = {
+    "ClassBalancedOrder": "sampling",
     "JsonLines": "json_lines",
     "Mix": "mix",
     "PackedDocuments": "packing",
     "ParquetRows": "parquet",
     "Tokens": "tokens",
+    "WeightedOrder": "sampling",
     "document_mask": "packing",
 }
-__all__ = ["JsonLines", "Mix", "PackedDocuments", "ParquetRows", "Tokens", "document_mask"]
+__all__ = [
+    "ClassBalancedOrder",
+    "JsonLines",
+    "Mix",
+    "PackedDocuments",
+    "ParquetRows",
+    "Tokens",
+    "WeightedOrder",
+    "document_mask",
+]
 
 
 def __getattr__(name: str) -> Any:
