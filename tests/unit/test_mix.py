@@ -204,7 +204,8 @@ def test_order_of_a_mix_of_another_size_is_refused() -> None:
     with pytest.raises(UsageError) as raised:
         Mix(numbered([3]), {"s0": 1}).order(0, 5)
     cure = "pass the Mix itself to steps(), with the sources that it had when the run began"
-    assert str(raised.value) == f"this order is for 3 rows, but the dataset has 5; {cure}"
+    what = "the sources of the mix have 3 rows in all, but the dataset of this run has 5"
+    assert str(raised.value) == f"{what}; {cure}"
     with pytest.raises(UsageError) as raised:
         Mix(numbered([3]), {"s0": 1}).counts(-1)
     assert str(raised.value) == "rows=-1 is negative; pass a number of rows, for example steps * global_batch"

@@ -37,7 +37,7 @@ def test_rows_are_drawn_in_proportion_to_weights(seed: int) -> None:
     ):
         free, expected = len(expected) - 1, expected * found.sum()
         chi = ((found - expected) ** 2 / expected).sum()
-        # Wilson and Hilferty: its cube root is nearly normal. The inputs are fixed, so that a test passes or fails for ever.
+        # Wilson and Hilferty: its cube root is nearly normal. The inputs are fixed: no run of the test is by chance.
         surprise = ((chi / free) ** (1 / 3) - (1 - 2 / (9 * free))) / math.sqrt(2 / (9 * free))
         assert abs(surprise) < 4
 

@@ -116,7 +116,7 @@ class Mix:
         """
         if size != len(self):
             raise UsageError(
-                f"this order is for {len(self)} rows, but the dataset has {size}",
+                f"the sources of the mix have {len(self)} rows in all, but the dataset of this run has {size}",
                 "pass the Mix itself to steps(), with the sources that it had when the run began",
             )
         number = epoch * size + position
