@@ -74,10 +74,12 @@ def test_shares_of_any_weights_are_rounded_to_a_period(numbers: list[float], row
 
 
 def test_weights_that_are_fractions_are_exact() -> None:
-    """They are not rounded, though floats cannot represent them."""
+    """They are not rounded, though floats cannot represent them. The smallest share is one row of a period."""
     third = Mix(numbered([4, 4]), {"s0": 1 / 3, "s1": 2 / 3})
     assert third.counts(3 * 10**12) == {"s0": 10**12, "s1": 2 * 10**12}
     tenths = Mix(numbered([4, 4, 4]), {"s0": 0.7, "s1": 0.2, "s2": 0.1})
+    rare = Mix(numbered([4, 4]), {"s0": 10**9, "s1": 1})
+    assert rare.counts(PERIOD + 1) == {"s0": PERIOD, "s1": 1}
     assert tenths.counts(10**13) == {"s0": 7 * 10**12, "s1": 2 * 10**12, "s2": 10**12}
 
 

@@ -205,9 +205,10 @@ def _whole_weights(weights: Any, names: Sequence[str]) -> tuple[int, ...]:
     fractions = [Fraction(float(weights[name])) for name in names]
     if not any(fractions):
         raise UsageError("the weights of all sources are 0", "give at least one source a positive weight")
-    shares = [(weight / sum(fractions)).limit_denominator(PERIOD) for weight in fractions]
+    least, total = Fraction(1, PERIOD), sum(fractions)
+    shares = [max(least, (one / total).limit_denominator(PERIOD)) if one else Fraction(0) for one in fractions]
     period = min(PERIOD, math.lcm(*(share.denominator for share in shares)))
-    return tuple(max(round(share * period), int(weight > 0)) for share, weight in zip(shares, fractions, strict=True))
+    return tuple(round(share * period) for share in shares)
 
 
 def _size(name: str, source: Any) -> int:
