@@ -127,7 +127,8 @@ def _divide_model(
     if plan.compile and (sequences is not None or tensor_cut is not None):
         from paceline.parallel.tensor_parallel.compiled_units import compile_units
 
-        job.decisions.append(compile_units(job.model, sequences, tensor_cut, by_block, plan.exact))
+        is_static = plan.exact or plan.recompute is not None  # a recomputation must run the kernels of its forward
+        job.decisions.append(compile_units(job.model, sequences, tensor_cut, by_block, is_static))
     if plan.recompute:
         job.decisions.append(recompute(job.model))
     if plan.compile and sequences is None and tensor_cut is None:

@@ -19,7 +19,7 @@ from parity_models import MODELS, shortened
 def check(folder: Path, plan: str, workers: int, names: Sequence[str], factory: pytest.TempPathFactory) -> None:
     words = ["out", *names, "short", *plan.split()]
     options = ["--workers", str(workers), "--run-dir", "run", "--max-restarts", "0"]
-    options += ["--shares", "3,1"] if "data" in plan else []
+    options += ["--shares", "3,3,1,1"] if "data" in plan else []
     paceline("run", *options, SCRIPTS / "contract.py", *words, cwd=folder, timeout=800, **TRANSFORMERS)
     decisions = [str(event["what"]) for event in journal(folder / "run", "decision")]
     assert sum("compiled separately" in what or "compiled as one unit" in what for what in decisions) == len(names)

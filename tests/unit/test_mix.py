@@ -21,9 +21,9 @@ from mixed import BATCH, EPOCHS, WEIGHTS, sources
 from examples import examples
 from paceline.base.batching import stream_seed
 from paceline.base.journal import read_journal
-from paceline.data import Mix, PackedDocuments
+from paceline.data import Mix, PackedDocuments, mix
 from paceline.data.loader import Source
-from paceline.data.mix import PERIOD
+from paceline.data.mixing import PERIOD
 from paceline.data.order import sample_index
 from paceline.errors import DatasetError, UsageError
 
@@ -239,3 +239,18 @@ def test_mix_has_the_same_rows_through_a_kill_a_join_and_a_resume(workers: int, 
     assert json.loads((tmp_path / "out.json").read_text()) == rows_by_hand()
     formed = [event["workers"] for event in read_journal(tmp_path / "run") if event["event"] == "formed"]
     assert sorted(map(len, formed)) == sorted(size for one in (workers, then) if one > 1 for size in (one - 1, one))
+
+
+class Rows(list[int]):
+    """A list that can be a key."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+def test_datasets_without_names_are_mixed_by_their_weights() -> None:
+    """The function gives the same rows as the class with names."""
+    first, second = Rows(range(10)), Rows(range(100, 130))
+    mixed, named = mix({first: 1, second: 3}), Mix({"0": first, "1": second}, {"0": 1, "1": 3})
+    rows = [mixed[mixed.order(position, len(mixed))] for position in range(40)]
+    assert rows == [named[named.order(position, len(named))] for position in range(40)]
+    assert sum(row < 100 for row in rows) == 10

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.data.json_lines import JsonLines as JsonLines
-    from paceline.data.mix import Mix as Mix
+    from paceline.data.mixing import Mix as Mix
+    from paceline.data.mixing import mix as mix
     from paceline.data.packing import PackedDocuments as PackedDocuments
     from paceline.data.packing import document_mask as document_mask
     from paceline.data.parquet import ParquetRows as ParquetRows
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 _MODULES = {
     "ClassBalancedOrder": "sampling",
     "JsonLines": "json_lines",
-    "Mix": "mix",
+    "Mix": "mixing",
     "PackedDocuments": "packing",
     "ParquetRows": "parquet",
     "Tokens": "tokens",
     "WeightedOrder": "sampling",
     "document_mask": "packing",
+    "mix": "mixing",
 }
 __all__ = [
     "ClassBalancedOrder",
@@ -35,6 +37,7 @@ __all__ = [
     "Tokens",
     "WeightedOrder",
     "document_mask",
+    "mix",
 ]
 
 

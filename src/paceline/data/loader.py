@@ -33,7 +33,7 @@ from paceline.compute.microbatches import MicroBatch, in_rows, rows_told
 from paceline.compute.rng import RngState
 from paceline.data.change_detection import Snapshot
 from paceline.data.collate_check import Collated
-from paceline.data.mix import Mix
+from paceline.data.mixing import Mix
 from paceline.data.order import sample_index
 from paceline.data.packing import PackedDocuments
 from paceline.data.tokens import Tokens

@@ -237,7 +237,7 @@ class CompiledUnit:
 
     `is_eager` says whether a call runs without compiled code, as in comparisons. With `of_shards`, so does a call with
     full inputs, and code is refused that torch.compile cannot trace as one graph: outside of a graph, no mode would see
-    how often a gradient counts. With `exact`, each shape gets its own kernels.
+    how often a gradient counts. With `static`, each shape gets its own kernels.
     """
 
     def __init__(
@@ -246,13 +246,13 @@ class CompiledUnit:
         plain: Callable[..., Any],
         backend: ShardedBackend,
         is_eager: Callable[[], bool],
-        exact: bool,
+        static: bool,
         of_shards: bool,
     ) -> None:
         self.name, self.plain, self._backend, self._is_eager = name, plain, backend, is_eager
         self._of_shards = of_shards
         # Units have their own caches: torch identifies the replaced forwards inside of them.
-        self._options: Any = {"dynamic": False if exact else None, "fullgraph": of_shards, "isolate_recompiles": True}
+        self._options: Any = {"dynamic": False if static else None, "fullgraph": of_shards, "isolate_recompiles": True}
         self._kernels: Any = None
         self._ranks: list[int] = []  # of this worker in the modes' units; the kernels are for these
 
@@ -304,7 +304,7 @@ def _is_plain(placement: ShardPlacement, mode: ShardedTensorMode) -> bool:
 
 
 def compile_units(
-    model: nn.Module, sequences: SequenceParallel | None, layers: TensorCut | None, by_block: bool, exact: bool
+    model: nn.Module, sequences: SequenceParallel | None, layers: TensorCut | None, by_block: bool, static: bool
 ) -> tuple[str, str]:
     """Compiles the blocks of a model whose `sequences` or `layers` are split, or the model as one unit if it has no
     blocks. Returns the decision and its reason.
@@ -318,7 +318,7 @@ def compile_units(
         def is_eager() -> bool:
             return any(part.is_eager() for part in parts)
 
-        return CompiledUnit(name, forward, backend, is_eager, exact, sequences is not None)
+        return CompiledUnit(name, forward, backend, is_eager, static, sequences is not None)
 
     blocks = blocks_of(model)
     if sequences is not None:
