@@ -136,7 +136,9 @@ class Mix:
 
 
 def mix(weights: Mapping[Any, float], with_source: bool = False) -> Mix:
-    """Returns the `Mix` of datasets in proportion to their weights, {dataset: weight}; sources are named by number.
+    """Returns the `Mix` of datasets in proportion to `weights`, {dataset: weight}; sources are named by number.
+
+    With `with_source` each row is a pair, as in `Mix`.
 
     Example:
         >>> rows = paceline.data.mix({web: 0.7, code: 0.2, wiki: 0.1})
