@@ -32,7 +32,7 @@ def check(folder: Path, plan: str, workers: int, names: Sequence[str], factory: 
     check_figures(folder, results)
 
 
-@pytest.mark.parametrize("axis", ["tensor", "context"])
+@pytest.mark.parametrize("axis", ["tensor", pytest.param("context", marks=pytest.mark.slow)])
 def test_compiled_blocks_of_shards_train_as_one_process(
     axis: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
