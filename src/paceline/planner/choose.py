@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from paceline.base.batching import Grid
 from paceline.base.console import in_one_line
 from paceline.base.text import duration, plural, size_of
 from paceline.errors import UsageError
@@ -17,6 +18,7 @@ from paceline.planner.memory import worker_memory
 from paceline.planner.step_time import step_time
 
 MARGIN = 0.05  # part of a worker's memory that stays free
+COMPARED = 3.0  # times the activations of a micro-batch that the comparison with the complete model takes
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,16 @@ class Predictor:
         correction = 1.0 if self._history is None else self._history.correction(plan)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
         memory = self._floor + worker_memory(plan, self._model, self._machine, workers).total
+        memory += self._comparison(plan, workers)
         return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room)
+
+    def _comparison(self, plan: Plan, workers: int) -> float:
+        """Returns the bytes that the first step takes besides, which compares a divided model with the complete one."""
+        if plan.mesh(workers).unit == 1:
+            return 0.0
+        rows = Grid.of(self._model.global_batch, plan.micro).micro
+        saved = rows * sum(block.count * block.saved for block in self._model.blocks)
+        return 2 * self._model.parameters * self._model.element_size + COMPARED * saved
 
 
 @dataclass
