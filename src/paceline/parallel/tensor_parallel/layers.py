@@ -183,6 +183,7 @@ class TensorCut:
         # Whether row layers leave their outputs divided along the sequence in training, and the most bytes of one.
         self._divides_sequences, self._largest_output = False, 0
         self._is_running = False  # whether a forward of the model is running
+        self._compares_uncompiled = False  # whether a forward and backward without compiled code are compared now
         self._backend: ShardedBackend | None = None  # of compiled code
         self._frames: list[_Frame] = []
         rules = OP_RULES | SUM_RULES | VOCABULARY_RULES
@@ -564,8 +565,14 @@ class TensorCut:
         return f"tensor={self.unit.size}"
 
     def is_eager(self) -> bool:
-        """Whether the model computes without compiled code: with gathered weights, and while modules are traced."""
-        return self._is_gathered or (self.job.model.training, self.job.assembled) not in self._regions
+        """Whether the model computes without compiled code: with gathered weights, in the comparison without it (with
+        its backward, which may compute blocks again), and while modules are traced.
+        """
+        return (
+            self._is_gathered
+            or self._compares_uncompiled
+            or (self.job.model.training, self.job.assembled) not in self._regions
+        )
 
     def is_split(self, module: nn.Module) -> bool:
         """Whether a module is a split layer."""
@@ -761,6 +768,7 @@ class TensorCut:
         """
         when = f"when {'compile compiles' if is_compiled else 'tensor= splits'} {self._name}"
         try:
+            self._compares_uncompiled = not is_compiled
             output, gradients = self._compute(model, batch, False, backward)
         except torch.OutOfMemoryError:
             raise
@@ -776,6 +784,8 @@ class TensorCut:
             failure = UsageError(f"{self._name} fails when {what} ({error})", advice)
             failure.__cause__ = error
             return failure, 0.0, 0.0
+        finally:
+            self._compares_uncompiled = False
         farthest_output, differs = outputs_apart(output, expected[0])
         if differs:
             modules = {**blocks_of(model), "": model} if is_compiled else dict(model.named_modules())
