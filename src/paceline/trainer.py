@@ -49,7 +49,6 @@ from paceline.parallel.tensor_parallel.script_view import (
     without_script_view,
 )
 from paceline.plan import Plan
-from paceline.planner.requests import RequestedAnswer
 from paceline.session.best_checkpoint import keep_best
 from paceline.session.best_weights import load_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
@@ -86,6 +85,9 @@ from paceline.session.validation import (
 )
 from paceline.train.step import StepReport
 from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
+
+if TYPE_CHECKING:
+    from paceline.planner.requests import RequestedAnswer
 
 _FUSED = "fused= was not set, and torch supports it on this device"
 
@@ -216,7 +218,7 @@ class Trainer(TrainerLogging):
             run, self._number, job, self._replica, self.plan, self._streams, merging, weights, self._grid
         )
         self._strategy = build_strategy(self._context)
-        self._answer = RequestedAnswer(self._context) if run.check.asks else None
+        self._answer = self._requested_answer() if run.check.asks else None
         self._ledger, self._loader = StepTotals(), dict[str, Any]()
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
         self._stopped = self._looked = False  # the latter for what optimizers hide
@@ -391,6 +393,11 @@ class Trainer(TrainerLogging):
         if shared := sharing(run.team.world, self._device):
             self._reporter.say(shared, once=True)
         return mesh
+
+    def _requested_answer(self) -> RequestedAnswer:
+        from paceline.planner.requests import RequestedAnswer  # not with every run
+
+        return RequestedAnswer(self._context)
 
     def _compare(self, part: Description, known: bool) -> None:
         """Compares a part of this trainer's description between workers. If the trainer is `known` to the others, a
@@ -570,6 +577,7 @@ class Trainer(TrainerLogging):
         feed = Feed(source, grid, span, run.team.world.tell, watched=True)
         self._context.waiting_since, self._ledger.tokens = time.perf_counter(), source.tokens
         alike = Fingerprint(source, run.team.world.tell, self._of, lockstep=self._strategy.lockstep)
+        each = 0 if source.rows is None else grid.batches(source.rows)  # steps of an epoch of this loop
         batches = LoopBatches(
             feed, phase, alike, run.team, self._reporter.say, looks_ahead=self.plan.quorum is not None
         )
@@ -580,7 +588,7 @@ class Trainer(TrainerLogging):
                     run.between()
                     break
                 phase.done, phase.begun = phase.done + report.turn, report.epoch + 1 - phase.first_epoch
-                if (each := self.steps_per_epoch) and phase.done // each > (phase.done - report.turn) // each:
+                if each and phase.done // each > (phase.done - report.turn) // each:
                     report = replace(report, epoch_end=True)
                 feed.measured(report.seconds)
                 if feed.news:

@@ -38,6 +38,16 @@ def test_epochs_end_with_a_smaller_batch():
     same(trainer, by_hand(built(mlp)).train(grid(rows(1, 45, 10), 16, epochs=2)))
 
 
+def test_each_loop_has_its_epochs_also_inside_of_another():
+    """The end of an epoch is that of the loop's dataset, not of the loop that began last."""
+    trainer, ends = make_trainer(), list[tuple[str, int]]()
+    for report in trainer.steps(rows(1, 45, 10), epochs=2):
+        ends += [("outer", report.step)] if report.epoch_end else []
+        if report.step == 1:
+            ends += [("inner", one.step) for one in trainer.steps(rows(2, 64, 10), count=4) if one.epoch_end]
+    assert ends == [("inner", 5), ("outer", 7), ("outer", 10)]
+
+
 @pytest.mark.parametrize("count", [3, 5])
 def test_count_of_steps_crosses_epochs(count):
     trainer = make_trainer()
