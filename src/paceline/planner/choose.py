@@ -62,13 +62,17 @@ class Prospect:
         """Returns this prospect with a trial, or with the steps of one more."""
         return replace(self, trial=result if self.trial is None else self.trial.beside(result))
 
+    @property
+    def name(self) -> str:
+        """The words of the plan, for people."""
+        return words_of(self.plan) if self.workers > 1 else "one worker"
+
     def row(self) -> tuple[str, ...]:
         """Returns this prospect's cells of the table."""
-        name = words_of(self.plan) if self.workers > 1 else "one worker"
         tried = milliseconds(self.step_seconds) if self.trial is not None else ""
         memory = f"{size_of(self.memory)} of {size_of(self.room)}"
         sent = size_of(sum(self.trial.sent.values())) if self.trial is not None and self.workers > 1 else ""
-        return name, milliseconds(self.seconds), tried, memory, sent, self.limits
+        return self.name, milliseconds(self.seconds), tried, memory, sent, self.limits
 
     def as_data(self) -> dict[str, Any]:
         """Returns this prospect as JSON data: seconds and bytes."""

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from paceline.base.console import markup
 from paceline.observe.drawing import STYLE
-from paceline.planner.candidates import words_of
 from paceline.planner.choose import Answer, Prospect, milliseconds
 
 NAMES, BAR, LINE, PAD = 330.0, 420.0, 26.0, 12.0  # width of the names and of the longest bar, height of a line, margin
@@ -32,19 +31,15 @@ def draw(prospects: Sequence[Prospect]) -> str:
     height = 2 * PAD + (len(rows) + 1) * LINE
     key = f'<g transform="translate({PAD:g} {PAD + len(rows) * LINE:g})">{_key(shown)}</g>'
     box = f'viewBox="0 0 {NAMES + BAR + 90:.0f} {height:.0f}" width="{NAMES + BAR + 90:.0f}"'
-    label = markup("; ".join(f"{_name(one)} {milliseconds(one.step_seconds)}" for one in prospects))
+    label = markup("; ".join(f"{one.name} {milliseconds(one.step_seconds)}" for one in prospects))
     paper = f'<style>{STYLE}</style><rect class="paper" width="100%" height="100%"/>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="plan" {box} role="img" aria-label="{label}">'
     return f"{head}{paper}{lines}{key}</svg>\n"
 
 
-def _name(prospect: Prospect) -> str:
-    return words_of(prospect.plan) if prospect.workers > 1 else "one worker"
-
-
 def _row(prospect: Prospect, scale: float, shown: Sequence[str]) -> str:
     """Returns the name of a plan, the bar of its parts, and its seconds."""
-    drawn = [f'<text x="0" y="17">{markup(_name(prospect))}</text>']
+    drawn = [f'<text x="0" y="17">{markup(prospect.name)}</text>']
     begin = NAMES
     for name in shown:
         width, title = scale * prospect.parts.get(name, 0.0), f"{name} {milliseconds(prospect.parts.get(name, 0.0))}"
