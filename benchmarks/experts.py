@@ -2,9 +2,9 @@
 
     python benchmarks/experts.py [--workers 2 4] [--width 256] [--rounds 7] [--record FILE]
 
-A stack of layers of experts, each of which sends every token to two of eight experts, with an auxiliary loss. The sides
-take turns like those of step_time.py, all surrounded by what `paceline run` surrounds its workers with (cores,
-allocator, huge pages), one thread each:
+A stack of mixture-of-experts layers. Each sends every token to two of its eight experts; the loss has an auxiliary part.
+The sides take turns like those of step_time.py, all surrounded by what `paceline run` surrounds its workers with
+(cores, allocator, huge pages), one thread each:
 
 trainer   `paceline run --plan "expert=N"`
 paceline  all_to_all_single in plain PyTorch as people write it, the counts first, over Paceline's transport
@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from turns import WARM_UP, Processes, beside, give, launch, medians, record, take
+from turns import WARM_UP, Processes, beside, give, in_order, launch, medians, record, take
 
 import paceline
 from paceline.comm.autoload import register
@@ -167,8 +167,7 @@ def ours(workers: int, width: int, steps: int) -> Iterator[float]:
         global_batch=ROWS * workers,
         plan=f"expert={workers} micro={ROWS}",
     )
-    order = lambda position, size, seed, epoch: position  # noqa: E731 - that of the other sides
-    for report in trainer.steps(data(width, steps * ROWS * workers), count=steps, order=order):
+    for report in trainer.steps(data(width, steps * ROWS * workers), count=steps, order=in_order):
         yield report.loss
 
 

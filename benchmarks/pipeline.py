@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from models import Block
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from turns import WARM_UP, Processes, beside, give, launch, medians, record, take
+from turns import WARM_UP, Processes, beside, give, in_order, launch, medians, record, take
 
 import paceline
 from paceline.comm.autoload import register
@@ -125,8 +125,7 @@ def ours(rank: int, workers: int, width: int, layers: int, steps: int) -> Iterat
         plan=f"pipeline={workers} micro={MICRO}",
         pipeline_blocks=f"blocks:{','.join(map(str, starts(layers, workers)[1:-1]))}",
     )
-    order = lambda position, size, seed, epoch: position  # noqa: E731 - that of the other sides
-    for report in trainer.steps(data(steps * ROWS), count=steps, order=order):
+    for report in trainer.steps(data(steps * ROWS), count=steps, order=in_order):
         yield report.loss if rank == workers - 1 else 0.0
 
 

@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
-from turns import WARM_UP, WORKERS, Processes, beside, give, launch, medians, record, take
+from turns import WARM_UP, WORKERS, Processes, beside, give, in_order, launch, medians, record, take
 
 import paceline
 from paceline.comm.autoload import register
@@ -115,8 +115,7 @@ def ours(model: str, shard: int, width: int, steps: int) -> Iterator[float]:
         global_batch=ROWS * shard,
         plan=f"{f'shard={shard} zero=3 ' if shard > 1 else ''}tensor={WORKERS} micro={ROWS}",
     )
-    order = lambda position, size, seed, epoch: position  # noqa: E731 - that of the other sides
-    for report in trainer.steps(data(width, steps * ROWS * shard), count=steps, order=order):
+    for report in trainer.steps(data(width, steps * ROWS * shard), count=steps, order=in_order):
         yield report.loss
 
 

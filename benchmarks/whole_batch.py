@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.nn.functional import all_gather
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
-from turns import WARM_UP, WORKERS, Processes, Taken, compare, give, launch, medians, record, take
+from turns import WARM_UP, WORKERS, Processes, Taken, compare, give, in_order, launch, medians, record, take
 
 import paceline
 from paceline.launch.tuning import surround
@@ -96,8 +96,7 @@ def ours(side: str, rows: int, micro: int, width: int, steps: int) -> Iterator[f
         forward=lambda model, batch: model(*batch),
         plan=f"micro={micro}",
     )
-    order = lambda position, size, seed, epoch: position  # noqa: E731 - that of the other sides
-    for report in trainer.steps(data(rows, steps), count=steps, order=order):
+    for report in trainer.steps(data(rows, steps), count=steps, order=in_order):
         yield report.loss
 
 
