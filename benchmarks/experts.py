@@ -2,7 +2,7 @@
 
     python benchmarks/experts.py [--workers 2 4] [--width 256] [--rounds 7] [--record FILE]
 
-A stack of mixture-of-experts layers. Each sends every token to two of its eight experts; the loss has an auxiliary part.
+A stack of mixture-of-experts layers. Each sends every token to two of its eight experts, and adds an auxiliary loss.
 The sides take turns like those of step_time.py, all surrounded by what `paceline run` surrounds its workers with
 (cores, allocator, huge pages), one thread each:
 
