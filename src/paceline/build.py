@@ -91,6 +91,10 @@ def _divide_model(
         axes = ("shard", "expert") if plan.zero in (2, 3) else ("expert",)
         job.lockstep = group.subgroup(*axes, mesh=mesh)
     values = ModelValues(job) if mesh.pipeline * mesh.tensor * mesh.expert > 1 else None
+    if plan.precision == "fp8":  # with the parameters that `values` may have replaced
+        from paceline.compute.float8_linear import use_float8
+
+        job.decisions.append(use_float8(job.model, job.device))
     pipeline = None
     if mesh.pipeline > 1:
         from paceline.parallel.pipeline.partition import divide

@@ -42,6 +42,7 @@ from paceline.launch.joining import address_of, find, introduction, join, likene
 from paceline.launch.mirror import mirror
 from paceline.launch.notify import Notifier
 from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.preflight import refuse_fp8
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
 from paceline.launch.time_limit import limited, parse_time
@@ -254,8 +255,8 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(what, f"use at most --min-workers {options.workers}")
     if options.debug is not None and not 0 <= options.debug < options.workers:
         raise UsageError(f"--debug {options.debug} does not name a worker", f"use 0 to {options.workers - 1}")
-    if options.plan is not None:
-        Plan.parse(options.plan).validate(options.workers)
+    if options.plan is not None and Plan.parse(options.plan).validate(options.workers).precision == "fp8":
+        refuse_fp8()
     if options.max_time is not None:
         parse_time(options.max_time)
     if options.shares is not None:
