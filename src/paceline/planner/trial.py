@@ -63,7 +63,7 @@ class Trial:
         """
         plan, context = self._context.plan, self._context
         share = -(-step.batch.count // context.replica.mesh.units)
-        return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + TRIES * (1 + math.ceil(math.log2(share)))
+        return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + 2 * TRIES * math.ceil(math.log2(share))
 
     def _sent(self) -> dict[str, float]:
         return self._context.reporter.traffic.of(self._context.trainer)
