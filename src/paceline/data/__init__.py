@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from paceline.data.sampling import ClassBalancedOrder as ClassBalancedOrder
     from paceline.data.sampling import WeightedOrder as WeightedOrder
     from paceline.data.tokens import Tokens as Tokens
+    from paceline.data.webdataset import WebDatasetRows as WebDatasetRows
 
 # Where they are: they are imported when first used, as numpy takes its time.
 _MODULES = {
@@ -24,6 +25,7 @@ _MODULES = {
     "PackedDocuments": "packing",
     "ParquetRows": "parquet",
     "Tokens": "tokens",
+    "WebDatasetRows": "webdataset",
     "WeightedOrder": "sampling",
     "document_mask": "packing",
     "mix": "mixing",
@@ -35,6 +37,7 @@ __all__ = [
     "PackedDocuments",
     "ParquetRows",
     "Tokens",
+    "WebDatasetRows",
     "WeightedOrder",
     "document_mask",
     "mix",

@@ -17,6 +17,66 @@ from paceline.checkpoint.storage import failures
 from paceline.errors import DatasetError, UsageError, first_line
 
 Span = tuple[str, int, int]  # file, first byte, end
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+_COMPRESSED = {b"\x1f\x8b": "gunzip -k", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2 -k", b"\xfd7zXZ": "unxz -k"}
+_MARKS = (
+    "ETag",
+    "etag",
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "mtime",
+    "updated",
+)  # of a file's change, in fsspec's infos
+
+
+def find_files(
+    files: Paths, options: Mapping[str, Any] | None, cure: str
+) -> list[tuple[LocalFiles | RemoteFiles, str]]:
+    """Returns the files that paths, URLs and patterns (``a/*.tar``, ``a-{00..12}.tar``) name, each with its store."""
+    named = list[tuple[LocalFiles | RemoteFiles, str]]()
+    for pattern in _texts(files):
+        store = open_files(pattern, options, cure)
+        for one in _expand_braces(pattern):
+            named += [(store, path) for path in store.find(one)]
+    return named
+
+
+def names_of(files: Paths) -> str:
+    """Returns the paths and patterns for an error."""
+    return ", ".join(_texts(files)) or "an empty list"
+
+
+def _texts(files: Paths) -> list[str]:
+    return [os.fspath(one) for one in ([files] if isinstance(files, str | os.PathLike) else files)]
+
+
+def _expand_braces(pattern: str) -> list[str]:
+    """Returns the texts that a pattern with braces stands for, as in a shell: ``{00..12}`` and ``{a,b}``."""
+    match = re.search(r"\{([^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    bounds = re.fullmatch(r"(\d+)\.\.(\d+)", match[1])
+    if bounds is not None:
+        first, last, width = int(bounds[1]), int(bounds[2]), len(bounds[1])
+        choices = [f"{number:0{width}}" for number in range(first, last + 1)]
+    elif "," in match[1]:
+        choices = match[1].split(",")
+    else:
+        return [pattern]
+    return [
+        text
+        for choice in choices
+        for text in _expand_braces(pattern[: match.start()] + choice + pattern[match.end() :])
+    ]
+
+
+def refuse_compressed(head: bytes, path: str) -> None:
+    """Raises UsageError if the first bytes of a file are those of a compressed one."""
+    for magic, command in _COMPRESSED.items():
+        if head.startswith(magic):
+            what = f"{path} is compressed, so its rows cannot be read one by one"
+            raise UsageError(what, f"decompress it first: {command} {os.path.basename(path)}")
 
 
 def open_files(url: str, options: Mapping[str, Any] | None, cure: str) -> LocalFiles | RemoteFiles:
@@ -80,6 +140,12 @@ class LocalFiles:
             known = os.stat(path)
         return known.st_size, known.st_mtime_ns
 
+    def stamp(self, path: str) -> tuple[int, str]:
+        """The size and the time of the last change of a file, as an index keeps them."""
+        with _reading(path, self._cure):
+            known = os.stat(path)
+        return known.st_size, str(known.st_mtime_ns)
+
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
         """The bytes of each span, as uint8 arrays."""
         blocks = []
@@ -124,12 +190,18 @@ class RemoteFiles:
         self._opened()
         return self._root
 
+    def _path_of(self, url: str) -> str:
+        """The path of another file of the same store."""
+        from fsspec.core import url_to_fs
+
+        return str(url_to_fs(url, **self.options)[1]).rstrip("/")
+
     def find(self, pattern: str) -> list[str]:
         """The sorted paths of the files that the URL, which may be a glob pattern, names."""
         if not glob.has_magic(pattern):
-            return [self.root(pattern)]
+            return [self.root(pattern) if pattern == self.url else self._path_of(pattern)]
         with _reading(pattern, self._cure):
-            return sorted(self._opened().glob(self._root))
+            return sorted(self._opened().glob(self.root(pattern) if pattern == self.url else self._path_of(pattern)))
 
     def read_all(self, path: str, where: str) -> bytes:
         """The bytes of a file."""
@@ -148,6 +220,14 @@ class RemoteFiles:
     def version(self, path: str) -> tuple[int, int] | None:
         """None: each answer would take a request."""
         return None
+
+    def stamp(self, path: str) -> tuple[int, str]:
+        """The size of a file, and its ETag or the time of its last change; an empty text if the server has neither."""
+        with _reading(path, self._cure):
+            info = self._opened().info(path)
+        if info.get("size") is None:
+            raise DatasetError(f"the server does not report the size of {path}", "copy the files to this machine")
+        return info["size"], next((str(info[name]) for name in _MARKS if info.get(name) is not None), "")
 
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
         """The bytes of each span, as uint8 arrays."""
