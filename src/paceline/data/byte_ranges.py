@@ -34,9 +34,12 @@ def find_files(
     files: Paths, options: Mapping[str, Any] | None, cure: str
 ) -> list[tuple[LocalFiles | RemoteFiles, str]]:
     """Returns the files that paths, URLs and patterns (``a/*.tar``, ``a-{00..12}.tar``) name, each with its store."""
-    named = list[tuple[LocalFiles | RemoteFiles, str]]()
+    named, stores = list[tuple[LocalFiles | RemoteFiles, str]](), dict[str, LocalFiles | RemoteFiles]()
     for pattern in _texts(files):
-        store = open_files(pattern, options, cure)
+        kind = pattern if "::" in pattern else pattern.partition("://")[0] if "://" in pattern else ""
+        if kind not in stores:  # one store for all files of a kind, whose ranges are read in parallel
+            stores[kind] = open_files(pattern, options, cure)
+        store = stores[kind]
         for one in _expand_braces(pattern):
             named += [(store, path) for path in store.find(one)]
     return named
@@ -230,8 +233,21 @@ class RemoteFiles:
         return info["size"], next((str(info[name]) for name in _MARKS if info.get(name) is not None), "")
 
     def ranges(self, spans: Sequence[Span]) -> list[Any]:
-        """The bytes of each span, as uint8 arrays."""
-        paths, starts, stops = ([span[part] for span in spans] for part in range(3))
+        """The bytes of each span, as uint8 arrays; spans that touch are read with one request."""
+        runs = list[list[Any]]()  # [path, begin, end, numbers in `spans`]
+        for number in sorted(range(len(spans)), key=lambda number: spans[number]):
+            path, begin, end = spans[number]
+            if runs and runs[-1][0] == path and begin <= runs[-1][2]:
+                runs[-1][2] = max(runs[-1][2], end)
+                runs[-1][3].append(number)
+            else:
+                runs.append([path, begin, end, [number]])
+        paths, starts, stops, _ = zip(*runs, strict=True) if runs else ((),) * 4
         with _reading(self.url, self._cure):
-            blocks = self._opened().cat_ranges(paths, starts, stops, on_error="raise")
-        return [np.frombuffer(_check_length(data, span), np.uint8) for data, span in zip(blocks, spans, strict=True)]
+            blocks = self._opened().cat_ranges(list(paths), list(starts), list(stops), on_error="raise")
+        taken: list[Any] = [None] * len(spans)
+        for (path, start, stop, numbers), data in zip(runs, blocks, strict=True):
+            block = np.frombuffer(_check_length(data, (path, start, stop)), np.uint8)
+            for number in numbers:
+                taken[number] = block[spans[number][1] - start : spans[number][2] - start]
+        return taken
