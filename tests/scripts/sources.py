@@ -44,7 +44,18 @@ def write_shards(folder: Path) -> None:
                 shard.write({"__key__": f"{number:04}", "cls": number, "txt": f"row {number}" * (number % 5)})
 
 
+def write_images(folder: Path) -> None:
+    from PIL import Image
+
+    for number in range(ROWS):
+        (below := folder / f"class {number // 20}").mkdir(exist_ok=True)
+        Image.new("L", (2, 3), number).save(below / f"{number:03}.png")
+
+
 KINDS = {
+    "images": Kind(
+        write_images, lambda folder: paceline.data.ImageFolder(folder, images="l8"), lambda row: int(row[0][0, 0])
+    ),
     "json lines": Kind(
         write_lines, lambda folder: paceline.data.JsonLines(folder / "*.jsonl"), lambda row: row["number"]
     ),

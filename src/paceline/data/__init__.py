@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.data.image_folder import ImageFolder as ImageFolder
     from paceline.data.json_lines import JsonLines as JsonLines
     from paceline.data.mixing import Mix as Mix
     from paceline.data.mixing import mix as mix
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 # Where they are: they are imported when first used, as numpy takes its time.
 _MODULES = {
     "ClassBalancedOrder": "sampling",
+    "ImageFolder": "image_folder",
     "JsonLines": "json_lines",
     "Mix": "mixing",
     "PackedDocuments": "packing",
@@ -32,6 +34,7 @@ _MODULES = {
 }
 __all__ = [
     "ClassBalancedOrder",
+    "ImageFolder",
     "JsonLines",
     "Mix",
     "PackedDocuments",

@@ -127,6 +127,17 @@ class LocalFiles:
         paths = [pattern] if os.path.exists(pattern) or not glob.has_magic(pattern) else sorted(glob.glob(pattern))
         return [os.path.abspath(path) for path in paths]
 
+    def files_below(self, folder: str) -> list[str]:
+        """The paths of all files in a folder and in the folders of it, in any order; also behind links."""
+        with _reading(folder, self._cure):
+            os.stat(folder)
+        walk = os.walk(folder, followlinks=True)
+        return [f"{path}/{name}".replace(os.sep, "/") for path, _, names in walk for name in names]
+
+    def contents(self, paths: Sequence[str]) -> list[bytes]:
+        """The bytes of each file."""
+        return [self.read_all(path, path) for path in paths]
+
     def read_all(self, path: str, where: str) -> bytes:
         """The bytes of a file."""
         with _reading(where, self._cure):
@@ -205,6 +216,17 @@ class RemoteFiles:
             return [self.root(pattern) if pattern == self.url else self._path_of(pattern)]
         with _reading(pattern, self._cure):
             return sorted(self._opened().glob(self.root(pattern) if pattern == self.url else self._path_of(pattern)))
+
+    def files_below(self, folder: str) -> list[str]:
+        """The paths of all files in a folder and in the folders of it, in any order."""
+        with _reading(folder, self._cure):
+            return list(self._opened().find(folder))
+
+    def contents(self, paths: Sequence[str]) -> list[bytes]:
+        """The bytes of each file, read in parallel."""
+        with _reading(self.url, self._cure):
+            read = self._opened().cat(list({*paths}), on_error="raise")
+        return [bytes(read[path]) for path in paths] if isinstance(read, dict) else [bytes(read)] * len(paths)
 
     def read_all(self, path: str, where: str) -> bytes:
         """The bytes of a file."""
