@@ -26,6 +26,7 @@ from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import cached_loss
 from paceline.compute.int8_states import refuse_others
 from paceline.compute.job import default_forward
+from paceline.compute.lr_schedules import set_training_steps
 from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
 from paceline.compute.rng import RngState
@@ -34,7 +35,7 @@ from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Source
 from paceline.errors import CheckpointError, UsageError
-from paceline.evaluate.evaluate import EvalPass, evaluate
+from paceline.evaluate.evaluate import EvalPass, LossMean, evaluate
 from paceline.evaluate.predict import predicted
 from paceline.observe.step_totals import StepTotals
 from paceline.parallel.parallel_job import ParallelJob
@@ -183,7 +184,7 @@ class Trainer(TrainerLogging):
         model_seed = stream_seed(seed, 0, -1)
         self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan)
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
-        judge = AnnotatedCallable(check_callable("loss", loss), "loss")
+        judge = self._loss = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
         kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
@@ -543,7 +544,7 @@ class Trainer(TrainerLogging):
             self._stopped = False
         if not phase.complete:
             self._need_optimizer()
-        if not phase.complete:
+            set_training_steps(self._job.schedulers, total, len(self._phases))
             assignment = self._context.current_assignment()
             dealt = self._strategy.shares(len(grid.cut(grid.global_batch)), assignment.weights)
             unit = self._mesh.unit
@@ -646,6 +647,7 @@ class Trainer(TrainerLogging):
             word = self.plan.several
             what = f"step() makes one optimizer step, but under {word} each turn of the loop makes several"
             raise UsageError(what, f"use steps(), or remove {word} from the plan")
+        set_training_steps(self._job.schedulers, None, 0)
         run.begin_training(self._number, loop=False)
         first, run.script.uses_step = not run.script.uses_step, True
         number = self.done + 1
@@ -712,19 +714,20 @@ class Trainer(TrainerLogging):
     def evaluate(
         self,
         dataset: Any,
-        metric: Any,
+        metric: Any = None,
         model: nn.Module | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         **words: Never,
     ) -> dict[str, Any]:
-        """Evaluates a metric over a dataset, each row exactly once, on all workers together.
+        """Evaluates the loss or a metric over a dataset, each row exactly once, on all workers together.
 
         The model is in eval mode meanwhile. Nothing is padded, and sums are added in the order of the rows, so the
         result does not depend on the number of workers.
 
         Args:
             dataset: The rows.
-            metric: ``metric(output, batch)`` returns ``{name: (sum, count)}``, and the result is their quotient. For
+            metric: By default the training's loss, as ``loss``, and the metrics that it returns.
+                ``metric(output, batch)`` returns ``{name: (sum, count)}``, and the result is their quotient. For
                 what is not a mean (AUC, correlation, mAP): an object with `update`, `compute` and `reset` whose states
                 say how they merge, as those of torchmetrics; a mapping of such objects by name; or a pair of either and
                 a function of output and batch that returns the arguments of `update`. With ``loss_over="batch"`` a
@@ -749,7 +752,7 @@ class Trainer(TrainerLogging):
         sweep = self._sweep(dataset, collate, model)
 
         def compute() -> dict[str, Any]:
-            results = evaluate(sweep, metric)
+            results = evaluate(sweep, LossMean(self._loss) if metric is None else metric)
             for one in self.followed:
                 one.find_value(results, "evaluate()", self._reporter.say)
             self._reporter.show("evaluate", trainer=self._number, step=self.done, results=results)

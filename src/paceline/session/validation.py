@@ -27,7 +27,7 @@ from paceline.base.environment import World
 from paceline.base.sharding import ShardingSpec
 from paceline.base.text import plural
 from paceline.compute.job import TrainingJob
-from paceline.compute.lr_schedules import Plateau, cosine, plateau
+from paceline.compute.lr_schedules import OverTraining, OverTrainingLR, Plateau, cosine, plateau
 from paceline.compute.model_flops import ModelSkeleton
 from paceline.compute.rng import RngState
 from paceline.compute.sparse_grads import tables
@@ -676,6 +676,8 @@ def scheduler_of(schedule: Any, optimizer: Optimizer) -> LRScheduler:
     """
     if isinstance(schedule, Plateau):
         return schedule.on(optimizer)
+    if isinstance(schedule, OverTraining):
+        return OverTrainingLR(optimizer, schedule)
     of_torch = (LRScheduler, ReduceLROnPlateau)
     made = schedule.func if isinstance(schedule, partial) else schedule
     is_class = inspect.isclass(made) and issubclass(made, of_torch)
