@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.loss_scale import LossScale
 from paceline.compute.lr_schedules import follow_batch
 from paceline.compute.merge_policy import MergePolicy
+from paceline.compute.microbatches import MicroBatch
 from paceline.compute.rng import RngState
 from paceline.data.balance import Balance
 from paceline.data.loader import Assignment
@@ -41,6 +42,11 @@ class Batches(Protocol):
     def load(self, ahead: int, assignment: Assignment) -> WorkerBatch | None:
         """Returns this worker's part of the next global batch, or of the one that is `ahead` of it by so many; None if
         there is none. Collective in a new generation.
+        """
+
+    def load_other(self, assignment: Assignment, partners: Sequence[int]) -> list[MicroBatch]:
+        """Returns the micro-batches of another worker in the next global batch: by rank, `partners` has the worker
+        whose micro-batches each worker gets, and the `assignment` is that worker's. Collective.
         """
 
 
