@@ -50,13 +50,14 @@ class CheckedReducer(BucketReducer):
     """Moves the buckets of a step along a route, one after another once all are complete, and checks digests.
 
     `look` is called with each bucket when it is complete. `faults` has the differences that this worker has seen after
-    `finish`. A test sets `tamper`: it is called with "bucket" and "transit", and with the memory that is about to move.
+    `finish`. Injected faults set `tamper`: it gets "bucket" once the digests of a bucket were taken, "transit" before
+    a slice goes to another worker, with the bucket and the slice.
     """
 
     def __init__(self, group: Group, route: Sequence[ReduceStep], look: Callable[[Bucket], None]) -> None:
         super().__init__(group, route)
         self.look = look
-        self.tamper: Callable[[str, torch.Tensor], None] | None = None
+        self.tamper: Callable[[str, Bucket, torch.Tensor], None] | None = None
         self.faults: list[Fault] = []
         self._complete: list[tuple[Bucket, list[int]]] = []
         self._moved: list[list[_Moved]] = []
@@ -80,7 +81,7 @@ class CheckedReducer(BucketReducer):
         self._held[bucket.index] = [] if sent else [(bucket.local_shard, checksum(bucket.local_shard))]
         self.look(bucket)
         if self.tamper is not None:
-            self.tamper("bucket", bucket.flat)
+            self.tamper("bucket", bucket, bucket.flat)
         self._complete.append((bucket, sent))
 
     def hand_on(self) -> None:
@@ -144,7 +145,7 @@ class CheckedReducer(BucketReducer):
         step, parts = self.route[number], self._slices(number, bucket)
         self._confirm(bucket.index)  # after these digests: a bit that flips in between is then different in one of both
         if self.tamper is not None:
-            self.tamper("transit", parts[(step.among.rank + 1) % len(parts)])
+            self.tamper("transit", bucket, parts[(step.among.rank + 1) % len(parts)])
         moved = _Moved(bucket.index, sent)
         self._sum(step.among, step.kind, parts, moved)
         self._moved[number].append(moved)

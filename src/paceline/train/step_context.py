@@ -27,6 +27,7 @@ from paceline.plan import Plan
 from paceline.session.consistency import Weights
 from paceline.session.run import Run
 from paceline.session.worker_batch import WorkerBatch
+from paceline.train.bit_flips import BitFlips
 from paceline.train.replica import Replica
 from paceline.train.step import Step
 from paceline.train.step_figures import StepFigures
@@ -96,6 +97,8 @@ class StepContext:
         self.kinds = {name: (param.dtype, param.device) for name, param in job.named.items()}  # at the beginning
         replica.error_feedback.trainer = trainer
         run.trainers.error_feedback.append(replica.error_feedback)
+        if self.transactions.fault_point is not None and not trainer:
+            self.transactions.inject_flips(BitFlips(replica).arm)
         # Both are filled by train/step_observers.py.
         self.contributions: list[Callable[[], Mapping[str, float]]] = []
         self.observers: list[Callable[[Step], None]] = []
