@@ -30,6 +30,7 @@ from paceline.train.replica import Replica
 from paceline.train.step_context import StepContext
 from paceline.train.step_observers import register_observers
 from paceline.train.strategy import LockstepStrategy, Strategy
+from paceline.train.verified_step import build_steps, refuse_unverified
 
 if TYPE_CHECKING:
     from paceline.parallel.pipeline.stage import Pipeline
@@ -156,13 +157,14 @@ def build_strategy(context: StepContext) -> Strategy:
     """What makes a trainer's turns: data-parallel steps, rounds of local SGD, or steps with parameter servers."""
     plan, serving = context.plan, context.run.serving
     register_observers(context)
+    refuse_unverified(context)
     if serving is not None:
         serving.contexts.append(context)
         return LockstepStrategy(context, data_parallel_step)
     if plan.local:
         return build_local_sgd(context)
     if plan.server is None:
-        return LockstepStrategy(context, data_parallel_step)
+        return build_steps(context)
     if plan.backup:
         return build_backup_windows(context)
     return build_async_windows(context) if plan.in_windows else build_server_steps(context)

@@ -294,6 +294,7 @@ def _rehearsals(add: Callable[..., Any]) -> None:
         metavar="TEXT",
         help="exact failures instead: KIND:WORKER@STEP.MOMENT, separated by commas",
     )
+    _verifying(option)
     _script(option)
 
 
@@ -387,12 +388,22 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
     )
     option("--tensorboard", action="store_const", const="1", help="write TensorBoard files into the run folder")
     option("--heal", action="store_const", const="1", help="repair workers whose weights differ from the majority's")
+    _verifying(option)
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer workers (default 1)")
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
     option("--cold-start", action="store_true", help="start each worker as a new interpreter, not from a warm process")
     option("--quiet", action="store_true", help="print only how the run ended, and only if it did not finish")
     option("--verbose", action="store_true", help="print all figures of the report at the end")
+
+
+def _verifying(option: Callable[..., Any]) -> None:
+    """Adds the option that has steps computed twice."""
+    option(
+        "--verify-steps",
+        metavar="1%|N",
+        help="compute 1%% of the steps, or one step of N, a second time on another worker, and compare (default: none)",
+    )
 
 
 def _several_hosts(option: Callable[..., Any]) -> None:

@@ -22,6 +22,7 @@ from paceline.base.console import in_one_line, say
 from paceline.base.environment import (
     parse_save_every,
     parse_shares,
+    parse_verify_steps,
     read_nodes,
     standstill,
     starts_cold,
@@ -274,6 +275,8 @@ def _check(options: LaunchOptions) -> None:
         parse_store(options.store)
     if options.save_every is not None:
         parse_save_every(options.save_every)
+    if options.verify_steps is not None:
+        parse_verify_steps(options.verify_steps)
     if Path(options.run_dir or ".").is_file():
         raise UsageError(f"--run-dir {in_one_line(options.run_dir)} is a file", "name a folder, or leave --run-dir out")
     if not _is_utf8(options.run_dir or ""):

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.base.environment import MOST, parse_save_every, parse_shares
+from paceline.base.environment import MOST, parse_save_every, parse_shares, parse_verify_steps
 from paceline.errors import PacelineError
 from paceline.plan import Plan
 from paceline.team.etcd_lease import parse_store
@@ -86,6 +86,7 @@ OPTIONS: dict[str, Check] = {
     "max_steps": whole_number(1),
     "tensorboard": switch,
     "heal": switch,
+    "verify_steps": parsed(parse_verify_steps),
 }
 FIELDS: dict[str, Check] = {
     "script": path,

@@ -164,7 +164,7 @@ def must_repeat(context: StepContext, step: Step) -> bool:
         or divided
         or agreed.failed
         or (context.scaling is not None and _overflows(context, step, context.scaling))
-        or (step.digest is not None and _heals(context, step))
+        or (step.digest is not None and heals(context, step))
     ):
         return False
     context.restore_state()
@@ -174,6 +174,14 @@ def must_repeat(context: StepContext, step: Step) -> bool:
     if divided:  # it draws, say, or fails: everybody takes whole ones
         context.shares.divide(tested=False, strict=True)
     return True
+
+
+def heals(context: StepContext, step: Step) -> bool:
+    """Compares the weights that the step began with. Returns whether some were healed, so that the step is
+    repeated.
+    """
+    undo, step.digest = partial(context.replica.abort, again=True), None
+    return context.weights.judge(context.group, step.agreed.digests, undo=undo)
 
 
 def examine(context: StepContext, step: Step) -> None:
@@ -293,14 +301,6 @@ def _overflows(context: StepContext, step: Step, scaling: LossScale) -> bool:
     step.options.expected *= step.scale / smaller
     step.scale = smaller
     return True
-
-
-def _heals(context: StepContext, step: Step) -> bool:
-    """Compares the weights that the step began with. Returns whether some were healed, so that the step is
-    repeated.
-    """
-    undo, step.digest = partial(context.replica.abort, again=True), None
-    return context.weights.judge(context.group, step.agreed.digests, undo=undo)
 
 
 def _refusal(context: StepContext, step: Step) -> Refusal:
