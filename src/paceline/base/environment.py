@@ -39,8 +39,8 @@ class World:
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
     stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
-    the run early; `tensorboard`: its figures go to TensorBoard's files, too; `heal`: workers whose
-    weights differ take those of a majority.
+    the run early; `tensorboard`: its figures go to TensorBoard's files, too, and those of `log_to` to loggers; `heal`:
+    workers whose weights differ take those of a majority.
     """
 
     rank: int = 0
@@ -68,6 +68,7 @@ class World:
     hold: bool = False
     chaos: str = ""
     tensorboard: bool = False
+    log_to: str | None = None
     heal: bool = False
     members: tuple[int, ...] = ()
 
@@ -254,6 +255,7 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),
         tensorboard=_flag(env, "PACELINE_TENSORBOARD"),
+        log_to=env.get("PACELINE_LOG_TO") or None,
         heal=_flag(env, "PACELINE_HEAL"),
     )
 
