@@ -216,7 +216,9 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
 
 @pytest.mark.usefixtures("emulated")
 def test_models_without_layers_for_8_bits_are_refused() -> None:
-    what = "ModuleList has no linear layer that precision=fp8 could compute in 8 bits: in repeated blocks, with sizes that"
+    what = (
+        "ModuleList has no linear layer that precision=fp8 could compute in 8 bits: in repeated blocks, with sizes that"
+    )
     what += " are multiples of 16"
     with pytest.raises(UsageError) as caught:
         use_float8(nn.ModuleList([nn.Linear(16, 20), nn.Linear(20, 16)]), CPU)

@@ -39,9 +39,9 @@ class World:
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
     stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
-    the run early; `tensorboard`: its figures go to TensorBoard's files, too; `heal`: workers whose
-    weights differ take those of a majority; `verify_steps`: one step of so many is computed
-    twice and compared (0: none).
+    the run early; `tensorboard`: its figures go to TensorBoard's files, too, and those of `log_to` to loggers; `heal`:
+    workers whose weights differ take those of a majority; `verify_steps`: one step of so many is computed twice and
+    compared (0: none).
     """
 
     rank: int = 0
@@ -69,6 +69,7 @@ class World:
     hold: bool = False
     chaos: str = ""
     tensorboard: bool = False
+    log_to: str | None = None
     heal: bool = False
     verify_steps: int = 0
     members: tuple[int, ...] = ()
@@ -256,6 +257,7 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         hold=bool(env.get("PACELINE_HOLD")),
         chaos=env.get("PACELINE_CHAOS", ""),
         tensorboard=_flag(env, "PACELINE_TENSORBOARD"),
+        log_to=env.get("PACELINE_LOG_TO") or None,
         heal=_flag(env, "PACELINE_HEAL"),
         verify_steps=parse_verify_steps(env["PACELINE_VERIFY_STEPS"]) if env.get("PACELINE_VERIFY_STEPS") else 0,
     )

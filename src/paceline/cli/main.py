@@ -387,6 +387,11 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
         help="stop with a checkpoint after this time, as 3h or 90m (default: two minutes before a Slurm job ends)",
     )
     option("--tensorboard", action="store_const", const="1", help="write TensorBoard files into the run folder")
+    option(
+        "--log-to",
+        metavar="NAME[:TARGET],...",
+        help="log to wandb, mlflow, trackio, comet, csv, tensorboard or otlp (see docs/howto/loggers.md; default: off)",
+    )
     option("--heal", action="store_const", const="1", help="repair workers whose weights differ from the majority's")
     _verifying(option)
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)

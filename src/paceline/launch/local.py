@@ -31,6 +31,7 @@ from paceline.base.environment import (
     variable,
 )
 from paceline.base.journal import Journal
+from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
 from paceline.base.terminal import Terminal
 from paceline.base.text import plural
 from paceline.checkpoint.lock import hold_lock
@@ -47,7 +48,6 @@ from paceline.launch.preflight import refuse_fp8
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
 from paceline.launch.time_limit import limited, parse_time
-from paceline.observe.loggers import TensorBoard
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
@@ -265,8 +265,8 @@ def _check(options: LaunchOptions) -> None:
     if options.listen is not None:
         address_of(options.listen)
     starts_cold(), standstill()  # UsageError: these variables cannot be read
-    if options.tensorboard is not None:
-        TensorBoard()
+    for kind in (["tensorboard"] if options.tensorboard else []) + [one.kind for one in _loggers(options)]:
+        check_installed(kind)
     check_serving(options.metrics, options.page)
     if options.join is not None and (options.metrics or options.page):
         what = "--join cannot be combined with --metrics or --page, which belong to the command that starts the run"
@@ -287,6 +287,10 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(what, f"use --checkpoints {in_one_line(options.run_dir)} instead")
     if options.checkpoints is not None:
         storage_at(options.checkpoints)
+
+
+def _loggers(options: LaunchOptions) -> list[LoggerName]:
+    return [] if options.log_to is None else parse_loggers(options.log_to)
 
 
 def _is_utf8(path: str) -> bool:

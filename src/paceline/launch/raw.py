@@ -39,6 +39,7 @@ REFUSED = {
     "mirror": ("--mirror", _STATE, "leave it out"),
     "max_steps": ("--steps", "the script counts its own steps", "pass the script's own option after its name"),
     "tensorboard": ("--tensorboard", _FIGURES, "write TensorBoard files in the script"),
+    "log_to": ("--log-to", _FIGURES, "call the logger in the script"),
     "heal": ("--heal", "the script keeps its own weights", "leave it out"),
     "verify_steps": ("--verify-steps", "the script makes its own steps", "leave it out"),
     "min_workers": ("--min-workers", _STATIC, "leave it out: a failure ends all workers"),
