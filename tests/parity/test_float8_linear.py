@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from agents import journal
-from launching import train_basics
 from launching import paceline as command
+from launching import train_basics
 from oracle import apart, built, grid
 from safetensors.torch import load_file
 from torch import nn
@@ -83,18 +83,21 @@ def converted(model: nn.Module, **options: Any) -> nn.Module:
     return convert_to_float8_training(model, config=config, module_filter_fn=within)
 
 
-def by_hand(in_8_bits: range = range(STEPS)) -> dict[str, torch.Tensor]:
+def by_hand(
+    in_8_bits: range = range(STEPS), device: str = "cpu", dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor]:
     """Trains in one process; these steps with torchao's layers."""
-    plain = built(MADE["model"])
-    model = converted(copy.deepcopy(plain), emulate=True)
+    plain = built(MADE["model"]).to(device, dtype)
+    model = converted(copy.deepcopy(plain), emulate=device == "cpu")
     for name, param in plain.named_parameters():
         owner, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(owner), attribute, param)
     update = MADE["optimizer"](plain.parameters())
     for step, batch in enumerate(grid(data(), BATCH, MICRO, count=STEPS)):
         update.zero_grad()
-        for micro_batch in batch:
-            with torch.autocast("cpu", torch.bfloat16):
+        for rows, labels in batch:
+            micro_batch = rows.to(device, dtype), labels.to(device)
+            with torch.autocast(device, torch.bfloat16):
                 output = (model if step in in_8_bits else plain)(micro_batch[0])
                 total, _ = MADE["summed"](output, micro_batch)
             total.mul(1 / BATCH).backward()
@@ -216,10 +219,8 @@ def test_a_copy_of_a_model_computes_with_its_own_weights() -> None:
 
 @pytest.mark.usefixtures("emulated")
 def test_models_without_layers_for_8_bits_are_refused() -> None:
-    what = (
-        "ModuleList has no linear layer that precision=fp8 could compute in 8 bits: in repeated blocks, with sizes that"
-    )
-    what += " are multiples of 16"
+    what = "ModuleList has no linear layer that precision=fp8 could compute in 8 bits: in repeated blocks, with sizes "
+    what += "that are multiples of 16"
     with pytest.raises(UsageError) as caught:
         use_float8(nn.ModuleList([nn.Linear(16, 20), nn.Linear(20, 16)]), CPU)
     assert str(caught.value) == f"{what}; use precision=bf16"
@@ -253,3 +254,21 @@ def test_a_host_without_gpu_is_refused_before_workers_start(tmp_path: Path) -> N
     done = command(*run, cwd=tmp_path, code=2, CUDA_VISIBLE_DEVICES="")
     assert done.stderr == f"paceline: {NEEDS}, and this host has no GPU; use precision=bf16\n"
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", ["", "compile"])
+def test_cuda_layers_train_as_torchao_by_hand(words: str, tmp_path: Path) -> None:
+    """`make gpu` compares the time of a larger model."""
+    if torch.cuda.get_device_capability() < float8_linear.CAPABILITY:
+        pytest.skip(f"{torch.cuda.get_device_name()} has no products of 8-bit matrices")
+    body = BODY.replace(".double()", "") + "forward = lambda model, batch: model(batch[0].float())\n"
+    env = {"WORDS": f"micro={MICRO} precision=fp8 {words}", **WARM}
+    train_basics(tmp_path, body + TRAIN.replace('"clip_norm"', '"forward": forward, "clip_norm"'), 1, **env)
+    losses = []
+    for weights in (load_file(tmp_path / "out.safetensors"), by_hand(device="cuda", dtype=torch.float32)):
+        model = MADE["Model"]()
+        model.load_state_dict(weights)
+        rows, labels = data()[:]
+        losses.append(nn.functional.cross_entropy(model(rows.float()), labels).item())
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)

@@ -26,7 +26,7 @@ _PEAKS = (
 
 
 def peak_of(device: str, plan: str) -> float | None:
-    """Returns the peak in operations per second of a device with this name, if the plan computes in bf16, fp16 or fp8."""
+    """Returns the peak in operations per second of a device with this name; None if the plan has no precision."""
     if not any(f"precision={precision}" in plan for precision in ("bf16", "fp16", "fp8")):
         return None
     names, factor = device.replace("-", " ").split(), 2e12 if "precision=fp8" in plan else 1e12

@@ -85,7 +85,8 @@ def _twins(linears: list[nn.Linear]) -> list[nn.Module]:
     return [*convert_to_float8_training(nn.ModuleList(linears), config=config)]
 
 
-def _forward(linear: nn.Linear, twin: nn.Module, input: torch.Tensor) -> Any:
-    if not input.numel():  # the largest of no values is not defined
-        return nn.Linear.forward(linear, input)
-    return twin.forward(input)
+def _forward(linear: nn.Linear, twin: nn.Module, /, *given: Any, **named: Any) -> Any:
+    has_values = any(tensor.numel() for tensor in (*given, *named.values()))
+    if not has_values:  # then there is no largest one
+        return nn.Linear.forward(linear, *given, **named)
+    return twin.forward(*given, **named)
