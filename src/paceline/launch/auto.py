@@ -17,6 +17,7 @@ from paceline.launch.plan import Planning, Question
 from paceline.plan import Plan
 from paceline.planner.candidates import words_of
 from paceline.planner.choose import Answer, milliseconds
+from paceline.planner.outlook import Outlook
 
 LIMIT = 20.0  # seconds after which no further trial begins; one that has begun takes some seconds more
 STEPS, SECONDS = 5, 5.0  # to measure in each, at most
@@ -51,8 +52,11 @@ def _earlier(options: LaunchOptions) -> ChosenPlan | None:
         if event["event"] == "decision" and event.get("asked") == options.plan:
             if event.get("workers") != options.workers:
                 return None
-            what = f"the plan stays {event['plan']!r}"
-            return ChosenPlan(event["plan"], options.plan or "", options.workers, what, "the run began with it")
+            what, outlook = f"the plan stays {event['plan']!r}", Outlook.read(folder)
+            outlook = outlook if outlook is not None and outlook.plan == event["plan"] else None
+            return ChosenPlan(
+                event["plan"], options.plan or "", options.workers, what, "the run began with it", outlook
+            )
     return None
 
 
@@ -67,8 +71,8 @@ def _choose(options: LaunchOptions, kept: Plan) -> ChosenPlan:
             f"no plan fits into the memory of {plural(options.workers, 'worker')} of {in_one_line(options.script)}",
             "use more workers, on other hosts",
         )
-    words = words_of(best.plan)
-    return ChosenPlan(words, options.plan or "", options.workers, f"the plan is {words!r}", _reason(answer))
+    words, outlook = words_of(best.plan), Outlook.of(answer, kept)
+    return ChosenPlan(words, options.plan or "", options.workers, f"the plan is {words!r}", _reason(answer), outlook)
 
 
 def _reason(answer: Answer) -> str:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -47,7 +47,7 @@ from paceline.launch.options import GIVEN, LaunchOptions
 from paceline.launch.preflight import refuse_fp8
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
-from paceline.launch.time_limit import limited, parse_time
+from paceline.launch.time_limit import limited, parse_time, with_deadline
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
@@ -93,12 +93,16 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
         environment = {**options.environment, **variables}
         kept = options.kept or kept
         options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
+        options = with_deadline(options)
         source = "the state in memory" if variables else "the last checkpoint"
         source = "the script's own checkpoints, if it loads any" if options.raw else source
         restarts = 0
         with Serving(options.metrics, options.page, trainjob_server(), partial(_say, options)) as serving:
             while True:
-                code, again = _begin(options, compared, serving, notifier)
+                code, again, agent = _begin(options, compared, serving, notifier)
+                if options.chosen is not None and (other := _other_plan(options, code, agent)) is not None:
+                    notifier.failed, options = False, other
+                    continue
                 restarts += 1
                 # With several replicas another one continues, but the last one cannot lose a worker if it has several.
                 killed = options.raw or 128 < code != 130
@@ -107,6 +111,13 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                     return code
                 notifier.failed, options = False, replace(options, begin=1, restarts=restarts)
                 say(f"restarting from {source} ({restarts} of {options.max_restarts})")
+
+
+def _other_plan(options: LaunchOptions, code: int, agent: Agent) -> LaunchOptions | None:
+    """Returns the options with another plan, if the run goes on with one."""
+    from paceline.launch.plan_watch import next_options  # not with every run
+
+    return next_options(options, code, agent.change, agent.has_trained)
 
 
 def _say(options: LaunchOptions, text: str) -> None:
@@ -138,9 +149,11 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
 
 
-def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier) -> tuple[int, bool]:
-    """Starts or resumes a run. Returns its exit code, and whether it may help to start all workers again: a model was
-    split over workers of this host only, or workers of --raw failed.
+def _begin(
+    options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier
+) -> tuple[int, bool, Agent]:
+    """Starts or resumes a run. Returns its exit code, whether it may help to start all workers again (a model was split
+    over workers of this host only, or workers of --raw failed), and its agent.
     """
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
@@ -149,7 +162,9 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         if options.chosen is not None:
-            journal.write("decision", **asdict(options.chosen))
+            journal.write("decision", **options.chosen.decision)
+            if options.chosen.outlook is not None:
+                options.chosen.outlook.write(folder)
         numbers = list(range(options.workers))
         if options.token is not None:
             keep_token(folder, options.token)
@@ -176,7 +191,8 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
             agent.serve()
             with signals() as wakeup, limited(folder, options):
                 code = agent.run(wakeup)
-                return code, (code != 0 and not agent.was_stopped) if options.raw else agent.in_pieces
+                again = (code != 0 and not agent.was_stopped) if options.raw else agent.in_pieces
+                return code, again, agent
 
 
 def _join(options: LaunchOptions, notifier: Notifier) -> int:

@@ -23,7 +23,7 @@ from paceline.plan import Plan
 from paceline.planner.candidates import candidates, has_same_layout, layout_of, without_layout, words_of
 from paceline.planner.choose import Answer, Predictor, Prospect, ranked
 from paceline.planner.descriptions import MachineDescription, TrialResult, as_json, converted
-from paceline.planner.history import History, Prediction
+from paceline.planner.history import HISTORY, History, Prediction
 from paceline.planner.picture import save
 
 ALLOWED = "lossy", "local", "precision"
@@ -54,7 +54,7 @@ class Planning:
     def __init__(self, options: LaunchOptions, question: Question, folder: Path) -> None:
         self._options, self._question, self._folder = options, question, folder
         self._runs, self._began = 0, time.monotonic()
-        self._history = History(cache_folder() / "predictions.jsonl")
+        self._history = History(cache_folder() / HISTORY)
 
     def answer(self) -> Answer:
         """Probes the machines, predicts all plans and tries the best ones. LaunchError: the script does not train."""
@@ -81,7 +81,7 @@ class Planning:
                 self._try(prospects)
             self._drop_refused(prospects, refused)
             self._remember(prospects, base)
-        return Answer(model, machine, ranked(prospects.values()), refused, self._passed, self._history.error())
+        return Answer(model, machine, ranked(prospects.values()), refused, self._passed, base, self._history.error())
 
     def _remember(self, prospects: Mapping[str, Prospect], base: TrialResult) -> None:
         """Adds the predictions of the tried plans to the history, but for the plan from which they were made."""
@@ -89,7 +89,8 @@ class Planning:
         for key, one in prospects.items():
             if one.trial is not None and key != base.plan and one.workers == base.workers:
                 seconds = one.uncorrected, one.seconds, one.step_seconds
-                self._history.add(Prediction(key, one.workers, *seconds, base.model.name, time.time()))
+                about = base.model.name, base.model.parameters, time.time()
+                self._history.add(Prediction(key, one.workers, *seconds, *about))
 
     @property
     def _passed(self) -> float:

@@ -115,7 +115,7 @@ class Predictor:
         """Predicts a step of this plan."""
         taken = step_time(plan, self._model, self._machine, workers)
         uncorrected = self._correction * taken.total
-        correction = 1.0 if self._history is None else self._history.correction(plan)
+        correction = 1.0 if self._history is None else self._history.correction(plan, self._model)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
         memory = self._floor + worker_memory(plan, self._model, self._machine, workers).total
         memory += self._comparison(plan, workers)
@@ -139,6 +139,7 @@ class Answer:
     prospects: list[Prospect]
     refused: dict[str, str]
     took: float  # seconds of all trials
+    base: TrialResult  # the trial from which plans are predicted
     error: tuple[int, float] | None = None  # of the newest predictions: how many, and their median relative error
 
     @property

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import time
 
+from paceline.base.heartbeat import HEARTBEAT
 from paceline.compute.merge_policy import TRIES
-from paceline.planner.descriptions import TrialResult, as_json
+from paceline.planner.descriptions import TrialResult, as_json, usual
 from paceline.planner.probe import probe
 from paceline.session.validation import peak_memory
 from paceline.train.step import Step
@@ -32,6 +33,9 @@ class Trial:
         self._sent_before: dict[str, float] = {}
         self._ended = time.perf_counter()
         self._made, self._passed = 0, 0.0
+        self._busy: list[float] = []  # seconds of each step in which this worker did not wait for others
+        self._waited = HEARTBEAT.all_waited
+        self._total = 0  # steps of the loop
         self._last: Step | None = None
 
     def observe(self, step: Step) -> None:
@@ -40,10 +44,14 @@ class Trial:
         taken, self._ended = (now - self._ended) / step.steps, now
         self._made += 1
         self._seconds.append(taken)
+        waited, self._waited = HEARTBEAT.all_waited - self._waited, HEARTBEAT.all_waited
+        self._busy.append(max(0.0, taken - waited / step.steps))
         for part, seconds in step.spent.items():
             self._parts[part] = self._parts.get(part, 0.0) + seconds
         # The same on all workers, which must end after the same step.
         self._passed += max(step.agreed.seconds, default=0.0)
+        loops = self._context.run.script.loops
+        self._total = loops[0].total or 0 if len(loops) == 1 else 0
         warm_up = self._warm_up(step)
         is_late = self._passed > self._most and self._made > WARM_UP
         self._last = step
@@ -51,6 +59,7 @@ class Trial:
             self.end()
         if self._made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
             self._sent_before, self._seconds, self._parts = self._sent(), [], {}
+            self._busy = []
 
     def end(self) -> None:
         """Ends the script with what was measured so far."""
@@ -73,8 +82,8 @@ class Trial:
         context, count = self._context, len(self._seconds)
         group = context.run.team.group
         sent = {kind: round((size - self._sent_before.get(kind, 0)) / count) for kind, size in self._sent().items()}
-        group.declare("the memory of a trial", kind="figures")
-        peaks = group.gather_json(peak_memory(context.job.device))
+        group.declare("the figures of a trial", kind="figures")
+        peaks, each_busy = zip(*group.gather_json([peak_memory(context.job.device), usual(self._busy)]), strict=True)
         has_full_model = context.replica.mesh.replica == 1 and not (context.plan.local or context.plan.server)
         model, machine = probe(context, step) if self._probes and has_full_model else (None, None)
         return TrialResult(
@@ -84,7 +93,9 @@ class Trial:
             tuple(self._seconds),
             {part: seconds / count for part, seconds in self._parts.items()},
             {kind: size for kind, size in sent.items() if size > 0},
-            tuple(peaks),
+            peaks,
+            each_busy,
+            self._total,
             context.merging.may_merge,
             model,
             machine,
