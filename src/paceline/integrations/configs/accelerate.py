@@ -392,13 +392,7 @@ def _convert_precision(conversion: Conversion) -> None:
         conversion.word(f"precision={word}", "mixed_precision")
         backend = str(conversion.get("fp8_config.backend", "AO")).upper()
         if word == "fp8" and backend != "AO":
-<<<<<<< HEAD
-            conversion.changes.append(
-                f"FP8 is computed by torchao, with a scale for each tensor, and not by {backend}."
-            )
-=======
             conversion.changes.append(f"torchao computes in 8 bits in place of {backend}: losses differ slightly.")
->>>>>>> w-A
     elif word in ("no", "fp32"):
         conversion.settle("mixed_precision", NO_EFFECT, "forward and backward run in the model's dtype")
     else:
