@@ -116,9 +116,9 @@ def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options:
         max_restarts = 0 if raw else LaunchOptions.max_restarts
     launched = _launched(raw=raw, max_restarts=max_restarts, **options)
     if "auto" in (launched.plan or "").split():
-        from paceline.launch.auto import with_chosen_plan
+        from paceline.launch.auto import launch_with_chosen_plan
 
-        launched = with_chosen_plan(launched)
+        return launch_with_chosen_plan(launched)
     return launch(launched)
 
 

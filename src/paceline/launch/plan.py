@@ -45,6 +45,9 @@ class Question:
     seconds: float = 15.0  # of steps, after which a trial ends with fewer of them
     machines: str | None = None  # a description of other machines than these, see `MachineDescription.read`
     limit: float = math.inf  # seconds after which no further trial begins
+    part: float = math.inf  # part of the run that further trials may take, if its number of steps is known
+    most: float = math.inf  # steps after which the run ends in any case
+    done: int = 0  # steps that it has made
     alone: bool = True  # whether one worker is tried, too
 
 
@@ -53,7 +56,7 @@ class Planning:
 
     def __init__(self, options: LaunchOptions, question: Question, folder: Path) -> None:
         self._options, self._question, self._folder = options, question, folder
-        self._runs, self._began = 0, time.monotonic()
+        self._runs, self._began, self._limit = 0, time.monotonic(), question.limit
         self._history = History(cache_folder() / HISTORY)
 
     def answer(self) -> Answer:
@@ -63,7 +66,7 @@ class Planning:
         base = self._probe(workers if elsewhere is None else 1)
         assert base.model is not None
         assert base.machine is not None
-        model, machine = base.model, base.machine
+        model, machine, left, is_short = base.model, base.machine, math.inf, False
         if elsewhere is None:
             predictor = Predictor(model, machine, base, self._history, question.memory)
         else:
@@ -77,11 +80,15 @@ class Planning:
         if elsewhere is None:
             if base.plan in prospects:
                 prospects[base.plan] = prospects[base.plan].with_trial(base)
-            if question.tries:
+            left = self._left(base)
+            self._limit = min(question.limit, self._passed + question.part * left)
+            is_short = question.part * left < self._passed  # a further trial takes about as long as the first one
+            if question.tries and not is_short:
                 self._try(prospects)
             self._drop_refused(prospects, refused)
             self._remember(prospects, base)
-        return Answer(model, machine, ranked(prospects.values()), refused, self._passed, base, self._history.error())
+        ranking, error = ranked(prospects.values()), self._history.error()
+        return Answer(model, machine, ranking, refused, self._passed, base, left if is_short else None, error)
 
     def _remember(self, prospects: Mapping[str, Prospect], base: TrialResult) -> None:
         """Adds the predictions of the tried plans to the history, but for the plan from which they were made."""
@@ -91,6 +98,11 @@ class Planning:
                 seconds = one.uncorrected, one.seconds, one.step_seconds
                 about = base.model.name, base.model.parameters, time.time()
                 self._history.add(Prediction(key, one.workers, *seconds, *about))
+
+    def _left(self, base: TrialResult) -> float:
+        """Returns the seconds that the run will take, if its steps are those of the script's first loop."""
+        steps = min(base.total or math.inf, self._question.most) - self._question.done
+        return max(0.0, steps) * base.step_seconds
 
     @property
     def _passed(self) -> float:
@@ -111,14 +123,14 @@ class Planning:
             best = sorted(fitting, key=lambda key: prospects[key].seconds)[: self._question.tries]
             best += [key for key in (ALONE,) if key in prospects and prospects[key].fits]
             untried = [key for key in best if prospects[key].trial is None]
-            if not untried or self._passed > self._question.limit:
+            if not untried or self._passed > self._limit:
                 break
             self._try_one(prospects, untried[0])
         tried = [key for key, one in prospects.items() if one.trial is not None and one.trial.seconds]
         least = min(prospects[key].step_seconds for key in tried)
         close = [key for key in tried if prospects[key].step_seconds <= CLOSE * least]
         for key in close if len(close) > 1 else ():
-            if self._passed < self._question.limit:
+            if self._passed < self._limit:
                 self._try_one(prospects, key)
 
     def _try_one(self, prospects: dict[str, Prospect], key: str) -> None:

@@ -1,4 +1,4 @@
-"""Watches the steps of a run whose plan `auto` has chosen, and finds a plan that pays; see planner/outlook.py."""
+"""Watches the steps of a run whose plan `auto` has chosen, and proposes a plan that pays; see planner/outlook.py."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ class PlanWatch:
         self._events: dict[str, dict[str, Any]] = {}  # the newest of each kind
         self._several = False  # whether the script has several trainers
         # Seconds in which each worker would be busy with all rows, in the trial; or else in the first steps.
-        unit = outlook.present(outlook.workers).mesh(outlook.workers).unit
+        unit = outlook.plan_for(outlook.workers).mesh(outlook.workers).unit
         self._unit, self._usual = unit, tuple(seconds * (outlook.workers // unit) for seconds in outlook.busy)
         self._next, self._pause = 0.0, SECONDS
         self._thread: threading.Thread | None = None
-        self._found: PlanChange | None = None
+        self._better: PlanChange | None = None
         self.now: Now | None = None  # what was measured last
-        self._told = False
+        self._has_reported = False
 
     def look(self, now: float, members: Collection[int], workers: Mapping[int, Worker]) -> PlanChange | None:
         """Returns a plan that pays, if there is one. `members` are the workers of the team, `workers` those of this
@@ -123,9 +123,9 @@ class PlanWatch:
             return None
         self._read()
         self.now = self._measure(team, now)
-        if self.now is not None and self.outlook.before and not self._told:
-            self._told = True
-            self._tell(self.now)
+        if self.now is not None and self.outlook.before and not self._has_reported:
+            self._has_reported = True
+            self._report_gain(self.now)
         if self._thread is not None:
             return self._result()
         is_smaller = len(team) < self.outlook.workers
@@ -149,7 +149,7 @@ class PlanWatch:
             if comparison is not None:
                 self._history.add(comparison)
 
-    def _tell(self, now: Now) -> None:
+    def _report_gain(self, now: Now) -> None:
         """Journals what a change of the plan has gained."""
         outlook = self.outlook
         what = f"a step takes {milliseconds(now.seconds)} under the plan {outlook.plan!r}"
@@ -158,15 +158,16 @@ class PlanWatch:
 
     def _compare(self, now: Now) -> None:
         with suppress(PlanError):  # the plan of a team that has lost workers, for this moment
-            self._found = self.outlook.better(now, self._history)
+            self._better = self.outlook.better(now, self._history)
 
     def _result(self) -> PlanChange | None:
-        thread, found = self._thread, self._found
+        thread, better = self._thread, self._better
         assert thread is not None
         if thread.is_alive():
             return None
-        self._thread, self._found = None, None
-        return found if found is not None and self.now is not None and found.now.workers == self.now.workers else None
+        self._thread, self._better = None, None
+        is_same = better is not None and self.now is not None and better.now.workers == self.now.workers
+        return better if is_same else None  # else the team has changed meanwhile
 
     def _time_start(self, now: float, team: Sequence[Worker]) -> None:
         """Measures how long it takes from the start of processes to the first step."""

@@ -140,6 +140,7 @@ class Answer:
     refused: dict[str, str]
     took: float  # seconds of all trials
     base: TrialResult  # the trial from which plans are predicted
+    short: float | None = None  # the seconds of the run, if it is too short for trials of other plans
     error: tuple[int, float] | None = None  # of the newest predictions: how many, and their median relative error
 
     @property

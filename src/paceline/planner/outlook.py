@@ -10,8 +10,9 @@ lost, or rows become longer. The flow:
 3. How long a worker is busy, relative to the trial, is its *load*: it tells how much longer computing takes on all of
    them (longer rows, another program) or on single ones. `Outlook.better` predicts all plans under these loads. Plans
    whose shares follow the speed of workers lose less by a slow worker than those that wait for it. A prediction times
-   the ratio of its plan gives the seconds of a step; if loads do not explain those of the present plan, its own ratio
-   becomes another one.
+   the ratio of its plan gives the seconds of a step. If loads do not explain those of the present plan, a disturbed
+   machine may, and other plans are expected to be as much slower; unless steps take much longer, or the plan was never
+   tried: then it has another ratio.
 4. If a plan gains more over the remaining steps than the change costs, with a margin for its error, the agent stops the
    run at the end of a step, with a checkpoint, and starts the workers again under that plan, from the process that has
    imported torch already.
@@ -50,6 +51,7 @@ NAME = "outlook.json"  # in the run folder
 MOST = 3  # changes of a run's plan to one that was never tried, and as many others
 MARGIN = 0.1  # part of a step that a plan must save which was tried or used before
 UNTRIED = 0.2  # the same of other plans, at least
+DOUBT = 1.5  # times as long as expected that steps take if that may have reasons which all plans share
 ALIKE = 0.15  # workers whose loads differ by less than this part are taken to be equally fast
 COMPUTED = "computing", "recomputing", "bubble"  # parts of a step that a slow worker makes longer
 
@@ -115,12 +117,14 @@ class Outlook(Description, frozen=True):
     def better(self, now: Now, history: History) -> PlanChange | None:
         """Returns the plan that gains most over the remaining steps, if its gain is worth the change."""
         best: PlanChange | None = None
-        here, forecast, untried = self.present(now.workers), self._forecast(now), self._margin(now, history)
-        for plan in self._plans(now.workers, here) if now.rest > 0 else ():
+        present, forecast, untried = self.plan_for(now.workers), self._forecast(now), self._margin(now, history)
+        unexplained = now.seconds / forecast.seconds(present) / self.ratios.get(str(present), self.ratio)
+        shared = unexplained if unexplained < DOUBT and not self.changes else 1.0
+        for plan in self._plans(now.workers, present) if now.rest > 0 else ():
             ratio, least = self.ratios.get(str(plan)), MARGIN
             if ratio is None:
                 ratio, least = self.ratio * history.correction(plan, self.model), untried
-            seconds = ratio * forecast.seconds(plan)
+            seconds = shared * ratio * forecast.seconds(plan)
             gain = (now.seconds - seconds) * now.rest
             pays = seconds <= (1 - least) * now.seconds and gain > 2 * now.cost
             if pays and (best is None or seconds < best.seconds) and self._fits(plan, forecast):
@@ -138,10 +142,10 @@ class Outlook(Description, frozen=True):
 
     def measured(self, now: Now) -> Outlook:
         """Returns the outlook with the ratio of the present plan, as far as loads do not explain its seconds."""
-        here = self.present(now.workers)
-        ratio = now.seconds / self._forecast(now).seconds(here)
-        error = abs(ratio / self.ratios.get(str(here), ratio) - 1) if self.changes else 0.0
-        return msgspec.structs.replace(self, ratios={**self.ratios, str(here): ratio}, error=max(self.error, error))
+        present = self.plan_for(now.workers)
+        ratio = now.seconds / self._forecast(now).seconds(present)
+        error = abs(ratio / self.ratios.get(str(present), ratio) - 1) if self.changes else 0.0
+        return msgspec.structs.replace(self, ratios={**self.ratios, str(present): ratio}, error=max(self.error, error))
 
     def changed(self, change: PlanChange) -> Outlook:
         """Returns the outlook of the run under another plan."""
@@ -169,12 +173,12 @@ class Outlook(Description, frozen=True):
         """Returns the prediction of the present plan beside its steps, for the history; None for the script's plan, by
         whose trial predictions are corrected.
         """
-        here = self.present(now.workers)
-        if str(here) == self.script and not self.changes:
+        present = self.plan_for(now.workers)
+        if str(present) == self.script and not self.changes:
             return None
-        uncorrected = self._forecast(now).seconds(here) * self.ratio
+        uncorrected = self._forecast(now).seconds(present) * self.ratio
         about = self.model.name, self.model.parameters, time.time()
-        return Prediction(str(here), now.workers, uncorrected, self.predicted, now.seconds, *about)
+        return Prediction(str(present), now.workers, uncorrected, self.predicted, now.seconds, *about)
 
     @staticmethod
     def of(answer: Answer, kept: Plan) -> Outlook:
@@ -200,15 +204,15 @@ class Outlook(Description, frozen=True):
             refused=tuple(answer.refused),
         )
 
-    def present(self, workers: int) -> Plan:
+    def plan_for(self, workers: int) -> Plan:
         """Returns the run's plan for so many workers. Raises PlanError if it is none for them."""
         return replace(Plan.parse(self.plan), data=None).validate(workers)
 
-    def _plans(self, workers: int, here: Plan) -> list[Plan]:
+    def _plans(self, workers: int, present: Plan) -> list[Plan]:
         """Returns the other plans that leave the arithmetic and the size of micro-batches alone."""
-        script = replace(Plan.parse(self.script), micro=here.micro)
+        script = replace(Plan.parse(self.script), micro=present.micro)
         plans, _ = candidates(workers, self.model, script, Plan.parse(self.kept), frozenset(), free_micro=False)
-        return [plan for plan in plans if plan != here and str(plan) not in self.refused]
+        return [plan for plan in plans if plan != present and str(plan) not in self.refused]
 
     def _forecast(self, now: Now) -> _Forecast:
         loads = now.loads or (max(1.0, now.seconds / self.seconds),) * now.workers  # nothing tells a slow worker

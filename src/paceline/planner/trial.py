@@ -51,7 +51,8 @@ class Trial:
         # The same on all workers, which must end after the same step.
         self._passed += max(step.agreed.seconds, default=0.0)
         loops = self._context.run.script.loops
-        self._total = loops[0].total or 0 if len(loops) == 1 else 0
+        # A loop over one epoch may be one of many.
+        self._total = loops[0].total or 0 if len(loops) == 1 and loops[0].epochs != 1 else 0
         warm_up = self._warm_up(step)
         is_late = self._passed > self._most and self._made > WARM_UP
         self._last = step
