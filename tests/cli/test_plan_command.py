@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, paceline
+from launching import paceline
 from safetensors.torch import load_file
 
 from paceline.base.journal import read_journal
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(*words: str, folder: Path, code: int = 0):
-    return paceline(*words, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS), XDG_CACHE_HOME=str(folder / "cache"))
+    return paceline(*words, cwd=folder, code=code, XDG_CACHE_HOME=str(folder / "cache"))
 
 
 def test_plans_are_predicted_and_the_best_are_tried(folder):
@@ -144,4 +144,4 @@ def test_auto_in_a_script_is_refused(folder):
 def test_a_script_that_fails_in_its_trial(folder):
     (folder / "train.py").write_text("raise SystemExit(3)")
     done = run("plan", "train.py", "--workers", "2", folder=folder, code=2)
-    assert "train.py could not be tried with the script's plan: exit code 3; see the output above" in done.stderr
+    assert "train.py did not reach its first step: exit code 3; see the output above" in done.stderr

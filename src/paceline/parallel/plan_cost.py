@@ -83,5 +83,5 @@ def facts_of(job: TrainingJob) -> Facts:
         owned={numbers[name]: cut.shape for name, cut in job.owned_cuts.items() if name in numbers},
         divided=job.divided_numbers,
         wider=2 if job.bf16_weights else 1,
-        has_masters=bool(job.masters),
+        has_masters=job.keeps_masters,
     )
