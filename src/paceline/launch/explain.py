@@ -28,7 +28,7 @@ def foretold(text: str, workers: int | None, options: LaunchOptions | None) -> P
     with tempfile.TemporaryDirectory(prefix="paceline-explain-") as folder:
         options = replace(options, plan=str(plan), max_restarts=0)
         request = ProbeRequest(workers, (str(plan),), measures_machine=False)
-        found = probe(Path(folder) / "one", options, request)
-    if found.refused:
-        raise UsageError(*found.refused[str(plan)])
-    return PlanExplanation.of(figures_of(plan, workers, found))
+        probed = probe(Path(folder) / "one", options, request)
+    if probed.refused:
+        raise UsageError(*probed.refused[str(plan)])
+    return PlanExplanation.of(figures_of(plan, workers, probed))

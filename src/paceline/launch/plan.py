@@ -104,15 +104,17 @@ class Planning:
         without a layout comes first. None if no plan fits.
         """
         workers = self._options.workers
-        plain = without_layout(script).validate(workers)
-        own = script.validate(workers)
+        simple, stated = without_layout(script).validate(workers), script.validate(workers)
         plans, _ = self._candidates(predictor.model, script)
         others = ranked(predictor.predict(plan, workers) for plan in plans if str(plan) not in refused)
-        first = [predictor.predict(plan, workers) for plan in dict.fromkeys((plain, own) if own.one_by_one else (own,))]
+        first = [
+            predictor.predict(plan, workers)
+            for plan in dict.fromkeys((simple, stated) if stated.one_by_one else (stated,))
+        ]
         for one in [*first, *others][: len(first) + MOST]:
             if one.memory > CAUTION * one.room:
                 continue
-            text = self._options.plan if one.plan == own else words_of(one.plan)
+            text = self._options.plan if one.plan == stated else words_of(one.plan)
             result = self._run(text, workers, first=True)
             if not result.refused:
                 return result

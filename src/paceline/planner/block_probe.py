@@ -77,11 +77,11 @@ class BlockProbe:
                     self._stop("forward")
                 self._differentiate([loss], [*self._rest, *self._outputs])
         finally:
-            for block, own, _ in forwards:
-                if own is None:
+            for block, replaced, _ in forwards:
+                if replaced is None:
                     del vars(block)["forward"]
                 else:
-                    vars(block)["forward"] = own
+                    vars(block)["forward"] = replaced
             self._outputs.clear()
             self._seen.clear()
         return self.figures

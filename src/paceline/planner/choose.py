@@ -100,7 +100,7 @@ class Prospect:
 
 
 class Predictor:
-    """Predicts plans for a model on machines, from what a probe has `found`.
+    """Predicts plans for a model on machines, from the result of a probe, `probed`.
 
     Predictions are corrected by the trial of a first plan (`base`), and by those of earlier plans (`history`). A worker
     may take `room` bytes, by default what is free.
@@ -110,14 +110,14 @@ class Predictor:
         self,
         model: ModelDescription,
         machine: MachineDescription,
-        found: ProbeResult,
+        probed: ProbeResult,
         history: History | None = None,
         room: float | None = None,
         base: TrialResult | None = None,
     ) -> None:
-        self.model, self._machine, self._found, self._history = model, machine, found, history
+        self.model, self._machine, self._probed, self._history = model, machine, probed, history
         self._room = room or machine.memory
-        self._correction, self._floor = 1.0, float(found.process)
+        self._correction, self._floor = 1.0, float(probed.process)
         if base is not None and base.seconds:
             plan = Plan.parse(base.plan).validate(base.workers)
             self._correction = base.step_seconds / step_time(plan, model, machine, base.workers).total
@@ -126,7 +126,7 @@ class Predictor:
     def corrected(self, base: TrialResult) -> Predictor:
         """Returns a predictor that is corrected by a trial, which also shows whether micro-batches may be merged."""
         model = msgspec.structs.replace(self.model, merges=base.merges)
-        return Predictor(model, self._machine, self._found, self._history, self._room, base)
+        return Predictor(model, self._machine, self._probed, self._history, self._room, base)
 
     def predict(self, plan: Plan, workers: int) -> Prospect:
         """Predicts a step of this plan."""
@@ -141,7 +141,7 @@ class Predictor:
         return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room, sent=sent)
 
     def _bytes(self, plan: Plan) -> tuple[WorkerBytes, ...]:
-        return self._found.plans.get(str(plan), ())
+        return self._probed.plans.get(str(plan), ())
 
     def _tensors(self, plan: Plan, workers: int) -> float:
         """Returns the bytes of all tensors of the worker that needs most."""

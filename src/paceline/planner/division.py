@@ -1,6 +1,4 @@
-"""What a plan makes workers hold and send: the model of a script is divided as in a run, on one worker and without
-memory for its parameters.
-"""
+"""Predicts what a plan makes workers hold and send: one worker divides the model as a run does, without memory."""
 
 from __future__ import annotations
 
@@ -163,9 +161,9 @@ class Division:
         key = mesh.tensor, mesh.expert, share.stages.starts, share.kind, position
         if key not in self._facts:
             local, homes = {*share.stages_of(position)}, share.stages.homes(job.model)
-            here = {name: p for name, p in job.model.named_parameters() if {*homes[id(p)]} & local}
-            facts = facts_of(replace(job, named={name: p for name, p in job.named.items() if name in here}))
-            frozen = sum(p.nbytes for p in here.values() if not p.requires_grad)
+            local_params = {name: p for name, p in job.model.named_parameters() if {*homes[id(p)]} & local}
+            facts = facts_of(replace(job, named={name: p for name, p in job.named.items() if name in local_params}))
+            frozen = sum(p.nbytes for p in local_params.values() if not p.requires_grad)
             buffers = sum(buffer.nbytes for buffer in job.model.buffers())
             self._facts[key] = replace(facts, other_bytes=frozen + buffers, inside={}, ends={})
         return self._facts[key]

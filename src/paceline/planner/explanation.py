@@ -14,24 +14,24 @@ from paceline.planner.workload import Workload
 NOWHERE = MachineDescription("the machine of the probe", {"fp32": 1.0}, 1.0, 1.0)  # blocks have measured seconds
 
 
-def figures_of(plan: Plan, workers: int, found: ProbeResult) -> dict[str, Any]:
+def figures_of(plan: Plan, workers: int, probed: ProbeResult) -> dict[str, Any]:
     """Returns an event for `observe.plan_explanation`: the stages of a valid plan, and what each worker of a replica
-    holds, sends and computes, as a probe has `found`.
+    holds, sends and computes, from the result of a probe, `probed`.
     """
-    model = found.model
+    model = probed.model
     assert model is not None
     workload = Workload(plan, model, workers)
     compute, mesh = ComputeTime(workload, NOWHERE), workload.mesh
-    rows, stages = workload.micro, found.stages[str(plan)]
+    rows, stages = workload.micro, probed.stages[str(plan)]
     ends = [0, *accumulate(count for _, count in stages)]
     blocks = [tuple((block, 1) for block in model.blocks[start:end]) for start, end in pairwise(ends)]
     forwards = [compute.forward(of_stage, rows) for of_stage in blocks]
-    told = []
+    by_stage = []
     for (names, _), of_stage, forward in zip(stages, blocks, forwards, strict=True):
         passes = round(of_stage[-1][0].passes * workload.activation_scale * rows / mesh.context) if of_stage else 0
-        told.append({"blocks": names, "forward": forward, "backward": BACKWARDS * forward, "passes": passes})
+        by_stage.append({"blocks": names, "forward": forward, "backward": BACKWARDS * forward, "passes": passes})
     predicted = []
-    for position, held in enumerate(found.plans[str(plan)]):
+    for position, held in enumerate(probed.plans[str(plan)]):
         local = stages_of(plan.stage_order, mesh.pipeline, workload.virtual, position)
         saved = sum(compute.saved(block, rows) for stage in local for block, _ in blocks[stage])
         predicted.append(
@@ -46,4 +46,4 @@ def figures_of(plan: Plan, workers: int, found: ProbeResult) -> dict[str, Any]:
         )
     by_worker = [predicted[mesh.coordinate(rank, "pipeline")] for rank in range(mesh.replica)]
     setting = {"model": model.name, "micro": rows, "micro_batches": -(-model.global_batch // rows)}
-    return {"plan": str(plan), "workers": workers, **setting, "stages": told, "predicted": by_worker}
+    return {"plan": str(plan), "workers": workers, **setting, "stages": by_stage, "predicted": by_worker}

@@ -66,8 +66,8 @@ def _probe(context: StepContext, step: Step, request: ProbeRequest) -> ProbeResu
         kept, allowed = Plan.parse(request.kept), frozenset(request.allowed)
         made, _ = candidates(workers, model, script, kept, allowed, free_micro=True)
         plans = [(plan, workers) for plan in made] + [(without_layout(script).validate(1), 1)]
-    found, refused = _bytes_of(plans, division, group)
-    asked = [plan for plan, _ in plans if str(plan) in found] if request.plans else []
+    sizes, refused = _bytes_of(plans, division, group)
+    asked = [plan for plan, _ in plans if str(plan) in sizes] if request.plans else []
     return ProbeResult(
         str(script),
         probe.sample.rows,
@@ -75,7 +75,7 @@ def _probe(context: StepContext, step: Step, request: ProbeRequest) -> ProbeResu
         model,
         machine,
         run.memory.process_bytes if job.device.type == "cpu" else 0,
-        found,
+        sizes,
         {str(plan): division.stage_blocks(plan, workers) for plan in asked},
         refused,
     )
@@ -88,14 +88,14 @@ def _bytes_of(
     # Plans that divide layers alike are computed by the same worker, which divides them once.
     kinds = [(plan.tensor, plan.context, plan.expert, plan.recompute, plan.precision) for plan, _ in plans]
     owners = {kind: number % group.size for number, kind in enumerate(dict.fromkeys(kinds))}
-    found: dict[str, list[dict[str, object]]] = {}
+    by_plan: dict[str, list[dict[str, object]]] = {}
     refused: dict[str, tuple[str, str]] = {}
     for (plan, workers), kind in zip(plans, kinds, strict=True):
         if owners[kind] == group.rank:
             try:
-                found[str(plan)] = [as_json(one) for one in division.bytes_of(plan, workers)]
+                by_plan[str(plan)] = [as_json(one) for one in division.bytes_of(plan, workers)]
             except UsageError as error:
                 refused[str(plan)] = error.what, error.cure
-    parts = group.gather_json([found, refused])
-    by_plan = {text: tuple(converted(WorkerBytes, one) for one in of) for part, _ in parts for text, of in part.items()}
-    return by_plan, {text: (why[0], why[1]) for _, part in parts for text, why in part.items()}
+    parts = group.gather_json([by_plan, refused])
+    sizes = {text: tuple(converted(WorkerBytes, one) for one in of) for part, _ in parts for text, of in part.items()}
+    return sizes, {text: (why[0], why[1]) for _, part in parts for text, why in part.items()}
