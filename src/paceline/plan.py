@@ -46,6 +46,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("checkpointing", "gradientcheckpointing"), "use recompute=blocks"),
 }
 
+# Bytes that codecs which round send for 256 elements, with the scale of these.
+CODED_BYTES = {"bf16": 512, "fp16": 516, "int8": 260, "int4": 132}
 
 # The words as the help shows them.
 GROUPS = {

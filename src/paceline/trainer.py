@@ -181,8 +181,9 @@ class Trainer(TrainerLogging):
         self._device = device_of(run.team.world.local_rank)
         self._streams = RngState(self._device)
         mesh = self._mesh = self._choose_plan(plan)
+        most = run.check.most_parameters(self._device, run.team.world.local_size)
         model_seed = stream_seed(seed, 0, -1)
-        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan)
+        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan, most)
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
         judge = self._loss = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
@@ -190,6 +191,7 @@ class Trainer(TrainerLogging):
         kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
+        job.trains = run.check.probe is None
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
             run.need_team()
@@ -383,7 +385,7 @@ class Trainer(TrainerLogging):
     def _choose_plan(self, script: str | None) -> Mesh:
         """Chooses the plan, which the `script` may give, and begins the run with it. Returns the plan's mesh."""
         run = self._run
-        run_plan, self.plan, origin = choose_plan(run.team.world, script)
+        run_plan, self.plan, origin = self._plans(script)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self.plan.mesh(self._group.size)
@@ -394,6 +396,17 @@ class Trainer(TrainerLogging):
         if shared := sharing(run.team.world, self._device):
             self._reporter.say(shared, once=True)
         return mesh
+
+    def _plans(self, script: str | None) -> tuple[Plan, Plan, str]:
+        """Returns the plan of the run, that of this trainer, and where it comes from."""
+        world, asked = self._run.team.world, self._run.check
+        if asked.probe is None:
+            return choose_plan(world, script)
+        from paceline.planner.candidates import probed_words
+
+        asked.script_plan = world.plan or script or ""
+        plan = probed_words(Plan.parse(asked.script_plan)).validate(world.size)
+        return plan, plan, "a probe"
 
     def _requested_answer(self) -> RequestedAnswer:
         from paceline.planner.requests import RequestedAnswer  # not with every run

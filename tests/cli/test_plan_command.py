@@ -160,4 +160,4 @@ def test_auto_in_a_script_is_refused(folder):
 def test_a_script_that_fails_in_its_trial(folder):
     (folder / "train.py").write_text("raise SystemExit(3)")
     done = run("plan", "train.py", "--workers", "2", folder=folder, code=2)
-    assert "train.py could not be tried with the script's plan: exit code 3; see the output above" in done.stderr
+    assert "train.py did not reach its first step: exit code 3; see the output above" in done.stderr

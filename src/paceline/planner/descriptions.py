@@ -175,6 +175,46 @@ class MachineDescription(Description, frozen=True):
         return described(MachineDescription, data, name)
 
 
+class WorkerBytes(Description, frozen=True):
+    """What a plan makes a worker of one replica hold at most, and send in a step, in bytes."""
+
+    parameters: Count
+    gradients: Count
+    optimizer: Count
+    sent: dict[str, Count] = {}  # by kind
+    in_flight: Count = 1  # micro-batches whose activations it keeps at most, counted once for each of its stages
+
+    @property
+    def held(self) -> int:
+        """The bytes of parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
+
+class ProbeRequest(Description, frozen=True):
+    """What a probe is asked: a description of the model, and the bytes of plans."""
+
+    workers: Count  # of the plans
+    plans: tuple[str, ...] = ()  # if none is given: all candidates
+    kept: str = ""  # words that all candidates have
+    allowed: tuple[str, ...] = ()  # changes of the result
+    memory: Amount = 0.0  # bytes that a worker may take; 0: what is free
+    measures_machine: bool = True
+
+
+class ProbeResult(Description, frozen=True):
+    """What a probe has found. Plans that cannot be used for the model have a reason and what to do instead."""
+
+    script: str = ""  # the script's own plan
+    micro: Count = 0  # rows of the micro-batch that was measured
+    micro_batches: Count = 0  # of a step
+    model: ModelDescription | None = None
+    machine: MachineDescription | None = None
+    process: Count = 0  # bytes of a process before it has a model
+    plans: dict[str, tuple[WorkerBytes, ...]] = {}  # by position along the pipeline
+    stages: dict[str, tuple[tuple[str, int], ...]] = {}  # of asked plans: the blocks of each stage, and how many
+    refused: dict[str, tuple[str, str]] = {}
+
+
 class TrialResult(Description, frozen=True):
     """What some steps of a script under one plan have measured. Bytes and seconds of a step are those of worker 0."""
 
@@ -188,8 +228,6 @@ class TrialResult(Description, frozen=True):
     busy: tuple[Amount, ...] = ()  # seconds of a step in which each worker did not wait for other workers
     total: Count = 0  # steps of the script's first loop, if they are known
     merges: bool = False  # whether micro-batches may be merged, so that their size does not change the result
-    model: ModelDescription | None = None  # if the trial ended with a probe
-    machine: MachineDescription | None = None
     refused: str = ""  # why the plan cannot be used
 
     @property

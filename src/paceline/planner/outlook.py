@@ -181,10 +181,12 @@ class Outlook(Description, frozen=True):
         return Prediction(str(present), now.workers, uncorrected, self.predicted, now.seconds, *about)
 
     @staticmethod
-    def of(answer: Answer, kept: Plan) -> Outlook:
-        """Returns the outlook of a run that begins with the best plan of an answer."""
+    def of(answer: Answer, kept: Plan) -> Outlook | None:
+        """Returns the outlook of a run that begins with the best plan of an answer; None if no plan was tried."""
         best, base, model, machine = answer.best, answer.base, answer.model, answer.machine
         assert best is not None
+        if base is None:
+            return None
         tried = [(one.plan, one.workers, one.step_seconds) for one in answer.prospects if one.trial is not None]
         ratios = {str(plan): taken / step_time(plan, model, machine, n).total for plan, n, taken in tried}
         script = Plan.parse(base.plan).validate(base.workers)

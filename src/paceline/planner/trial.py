@@ -12,7 +12,6 @@ import time
 from paceline.base.heartbeat import HEARTBEAT
 from paceline.compute.merge_policy import TRIES
 from paceline.planner.descriptions import TrialResult, as_json, usual
-from paceline.planner.probe import probe
 from paceline.session.validation import peak_memory
 from paceline.train.step import Step
 from paceline.train.step_context import StepContext
@@ -21,13 +20,13 @@ WARM_UP = 2  # first steps, in which models are compared and buffers allocated
 
 
 class Trial:
-    """Measures the steps of one trainer until `steps` are measured, and asks for a probe then if `probes`.
+    """Measures the steps of one trainer until `steps` are measured.
 
     A trial ends earlier when its steps have taken so many `seconds`, or with the script's first loop.
     """
 
-    def __init__(self, context: StepContext, steps: int, probes: bool, seconds: float) -> None:
-        self._context, self._steps, self._probes, self._most = context, steps, probes, seconds
+    def __init__(self, context: StepContext, steps: int, seconds: float) -> None:
+        self._context, self._steps, self._most = context, steps, seconds
         self._seconds: list[float] = []
         self._parts: dict[str, float] = {}
         self._sent_before: dict[str, float] = {}
@@ -85,8 +84,6 @@ class Trial:
         sent = {kind: round((size - self._sent_before.get(kind, 0)) / count) for kind, size in self._sent().items()}
         group.declare("the figures of a trial", kind="figures")
         peaks, each_busy = zip(*group.gather_json([peak_memory(context.job.device), usual(self._busy)]), strict=True)
-        has_full_model = context.replica.mesh.replica == 1 and not (context.plan.local or context.plan.server)
-        model, machine = probe(context, step) if self._probes and has_full_model else (None, None)
         return TrialResult(
             str(context.plan),
             group.size,
@@ -98,6 +95,4 @@ class Trial:
             each_busy,
             self._total,
             context.merging.may_merge,
-            model,
-            machine,
         )
