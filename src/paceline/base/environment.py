@@ -18,6 +18,7 @@ from typing import Any
 from paceline.base.console import shown
 from paceline.errors import UsageError
 
+PROGRESS = ("plain", "rich", "none")  # kinds of progress that a console can show
 MOST = 999_999_999_999  # more of anything than anybody has
 FUNCTION = "paceline.launch.function"  # the module that calls the function of `paceline.launch`
 SERVERS = 1_000_000  # parameter servers are numbered from here on, beside the workers
@@ -39,8 +40,8 @@ class World:
     generation by rank, where one has formed. `chaos` are faults on purpose. `save_every` is seconds (``60s``), steps
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
     stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
-    the run early; `tensorboard`: its figures go to TensorBoard's files, too, and those of `log_to` to loggers; `heal`:
-    workers whose weights differ take those of a majority.
+    the run early; `tensorboard`: its figures go to TensorBoard's files, too; `log_to`: loggers for them; `progress`:
+    how it is shown; `heal`: workers whose weights differ take those of a majority.
     """
 
     rank: int = 0
@@ -69,6 +70,7 @@ class World:
     chaos: str = ""
     tensorboard: bool = False
     log_to: str | None = None
+    progress: str | None = None
     heal: bool = False
     members: tuple[int, ...] = ()
 
@@ -256,8 +258,16 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         chaos=env.get("PACELINE_CHAOS", ""),
         tensorboard=_flag(env, "PACELINE_TENSORBOARD"),
         log_to=env.get("PACELINE_LOG_TO") or None,
+        progress=_progress(env),
         heal=_flag(env, "PACELINE_HEAL"),
     )
+
+
+def _progress(env: Mapping[str, str]) -> str | None:
+    kind = env.get("PACELINE_PROGRESS") or None
+    if kind not in (None, *PROGRESS):
+        raise UsageError(f"PACELINE_PROGRESS={shown(kind)} is not a kind of progress", "use plain, rich or none")
+    return kind
 
 
 def parse_shares(text: str, size: int) -> tuple[float, ...]:
