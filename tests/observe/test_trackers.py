@@ -501,5 +501,5 @@ def test_run_refuses_what_it_cannot_log_to(tmp_path: Path, monkeypatch: pytest.M
     )
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
     monkeypatch.setattr("paceline.base.logger_names.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="^nothing can be logged to otlp, because the package opentelemetry is not"):
+    with pytest.raises(UsageError, match=r"^nothing can be logged to otlp, because the package opentelemetry is not"):
         _check(LaunchOptions(str(script), log_to="csv,otlp"))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import command_line, in_one_line, say, shown
-from paceline.base.environment import parse_whole
+from paceline.base.environment import PROGRESS, parse_whole
 from paceline.base.schema import read_file
 from paceline.base.text import parse_size
 from paceline.cli.run_commands import late, returning, showing
@@ -713,6 +713,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     )
     _several_hosts(option)
     _running(option, None, RAW_RESTARTS)
+    option("--progress", choices=PROGRESS, help="show progress as lines, as a bar or not at all (default: by terminal)")
     option("--shares", metavar="A,B,..", help="shares of unequal workers, like 3,1 (default: measured)")
     option("--against", metavar="RUN", help="finished run to compare the speed with in the report")
     _served(option)

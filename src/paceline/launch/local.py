@@ -32,7 +32,6 @@ from paceline.base.environment import (
 )
 from paceline.base.journal import Journal
 from paceline.base.logger_names import LoggerName, check_installed, parse_loggers
-from paceline.base.terminal import Terminal
 from paceline.base.text import plural
 from paceline.checkpoint.lock import hold_lock
 from paceline.checkpoint.storage import is_url, storage_at
@@ -185,7 +184,7 @@ def _begin(
             journal.write("start", workers=options.workers, hosts=1, raw=True, **about)
         link.run |= {"same": likeness(options), "given": given}
         link.run["served"] = [options.metrics, options.page, str(folder.absolute())]
-        with Progress(Terminal(stderr=True), live=None if options.debug is None else False) as progress:
+        with Progress(kind=options.progress if options.debug is None else "plain") as progress:
             progress.max_steps = options.max_steps
             agent = Agent(options, folder, journal, progress, link, numbers, listener, serving)
             agent.serve()
@@ -208,7 +207,7 @@ def _join(options: LaunchOptions, notifier: Notifier) -> int:
     with (
         Serving(metrics, page, trainjob_server(), partial(_say, options), Path(begun)) as serving,
         _held(folder, options.patience, notifier) if has_own_folder else _open(folder, notifier) as journal,
-        Progress(Terminal(stderr=True)) as progress,
+        Progress(kind=options.progress) as progress,
     ):
         if has_own_folder:
             keep_token(folder, token)  # this host may take over the coordinator later

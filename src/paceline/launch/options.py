@@ -49,8 +49,9 @@ class LaunchOptions:
     - `cold_start`: each worker imports torch itself; `kept`: passes the warm process to the next run of this command.
     - `checkpoints`: a folder or URL for checkpoints outside of the run folder; `keep`: how many of the newest remain;
       `mirror`: steps between two copies of the state in memory.
-    - `tensorboard`: whether TensorBoard files are written; `log_to`: names of loggers; `heal`: whether workers take the
-      weights of a majority; `verify_steps`: the part of the steps that is computed twice and compared.
+    - `tensorboard`: whether TensorBoard files are written; `log_to`: names of loggers; `progress`: plain, rich or none;
+      `heal`: whether workers take the weights of a majority; `verify_steps`: the part of the steps that is computed
+      twice and compared.
     - `max_time`: after which the run stops with a checkpoint.
     - `metrics`, `page`: addresses; `notify`: a shell command for failures, hangs and the end; `environment`: variables.
     - `max_restarts`: how often workers that were lost to one cause are restarted; 0: any loss ends the run.
@@ -84,6 +85,7 @@ class LaunchOptions:
     max_time: str | None = None
     tensorboard: str | None = None
     log_to: str | None = None
+    progress: str | None = None
     heal: str | None = None
     verify_steps: str | None = None
     against: str | None = None

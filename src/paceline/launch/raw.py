@@ -40,6 +40,7 @@ REFUSED = {
     "max_steps": ("--steps", "the script counts its own steps", "pass the script's own option after its name"),
     "tensorboard": ("--tensorboard", _FIGURES, "write TensorBoard files in the script"),
     "log_to": ("--log-to", _FIGURES, "call the logger in the script"),
+    "progress": ("--progress", _FIGURES, "leave it out"),
     "heal": ("--heal", "the script keeps its own weights", "leave it out"),
     "verify_steps": ("--verify-steps", "the script makes its own steps", "leave it out"),
     "min_workers": ("--min-workers", _STATIC, "leave it out: a failure ends all workers"),

@@ -38,7 +38,7 @@ class Reporter:
         self.loggers = Loggers(folder, names + (parse_loggers(world.log_to) if world.log_to else []), self.say)
         self._writes_journal = self.main
         self.journal = Journal(folder if self.main else None, self.loggers)
-        self.progress = Progress() if self.main and world.events_fd is None else None
+        self.progress = Progress(kind=world.progress) if self.main and world.events_fd is None else None
         self._lines: set[str] = set()  # that were printed
 
     @property
