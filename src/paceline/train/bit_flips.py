@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,26 +57,32 @@ class BitFlips:
                 self._arm_transit(chance, log)
 
     def _arm_module(self, backward: bool, chance: random.Random, log: Log) -> None:
-        """Waits for the next output of a module that has a drawn parameter, or for its gradient."""
-        owner, _, _ = chance.choice(list(self._replica.job.named)).rpartition(".")
-        flips = _Flip(f"{'the gradient of ' if backward else ''}the output of {owner or 'the model'}", chance, log)
+        """Waits for a drawn one of the next outputs of modules with parameters, or for its gradient."""
+        model = self._replica.job.model
+        owners = [*dict.fromkeys(name.rpartition(".")[0] for name in self._replica.job.named)]
+        flip, waits = _Flip("", chance, log), [chance.randrange(len(owners))]
 
         def hook_gradient(grad: torch.Tensor) -> torch.Tensor:
             changed = grad.clone()
-            flips(changed)
+            flip(changed)
             return changed
 
-        def hook_output(module: nn.Module, given: Any, output: Any) -> None:
+        def hook_output(name: str, module: nn.Module, given: Any, output: Any) -> None:
             tensors = (leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor))
             tensor = next((one for one in tensors if one.is_floating_point() and one.numel()), None)
-            if tensor is None or flips.done:
+            if tensor is None or flip.done or (backward and not tensor.requires_grad):
                 return
-            if not backward:
-                flips(local(tensor))
-            elif tensor.requires_grad:
+            waits[0] -= 1
+            if waits[0] >= 0:
+                return
+            flip.name = f"{'the gradient of ' if backward else ''}the output of {name or 'the model'}"
+            if backward:
                 tensor.register_hook(hook_gradient)
+            else:
+                flip(local(tensor))
 
-        self._replica.job.model.get_submodule(owner).register_forward_hook(hook_output)
+        for owner in owners:
+            model.get_submodule(owner).register_forward_hook(partial(hook_output, owner))
 
     def _draw_bucket(self, chance: random.Random) -> Bucket | None:
         buckets = self._replica.grad_buffers.buckets

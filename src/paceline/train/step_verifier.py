@@ -13,6 +13,7 @@ import torch
 
 from paceline.base.batching import parted, stream_seed
 from paceline.base.heartbeat import HEARTBEAT
+from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
 from paceline.comm.checked_reducer import FIGURES as VECTOR
 from paceline.comm.checked_reducer import CheckedReducer
@@ -54,9 +55,8 @@ class Wrong(NamedTuple):
     right: Vote
     name: str
 
-    def describe(self, hosts: Mapping[int, str]) -> str:
-        """Returns a text that names the worker, its host and its device."""
-        who = f"worker {self.vote.worker} ({hosts[self.vote.worker]})"
+    def describe(self, who: str) -> str:
+        """Returns a text about the workers `who`."""
         others = f"worker {self.right.worker}" if self.right.worker != self.vote.worker else "its next attempt"
         if self.name == ROWS:
             return f"{who} loaded other rows than {others} for the same micro-batches"
@@ -76,7 +76,7 @@ class StepVerifier:
 
     def __init__(self, context: StepContext, every: int) -> None:
         self.context, self.every = context, every
-        self.counts: Counter[int] = Counter()
+        self.counts: Counter[int] = Counter()  # parts of an attempt where several workers compute together
         replica, job = context.replica, context.job
         self.period = replica.mesh.replica if context.plan.together > 1 else replica.mesh.unit
         self.kind = f"{context.weights.kind}, {processor()}, {torch.get_num_threads()} threads"
@@ -117,11 +117,13 @@ class StepVerifier:
             step,
         )
 
-    def report(self, step: int, worker: int, host: str, tensor: str, text: str, leaves: bool) -> None:
-        """Tells the user and the journal that a worker was wrong."""
-        then = "it was wrong before, and leaves the run" if leaves else "the step was computed again"
+    def report(
+        self, step: int, workers: Sequence[int], hosts: Sequence[str], tensor: str, text: str, leaves: bool
+    ) -> None:
+        """Tells the user and the journal that workers were wrong."""
+        then = "that was not the first time: it leaves the run" if leaves else "the step was computed again"
         self.context.reporter.say(f"{text} in step {step}; {then}")
-        fields = {"step": step, "worker": worker, "host": host, "tensor": tensor, "text": text, "leaves": leaves}
+        fields = {"step": step, "workers": workers, "hosts": hosts, "tensor": tensor, "text": text, "leaves": leaves}
         self.context.reporter.journal.write("corrupted", trainer=self.context.trainer, **fields)
 
 
@@ -212,6 +214,11 @@ class StepCheck:
         self._kinds = [" ".join(map(str, kinds[rank // period])) for rank in range(group.size)]
         return [int(merge) for merge, _ in reports]
 
+    @property
+    def _mesh(self) -> Mesh:
+        """The mesh of the present team."""
+        return self.context.replica.mesh.over(self.context.group.size)
+
     def close(self) -> None:
         """Takes the rest of what this worker computed of its own share, before it is summed."""
         assert self.step.sums is not None
@@ -264,7 +271,7 @@ class StepCheck:
         if self._reducer is not None:
             self._reducer.confirm()
             faults = [[kind, worker, self._name_of(bucket)] for kind, worker, bucket in self._reducer.faults]
-        if replica.mesh.data > 1:
+        if self._mesh.data > 1:
             gradients = combined(map(checksum, replica.grad_buffers.sums))
         local, other = self._records
         self.context.group.declare(f"{self.step.name}, compared", check=False, kind="verification")
@@ -283,7 +290,7 @@ class StepCheck:
 
     def _all_faults(self, reports: Sequence[Any]) -> list[tuple[str, int, str]]:
         """Returns the faults of sums that any worker has seen, each once."""
-        names, mesh = self.context.group.names, self.context.replica.mesh
+        names, mesh = self.context.group.names, self._mesh
         faults = dict.fromkeys(tuple(fault) for report in reports for fault in report[3])
         for rank in range(0 if faults else mesh.replica):
             apart = parted(mesh.twins(rank), [report[2] for report in reports])
@@ -357,28 +364,46 @@ class StepCheck:
     # -- what people learn ------------------------------------------------------------------------------------------
 
     def _name(self, wrong: Sequence[Wrong], must_leave: bool) -> None:
-        """Names the workers that were wrong. Raises HardwareError on each that was wrong too often in the run, if the
-        others can go on or `must_leave` says that they cannot otherwise.
+        """Names the workers that were wrong. Raises HardwareError on each that was wrong too often in the run, if
+        others can go on. `must_leave`: they can only go on without those that were wrong in several attempts.
         """
         verifier, group = self.verifier, self.context.group
         attempts = self._attempts_of(wrong)
-        verifier.counts.update({worker: len(tries) for worker, tries in attempts.items()})
-        can_leave = must_leave or self.context.replica.mesh.data > 1
-        leaving = [worker for worker in attempts if can_leave and verifier.counts[worker] >= TWICE]
-        texts = {one.vote.worker: (one.name, one.describe(self._hosts)) for one in reversed(wrong)}
+        units: dict[int, list[int]] = {}  # those that were wrong, by unit: one of them may have made all wrong
+        for worker in attempts:
+            units.setdefault(group.names.index(worker) // verifier.period, []).append(worker)
+        for workers in units.values():
+            verifier.counts.update({worker: len(attempts[worker]) / len(workers) for worker in workers})
+        if must_leave:
+            leaving = [worker for worker, tries in attempts.items() if len(tries) >= TWICE]
+        else:
+            can_leave = group.size > self.context.replica.mesh.replica
+            leaving = [worker for worker in attempts if can_leave and verifier.counts[worker] >= TWICE]
+        texts: dict[str, tuple[list[int], str]] = {}
+        for workers in units.values():
+            first = next((one for worker in workers for one in wrong if one.vote.worker == worker), None)
+            if first is not None:
+                texts[first.describe(self._who(workers))] = workers, first.name
+        for one in wrong:
+            if one.vote.worker not in attempts:  # other rows
+                texts[one.describe(self._who([one.vote.worker]))] = [one.vote.worker], one.name
         for _, kind, worker, name in self._faults:
-            texts.setdefault(worker, (name, FAULTS[kind].format(f"worker {worker} ({self._host(worker)})", name)))
-        for worker, (name, text) in texts.items():
-            verifier.report(self.step.number + 1, worker, self._host(worker), name, text, worker in leaving)
+            texts[FAULTS[kind].format(self._who([worker]), name)] = [worker], name
+        for text, (workers, name) in texts.items():
+            hosts = [self._hosts[worker] for worker in workers]
+            verifier.report(self.step.number + 1, workers, hosts, name, text, not {*leaving}.isdisjoint(workers))
         self._faults.clear()
         self._votes.clear()
-        if group.names[group.rank] in leaving:
-            worker = group.names[group.rank]
-            what = f"{texts[worker][1]} in step {self.step.number + 1}, and this worker was wrong before"
+        worker = group.names[group.rank]
+        if worker in leaving:
+            text = next(text for text, (workers, _) in texts.items() if worker in workers)
+            what = f"{text} in step {self.step.number + 1}, and that was not the first time"
             raise HardwareError(what, _TEST)
 
-    def _host(self, worker: int) -> str:
-        return self._hosts.get(worker, "")
+    def _who(self, workers: Sequence[int]) -> str:
+        """Names workers with their hosts and devices."""
+        hosts = "; ".join(dict.fromkeys(self._hosts[worker] for worker in workers))
+        return f"{ranks(workers)} ({hosts}{'; they compute together' if len(workers) > 1 else ''})"
 
     def _give_up(self, unequal: Mapping[int, str]) -> None:
         """Raises WorkersDifferError: no two computations agree."""
