@@ -85,6 +85,8 @@ EVENT_WRITERS = {"write", "tell"}  # journal.write(event, key=...), world.tell(e
 # They run code that they read, or carry objects that do.
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
 UNPICKLING_CALLS = {"torch.load", "torch.save"}
+# The only module that may call torch.load, and it must say weights_only=True: the files of other programs are pickles.
+WEIGHTS_ONLY = "paceline.checkpoint.sources.torch_file"
 OBJECT_COLLECTIVES = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
 OBJECT_COLLECTIVES |= {"send_object_list", "recv_object_list", "_object_to_tensor", "_tensor_to_object"}
 
@@ -284,8 +286,11 @@ def layouts_that_import_layouts(modules: Modules) -> Iterator[str]:
 
 def unpickling(modules: Modules) -> Iterator[str]:
     for name, tree in modules.items():
+        allowed = {id(part) for node in walk(tree) if name == WEIGHTS_ONLY for part in loads_only_weights(node)}
         for node in walk(tree) if name != "paceline.launch.function" else ():  # a function that its caller sends
             used: list[str] = []
+            if id(node) in allowed:
+                continue
             if isinstance(node, ast.Import):
                 used = [item.name for item in node.names if item.name.split(".")[0] in UNPICKLERS]
             elif isinstance(node, ast.ImportFrom):
@@ -299,6 +304,17 @@ def unpickling(modules: Modules) -> Iterator[str]:
                 used = [node.arg]
             if used:
                 yield f"{name}:{node.lineno}: {', '.join(used)}"  # type: ignore[attr-defined]
+
+
+def loads_only_weights(node: ast.AST) -> list[ast.AST]:
+    """The parts of a call of torch.load with weights_only=True, and the import of the unpickler's exception."""
+    if isinstance(node, ast.Call) and dotted(node.func) == "torch.load":
+        given = [word for word in node.keywords if word.arg == "weights_only"]
+        if len(given) == 1 and isinstance(given[0].value, ast.Constant) and given[0].value.value is True:
+            return [node.func, *given]
+    if isinstance(node, ast.ImportFrom) and node.module == "pickle":
+        return [node] if {item.name for item in node.names} == {"UnpicklingError"} else []
+    return []
 
 
 def classes_of_one_name(modules: Modules) -> Iterator[str]:

@@ -17,6 +17,7 @@ TUTORIALS = ["image-classifier", "fine-tune-transformers", "lora", "sampling", "
 PAGES = [
     *["start/install", "start/first-script", "start/two-workers", "start/resume", "howto/spot-instances"],
     "howto/simulate-failures",
+    "howto/continue-other-checkpoints",
     *[f"tutorials/{name}" for name in TUTORIALS],
 ]
 FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page
