@@ -24,6 +24,7 @@ from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
 from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import cached_loss
+from paceline.compute.imported_optimizers import adopted_optimizers, changed_options
 from paceline.compute.int8_states import refuse_others
 from paceline.compute.job import default_forward
 from paceline.compute.lr_schedules import set_training_steps
@@ -992,7 +993,12 @@ class Trainer(TrainerLogging):
             if "model" in saved:
                 job, imported = self._job, self._run.resume.imported
                 fits = adopted(self.model, saved["model"], self._number, imported, job.cuts, job.bf16_weights)
-                self._replica.load({"model": fits})
+                state = {"model": fits}
+                if kept := saved.get("imported_optimizers"):
+                    state |= adopted_optimizers(job, self._replica.updater.names, kept, self._number, imported)
+                    if changed := changed_options(job.optimizers, kept):
+                        self._reporter.say(f"the optimizer's options are those of the script: {changed} in the import")
+                self._replica.load(state)
             return
         missing = {"model", "phases", "stopped", "state"} - saved.keys()
         if missing and newcomer and "closed" not in saved:

@@ -219,10 +219,15 @@ def _weights(add: Callable[..., Any]) -> None:
         "examples:\n"
         "  paceline import model.safetensors runs/b\n"
         "  paceline import gpt2/ runs/b --map transformer.= --dtype fp32\n"
+        "  paceline import lightning_logs/version_0/checkpoints/last.ckpt runs/b\n"
+        "  paceline import dcp_folder/ runs/b --no-optimizer\n"
         "  paceline run --run-dir runs/b --workers 4 train.py            starts from them, at step 0",
-        "Reads only safetensors. Names, shapes and dtypes are compared when the script creates its model.",
+        "Reads files of safetensors, torch.save and Lightning, and folders of Hugging Face, Accelerate,"
+        " torch.distributed.checkpoint and DeepSpeed. Optimizer states come along. Nothing in these files is executed,"
+        " and everything that is not taken is listed. Names, shapes and dtypes are compared when the script creates its"
+        " model.",
     )
-    option("source", type=Path, metavar="SOURCE", help=".safetensors file, or folder in Hugging Face's layout")
+    option("source", type=Path, metavar="SOURCE", help="file or folder that another program has written")
     option("run_dir", type=Path, metavar="RUN", help="run folder to create")
     option(
         "--map",
@@ -232,6 +237,7 @@ def _weights(add: Callable[..., Any]) -> None:
         metavar="OLD=NEW",
         help="rename a prefix of parameter names; repeatable",
     )
+    option("--no-optimizer", dest="optimizer", action="store_false", help="import only the weights")
     option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
     option("--trainer", least=0, default=0, help="number of the trainer in the script, from 0 (default 0)")
     option = add(
