@@ -182,9 +182,8 @@ class Trainer(TrainerLogging):
         self._device = device_of(run.team.world.local_rank)
         self._streams = RngState(self._device)
         mesh = self._mesh = self._choose_plan(plan)
-        most = run.check.most_parameters(self._device, run.team.world.local_size)
-        model_seed = stream_seed(seed, 0, -1)
-        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan, most)
+        seeded = self._streams, stream_seed(seed, 0, -1)
+        self.model, model_fields = build_model(model, self._device, *seeded, self.plan, run.check.limit(self._device))
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
         judge = self._loss = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
@@ -192,7 +191,6 @@ class Trainer(TrainerLogging):
         kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
-        job.trains = run.check.probe is None
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
             run.need_team()

@@ -197,7 +197,7 @@ class Planning:
             shares=given.shares,
             cold_start=given.cold_start,
             kept=given.kept,
-            max_restarts=0,
+            max_restarts=int("server=" in (text or "")),  # servers need workers that may be started again
         )
 
     def _run(self, text: str | None, workers: int, first: bool = False) -> TrialResult:

@@ -134,7 +134,7 @@ class Predictor:
         uncorrected = self._correction * taken.total
         correction = 1.0 if self._history is None else self._history.correction(plan, self.model)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
-        memory = self._floor + self._tensors(plan, workers)
+        memory = self._floor + self._tensors(plan, workers) + self._servers(plan, workers)
         # A first step compares a divided model with the complete one, unless there is too little memory for that.
         memory += min(self._comparison(plan, workers), max(0.0, self._room * (1 - MARGIN) - memory))
         sent = self._bytes(plan)[0].sent if self._bytes(plan) else {}
@@ -146,6 +146,13 @@ class Predictor:
     def _tensors(self, plan: Plan, workers: int) -> float:
         """Returns the bytes of all tensors of the worker that needs most."""
         return worker_memory(plan, self.model, self._machine, workers, held=self._bytes(plan)).total
+
+    def _servers(self, plan: Plan, workers: int) -> float:
+        """Returns the bytes of parameter servers, which share the memory of their workers' hosts: for each worker."""
+        if not plan.server:
+            return 0.0
+        state = self.model.parameters * self.model.element_size * (2 + self.model.state)  # with gradients
+        return (plan.server * self._floor + (1 + (plan.copies or 0)) * state) / workers
 
     def _comparison(self, plan: Plan, workers: int) -> float:
         """Returns the bytes that the first step takes besides, which compares a divided model with the complete one."""

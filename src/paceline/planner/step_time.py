@@ -236,11 +236,18 @@ class _Prediction:
         pulled = parameters * self._model.element_size
         crowd = max(1.0, self._workload.workers / (self._plan.server or 1), outermost[0].shared_by)
         seconds = crowd * pushed * (1 + (self._plan.copies or 0)) / outermost[0].bandwidth
-        return seconds + crowd * pulled / outermost[0].bandwidth + 2 * outermost[0].latency
+        seconds += crowd * pulled / outermost[0].bandwidth + 2 * outermost[0].latency
+        seconds += self._updated(parameters / (self._plan.server or 1))
+        # With `staleness` a worker computes while others push.
+        return seconds * (self._machine.exposed if self._plan.staleness else 1.0)
 
     def _update(self) -> float:
-        """Returns the seconds in which the optimizer reads gradients, and reads and writes parameters and its state."""
+        """Returns the seconds in which the optimizer of a worker updates its parameters."""
         shards = self._mesh.shard if self._plan.zero else 1
         parameters = self._workload.parameters(self._blocks) / shards
+        return 0.0 if self._plan.server else self._updated(parameters)
+
+    def _updated(self, parameters: float) -> float:
+        """Returns the seconds in which an optimizer reads gradients, and reads and writes parameters and its state."""
         moved = 2 * (1 + self._model.state) * self._model.element_size + self._workload.gradient_size
-        return 0.0 if self._plan.server else parameters * moved / self._machine.memory_bandwidth
+        return parameters * moved / self._machine.memory_bandwidth

@@ -228,10 +228,11 @@ def build_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model on its `device`, and further fields of its job. A function is called under a `seed`. A model
     that workers will shard under the `plan`, or whose parameters take more than `most` bytes, is built without memory
-    for its large tensors. With `precision=bf16:pure` its floating-point parameters and buffers become bfloat16.
+    for its large tensors; with `most` it is probed and not trained. With `precision=bf16:pure` its floating-point
+    parameters and buffers become bfloat16.
     """
     dtype = torch.bfloat16 if plan.bf16_weights else None
-    job_fields: dict[str, Any] = {}
+    job_fields: dict[str, Any] = {"trains": most is None}
     if isinstance(model, nn.Module):
         return checked(model).to(device, dtype), job_fields | {"skeleton": ModelSkeleton(model)}
     with streams.preserved():
