@@ -15,7 +15,14 @@ from warm import environment
 
 TUTORIALS = ["image-classifier", "fine-tune-transformers", "lora", "sampling", "cross-validation", "sweep"]
 PAGES = [
-    *["start/install", "start/first-script", "start/two-workers", "start/resume", "howto/spot-instances"],
+    *[
+        "start/install",
+        "start/first-script",
+        "start/two-workers",
+        "start/resume",
+        "howto/spot-instances",
+        "howto/loggers",
+    ],
     "howto/simulate-failures",
     *[f"tutorials/{name}" for name in TUTORIALS],
 ]

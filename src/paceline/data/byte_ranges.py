@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from typing import Any
 
@@ -165,8 +165,19 @@ class LocalFiles:
         blocks = []
         for span in spans:
             with _reading(span[0], self._cure):
-                blocks.append(_check_length(self._map(span[0])[span[1] : span[2]], span))
+                mapped = self._map(span[0])
+                _refuse_truncated(span[0], len(mapped))
+                blocks.append(_check_length(mapped[span[1] : span[2]], span))
         return blocks
+
+
+def _refuse_truncated(path: str, length: int) -> None:
+    """Raises DatasetError if a mapped file has become shorter: reading past its new end would kill the process."""
+    with suppress(FileNotFoundError):  # the map of a deleted file stays intact
+        size = os.stat(path).st_size
+        if size < length:
+            what = f"{path} was shortened from {length} to {size} bytes after it was opened"
+            raise DatasetError(what, "write or copy the file again, and start again")
 
 
 def _mapped(path: str) -> Any:

@@ -12,6 +12,7 @@ import torch
 from paceline.base.console import say
 from paceline.base.environment import doubt_threads
 from paceline.base.journal import Journal, plain
+from paceline.base.logger_names import LoggerName, parse_loggers
 from paceline.base.terminal import Terminal
 from paceline.base.time_accounting import process_began
 from paceline.comm.torch_private import untested
@@ -33,10 +34,11 @@ class Reporter:
         self._team, self.folder, self._serves = team, folder, world.serves
         self.traffic = BytesSent(team.group.ledger)
         self.profiles = Profiles(folder, world.rank)
-        self.loggers = Loggers(folder, world.tensorboard)
+        names = [LoggerName("tensorboard")] if world.tensorboard else []
+        self.loggers = Loggers(folder, names + (parse_loggers(world.log_to) if world.log_to else []), self.say)
         self._writes_journal = self.main
         self.journal = Journal(folder if self.main else None, self.loggers)
-        self.progress = Progress() if self.main and world.events_fd is None else None
+        self.progress = Progress(kind=world.progress) if self.main and world.events_fd is None else None
         self._lines: set[str] = set()  # that were printed
 
     @property
