@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from paceline.compute.blocks import blocks_of, summarize_blocks
 from paceline.compute.forward_backward import Loss
 from paceline.compute.microbatches import Chunk, MicroBatch
+from paceline.compute.model_size import count_elements
 from paceline.parallel.parallel_job import ParallelJob
 from paceline.parallel.pipeline.partition import StagePartition, divide
 from paceline.parallel.pipeline.schedule import kept, stages_of, table
@@ -39,6 +40,7 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     of its seconds and activations. The model may be sharded for that and cannot be used afterwards. Raises UsageError
     where the plan does not fit the model.
     """
+    size = count_elements(job.model)
     plan = Plan.parse(text).validate(workers)
     mesh, stages = plan.mesh(workers), StagePartition(tuple(blocks_of(job.model)), (0,))
     if mesh.pipeline > 1:
@@ -78,7 +80,14 @@ def forecast(job: ParallelJob, micro_batch: MicroBatch, count: int, text: str, w
     by_worker = [predicted[mesh.coordinate(rank, "pipeline")] for rank in range(mesh.replica)]
     stage_figures = [{"blocks": names} | trial for names, trial in zip(blocks, fastest, strict=True)]
     setting = {"model": type(job.model).__name__, "micro": micro_batch.rows, "micro_batches": count}
-    return {"plan": str(plan), "workers": workers, **setting, "stages": stage_figures, "predicted": by_worker}
+    return {
+        "plan": str(plan),
+        "workers": workers,
+        "size": size,
+        **setting,
+        "stages": stage_figures,
+        "predicted": by_worker,
+    }
 
 
 def measure_stages(job: ParallelJob, chunk: Chunk, stages: StagePartition) -> list[dict[str, Any]]:
