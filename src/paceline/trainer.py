@@ -26,6 +26,7 @@ from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import cached_loss
 from paceline.compute.int8_states import refuse_others
 from paceline.compute.job import default_forward
+from paceline.compute.lr_schedules import set_training_steps
 from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
 from paceline.compute.model_size import count_elements
@@ -35,7 +36,7 @@ from paceline.compute.update_coupling import Scope
 from paceline.data.fingerprint import Fingerprint
 from paceline.data.loader import Feed, Source
 from paceline.errors import CheckpointError, UsageError
-from paceline.evaluate.evaluate import EvalPass, evaluate
+from paceline.evaluate.evaluate import EvalPass, LossMean, evaluate
 from paceline.evaluate.predict import predicted
 from paceline.observe.step_totals import StepTotals
 from paceline.parallel.parallel_job import ParallelJob
@@ -182,16 +183,18 @@ class Trainer(TrainerLogging):
         self._device = device_of(run.team.world.local_rank)
         self._streams = RngState(self._device)
         mesh = self._mesh = self._choose_plan(plan)
+        most = run.check.most_parameters(self._device, run.team.world.local_size)
         model_seed = stream_seed(seed, 0, -1)
-        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan)
+        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan, most)
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
-        judge = AnnotatedCallable(check_callable("loss", loss), "loss")
+        judge = self._loss = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
         size = count_elements(self.model)
         kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
+        job.trains = run.check.probe is None
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
             run.need_team()
@@ -202,9 +205,7 @@ class Trainer(TrainerLogging):
         with self._streams.preserved(), run.check.refusals():  # blocks may be run to see what can be cut
             elastic = run.team.transactions.elastic
             self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
-        for what, why in job.decisions:
-            reporter.decide(self._number, what, why)
-            reporter.say(what)
+        reporter.tell_decisions(self._number, job.decisions)
         with run.check.refusals():
             optimizers = self._optimizers(optimizer, mesh)
         self._script_settings = FromScript.of(seed, optimizers, self.model)
@@ -384,7 +385,7 @@ class Trainer(TrainerLogging):
     def _choose_plan(self, script: str | None) -> Mesh:
         """Chooses the plan, which the `script` may give, and begins the run with it. Returns the plan's mesh."""
         run = self._run
-        run_plan, self.plan, origin = choose_plan(run.team.world, script)
+        run_plan, self.plan, origin = self._plans(script)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self.plan.mesh(self._group.size)
@@ -395,6 +396,17 @@ class Trainer(TrainerLogging):
         if shared := sharing(run.team.world, self._device):
             self._reporter.say(shared, once=True)
         return mesh
+
+    def _plans(self, script: str | None) -> tuple[Plan, Plan, str]:
+        """Returns the plan of the run, that of this trainer, and where it comes from."""
+        world, asked = self._run.team.world, self._run.check
+        if asked.probe is None:
+            return choose_plan(world, script)
+        from paceline.planner.candidates import probed_words
+
+        asked.script_plan = world.plan or script or ""
+        plan = probed_words(Plan.parse(asked.script_plan)).validate(world.size)
+        return plan, plan, "a probe"
 
     def _requested_answer(self) -> RequestedAnswer:
         from paceline.planner.requests import RequestedAnswer  # not with every run
@@ -545,7 +557,7 @@ class Trainer(TrainerLogging):
             self._stopped = False
         if not phase.complete:
             self._need_optimizer()
-        if not phase.complete:
+            set_training_steps(self._job.schedulers, total, len(self._phases))
             assignment = self._context.current_assignment()
             dealt = self._strategy.shares(len(grid.cut(grid.global_batch)), assignment.weights)
             unit = self._mesh.unit
@@ -648,6 +660,7 @@ class Trainer(TrainerLogging):
             word = self.plan.several
             what = f"step() makes one optimizer step, but under {word} each turn of the loop makes several"
             raise UsageError(what, f"use steps(), or remove {word} from the plan")
+        set_training_steps(self._job.schedulers, None, 0)
         run.begin_training(self._number, loop=False)
         first, run.script.uses_step = not run.script.uses_step, True
         number = self.done + 1
@@ -714,19 +727,20 @@ class Trainer(TrainerLogging):
     def evaluate(
         self,
         dataset: Any,
-        metric: Any,
+        metric: Any = None,
         model: nn.Module | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         **words: Never,
     ) -> dict[str, Any]:
-        """Evaluates a metric over a dataset, each row exactly once, on all workers together.
+        """Evaluates the loss or a metric over a dataset, each row exactly once, on all workers together.
 
         The model is in eval mode meanwhile. Nothing is padded, and sums are added in the order of the rows, so the
         result does not depend on the number of workers.
 
         Args:
             dataset: The rows.
-            metric: ``metric(output, batch)`` returns ``{name: (sum, count)}``, and the result is their quotient. For
+            metric: By default the training's loss, as ``loss``, and the metrics that it returns.
+                ``metric(output, batch)`` returns ``{name: (sum, count)}``, and the result is their quotient. For
                 what is not a mean (AUC, correlation, mAP): an object with `update`, `compute` and `reset` whose states
                 say how they merge, as those of torchmetrics; a mapping of such objects by name; or a pair of either and
                 a function of output and batch that returns the arguments of `update`. With ``loss_over="batch"`` a
@@ -751,7 +765,7 @@ class Trainer(TrainerLogging):
         sweep = self._sweep(dataset, collate, model)
 
         def compute() -> dict[str, Any]:
-            results = evaluate(sweep, metric)
+            results = evaluate(sweep, LossMean(self._loss) if metric is None else metric)
             for one in self.followed:
                 one.find_value(results, "evaluate()", self._reporter.say)
             self._reporter.show("evaluate", trainer=self._number, step=self.done, results=results)

@@ -305,6 +305,7 @@ def test_one_cycle_has_the_rates_of_deepspeed(second: int) -> None:
     [
         ({"distributed_type": "NO"}, ""),
         ({"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"}, "precision=fp16"),
+        ({"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "pad_inner_dim": True}}, "precision=fp8"),
         ({"distributed_type": "FSDP"}, "shard=8 zero=3"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": 2}}, "shard=8 zero=2"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, ""),

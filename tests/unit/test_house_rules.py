@@ -211,6 +211,8 @@ BREACHES: list[tuple[Rule, str | dict[str, str], list[str]]] = [
         {"plan": "class Cost: ...", "mesh": "class Cost: ...\nclass Other: ..."},
         ["mesh:1: Cost is a class of paceline.plan, too"],
     ),
+    (unpickling, "torch.load(path, weights_only=False)", ["plan:1: torch.load", "plan:1: weights_only"]),
+    (unpickling, "torch.load(path, weights_only=True)\nfrom pickle import UnpicklingError", []),
     (unpickling, "json.load(file)\nctypes.py_object(x)\nsafetensors.torch.load_file(path)", []),
 ]
 

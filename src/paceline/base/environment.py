@@ -41,7 +41,8 @@ class World:
     (``100``) or ``auto``; of the `checkpoints`, at a place other than the run folder if one is given, the newest `keep`
     stay; a `mirror` is a folder in memory for a copy of a lone worker's state, every so many steps; `max_steps` ends
     the run early; `tensorboard`: its figures go to TensorBoard's files, too; `log_to`: loggers for them; `progress`:
-    how it is shown; `heal`: workers whose weights differ take those of a majority.
+    how it is shown; `heal`: workers whose weights differ take those of a majority; `verify_steps`: one step of so many
+    is computed twice and compared (0: none).
     """
 
     rank: int = 0
@@ -72,6 +73,7 @@ class World:
     log_to: str | None = None
     progress: str | None = None
     heal: bool = False
+    verify_steps: int = 0
     members: tuple[int, ...] = ()
 
     @property
@@ -260,6 +262,7 @@ def read_world(env: Mapping[str, str] = os.environ) -> World:
         log_to=env.get("PACELINE_LOG_TO") or None,
         progress=_progress(env),
         heal=_flag(env, "PACELINE_HEAL"),
+        verify_steps=parse_verify_steps(env["PACELINE_VERIFY_STEPS"]) if env.get("PACELINE_VERIFY_STEPS") else 0,
     )
 
 
@@ -302,6 +305,18 @@ def parse_save_every(text: str) -> tuple[float | None, int | None]:
         )
         raise UsageError(f"--save-every {text!r} is not an interval", cure)
     return seconds, steps
+
+
+def parse_verify_steps(text: str) -> int:
+    """``1%`` is 100 and ``100`` is 100: one step of so many is verified."""
+    percent = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?)%", text)
+    share = float(percent[1]) if percent else 0.0
+    if 0.0 < share <= 100.0:
+        return max(1, round(100.0 / share))
+    if not re.fullmatch("[0-9]{1,12}", text) or int(text) < 1:
+        what = f"--verify-steps {shown(text)} is not a part of the steps"
+        raise UsageError(what, "give a percentage as 1%, or N to verify one step of each N")
+    return int(text)
 
 
 def job_ends_at(env: Mapping[str, str] = os.environ) -> float | None:

@@ -116,9 +116,9 @@ def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options:
         max_restarts = 0 if raw else LaunchOptions.max_restarts
     launched = _launched(raw=raw, max_restarts=max_restarts, **options)
     if "auto" in (launched.plan or "").split():
-        from paceline.launch.auto import with_chosen_plan
+        from paceline.launch.auto import launch_with_chosen_plan
 
-        launched = with_chosen_plan(launched)
+        return launch_with_chosen_plan(launched)
     return launch(launched)
 
 
@@ -294,6 +294,7 @@ def _rehearsals(add: Callable[..., Any]) -> None:
         metavar="TEXT",
         help="exact failures instead: KIND:WORKER@STEP.MOMENT, separated by commas",
     )
+    _verifying(option)
     _script(option)
 
 
@@ -392,12 +393,22 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
         help="log to wandb, mlflow, trackio, comet, csv, tensorboard or otlp (see docs/howto/loggers.md; default: off)",
     )
     option("--heal", action="store_const", const="1", help="repair workers whose weights differ from the majority's")
+    _verifying(option)
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer workers (default 1)")
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
     option("--cold-start", action="store_true", help="start each worker as a new interpreter, not from a warm process")
     option("--quiet", action="store_true", help="print only how the run ended, and only if it did not finish")
     option("--verbose", action="store_true", help="print all figures of the report at the end")
+
+
+def _verifying(option: Callable[..., Any]) -> None:
+    """Adds the option that has steps computed twice."""
+    option(
+        "--verify-steps",
+        metavar="1%|N",
+        help="compute 1%% of the steps, or one step of N, a second time on another worker, and compare (default: none)",
+    )
 
 
 def _several_hosts(option: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from paceline.base.console import in_one_line, say
 from paceline.base.environment import (
     parse_save_every,
     parse_shares,
+    parse_verify_steps,
     read_nodes,
     standstill,
     starts_cold,
@@ -42,9 +43,10 @@ from paceline.launch.joining import address_of, find, introduction, join, likene
 from paceline.launch.mirror import mirror
 from paceline.launch.notify import Notifier
 from paceline.launch.options import GIVEN, LaunchOptions
+from paceline.launch.preflight import refuse_fp8
 from paceline.launch.raw import refuse_options
 from paceline.launch.serving import Serving, check_serving
-from paceline.launch.time_limit import limited, parse_time
+from paceline.launch.time_limit import limited, parse_time, with_deadline
 from paceline.observe.progress import Progress
 from paceline.observe.summary import Summary
 from paceline.plan import Plan
@@ -90,12 +92,16 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
         environment = {**options.environment, **variables}
         kept = options.kept or kept
         options = replace(options, run_dir=str(_folder(options)), environment=environment, kept=kept)
+        options = with_deadline(options)
         source = "the state in memory" if variables else "the last checkpoint"
         source = "the script's own checkpoints, if it loads any" if options.raw else source
         restarts = 0
         with Serving(options.metrics, options.page, trainjob_server(), partial(_say, options)) as serving:
             while True:
-                code, again = _begin(options, compared, serving, notifier)
+                code, again, agent = _begin(options, compared, serving, notifier)
+                if options.chosen is not None and (other := _other_plan(options, code, agent)) is not None:
+                    notifier.failed, options = False, other
+                    continue
                 restarts += 1
                 # With several replicas another one continues, but the last one cannot lose a worker if it has several.
                 killed = options.raw or 128 < code != 130
@@ -104,6 +110,13 @@ def _launch(options: LaunchOptions, compared: Summary | None, notifier: Notifier
                     return code
                 notifier.failed, options = False, replace(options, begin=1, restarts=restarts)
                 say(f"restarting from {source} ({restarts} of {options.max_restarts})")
+
+
+def _other_plan(options: LaunchOptions, code: int, agent: Agent) -> LaunchOptions | None:
+    """Returns the options with another plan, if the run goes on with one."""
+    from paceline.launch.plan_watch import next_options  # not with every run
+
+    return next_options(options, code, agent.change, agent.has_trained)
 
 
 def _say(options: LaunchOptions, text: str) -> None:
@@ -135,9 +148,11 @@ def _as_node(options: LaunchOptions) -> LaunchOptions:
     return replace(options, workers=workers, token=token, token_file=None, again=again, **where)
 
 
-def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier) -> tuple[int, bool]:
-    """Starts or resumes a run. Returns its exit code, and whether it may help to start all workers again: a model was
-    split over workers of this host only, or workers of --raw failed.
+def _begin(
+    options: LaunchOptions, compared: Summary | None, serving: Serving, notifier: Notifier
+) -> tuple[int, bool, Agent]:
+    """Starts or resumes a run. Returns its exit code, whether it may help to start all workers again (a model was split
+    over workers of this host only, or workers of --raw failed), and its agent.
     """
     listener = listen(options)
     options = replace(options, address=listener.getsockname()[0])
@@ -146,7 +161,9 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
         if compared:
             journal.write("compare", workers=compared.workers, samples_per_second=compared.samples_per_second)
         if options.chosen is not None:
-            journal.write("decision", **asdict(options.chosen))
+            journal.write("decision", **options.chosen.decision)
+            if options.chosen.outlook is not None:
+                options.chosen.outlook.write(folder)
         numbers = list(range(options.workers))
         if options.token is not None:
             keep_token(folder, options.token)
@@ -173,7 +190,8 @@ def _begin(options: LaunchOptions, compared: Summary | None, serving: Serving, n
             agent.serve()
             with signals() as wakeup, limited(folder, options):
                 code = agent.run(wakeup)
-                return code, (code != 0 and not agent.was_stopped) if options.raw else agent.in_pieces
+                again = (code != 0 and not agent.was_stopped) if options.raw else agent.in_pieces
+                return code, again, agent
 
 
 def _join(options: LaunchOptions, notifier: Notifier) -> int:
@@ -253,8 +271,8 @@ def _check(options: LaunchOptions) -> None:
         raise UsageError(what, f"use at most --min-workers {options.workers}")
     if options.debug is not None and not 0 <= options.debug < options.workers:
         raise UsageError(f"--debug {options.debug} does not name a worker", f"use 0 to {options.workers - 1}")
-    if options.plan is not None:
-        Plan.parse(options.plan).validate(options.workers)
+    if options.plan is not None and Plan.parse(options.plan).validate(options.workers).precision == "fp8":
+        refuse_fp8()
     if options.max_time is not None:
         parse_time(options.max_time)
     if options.shares is not None:
@@ -272,6 +290,8 @@ def _check(options: LaunchOptions) -> None:
         parse_store(options.store)
     if options.save_every is not None:
         parse_save_every(options.save_every)
+    if options.verify_steps is not None:
+        parse_verify_steps(options.verify_steps)
     if Path(options.run_dir or ".").is_file():
         raise UsageError(f"--run-dir {in_one_line(options.run_dir)} is a file", "name a folder, or leave --run-dir out")
     if not _is_utf8(options.run_dir or ""):

@@ -24,6 +24,7 @@ LAYOUT = {
     "every",
     "server",
 }  # words that say where parts of a model are
+PROBED = "micro", "precision", "optimizer_states", "tiles"
 VIRTUAL = 1, 2
 LOSSY = "codec=bf16", "codec=int8"
 EVERY = 20  # steps between two merges of local SGD
@@ -126,6 +127,11 @@ def has_same_layout(one: Plan, other: Plan) -> bool:
 def without_layout(plan: Plan) -> Plan:
     """Returns the words of a plan that do not say where parts of a model are."""
     return _with(plan, dict.fromkeys(LAYOUT))
+
+
+def probed_words(plan: Plan) -> Plan:
+    """Returns the words of a plan under which a script is probed: each worker has the complete model."""
+    return Plan(**{name: getattr(plan, name) for name in PROBED})
 
 
 def words_of(plan: Plan) -> str:

@@ -7,13 +7,12 @@ from dataclasses import dataclass, fields
 
 from paceline.base.mesh import AXES
 from paceline.parallel.pipeline.schedule import simulate, table
-from paceline.plan import Plan
+from paceline.plan import CODED_BYTES, Plan
 from paceline.planner.compute_time import BACKWARDS, ComputeTime
 from paceline.planner.descriptions import BlockDescription, MachineDescription, ModelDescription
 from paceline.planner.links import Links, Peers
 from paceline.planner.workload import Stage, Workload
 
-BYTES = {"bf16": 2.0, "fp16": 2.0, "int8": 260 / 256, "int4": 132 / 256}  # of an element on its way, by codec
 ROUNDS = 3  # of micro-batches through a pipeline that are simulated; further ones repeat the last round
 
 
@@ -208,8 +207,8 @@ class _Prediction:
 
     def _coded(self, codec: str | None) -> float:
         """Returns the part of the bytes that a codec leaves to be sent. What others than rounding save is not known."""
-        size = self._workload.gradient_size
-        return min(1.0, BYTES.get(codec or "", size) / size)
+        coded = CODED_BYTES.get(codec or "")
+        return 1.0 if coded is None else min(1.0, coded / 256 / self._workload.gradient_size)
 
     def _replicas_of_island(self) -> Peers:
         """Returns the replicas that are summed in each step: all of them, or those of an island."""

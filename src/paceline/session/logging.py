@@ -70,8 +70,9 @@ class TrainerLogging:
     def _weights(self, job: TrainingJob, mesh: Mesh) -> Weights:
         """Returns the comparison of this trainer's weights, which heals differences with --heal."""
         apart = next((word for word in ("local", "server") if getattr(self.plan, word)), "")
-        heals = self._run.team.world.heal
-        if heals and apart:
+        world = self._run.team.world
+        heals = world.heal or bool(world.verify_steps)
+        if world.heal and apart:
             self._reporter.say(
                 f"--heal does nothing under {apart}=, where workers do not hold equal weights", once=True
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,12 @@ class Reporter:
     def decide(self, trainer: int, what: str, why: str) -> None:
         """Journals a trainer's decision and its reason, for `paceline explain`."""
         self.journal.write("decision", trainer=trainer, what=what, why=why)
+
+    def tell_decisions(self, trainer: int, decisions: Iterable[tuple[str, str]]) -> None:
+        """Journals decisions with their reasons, and prints them."""
+        for what, why in decisions:
+            self.decide(trainer, what, why)
+            self.say(what)
 
     def describe_model(self, trainer: int, fields: dict[str, Any]) -> None:
         """Journals the size of a trainer's model, and prints it in a line; with --verbose also its blocks."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.base.environment import MOST, parse_save_every, parse_shares
+from paceline.base.environment import MOST, parse_save_every, parse_shares, parse_verify_steps
 from paceline.base.logger_names import parse_loggers
 from paceline.errors import PacelineError
 from paceline.plan import Plan
@@ -88,6 +88,7 @@ OPTIONS: dict[str, Check] = {
     "tensorboard": switch,
     "log_to": parsed(parse_loggers),
     "heal": switch,
+    "verify_steps": parsed(parse_verify_steps),
 }
 FIELDS: dict[str, Check] = {
     "script": path,

@@ -354,7 +354,7 @@ FREE_SECTIONS: dict[str, FieldRefusal | str] = {
     "autotuning.arg_mappings": "it only concerns DeepSpeed's tuning runs",
     "datastates_ckpt": FieldRefusal("checkpoints are Paceline's own", "leave it out"),
     "weight_quantization": FieldRefusal("it only concerns inference", "leave it out"),
-    "msamp": FieldRefusal("FP8 is not built", "use the plan word precision=bf16"),
+    "msamp": FieldRefusal("weights and gradients in 8 bits (MS-AMP) are not built", "use the plan word precision=fp8"),
 }
 
 DEEPSPEED = FieldTable("DeepSpeed", USED_FIELDS, NO_EFFECT_FIELDS, REFUSED_FIELDS, FREE_SECTIONS)
