@@ -30,6 +30,7 @@ from paceline.compute.job import default_forward
 from paceline.compute.lr_schedules import set_training_steps
 from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
+from paceline.compute.model_size import count_elements
 from paceline.compute.rng import RngState
 from paceline.compute.state_dict import copies_in_pieces, frozen, hidden_in, model_state, own_copies
 from paceline.compute.update_coupling import Scope
@@ -148,7 +149,8 @@ class Trainer(TrainerLogging):
     resumed run takes them from the model that the script makes. Set it on all workers, before the loop.
     """
     _line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
-    _closed = False
+    _closed = _stopped = _looked = False  # the last one for what optimizers hide
+    _last: StepReport | None = None
     _spare: MicroBatch | None = None  # of what this worker brought to step()
     _stands_in = False  # for one that has ended, until all workers release it
 
@@ -188,6 +190,7 @@ class Trainer(TrainerLogging):
         judge = self._loss = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
+        size = count_elements(self.model)
         kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
@@ -201,9 +204,7 @@ class Trainer(TrainerLogging):
         with self._streams.preserved(), run.check.refusals():  # blocks may be run to see what can be cut
             elastic = run.team.transactions.elastic
             self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
-        for what, why in job.decisions:
-            reporter.decide(self._number, what, why)
-            reporter.say(what)
+        reporter.tell_decisions(self._number, job.decisions)
         with run.check.refusals():
             optimizers = self._optimizers(optimizer, mesh)
         self._script_settings = FromScript.of(seed, optimizers, self.model)
@@ -223,8 +224,6 @@ class Trainer(TrainerLogging):
         self._answer = self._requested_answer() if run.check.asks else None
         self._ledger, self._loader = StepTotals(), dict[str, Any]()
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
-        self._stopped = self._looked = False  # the latter for what optimizers hide
-        self._last: StepReport | None = None
         self._state = State(partial(restore_copies, job=job))
         self._follow_values(schedule, schedulers)
         run.trainers.enlist(self, self.model, self._state)
@@ -232,6 +231,7 @@ class Trainer(TrainerLogging):
             run.state.refuse_differences(run.resume.tree)
             self.restore(newcomer=True)
         run.memory.report(run.team.world, run.script)
+        reporter.describe_model(self._number, {**size, "held": self.needs()[0][1]})
         start_script_view(run.trainers.members)
 
     # -- its end ------------------------------------------------------------------------------------------------

@@ -340,6 +340,17 @@ class EachEvent(TrainerEvent):
     computed: NotRequired[ByWorker | None]
 
 
+class ModelEvent(TrainerEvent):
+    """The size of a model: elements of parameters and buffers, also by block, and bytes that a worker holds at most."""
+
+    model: NotRequired[str | None]
+    parameters: NotRequired[Count]
+    trained: NotRequired[Count]
+    buffers: NotRequired[Count]
+    held: NotRequired[list[Count]]
+    blocks: NotRequired[list[tuple[str, str, Count, Count, Count]]]
+
+
 class ConfigEvent(TrainerEvent):
     """The configuration that the script logs."""
 
@@ -424,6 +435,7 @@ KINDS: dict[str, type] = {
     "loaded": LoadedEvent,
     "each": EachEvent,
     "config": ConfigEvent,
+    "model": ModelEvent,
     "environment": EnvironmentEvent,
     "account": AccountEvent,
     "media": MediumEvent,

@@ -264,7 +264,7 @@ class Agent:
             generation = self._link.newest.get("generation")
             if generation and generation["number"] == event.get("number"):
                 self._output.show_lines_of(generation["members"][0])
-        elif main and kind == "line":
+        elif (main and kind == "line") or (main and kind == "detail" and self._options.verbose):
             self.say(str(event.get("text", "")))
         elif main and kind in ("phase", "step", "evaluate") and not self._options.quiet:
             getattr(self._progress, kind)(event)

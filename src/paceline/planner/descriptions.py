@@ -213,6 +213,7 @@ class ProbeResult(Description, frozen=True):
     plans: dict[str, tuple[WorkerBytes, ...]] = {}  # by position along the pipeline
     stages: dict[str, tuple[tuple[str, int], ...]] = {}  # of asked plans: the blocks of each stage, and how many
     refused: dict[str, tuple[str, str]] = {}
+    size: dict[str, Any] = {}  # of the model, in the fields of the journal's `model`
 
 
 class TrialResult(Description, frozen=True):

@@ -46,4 +46,5 @@ def figures_of(plan: Plan, workers: int, probed: ProbeResult) -> dict[str, Any]:
         )
     by_worker = [predicted[mesh.coordinate(rank, "pipeline")] for rank in range(mesh.replica)]
     setting = {"model": model.name, "micro": rows, "micro_batches": -(-model.global_batch // rows)}
-    return {"plan": str(plan), "workers": workers, **setting, "stages": by_stage, "predicted": by_worker}
+    setting |= {"plan": str(plan), "workers": workers, "size": probed.size}
+    return {**setting, "stages": by_stage, "predicted": by_worker}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.comm.communicator import Group
+from paceline.compute.model_size import count_elements
 from paceline.errors import UsageError
 from paceline.plan import Plan
 from paceline.planner.candidates import candidates, without_layout
@@ -78,6 +79,7 @@ def _probe(context: StepContext, step: Step, request: ProbeRequest) -> ProbeResu
         sizes,
         {str(plan): division.stage_blocks(plan, workers) for plan in asked},
         refused,
+        count_elements(job.model),
     )
 
 
