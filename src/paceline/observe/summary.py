@@ -97,6 +97,7 @@ class Summary:
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.healed = effective_steps(events, "healed")
+        self.verified, self.corrupted = (effective_steps(events, kind) for kind in ("verified", "corrupted"))
         self.formed = [event for event in events if event["event"] == "formed"]
         late = effective_steps(events, "late") + effective_steps(
             events, "uncounted"
@@ -471,6 +472,12 @@ def _out_of_step(windows: list[Event]) -> str:
     return f"updates: {made}{also}; staleness {mean:.1f} updates on average, at most {max(missed)}"
 
 
+def _verified(events: list[Event]) -> str:
+    """The number of steps that were computed a second time and compared."""
+    again = sum(1 for event in events if event["attempts"] > 1)
+    return plural(len(events), "step") + (f", {again} of them computed again" if again else "") if events else ""
+
+
 def _late(events: list[Event]) -> str:
     """The islands that were too late for merges, and the rows that were not trained on because of that."""
     island_texts = []
@@ -609,6 +616,8 @@ def facts(summary: Summary) -> dict[str, Rows]:
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
             ),
+            ("verified", _verified(s.verified)),
+            *(("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
             ("teams", _teams(s.formed)),

@@ -109,7 +109,9 @@ class StepVerifier:
         return not self.difference(one, other)
 
     def note_rows(self, step: int, worker: int, other: int) -> None:
-        """Notes that a dataset gives two workers different rows, so that their values cannot be compared."""
+        """Notes once that a dataset gives two workers different rows, so that their values cannot be compared."""
+        if self.rows_differ:
+            return
         self.rows_differ = True
         self.context.notes.note(
             f"step {step} was not verified completely: the dataset gives worker {worker} other rows than worker {other}"
@@ -411,7 +413,11 @@ class StepCheck:
         if not unequal:
             raise WorkersDifferError(f"the sums of {self._faults[-1][3]} changed on their way {step}", _TEST)
         share, name = next(iter(unequal.items()))
-        workers = {vote.worker for vote in self._votes[share]}
-        who = f"{ranks(workers)} compute different values" if len(workers) > 1 else f"{ranks(workers)} computes other"
-        how = f"{who} from the same rows" if len(workers) > 1 else f"{who} values each time from the same rows"
-        raise WorkersDifferError(f"{how} {step}; {name} is the first difference", _UNSTEADY)
+        workers = sorted({vote.worker for vote in self._votes[share]})
+        hosts = [self._hosts[worker] for worker in workers]
+        who = f"{ranks(workers)} ({'; '.join(dict.fromkeys(hosts))})"
+        how = f"{who} compute different values" if len(workers) > 1 else f"{who} computes other values each time"
+        what = f"{how} from the same rows {step}; {name} is the first that differs"
+        fields = {"step": self.step.number + 1, "workers": workers, "hosts": hosts, "tensor": name, "text": what}
+        self.context.reporter.journal.write("corrupted", trainer=self.context.trainer, **fields, leaves=False)
+        raise WorkersDifferError(what, _UNSTEADY)
