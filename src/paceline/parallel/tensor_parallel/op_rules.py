@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from paceline.comm.torch_private import pytree
 from paceline.compute.call_arguments import bind_arguments, gather_arguments
 from paceline.errors import UsageError
+from paceline.parallel.tensor_parallel.flex_attention import attend_by_heads
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
     UNKNOWN,
@@ -30,8 +31,9 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     set_placement,
     tensors_in,
 )
+from paceline.parallel.tensor_parallel.uncompiled_code import FLEX
 
-OP_RULES: dict[str, Rule] = {}
+OP_RULES: dict[str, Rule] = {FLEX: attend_by_heads}
 
 
 def rule_of(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
