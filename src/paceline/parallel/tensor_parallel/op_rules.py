@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from paceline.comm.torch_private import pytree
 from paceline.compute.call_arguments import bind_arguments, gather_arguments
 from paceline.errors import UsageError
-from paceline.parallel.tensor_parallel.flex_attention import attend_by_heads
+from paceline.parallel.tensor_parallel.attention_functions import BY_HEADS
 from paceline.parallel.tensor_parallel.redistribute import ShardPlacement
 from paceline.parallel.tensor_parallel.sharded_mode import (
     UNKNOWN,
@@ -31,9 +31,8 @@ from paceline.parallel.tensor_parallel.sharded_mode import (
     set_placement,
     tensors_in,
 )
-from paceline.parallel.tensor_parallel.uncompiled_code import FLEX
 
-OP_RULES: dict[str, Rule] = {FLEX: attend_by_heads}
+OP_RULES: dict[str, Rule] = {**BY_HEADS}
 
 
 def rule_of(table: dict[str, Rule], *names: str) -> Callable[[Rule], Rule]:
