@@ -47,8 +47,8 @@ def next_options(options: LaunchOptions, code: int, change: PlanChange | None, t
     if change is not None:
         outlook = chosen.outlook.changed(change)
         what, why = describe(chosen.outlook, change)
-        another = ChosenPlan(change.plan, chosen.asked, change.now.workers, what, why, outlook, before=options)
-        return replace(options, plan=change.plan, workers=change.now.workers, chosen=another, begin=1)
+        another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, outlook, before=options)
+        return replace(options, plan=change.plan, workers=change.workers, chosen=another, begin=1)
     before = chosen.before
     if before is None or trained or code in (0, STOPPED, INTERRUPTED):
         return None
@@ -66,8 +66,8 @@ def describe(outlook: Outlook, change: PlanChange) -> tuple[str, str]:
     taken, expected = milliseconds(now.seconds), milliseconds(change.seconds)
     why = f"a step takes {taken}, and {expected} are expected; the {now.rest:,} remaining steps take "
     why += f"{duration(change.gain)} less, and the change costs about {duration(now.cost)}"
-    if now.workers < outlook.workers:
-        why = f"{plural(now.workers, 'worker')} of {outlook.workers} are left; {why}"
+    if change.workers < outlook.workers:
+        why = f"{change.workers} of {plural(outlook.workers, 'worker')} can be used; {why}"
     elif now.loads and max(now.loads) > SLOW * median(now.loads):
         slowest = now.loads.index(max(now.loads))
         why = f"worker {slowest} takes {max(now.loads) / min(now.loads):.1f} times as long as the fastest; {why}"
@@ -122,7 +122,7 @@ class PlanWatch:
         if done - self._done_before < WARM or now - self._since < SECONDS:
             return None
         self._read()
-        self.now = self._measure(team, now)
+        self.now = self._measure(team, len([w for w in workers.values() if w.alive and not w.serves]), now)
         if self.now is not None and self.outlook.before and not self._has_reported:
             self._has_reported = True
             self._report_gain(self.now)
@@ -166,8 +166,9 @@ class PlanWatch:
         if thread.is_alive():
             return None
         self._thread, self._better = None, None
-        is_same = better is not None and self.now is not None and better.now.workers == self.now.workers
-        return better if is_same else None  # else the team has changed meanwhile
+        if better is None or self.now is None or better.workers != self.now.workers + self.now.spare:
+            return None  # the team has changed meanwhile
+        return better
 
     def _time_start(self, now: float, team: Sequence[Worker]) -> None:
         """Measures how long it takes from the start of processes to the first step."""
@@ -182,8 +183,8 @@ class PlanWatch:
                 self._several |= bool(event.get("trainer"))
                 self._events[event["event"]] = event
 
-    def _measure(self, team: Sequence[Worker], now: float) -> Now | None:
-        """Returns what is measured of the team; None if too little is known to judge."""
+    def _measure(self, team: Sequence[Worker], alive: int, now: float) -> Now | None:
+        """Returns what is measured of the team, and how many workers are `alive`; None if too little is known."""
         grid, step = (self._events.get(kind, {}) for kind in ("grid", "step"))
         seconds, model = team[0].pulse[USUAL], self.outlook.model
         if self._several or not grid.get("steps") or not grid.get("rows") or not seconds:
@@ -205,7 +206,7 @@ class PlanWatch:
         longer = tokens / model.tokens if tokens and model.tokens > 1 else 1.0
         state = model.parameters * model.element_size * (1 + model.state)
         cost = (self._started or 0.0) + 2 * state / COPIED + FIRST_STEPS * seconds
-        return Now(seconds, len(team), loads, rest, cost, longer)
+        return Now(seconds, len(team), loads, rest, cost, longer, max(0, alive - len(team)))
 
     @property
     def _loads_before(self) -> Sequence[float]:

@@ -61,11 +61,12 @@ class Now:
     """What is measured of a run that trains, and what a change of its plan would cost."""
 
     seconds: float  # of a step
-    workers: int
+    workers: int  # of the team
     loads: tuple[float, ...]  # seconds of each worker for the same rows, relative to the trial; empty: not known
     rest: int  # steps that are left
     cost: float  # seconds of a change
     longer: float = 1.0  # tokens of a row, relative to the trial
+    spare: int = 0  # workers that are ready, and that the team cannot use under its plan
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,7 @@ class PlanChange:
     seconds: float  # of a step, as expected
     gain: float  # seconds that the remaining steps take less, without the cost
     ratio: float  # of these seconds to predicted ones
+    workers: int
     now: Now
 
 
@@ -120,15 +122,17 @@ class Outlook(Description, frozen=True):
         present, forecast, untried = self.plan_for(now.workers), self._forecast(now), self._margin(now, history)
         unexplained = now.seconds / forecast.seconds(present) / self.ratios.get(str(present), self.ratio)
         shared = unexplained if unexplained < DOUBT and not self.changes else 1.0
-        for plan in self._plans(now.workers, present) if now.rest > 0 else ():
+        workers = now.workers + now.spare
+        others = self._forecast(now, workers)
+        for plan in self._plans(workers, present) if now.rest > 0 else ():
             ratio, least = self.ratios.get(str(plan)), MARGIN
             if ratio is None:
                 ratio, least = self.ratio * history.correction(plan, self.model), untried
-            seconds = shared * ratio * forecast.seconds(plan)
+            seconds = shared * ratio * others.seconds(plan)
             gain = (now.seconds - seconds) * now.rest
             pays = seconds <= (1 - least) * now.seconds and gain > 2 * now.cost
-            if pays and (best is None or seconds < best.seconds) and self._fits(plan, forecast):
-                best = PlanChange(words_of(plan), seconds, gain, ratio, now)
+            if pays and (best is None or seconds < best.seconds) and self._fits(plan, others):
+                best = PlanChange(words_of(plan), seconds, gain, ratio, workers, now)
         return best if self.changes < 2 * MOST else None
 
     def _margin(self, now: Now, history: History) -> float:
@@ -150,12 +154,12 @@ class Outlook(Description, frozen=True):
     def changed(self, change: PlanChange) -> Outlook:
         """Returns the outlook of the run under another plan."""
         measured = self.measured(change.now)
-        plan = replace(Plan.parse(change.plan), data=None).validate(change.now.workers)
+        plan = replace(Plan.parse(change.plan), data=None).validate(change.workers)
         return msgspec.structs.replace(
             measured,
             ratios={**measured.ratios, str(plan): change.ratio},
             plan=change.plan,
-            workers=change.now.workers,
+            workers=change.workers,
             predicted=change.seconds,
             seconds=change.seconds,
             busy=(),
@@ -214,9 +218,11 @@ class Outlook(Description, frozen=True):
         plans, _ = candidates(workers, self.model, script, Plan.parse(self.kept), frozenset(), free_micro=False)
         return [plan for plan in plans if plan != present and str(plan) not in self.refused]
 
-    def _forecast(self, now: Now) -> _Forecast:
+    def _forecast(self, now: Now, workers: int = 0) -> _Forecast:
+        """Returns the forecast for the team, or for so many `workers`, of which some are in no team yet."""
         loads = now.loads or (max(1.0, now.seconds / self.seconds),) * now.workers  # nothing tells a slow worker
         common = min(loads)
+        loads += (common,) * (workers - now.workers)
         slow = tuple(load / common if load > (1 + ALIKE) * common else 1.0 for load in loads)
         if abs(common - 1) < ALIKE:
             common = 1.0
