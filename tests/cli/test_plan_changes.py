@@ -159,10 +159,13 @@ def test_workers_that_are_lost_for_good_are_not_waited_for(tmp_path):
     begun(tmp_path, known, 1, 'WORKERS == "3" and report.step % 100 == 0')
     said = run(tmp_path, *AUTO, "--workers", "4", "--max-restarts", "1", DIES="3")
     assert "it is not restarted" in said
-    changed = decisions(tmp_path)[1]
+    *_, changed = decisions(tmp_path)  # three workers cannot divide layers of ten rows, which only a start shows
     assert changed["workers"] == 3
     assert changed["why"].startswith("3 of 4 workers can be used; ")
-    assert starts(tmp_path) == ["data=2 pipeline=2", str(Plan.parse(changed["plan"]).validate(3))]
+    first, *others = starts(tmp_path)
+    assert first == "data=2 pipeline=2"
+    assert others[-1] == str(Plan.parse(changed["plan"]).validate(3))
+    assert first not in others
     trains_as_one_worker(tmp_path)
 
 

@@ -33,31 +33,44 @@ LATER = 2.0  # if no plan pays, the next comparison comes after so many times as
 RAREST = 600.0  # seconds
 COPIED = 1e8  # bytes in a second that are written to a checkpoint, and read from it
 SLOW = 1.5  # times the usual load of a worker that is named
+SIDES = "predicted", "measured"  # in the journal's figures
 FIRST_STEPS = 10  # steps of the new plan that take twice as long
 
 
 def next_options(options: LaunchOptions, code: int, change: PlanChange | None, trained: bool) -> LaunchOptions | None:
     """Returns the options with which a run goes on after an attempt that ended with this exit code: with another plan
-    if its plan was to be changed, or with the plan before that if no worker has `trained` under the new one. None: its
-    plan is no reason to continue.
+    if its plan was to be changed; with the next best plan, or the one before, if no worker has `trained` under the new
+    one. None: its plan is no reason to continue.
     """
     chosen = options.chosen
     if chosen is None or chosen.outlook is None:
         return None
     if change is not None:
-        outlook = chosen.outlook.changed(change)
-        what, why = describe(chosen.outlook, change)
-        another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, outlook, before=options)
-        return replace(options, plan=change.plan, workers=change.workers, chosen=another, begin=1)
-    before = chosen.before
-    if before is None or trained or code in (0, STOPPED, INTERRUPTED):
+        return _with_change(options, chosen, chosen.outlook, change)
+    before, now = chosen.before, chosen.now
+    if before is None or now is None or trained or code in (0, STOPPED, INTERRUPTED):
         return None
     assert before.chosen is not None
     assert before.chosen.outlook is not None
-    what, why = f"the plan stays {before.plan!r}", f"the run did not start under {chosen.plan!r}"
-    say(f"auto: {what}: {why}")
-    outlook = before.chosen.outlook.without(chosen.plan, chosen.workers)
-    return replace(before, chosen=replace(before.chosen, what=what, why=why, outlook=outlook))
+    outlook, failed = (
+        before.chosen.outlook.without(chosen.plan, chosen.workers),
+        f"the run did not start under {chosen.plan!r}",
+    )
+    if (another := outlook.better(now, History(cache_folder() / HISTORY))) is not None:
+        options = _with_change(before, before.chosen, outlook, another)
+        assert options.chosen is not None
+        say(f"auto: {failed}; {options.chosen.what}: {options.chosen.why}")
+        return options
+    what = f"the plan stays {before.plan!r}"
+    say(f"auto: {what}: {failed}")
+    return replace(before, chosen=replace(before.chosen, what=what, why=failed, outlook=outlook))
+
+
+def _with_change(options: LaunchOptions, chosen: ChosenPlan, outlook: Outlook, change: PlanChange) -> LaunchOptions:
+    what, why = describe(outlook, change)
+    about = outlook.changed(change), replace(options, chosen=replace(chosen, outlook=outlook)), change.now
+    another = ChosenPlan(change.plan, chosen.asked, change.workers, what, why, *about)
+    return replace(options, plan=change.plan, workers=change.workers, chosen=another, begin=1)
 
 
 def describe(outlook: Outlook, change: PlanChange) -> tuple[str, str]:
@@ -144,10 +157,15 @@ class PlanWatch:
 
     def remember(self) -> None:
         """Adds the prediction of the plan and its steps to the history, at the end of an attempt."""
-        if self.now is not None and len(self.now.loads) == self.outlook.workers:
-            comparison = self.outlook.comparison(self.now)
-            if comparison is not None:
-                self._history.add(comparison)
+        if self.now is None or len(self.now.loads) != self.outlook.workers:
+            return
+        self._read()
+        figures, memory = (self._events.get(kind, {}) for kind in ("figures", "memory"))
+        sent = [sum((each[0].get("sent") or {}).values()) for kind in SIDES if (each := figures.get(kind))]
+        sent = sent if len(sent) == len(SIDES) else [0.0, 0.0]
+        comparison = self.outlook.comparison(self.now, memory.get("process") or 0.0, sent)
+        if comparison is not None:
+            self._history.add(comparison)
 
     def _report_gain(self, now: Now) -> None:
         """Journals what a change of the plan has gained."""
@@ -179,7 +197,7 @@ class PlanWatch:
 
     def _read(self) -> None:
         for _, event in self._reader.news():
-            if event["event"] in ("grid", "step", "shares"):
+            if event["event"] in ("grid", "step", "shares", "figures", "memory"):
                 self._several |= bool(event.get("trainer"))
                 self._events[event["event"]] = event
 

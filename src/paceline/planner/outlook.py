@@ -97,6 +97,7 @@ class Outlook(Description, frozen=True):
     busy: tuple[Amount, ...] = ()  # seconds of a step in which each worker did not wait for others, in its trial
     loads: tuple[Amount, ...] = ()  # of the workers at that time, or when the run's plan was changed; empty: all 1
     before: Amount = 0.0  # seconds of a step under the plan before the last change
+    memory: Amount = 0.0  # bytes of a worker's process, as predicted
     floor: Amount = 0.0  # bytes of a worker's process besides what is predicted
     refused: tuple[str, ...] = ()  # plans that this model cannot use
     changes: Count = 0  # of the run's plan
@@ -123,7 +124,7 @@ class Outlook(Description, frozen=True):
         unexplained = now.seconds / forecast.seconds(present) / self.ratios.get(str(present), self.ratio)
         shared = unexplained if unexplained < DOUBT and not self.changes else 1.0
         workers = now.workers + now.spare
-        others = self._forecast(now, workers)
+        others, room = self._forecast(now, workers), self.machine.memory * (1 - FREE)
         for plan in self._plans(workers, present) if now.rest > 0 else ():
             ratio, least = self.ratios.get(str(plan)), MARGIN
             if ratio is None:
@@ -131,7 +132,7 @@ class Outlook(Description, frozen=True):
             seconds = shared * ratio * others.seconds(plan)
             gain = (now.seconds - seconds) * now.rest
             pays = seconds <= (1 - least) * now.seconds and gain > 2 * now.cost
-            if pays and (best is None or seconds < best.seconds) and self._fits(plan, others):
+            if pays and (best is None or seconds < best.seconds) and self._memory(plan, others) <= room:
                 best = PlanChange(words_of(plan), seconds, gain, ratio, workers, now)
         return best if self.changes < 2 * MOST else None
 
@@ -165,6 +166,7 @@ class Outlook(Description, frozen=True):
             busy=(),
             loads=change.now.loads,
             before=change.now.seconds,
+            memory=self._memory(plan, self._forecast(change.now, change.workers)),
             changes=self.changes + 1,
         )
 
@@ -173,16 +175,18 @@ class Outlook(Description, frozen=True):
         plan = str(replace(Plan.parse(words), data=None).validate(workers))
         return msgspec.structs.replace(self, refused=(*self.refused, plan), changes=self.changes + 1)
 
-    def comparison(self, now: Now) -> Prediction | None:
-        """Returns the prediction of the present plan beside its steps, for the history; None for the script's plan, by
-        whose trial predictions are corrected.
+    def comparison(self, now: Now, peak: float, sent: Sequence[float]) -> Prediction | None:
+        """Returns the predictions of the present plan beside what was measured, for the history: its steps, the `peak`
+        of worker 0's process, and the bytes that it `sent` in a step (predicted, measured). None for the script's plan,
+        by whose trial predictions are corrected.
         """
         present = self.plan_for(now.workers)
         if str(present) == self.script and not self.changes:
             return None
         uncorrected = self._forecast(now).seconds(present) * self.ratio
         about = self.model.name, self.model.parameters, time.time()
-        return Prediction(str(present), now.workers, uncorrected, self.predicted, now.seconds, *about)
+        seconds = uncorrected, self.predicted, now.seconds
+        return Prediction(str(present), now.workers, *seconds, *about, self.memory, peak, *sent)
 
     @staticmethod
     def of(answer: Answer, kept: Plan) -> Outlook:
@@ -205,6 +209,7 @@ class Outlook(Description, frozen=True):
             ratios,
             best.trial.busy if best.trial is not None else (),
             floor=max(0.0, max(base.peaks) - worker_memory(script, model, machine, base.workers).total),
+            memory=best.memory,
             refused=tuple(answer.refused),
         )
 
@@ -228,10 +233,15 @@ class Outlook(Description, frozen=True):
             common = 1.0
         return _Forecast(self.model.with_load(common, now.longer), self.machine, slow)
 
-    def _fits(self, plan: Plan, forecast: _Forecast) -> bool:
-        """Whether a worker's process has room for a plan."""
-        held = worker_memory(plan, forecast.model, self.machine, len(forecast.slow)).total
-        return self.floor + held <= self.machine.memory * (1 - FREE)
+    def _memory(self, plan: Plan, forecast: _Forecast) -> float:
+        """Returns the bytes of a worker's process under a plan."""
+        return self.floor + worker_memory(plan, forecast.model, self.machine, len(forecast.slow)).total
+
+    @property
+    def predictions(self) -> dict[str, float]:
+        """What was predicted and tried of the run's plan: seconds of a step, and bytes."""
+        tried = {"tried": self.seconds} if self.seconds != self.predicted else {}
+        return {"predicted": self.predicted, "memory": self.memory, **tried}
 
 
 @dataclass(frozen=True)
