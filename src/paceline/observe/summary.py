@@ -121,13 +121,7 @@ class Summary:
         self.noise = list({event.get("trainer"): event for event in last if event["event"] == "noise"}.values())
         self.links = {key: value for e in last if e["event"] == "links" for key, value in e.items()}
         self.notes = _once(events, "note", "text")
-        self.decisions = _once(events, "decision", "what")
-        self.chosen: Event = next((e for e in reversed(events) if e["event"] == "decision" and "predicted" in e), {})
-        if len({event["trainer"] for event in events if "trainer" in event}) > 1:
-            self.decisions = [
-                {**event, "what": f"trainer {event['trainer']}: {event.get('what')}"} if "trainer" in event else event
-                for event in self.decisions
-            ]
+        self._add_decisions(events)
         up = _up(last)
         self.up = {} if self.outcome else up
         processes = [
@@ -151,6 +145,15 @@ class Summary:
         self._add_values(events)
         media = {(event.get("trainer"), event.get("name")): event for event in effective_steps(events, "media")}
         self.media = [*media.values()]  # the last picture or histogram of each name
+
+    def _add_decisions(self, events: list[Event]) -> None:
+        self.decisions = _once(events, "decision", "what")
+        self.chosen: Event = next((e for e in reversed(events) if e["event"] == "decision" and "predicted" in e), {})
+        if len({event["trainer"] for event in events if "trainer" in event}) > 1:
+            self.decisions = [
+                {**event, "what": f"trainer {event['trainer']}: {event.get('what')}"} if "trainer" in event else event
+                for event in self.decisions
+            ]
 
     def _add_steps(self, events: list[Event], last: list[Event]) -> None:
         records = effective_steps(events)
