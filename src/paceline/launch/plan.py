@@ -134,7 +134,8 @@ class Planning:
             if one.trial is not None and key != base.plan and one.workers == base.workers:
                 seconds = one.uncorrected, one.seconds, one.step_seconds
                 about = model.name, model.parameters, time.time()
-                self._history.add(Prediction(key, one.workers, *seconds, *about))
+                peak, sent = max(one.trial.peaks, default=0), sum(one.trial.sent.values())
+                self._history.add(Prediction(key, one.workers, *seconds, *about, one.memory, peak, sent=sent))
 
     def _left(self, base: TrialResult) -> float:
         """Returns the seconds that the run will take, if its steps are those of the script's first loop."""
