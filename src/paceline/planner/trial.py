@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 from paceline.compute.merge_policy import TRIES
 from paceline.planner.descriptions import TrialResult, as_json
@@ -30,25 +31,26 @@ class Trial:
         self._parts: dict[str, float] = {}
         self._sent_before: dict[str, float] = {}
         self._ended = time.perf_counter()
-        self._made, self._passed = 0, 0.0
+        self._passed = 0.0
         self._last: Step | None = None
 
     def observe(self, step: Step) -> None:
         """Adds a step that has been applied. Ends the script after the last one."""
         now = time.perf_counter()
         taken, self._ended = (now - self._ended) / step.steps, now
-        self._made += 1
         self._seconds.append(taken)
         for part, seconds in step.spent.items():
             self._parts[part] = self._parts.get(part, 0.0) + seconds
-        # The same on all workers, which must end after the same step.
-        self._passed += max(step.agreed.seconds, default=0.0)
-        warm_up = self._warm_up(step)
-        is_late = self._passed > self._most and self._made > WARM_UP
+        # All workers must end after the same step, also those that came after the first one. With parameter servers,
+        # they do not know how long others took.
+        made, warm_up = -(-step.done // step.steps), self._warm_up(step)
+        if made > 1 and not self._context.plan.server:
+            self._passed += max(step.agreed.seconds, default=0.0)
+        is_late = self._passed > self._most and made > WARM_UP
         self._last = step
-        if self._made >= warm_up + self._steps or is_late:
+        if made >= warm_up + self._steps or is_late:
             self.end()
-        if self._made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
+        if made in (WARM_UP, warm_up):  # what follows resembles the steps of a long run more
             self._sent_before, self._seconds, self._parts = self._sent(), [], {}
 
     def end(self) -> None:
@@ -64,6 +66,11 @@ class Trial:
         share = -(-step.batch.count // context.replica.mesh.units)
         return WARM_UP if plan.one_by_one or share < 2 else WARM_UP + TRIES * (1 + math.ceil(math.log2(share)))
 
+    def _link(self) -> tuple[float, float] | None:
+        """Returns the bandwidth and the latency of the slowest link between hosts; None if there is one host."""
+        links = self._context.run.team.group.links
+        return (min(link.rate for link in links), max(link.latency for link in links)) if links else None
+
     def _sent(self) -> dict[str, float]:
         return self._context.reporter.traffic.of(self._context.trainer)
 
@@ -75,7 +82,7 @@ class Trial:
         group.declare("the memory of a trial", kind="figures")
         peaks = group.gather_json(peak_memory(context.job.device))
         return TrialResult(
-            str(context.plan),
+            str(replace(context.plan, data=None).validate(group.size)),  # workers may have come since it began
             group.size,
             step.batch.rows,
             tuple(self._seconds),
@@ -83,4 +90,5 @@ class Trial:
             {kind: size for kind, size in sent.items() if size > 0},
             tuple(peaks),
             context.merging.may_merge,
+            self._link(),
         )
