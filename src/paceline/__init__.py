@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from paceline.data.order import sample_index as sample_index
     from paceline.errors import PacelineError as PacelineError
     from paceline.launch.function import launch as launch
-    from paceline.observe.loggers import TensorBoard as TensorBoard
     from paceline.observe.media import Histogram as Histogram
     from paceline.observe.media import Image as Image
+    from paceline.observe.trackers.tensorboard_files import TensorBoard as TensorBoard
     from paceline.plan import Plan as Plan
     from paceline.team.team import Team as Team
     from paceline.team.team import join as join
@@ -52,7 +52,7 @@ _HOMES = {
     "join": "paceline.team.team",
     "load": "paceline.checkpoint.export",
     "Plan": "paceline.plan",
-    "TensorBoard": "paceline.observe.loggers",
+    "TensorBoard": "paceline.observe.trackers.tensorboard_files",
     "Histogram": "paceline.observe.media",
     "Image": "paceline.observe.media",
     "PacelineError": "paceline.errors",

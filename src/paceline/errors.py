@@ -67,6 +67,10 @@ class WorkersDifferError(PacelineError):
     """The workers of one team run different scripts, plans or versions."""
 
 
+class HardwareError(PacelineError):
+    """A worker computes other values than the other workers from the same rows. It leaves the run; they continue."""
+
+
 class DatasetError(PacelineError):
     """The dataset is not what the run recorded, or not what a dataset must be."""
 

@@ -24,11 +24,13 @@ from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
 from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import cached_loss
+from paceline.compute.imported_optimizers import adopted_optimizers, changed_options
 from paceline.compute.int8_states import refuse_others
 from paceline.compute.job import default_forward
 from paceline.compute.lr_schedules import set_training_steps
 from paceline.compute.merge_policy import MergePolicy
 from paceline.compute.microbatches import MicroBatch, rows_of
+from paceline.compute.model_size import count_elements
 from paceline.compute.rng import RngState
 from paceline.compute.state_dict import copies_in_pieces, frozen, hidden_in, model_state, own_copies
 from paceline.compute.update_coupling import Scope
@@ -148,7 +150,8 @@ class Trainer(TrainerLogging):
     resumed run takes them from the model that the script makes. Set it on all workers, before the loop.
     """
     _line: dict[str, Any] | None = None  # of checkpoints about this trainer, if it had ended in them
-    _closed = False
+    _closed = _stopped = _looked = False  # the last one for what optimizers hide
+    _last: StepReport | None = None
     _spare: MicroBatch | None = None  # of what this worker brought to step()
     _stands_in = False  # for one that has ended, until all workers release it
 
@@ -182,12 +185,13 @@ class Trainer(TrainerLogging):
         self._device = device_of(run.team.world.local_rank)
         self._streams = RngState(self._device)
         mesh = self._mesh = self._choose_plan(plan)
-        model_seed = stream_seed(seed, 0, -1)
-        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan)
+        seeded = self._streams, stream_seed(seed, 0, -1)
+        self.model, model_fields = build_model(model, self._device, *seeded, self.plan, run.check.limit(self._device))
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
         judge = self._loss = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
         kept = trainable(self.model, self.plan, whole_batch=over is not None)
+        size = count_elements(self.model)
         kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
@@ -201,9 +205,7 @@ class Trainer(TrainerLogging):
         with self._streams.preserved(), run.check.refusals():  # blocks may be run to see what can be cut
             elastic = run.team.transactions.elastic
             self._replica = build_replica(self.plan, job, self._group, elastic, known, tensor, pipeline_blocks)
-        for what, why in job.decisions:
-            reporter.decide(self._number, what, why)
-            reporter.say(what)
+        reporter.tell_decisions(self._number, job.decisions)
         with run.check.refusals():
             optimizers = self._optimizers(optimizer, mesh)
         self._script_settings = FromScript.of(seed, optimizers, self.model)
@@ -223,8 +225,6 @@ class Trainer(TrainerLogging):
         self._answer = self._requested_answer() if run.check.asks else None
         self._ledger, self._loader = StepTotals(), dict[str, Any]()
         self._phases, self.untouched = list[LoopState](), list[LoopState]()  # the latter were made and not gone through
-        self._stopped = self._looked = False  # the latter for what optimizers hide
-        self._last: StepReport | None = None
         self._state = State(partial(restore_copies, job=job))
         self._follow_values(schedule, schedulers)
         run.trainers.enlist(self, self.model, self._state)
@@ -232,6 +232,7 @@ class Trainer(TrainerLogging):
             run.state.refuse_differences(run.resume.tree)
             self.restore(newcomer=True)
         run.memory.report(run.team.world, run.script)
+        reporter.describe_model(self._number, {**size, "held": self.needs()[0][1]})
         start_script_view(run.trainers.members)
 
     # -- its end ------------------------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ class Trainer(TrainerLogging):
     def _choose_plan(self, script: str | None) -> Mesh:
         """Chooses the plan, which the `script` may give, and begins the run with it. Returns the plan's mesh."""
         run = self._run
-        run_plan, self.plan, origin = choose_plan(run.team.world, script)
+        run_plan, self.plan, origin = self._plans(script)
         if self.plan.exact:
             settle_arithmetic(run.team.capabilities, self._device)
         mesh = self.plan.mesh(self._group.size)
@@ -395,6 +396,17 @@ class Trainer(TrainerLogging):
         if shared := sharing(run.team.world, self._device):
             self._reporter.say(shared, once=True)
         return mesh
+
+    def _plans(self, script: str | None) -> tuple[Plan, Plan, str]:
+        """Returns the plan of the run, that of this trainer, and where it comes from."""
+        world, asked = self._run.team.world, self._run.check
+        if asked.probe is None:
+            return choose_plan(world, script)
+        from paceline.planner.candidates import probed_words
+
+        asked.script_plan = world.plan or script or ""
+        plan = probed_words(Plan.parse(asked.script_plan)).validate(world.size)
+        return plan, plan, "a probe"
 
     def _requested_answer(self) -> RequestedAnswer:
         from paceline.planner.requests import RequestedAnswer  # not with every run
@@ -982,7 +994,12 @@ class Trainer(TrainerLogging):
             if "model" in saved:
                 job, imported = self._job, self._run.resume.imported
                 fits = adopted(self.model, saved["model"], self._number, imported, job.cuts, job.bf16_weights)
-                self._replica.load({"model": fits})
+                state = {"model": fits}
+                if kept := saved.get("imported_optimizers"):
+                    state |= adopted_optimizers(job, self._replica.updater.names, kept, self._number, imported)
+                    if changed := changed_options(job.optimizers, kept):
+                        self._reporter.say(f"the optimizer's options are those of the script: {changed} in the import")
+                self._replica.load(state)
             return
         missing = {"model", "phases", "stopped", "state"} - saved.keys()
         if missing and newcomer and "closed" not in saved:

@@ -8,19 +8,23 @@ import shlex
 from pathlib import Path
 
 import pytest
-from launching import SCRIPTS, paceline
+from launching import paceline
 from safetensors.torch import load_file
 
 from paceline.base.journal import read_journal
 
 TRAIN = """
-import sys
+import os, sys
 from basics import *
 
 model = lambda: nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 4)).double()
 trainer = make(model=model, plan=sys.argv[1] if sys.argv[1:] else None)
-for report in trainer.steps(data, count=12):
-    pass
+for report in trainer.steps(data, count=int(os.environ.get("COUNT", 12))):
+    if report.step == int(os.environ.get("FAILS", 0)) and os.environ["PACELINE_RUN_DIR"].endswith("/a"):  # no trial
+        trainer.save()
+        sys.exit(3)
+    if report.step == 12:
+        trainer.stop()
 trainer.export("out.safetensors")
 """
 
@@ -31,8 +35,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(*words: str, folder: Path, code: int = 0):
-    return paceline(*words, cwd=folder, code=code, PYTHONPATH=str(SCRIPTS), XDG_CACHE_HOME=str(folder / "cache"))
+def run(*words: str, folder: Path, code: int = 0, **variables: str):
+    return paceline(*words, cwd=folder, code=code, XDG_CACHE_HOME=str(folder / "cache"), **variables)
 
 
 def test_plans_are_predicted_and_the_best_are_tried(folder):
@@ -90,20 +94,32 @@ def test_a_plan_beyond_the_memory_does_not_fit(folder):
 @pytest.mark.slow
 def test_auto_trains_as_the_plan_that_it_chose(folder):
     """The weights are those of the plan without trials; a resumed run keeps it; the report says why."""
-    words = ("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a")
-    first = run(*words, "--steps", "6", "train.py", folder=folder)
-    assert "continue with: paceline run --workers 2 --run-dir a --plan 'auto exact' train.py" in first.stderr
+    words = ("run", "--workers", "2", "--plan", "auto exact", "--run-dir", "a", "train.py")
+    first = run(*words, folder=folder, code=3, COUNT="1000000", FAILS="6")
+    assert "then run `paceline run --workers 2 --run-dir a --plan 'auto exact' train.py`" in first.stderr
     (decision,) = [e for e in read_journal(folder / "a") if e["event"] == "decision" and "plan" in e]
     assert decision["workers"] == 2
     assert "exact" in decision["plan"]
     assert re.match(r"a step of .* was measured; others took .*; trials took ", decision["why"])
-    again = run(*words, "train.py", folder=folder)
+    again = run(*words, folder=folder, COUNT="1000000")
     assert f"auto: the plan stays '{decision['plan']}': the run began with it" in again.stderr
     chosen = load_file(folder / "out.safetensors")
     run("run", "--workers", "2", "--plan", decision["plan"], "train.py", folder=folder)
     direct = load_file(folder / "out.safetensors")
     assert all((chosen[name] == direct[name]).all() for name in direct)
     assert decision["why"] in run("explain", "a", folder=folder).stdout
+
+
+@pytest.mark.slow
+def test_a_short_run_keeps_the_plan_of_the_script(folder):
+    """No other plan is tried where that takes longer than it could save."""
+    done = run("run", "--workers", "2", "--plan", "auto", "--run-dir", "a", "train.py", folder=folder)
+    (decision,) = [e for e in read_journal(folder / "a") if e["event"] == "decision" and "plan" in e]
+    assert decision["plan"] == "data=2"
+    pattern = r"a step of .* was measured; the run takes about .*, too short for trials of other plans to pay"
+    assert re.fullmatch(pattern, decision["why"])
+    assert "with the plan" not in done.stderr
+    assert (folder / "out.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -144,4 +160,4 @@ def test_auto_in_a_script_is_refused(folder):
 def test_a_script_that_fails_in_its_trial(folder):
     (folder / "train.py").write_text("raise SystemExit(3)")
     done = run("plan", "train.py", "--workers", "2", folder=folder, code=2)
-    assert "train.py could not be tried with the script's plan: exit code 3; see the output above" in done.stderr
+    assert "train.py did not reach its first step: exit code 3; see the output above" in done.stderr

@@ -15,14 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launching import SCRIPTS, TRANSFORMERS, paceline, train_basics
 from torch import nn
+from warm import environment
 
 from paceline.base.memory import advice
 from paceline.compute.state_dict import kept_for_each
+from paceline.launch.options import LaunchOptions
+from paceline.launch.plan import probe
 from paceline.parallel.cost_model import Facts
 from paceline.parallel.plan_cost import cost
 from paceline.plan import Plan
+from paceline.planner.descriptions import ProbeRequest
 
 STEPS = 4  # in the first one, which is not counted, the loss is looked at, which takes forwards besides
+HELD = "parameters", "gradients", "optimizer"
 NAMES = ("gradients", "weights", "all_gather", "pipeline", "context", "tensor", "expert", "merges")
 BODY = f"""
 import json
@@ -145,6 +150,56 @@ def test_a_plan_costs_what_it_is_said_to(workers: int, plan: str, model: str, tm
     assert [memory[name] for name in ("parameters", "gradients", "optimizer")] == every[0][3]
     (told,) = journal(tmp_path / "out", "collectives")
     assert {name: told["kinds"][name][1] for name in every[0][5]} == pytest.approx(every[0][5], rel=0.03)
+
+
+BEFORE = {
+    2: (
+        *("data=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "shard=2 zero=3 recompute=blocks"),
+        *("pipeline=2", "pipeline=2 virtual=2", "tensor=2", "tensor=2 recompute=blocks", "context=2"),
+    ),
+    4: (
+        *("data=2 shard=2 zero=3", "pipeline=4", "pipeline=2 tensor=2", "shard=2 zero=3 tensor=2", "tensor=4"),
+        *("data=2 pipeline=2", "shard=2 zero=1 context=2", "pipeline=2 context=2", "tensor=2 context=2 micro=2"),
+    ),
+}
+EXPERTS = (2, "expert=2"), (4, "data=2 expert=2"), (4, "shard=2 zero=1 expert=2")
+
+
+@pytest.mark.parametrize(
+    ("model", "workers", "plan"),
+    [
+        ("mlp", 2, "tensor=2"),
+        *[
+            pytest.param(model, workers, plan, marks=pytest.mark.slow)
+            for model in ("mlp", "gpt", "llama")
+            for workers, plans in BEFORE.items()
+            for plan in plans
+            if (model != "mlp" or "context" not in plan) and (model, plan) != ("mlp", "tensor=2")
+        ],
+        *[pytest.param("mixture", workers, plan, marks=pytest.mark.slow) for workers, plan in EXPERTS],
+    ],
+)
+def test_the_cost_of_a_plan_is_known_before_any_of_its_workers_runs(
+    model: str, workers: int, plan: str, tmp_path: Path
+) -> None:
+    """One worker predicts what each worker holds and sends, within 1 %; how many tokens go to which expert varies."""
+    more = TRANSFORMERS if model == "llama" else {}
+    text = str(Plan.parse(plan).validate(workers))
+    options = LaunchOptions(
+        str(SCRIPTS / "predicted.py"), [model], plan=text, quiet=True, environment=environment(**more)
+    )
+    found = probe(tmp_path / "probe", options, ProbeRequest(workers, (text,), measures_machine=False))
+    words = ("--workers", str(workers), "--plan", plan, "--run-dir", "out", "--shares", ",".join("1" * workers))
+    paceline("run", *words, SCRIPTS / "predicted.py", model, cwd=tmp_path, **more)
+    (event,) = journal(tmp_path / "out", "figures")
+    mesh = Plan.parse(text).mesh(workers)
+    for rank, measured in enumerate(event["measured"]):
+        predicted = found.plans[text][mesh.coordinate(rank, "pipeline")]
+        assert predicted.held == pytest.approx(sum(measured[kind] for kind in HELD), rel=0.01)
+        sent, told = dict(measured["sent"]), dict(predicted.sent)
+        near = 0.25 if model == "mixture" else 0.01
+        assert told.pop("expert", 0) == pytest.approx(sent.pop("expert", 0), rel=near)
+        assert sum(told.values()) == pytest.approx(sum(sent.values()), rel=0.01, abs=999)  # with the step's vector
 
 
 class Odd(torch.optim.SGD):

@@ -157,6 +157,7 @@ each worker         layers.0 to 3 (Sequential)
 predicted           holds parameters 10.4 kB, gradients 10.4 kB, activations 2.24 kB; sends gradients 10.4 kB, weights \
 5.19 kB; computes T
 
+the model is a Net, 1,298 parameters, all trained
 seconds and activations were measured on this machine with one micro-batch
 """
 BLOCKS = """\

@@ -147,6 +147,23 @@ class HealedEvent(TrainerEvent):
     tensors: list[str]
 
 
+class VerifiedEvent(TrainerEvent):
+    """A step was computed a second time on other workers, in so many attempts until all agreed."""
+
+    attempts: Few
+    seconds: NotRequired[Seconds]
+
+
+class CorruptedEvent(TrainerEvent):
+    """Workers had wrong values in a step: the first tensor that differed, and a text."""
+
+    workers: list[Worker]
+    hosts: NotRequired[list[str]]
+    tensor: NotRequired[str]
+    text: str
+    leaves: NotRequired[bool]
+
+
 class LateEvent(TrainerEvent):
     """A merge of a round without an island, or with one that missed a part of the round."""
 
@@ -340,6 +357,17 @@ class EachEvent(TrainerEvent):
     computed: NotRequired[ByWorker | None]
 
 
+class ModelEvent(TrainerEvent):
+    """The size of a model: elements of parameters and buffers, also by block, and bytes that a worker holds at most."""
+
+    model: NotRequired[str | None]
+    parameters: NotRequired[Count]
+    trained: NotRequired[Count]
+    buffers: NotRequired[Count]
+    held: NotRequired[list[Count]]
+    blocks: NotRequired[list[tuple[str, str, Count, Count, Count]]]
+
+
 class ConfigEvent(TrainerEvent):
     """The configuration that the script logs."""
 
@@ -405,6 +433,8 @@ KINDS: dict[str, type] = {
     "worker": ProcessEvent,
     "hang": HangEvent,
     "healed": HealedEvent,
+    "verified": VerifiedEvent,
+    "corrupted": CorruptedEvent,
     "late": LateEvent,
     "uncounted": UncountedEvent,
     "window": WindowEvent,
@@ -424,6 +454,7 @@ KINDS: dict[str, type] = {
     "loaded": LoadedEvent,
     "each": EachEvent,
     "config": ConfigEvent,
+    "model": ModelEvent,
     "environment": EnvironmentEvent,
     "account": AccountEvent,
     "media": MediumEvent,

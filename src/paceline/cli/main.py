@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.console import command_line, in_one_line, say, shown
-from paceline.base.environment import parse_whole
+from paceline.base.environment import PROGRESS, parse_whole
 from paceline.base.schema import read_file
 from paceline.base.text import parse_size
 from paceline.cli.run_commands import late, returning, showing
@@ -116,9 +116,9 @@ def _run(take_over: Path | None, raw: bool, max_restarts: int | None, **options:
         max_restarts = 0 if raw else LaunchOptions.max_restarts
     launched = _launched(raw=raw, max_restarts=max_restarts, **options)
     if "auto" in (launched.plan or "").split():
-        from paceline.launch.auto import with_chosen_plan
+        from paceline.launch.auto import launch_with_chosen_plan
 
-        launched = with_chosen_plan(launched)
+        return launch_with_chosen_plan(launched)
     return launch(launched)
 
 
@@ -219,10 +219,15 @@ def _weights(add: Callable[..., Any]) -> None:
         "examples:\n"
         "  paceline import model.safetensors runs/b\n"
         "  paceline import gpt2/ runs/b --map transformer.= --dtype fp32\n"
+        "  paceline import lightning_logs/version_0/checkpoints/last.ckpt runs/b\n"
+        "  paceline import dcp_folder/ runs/b --no-optimizer\n"
         "  paceline run --run-dir runs/b --workers 4 train.py            starts from them, at step 0",
-        "Reads only safetensors. Names, shapes and dtypes are compared when the script creates its model.",
+        "Reads files of safetensors, torch.save and Lightning, and folders of Hugging Face, Accelerate,"
+        " torch.distributed.checkpoint and DeepSpeed. Optimizer states come along. Nothing in these files is executed,"
+        " and everything that is not taken is listed. Names, shapes and dtypes are compared when the script creates its"
+        " model.",
     )
-    option("source", type=Path, metavar="SOURCE", help=".safetensors file, or folder in Hugging Face's layout")
+    option("source", type=Path, metavar="SOURCE", help="file or folder that another program has written")
     option("run_dir", type=Path, metavar="RUN", help="run folder to create")
     option(
         "--map",
@@ -232,6 +237,7 @@ def _weights(add: Callable[..., Any]) -> None:
         metavar="OLD=NEW",
         help="rename a prefix of parameter names; repeatable",
     )
+    option("--no-optimizer", dest="optimizer", action="store_false", help="import only the weights")
     option("--dtype", metavar="bf16|fp16|fp32", help=dtype)
     option("--trainer", least=0, default=0, help="number of the trainer in the script, from 0 (default 0)")
     option = add(
@@ -294,6 +300,7 @@ def _rehearsals(add: Callable[..., Any]) -> None:
         metavar="TEXT",
         help="exact failures instead: KIND:WORKER@STEP.MOMENT, separated by commas",
     )
+    _verifying(option)
     _script(option)
 
 
@@ -386,13 +393,28 @@ def _running(option: Callable[..., Any], restarts: int | None = 10, more: str = 
         help="stop with a checkpoint after this time, as 3h or 90m (default: two minutes before a Slurm job ends)",
     )
     option("--tensorboard", action="store_const", const="1", help="write TensorBoard files into the run folder")
+    option(
+        "--log-to",
+        metavar="NAME[:TARGET],...",
+        help="log to wandb, mlflow, trackio, comet, csv, tensorboard or otlp (see docs/howto/loggers.md; default: off)",
+    )
     option("--heal", action="store_const", const="1", help="repair workers whose weights differ from the majority's")
+    _verifying(option)
     option("--max-restarts", least=0, default=restarts, metavar="N", help=RESTARTS + more)
     option("--min-workers", least=1, default=1, metavar="N", help="pause while there are fewer workers (default 1)")
     option("--hang-timeout", least=0, metavar="SECONDS", help=HANGS)
     option("--cold-start", action="store_true", help="start each worker as a new interpreter, not from a warm process")
     option("--quiet", action="store_true", help="print only how the run ended, and only if it did not finish")
     option("--verbose", action="store_true", help="print all figures of the report at the end")
+
+
+def _verifying(option: Callable[..., Any]) -> None:
+    """Adds the option that has steps computed twice."""
+    option(
+        "--verify-steps",
+        metavar="1%|N",
+        help="compute 1%% of the steps, or one step of N, a second time on another worker, and compare (default: none)",
+    )
 
 
 def _several_hosts(option: Callable[..., Any]) -> None:
@@ -697,6 +719,7 @@ def _parser(wanted: str | None) -> argparse.ArgumentParser:
     )
     _several_hosts(option)
     _running(option, None, RAW_RESTARTS)
+    option("--progress", choices=PROGRESS, help="show progress as lines, as a bar or not at all (default: by terminal)")
     option("--shares", metavar="A,B,..", help="shares of unequal workers, like 3,1 (default: measured)")
     option("--against", metavar="RUN", help="finished run to compare the speed with in the report")
     _served(option)

@@ -57,6 +57,10 @@ class BucketReducer:
         """Waits until all buckets are on the last step, where other small sums may follow them."""
         self._advance(len(self.route) - 1, wait=True)
 
+    def start_last(self, small: torch.Tensor) -> dist.Work | None:
+        """Starts summing a small tensor in place over the workers of `group`, behind all buckets."""
+        return self.group.start_sum(small)
+
     def finish(self) -> None:
         """Waits until all buckets have arrived."""
         self._advance(len(self.route), wait=True)

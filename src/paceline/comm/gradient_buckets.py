@@ -217,6 +217,11 @@ class Buckets:
             self._next += 1
             self._ready(self.buckets[self._next - 1])
 
+    def wires(self, bucket: Bucket) -> Iterator[tuple[int, list[torch.Tensor]]]:
+        """Yields each parameter's number, and all of the bucket's memory that holds its gradient."""
+        for number in bucket.members:
+            yield number, [wire for levels in self._wires[number] for wire in levels]
+
     def add(self, number: int, levels: Sequence[torch.Tensor]) -> None:
         """Adds the sums of this worker's rows of a gradient that was reduced elsewhere."""
         for wire, more in zip(self._wires[number][self.shards.me], levels, strict=True):

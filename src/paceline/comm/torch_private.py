@@ -143,6 +143,10 @@ NAMES = [
     PrivateName("torch.optim.lr_scheduler.SequentialLR()._schedulers", "scale the rates of schedulers inside one"),
     PrivateName("torch.optim.lr_scheduler.LRScheduler()._last_lr", "scale the rate that a scheduler goes on from"),
     PrivateName("torch.optim.Optimizer()._opt_called", "no warning of a scheduler whose optimizer steps elsewhere"),
+    # -- checkpoints of other programs --------------------------------------------------------------------------
+    PrivateName("torch._weights_only_unpickler.load", "read the metadata of torch.distributed.checkpoint safely"),
+    PrivateName("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING", "a class that it may contain"),
+    PrivateName("torch.distributed.checkpoint.filesystem._StorageInfo", "the same"),
     # -- fully_shard --------------------------------------------------------------------------------------------
     PrivateName("torch.distributed.tensor.DTensor._local_tensor", "the rows that are here; to_local() is recorded"),
     PrivateName("torch.distributed.tensor.DTensor._op_dispatcher", "a number read of pieces is that of the whole"),

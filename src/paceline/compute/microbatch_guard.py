@@ -7,7 +7,8 @@ checked after each step, to notice a later draw.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from paceline.base.batching import stream_seed
 from paceline.compute.batchnorm import OTHERS, BufferChangeDetector
@@ -61,6 +62,19 @@ class MicroBatchGuard:
         self.carried.restore()
         if self.detector.changed(values=False) is not None:  # else all buffers would be copied for nothing
             self.detector.restore()
+
+    def wake(self) -> None:
+        """Guards the next step even if the model needed no guard before."""
+        self.idle = False
+
+    @contextmanager
+    def unlearning(self) -> Iterator[None]:
+        """Forgets what micro-batches in the context show about the model, so that those of the step show it again."""
+        known = self._calm, self.probe.done, self.probe.change
+        try:
+            yield
+        finally:
+            self.idle, (self._calm, self.probe.done, self.probe.change) = False, known
 
     # -- a step -------------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ class OptimizerUpdate:
         self._copies: list[CpuOffloadedParams | FullParameterCopies | OwnedParameters] = []
         self._widened: MasterWeights | None = None
         self._int8_states: list[Int8States] = []
-        if job.bf16_weights:
+        if job.bf16_weights and job.trains:
             self._widened = self._widen()
         elif job.offload:
             self._offload(dict(zip(job.local_params, self.rows, strict=True)))

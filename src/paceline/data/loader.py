@@ -264,6 +264,19 @@ class _Rows(Dataset[tuple[Slot, Any]]):
         return source.collate(samples)
 
 
+class _Together(Dataset[list[tuple[Slot, Any]]]):
+    """A dataset of one item: all micro-batches of a share, collated."""
+
+    def __init__(self, source: Source, slots: Sequence[Slot]) -> None:
+        self.rows, self.slots = _Rows(source), slots
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, number: int) -> list[tuple[Slot, Any]]:
+        return [self.rows[slot] for slot in self.slots]
+
+
 def _die_with_parent(_: int) -> None:
     """Makes a loader process end with its worker, whose sockets it would otherwise hold open."""
     if sys.platform.startswith("linux"):
@@ -494,11 +507,29 @@ class Feed:
         with AddNote(partial(self._describe_rows, step, number)):
             slot, batch = next(self._iterator)
         HEARTBEAT.beat()
+        return self._micro_batch(slot, batch)
+
+    def _micro_batch(self, slot: Slot, batch: Any) -> MicroBatch:
         rows, start = slot.stop - slot.start, slot.start % self.grid.global_batch
         taken = MicroBatch(slot.index, rows, batch, slot, slot.part, slot.dummy, slot.rows, start)
         if slot.apart:
             taken.is_part()
         return taken if self.collated is None else self.collated.look(taken)
+
+    def load_aside(self, step: int, assignment: Assignment) -> list[MicroBatch]:
+        """Loads the share of a global batch under another assignment. What is loaded ahead stays as it is."""
+        if self._stream is not None:
+            return self._stream.deal(step, assignment)[2]
+        epoch, first, cuts = self.grid_of(step)
+        share = share_of(assignment, self.grid, sum(map(len, cuts)))
+        slots = (
+            Slot(index, epoch, first + cuts[index].start, first + cuts[index].stop, (), part, dummy)
+            for index, part, dummy in share
+        )
+        with RngState(torch.device("cpu")).preserved():
+            together = _Together(self.source, list(self.source.filled(slots)))
+            items = self.source.loaded(together, self._tell) if share else []
+        return [self._micro_batch(slot, batch) for slot, batch in items]
 
     def _describe_rows(self, step: int, number: int) -> str:
         """Describes the rows of a micro-batch that is being loaded, for errors."""

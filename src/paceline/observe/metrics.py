@@ -207,6 +207,12 @@ METRICS = (
 
 
 RESERVED = {metric.tag for metric in METRICS}
+_UNITS = {metric.tag: metric.unit for metric in METRICS if metric.tag}
+
+
+def unit_of(tag: str) -> str:
+    """The unit of a value by its tag: that of the table for Paceline's own, else 1."""
+    return _UNITS.get(tag) or _UNITS.get(tag.partition("/")[0] + "/{}", "1")
 
 
 def values_of(event: Event) -> dict[str, float | str]:

@@ -38,6 +38,7 @@ from paceline.observe.key_figures import (
     started_at,
     step_count,
 )
+from paceline.observe.model_text import block_rows, model_line
 from paceline.observe.plan_explanation import PlanExplanation
 
 Rows = list[tuple[str, str]]
@@ -96,6 +97,7 @@ class Summary:
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
         self.healed = effective_steps(events, "healed")
+        self.verified, self.corrupted = (effective_steps(events, kind) for kind in ("verified", "corrupted"))
         self.formed = [event for event in events if event["event"] == "formed"]
         late = effective_steps(events, "late") + effective_steps(
             events, "uncounted"
@@ -107,8 +109,8 @@ class Summary:
         self.checkpoints = effective_steps(events, "checkpoint")
         self.evaluations = effective_steps(events, "evaluate")
         self.grids = _once(events, "grid", "phase")
-        self.shares = [event for event in last if event["event"] == "shares"]
-        self.memory = [event for event in last if event["event"] == "memory"]
+        self.shares, self.memory = ([e for e in last if e["event"] == kind] for kind in ("shares", "memory"))
+        self.models = list({event.get("trainer"): event for event in last if event["event"] == "model"}.values())
         known = {e.get("trainer"): e for e in last if e["event"] == "figures"} or {0: {}}  # the last of each
         grids = {grid.get("trainer"): grid for grid in self.grids}
         plans = [{**grids.get(trainer, {}), **self.start, **event} for trainer, event in known.items()]
@@ -470,6 +472,12 @@ def _out_of_step(windows: list[Event]) -> str:
     return f"updates: {made}{also}; staleness {mean:.1f} updates on average, at most {max(missed)}"
 
 
+def _verified(events: list[Event]) -> str:
+    """The number of steps that were computed a second time and compared."""
+    again = sum(1 for event in events if event["attempts"] > 1)
+    return plural(len(events), "step") + (f", {again} of them computed again" if again else "") if events else ""
+
+
 def _late(events: list[Event]) -> str:
     """The islands that were too late for merges, and the rows that were not trained on because of that."""
     island_texts = []
@@ -593,9 +601,11 @@ def facts(summary: Summary) -> dict[str, Rows]:
         ],
         "Plan": [
             ("plan", f"{start['plan']} (from {start.get('plan_origin')})" if start.get("plan") else ""),
+            *(("model", model_line(event)) for event in s.models),
             *(("grid", str(grid.get("text") or "")) for grid in s.grids),
             ("shares", _shares(s)),
         ],
+        "Model": [row for event in s.models for row in block_rows(event)],
         "Workers": _workers(s),
         "What happened": [
             ("started", started_at(s)),
@@ -606,6 +616,8 @@ def facts(summary: Summary) -> dict[str, Rows]:
                 ("healed", f"{ranks(e['workers'])}, after step {e.get('step')}: {', '.join(e['tensors'])}")
                 for e in s.healed
             ),
+            ("verified", _verified(s.verified)),
+            *(("wrong values", f"step {event.get('step')}: {event['text']}") for event in s.corrupted),
             ("too late", _late(s.late)),
             ("out of step", _out_of_step(s.windows)),
             ("teams", _teams(s.formed)),
@@ -664,7 +676,7 @@ def explain(folder: Path, svg: Path | None = None) -> str:
         save(summary.drawn[0], svg)
     tables = facts(summary)
     lines: list[str] = []
-    for title in ("Environment", "Plan", "Workers", "Decisions", "Results", "Costs", "What happened"):
+    for title in ("Environment", "Plan", "Model", "Workers", "Decisions", "Results", "Costs", "What happened"):
         if title == "Decisions":
             decisions = [[in_one_line(str(event.get(key))) for key in ("what", "why")] for event in summary.decisions]
             rows = [f"  {what}\n    because {why}" for what, why in decisions]

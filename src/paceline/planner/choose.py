@@ -6,13 +6,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
+
 from paceline.base.batching import Grid
 from paceline.base.console import in_one_line
 from paceline.base.text import duration, plural, size_of
 from paceline.errors import UsageError
 from paceline.plan import Plan
 from paceline.planner.candidates import words_of
-from paceline.planner.descriptions import MachineDescription, ModelDescription, TrialResult
+from paceline.planner.descriptions import (
+    MachineDescription,
+    ModelDescription,
+    ProbeResult,
+    TrialResult,
+    WorkerBytes,
+)
 from paceline.planner.history import History
 from paceline.planner.memory import worker_memory
 from paceline.planner.step_time import step_time
@@ -32,6 +40,7 @@ class Prospect:
     parts: Mapping[str, float] = field(default_factory=dict)  # of the seconds
     memory: float = 0.0  # bytes of the process
     room: float = 0.0  # bytes that it may take
+    sent: Mapping[str, int] = field(default_factory=dict)  # bytes that worker 0 sends in a step, by kind
     trial: TrialResult | None = None
 
     @property
@@ -71,7 +80,7 @@ class Prospect:
         """Returns this prospect's cells of the table."""
         tried = milliseconds(self.step_seconds) if self.trial is not None else ""
         memory = f"{size_of(self.memory)} of {size_of(self.room)}"
-        sent = size_of(sum(self.trial.sent.values())) if self.trial is not None and self.workers > 1 else ""
+        sent = size_of(sum(self.sent.values())) if self.workers > 1 and self.sent else ""
         return self.name, milliseconds(self.seconds), tried, memory, sent, self.limits
 
     def as_data(self) -> dict[str, Any]:
@@ -84,50 +93,74 @@ class Prospect:
             "memory": self.memory,
             "fits": self.fits,
             "tried": None if self.trial is None else self.trial.step_seconds,
+            "sends": dict(self.sent),
             "sent": None if self.trial is None else self.trial.sent,
             "peak": None if self.trial is None else max(self.trial.peaks),
         }
 
 
 class Predictor:
-    """Predicts plans for a model on machines.
+    """Predicts plans for a model on machines, from the result of a probe, `probed`.
 
-    Predictions are corrected by the trial of a first plan (`base`), and by those of earlier plans (`history`).
+    Predictions are corrected by the trial of a first plan (`base`), and by those of earlier plans (`history`). A worker
+    may take `room` bytes, by default what is free.
     """
 
     def __init__(
         self,
         model: ModelDescription,
         machine: MachineDescription,
-        base: TrialResult | None = None,
+        probed: ProbeResult,
         history: History | None = None,
         room: float | None = None,
+        base: TrialResult | None = None,
     ) -> None:
-        self._model, self._machine, self._history = model, machine, history
+        self.model, self._machine, self._probed, self._history = model, machine, probed, history
         self._room = room or machine.memory
-        self._correction, self._floor = 1.0, 0.0
+        self._correction, self._floor = 1.0, float(probed.process)
         if base is not None and base.seconds:
             plan = Plan.parse(base.plan).validate(base.workers)
             self._correction = base.step_seconds / step_time(plan, model, machine, base.workers).total
-            self._floor = max(base.peaks) - worker_memory(plan, model, machine, base.workers).total
+            self._floor = max(base.peaks) - self._tensors(plan, base.workers)
+
+    def corrected(self, base: TrialResult) -> Predictor:
+        """Returns a predictor that is corrected by a trial, which also shows whether micro-batches may be merged."""
+        model = msgspec.structs.replace(self.model, merges=base.merges)
+        return Predictor(model, self._machine, self._probed, self._history, self._room, base)
 
     def predict(self, plan: Plan, workers: int) -> Prospect:
         """Predicts a step of this plan."""
-        taken = step_time(plan, self._model, self._machine, workers)
+        taken = step_time(plan, self.model, self._machine, workers)
         uncorrected = self._correction * taken.total
-        correction = 1.0 if self._history is None else self._history.correction(plan)
+        correction = 1.0 if self._history is None else self._history.correction(plan, self.model)
         parts = {name: seconds * self._correction * correction for name, seconds in taken.parts().items()}
-        memory = self._floor + worker_memory(plan, self._model, self._machine, workers).total
-        memory += self._comparison(plan, workers)
-        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room)
+        memory = self._floor + self._tensors(plan, workers) + self._servers(plan, workers)
+        # A first step compares a divided model with the complete one, unless there is too little memory for that.
+        memory += min(self._comparison(plan, workers), max(0.0, self._room * (1 - MARGIN) - memory))
+        sent = self._bytes(plan)[0].sent if self._bytes(plan) else {}
+        return Prospect(plan, workers, sum(parts.values()), uncorrected, parts, memory, self._room, sent=sent)
+
+    def _bytes(self, plan: Plan) -> tuple[WorkerBytes, ...]:
+        return self._probed.plans.get(str(plan), ())
+
+    def _tensors(self, plan: Plan, workers: int) -> float:
+        """Returns the bytes of all tensors of the worker that needs most."""
+        return worker_memory(plan, self.model, self._machine, workers, held=self._bytes(plan)).total
+
+    def _servers(self, plan: Plan, workers: int) -> float:
+        """Returns the bytes of parameter servers, which share the memory of their workers' hosts: for each worker."""
+        if not plan.server:
+            return 0.0
+        state = self.model.parameters * self.model.element_size * (2 + self.model.state)  # with gradients
+        return (plan.server * self._floor + (1 + (plan.copies or 0)) * state) / workers
 
     def _comparison(self, plan: Plan, workers: int) -> float:
         """Returns the bytes that the first step takes besides, which compares a divided model with the complete one."""
         if plan.mesh(workers).unit == 1:
             return 0.0
-        rows = Grid.of(self._model.global_batch, plan.micro).micro
-        saved = rows * sum(block.count * block.saved for block in self._model.blocks)
-        return 2 * self._model.parameters * self._model.element_size + COMPARED * saved
+        rows = Grid.of(self.model.global_batch, plan.micro).micro
+        saved = rows * sum(block.count * block.saved for block in self.model.blocks)
+        return 2 * self.model.parameters * self.model.element_size + COMPARED * saved
 
 
 @dataclass
@@ -139,6 +172,8 @@ class Answer:
     prospects: list[Prospect]
     refused: dict[str, str]
     took: float  # seconds of all trials
+    base: TrialResult | None  # the trial by which predictions are corrected
+    short: float | None = None  # the seconds of the run, if it is too short for trials of other plans
     error: tuple[int, float] | None = None  # of the newest predictions: how many, and their median relative error
 
     @property

@@ -24,6 +24,7 @@ from paceline.base.journal import Journal
 from paceline.base.mesh import Mesh
 from paceline.base.text import ranks
 from paceline.comm.communicator import Group
+from paceline.comm.digests import checksum
 from paceline.comm.gradient_buckets import BYTES
 from paceline.comm.torch_private import BatchNormBase
 from paceline.compute.job import TrainingJob
@@ -34,10 +35,8 @@ from paceline.team.team import Team
 
 SPENT = 0.005  # of the time, at most, after the first steps
 FAR = 1e-5  # of the weights' norm: more than rounding makes
-_CHUNK = 1 << 18  # elements
 _HALF = 26  # bits of a digest that is told: the upper ones are of the weights, the lower ones of the optimizers' state
 Heals = Callable[[list[int], list[str], str], None]
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CURE = (
     "code that changes weights or buffers must run on every worker with the same numbers: "
     "without `if trainer.main:`, ranks or unseeded random numbers"
@@ -48,16 +47,8 @@ def digest(tensors: Iterable[torch.Tensor]) -> int:
     """Returns a digest of the tensors' bits and their positions: 52 bits, the same on every device."""
     total = 0
     for alike in kinds(tensors, BYTES):
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in alike])
-        bits = (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(
-            _INTEGERS[flat.element_size()]
-        )
-        positions = torch.arange(1, min(_CHUNK, len(bits)) + 1, dtype=torch.int64, device=bits.device)
-        factors = (positions * -7046029254386353131 >> 13 | 1).to(bits.dtype)  # odd, and as good as random
-        for chunk in bits.split(_CHUNK):
-            # Two changed signs must not cancel: the upper bits are mixed into the lower ones.
-            mixed = (chunk >> 4 * chunk.element_size()).bitwise_xor_(chunk).mul_(factors[: len(chunk)])
-            total = (total * 1_000_003 + int(mixed.sum(dtype=mixed.dtype))) % ((1 << 52) - 1)
+        bits = checksum(torch.cat([tensor.detach().reshape(-1) for tensor in alike]))
+        total = (total * 1_000_003 + bits) % ((1 << 52) - 1)
     return total
 
 

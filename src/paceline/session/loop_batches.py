@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from paceline.checkpoint.tree import pack, unpack
 from paceline.comm.communicator import Group
 from paceline.comm.user_collectives import refusing
 from paceline.compute.microbatches import MicroBatch
@@ -36,6 +37,11 @@ class LoopBatches:
         self.feed, self._phase, self._fingerprint = feed, phase, fingerprint
         self._team, self._say, self._looks_ahead = team, say, looks_ahead
         self._cure = feed.grid.against_single_rows(phase.rows or feed.grid.global_batch)
+
+    def load_other(self, assignment: Assignment, partners: Sequence[int]) -> list[MicroBatch]:
+        """Loads another worker's micro-batches; see `Batches`."""
+        with refusing("the dataset or collate"):
+            return self.feed.load_aside(self._phase.done, assignment)
 
     def load(self, ahead: int, assignment: Assignment) -> WorkerBatch | None:
         """Loads this worker's part of a global batch; see `Batches`."""
@@ -89,6 +95,7 @@ class BroughtBatch:
         self._batch, self._micro, self._group, self._unit = batch, micro, group, unit
         self._together, self._name, self._looks = together, name, looks
         self.spare = spare
+        self._micro_batches: list[MicroBatch] = []
 
     def load(self, ahead: int, assignment: Assignment) -> WorkerBatch | None:
         """Numbers this worker's rows among those of all workers; see `Batches`. Collective."""
@@ -98,4 +105,19 @@ class BroughtBatch:
         )
         if self._together > 1 and worker_batch.share:
             self.spare = worker_batch.share[0]
+        self._micro_batches = worker_batch.micro_batches
         return worker_batch
+
+    def load_other(self, assignment: Assignment, partners: Sequence[int]) -> list[MicroBatch]:
+        """Receives the micro-batches of another worker, which only that one has; see `Batches`. Collective."""
+        group = self._group
+        group.declare(f"{self._name}, verified", check=False, kind="step()")
+        fields = ("index", "rows", "start", "is_dummy", "batch")
+        packed = pack([[getattr(one, name) for name in fields] for one in self._micro_batches])
+        lengths = group.gather_json(len(packed))
+        given = [packed if partner == group.rank else packed[:0] for partner in partners]
+        taken = [packed.new_empty(lengths[rank] if rank == partners[group.rank] else 0) for rank in range(group.size)]
+        group.exchange(given, taken)
+        whose = f"worker {group.names[partners[group.rank]]}'s batch"
+        given_fields = (dict(zip(fields, values, strict=True)) for values in unpack(taken[partners[group.rank]]))
+        return [MicroBatch(**values, source=whose) for values in given_fields]

@@ -13,15 +13,18 @@ from paceline.compute.state_dict import held
 from paceline.errors import OutOfMemoryError, first_line
 from paceline.session.script_position import ScriptPosition
 from paceline.session.training_loop import RegisteredTrainer
-from paceline.session.validation import private_memory
+from paceline.session.validation import memory_now, private_memory
 
 
 class MemoryNeeds:
-    """The memory of the process before the first model exists (`baseline_bytes`), and what all `members` need."""
+    """The memory of the process before the first model exists, and what all `members` need.
+
+    `baseline_bytes` is its own memory, `process_bytes` includes what it shares with other processes (on the CPU).
+    """
 
     def __init__(self, members: Sequence[RegisteredTrainer]) -> None:
         self._members = members
-        self.baseline_bytes = 0
+        self.baseline_bytes = self.process_bytes = 0
 
     def measure_baseline(self, given: Any) -> None:
         """Measures the baseline before the first trainer is made; `given` is a model that the script has made already,
@@ -30,6 +33,7 @@ class MemoryNeeds:
         if not self._members:
             models = held(given.parameters()) if isinstance(given, torch.nn.Module) else 0
             self.baseline_bytes = private_memory() - models
+            self.process_bytes = memory_now(torch.device("cpu")) - models
 
     def report(self, world: World, script: ScriptPosition) -> None:
         """Tells the agent before the first step what each plan needs: it then explains a kill for lack of memory."""

@@ -23,7 +23,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from paceline.base.environment import World
+from paceline.base.environment import World, memory_free
+from paceline.base.memory import machine_memory
 from paceline.base.sharding import ShardingSpec
 from paceline.base.text import plural
 from paceline.comm.torch_private import BatchNormBase
@@ -224,18 +225,20 @@ def build_model(
     streams: RngState,
     seed: int,
     plan: Plan,
+    most: float | None = None,
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model on its `device`, and further fields of its job. A function is called under a `seed`. A model
-    that workers will shard under the `plan` is built without memory for its large tensors. With `precision=bf16:pure`
-    its floating-point parameters and buffers become bfloat16.
+    that workers will shard under the `plan`, or whose parameters take more than `most` bytes, is built without memory
+    for its large tensors; with `most` it is probed and not trained. With `precision=bf16:pure` its floating-point
+    parameters and buffers become bfloat16.
     """
     dtype = torch.bfloat16 if plan.bf16_weights else None
-    job_fields: dict[str, Any] = {}
+    job_fields: dict[str, Any] = {"trains": most is None}
     if isinstance(model, nn.Module):
         return checked(model).to(device, dtype), job_fields | {"skeleton": ModelSkeleton(model)}
     with streams.preserved():
         streams.seed(seed)
-        if plan.apart:
+        if plan.apart or most is not None:
             from paceline.parallel.deferred_init import CANNOT, build  # takes a while to import
 
             try:
@@ -244,9 +247,10 @@ def build_model(
                 why = next((f"{name} has a gradient hook" for name in hooked), "")
             except CANNOT as error:
                 why = first_line(error)
-            if not why:
+            if not why and (most is None or sum(param.nbytes for param in made.parameters()) > most):
                 return checked(made), job_fields | {"blueprint": blueprint, "skeleton": ModelSkeleton(made)}
-            job_fields["decisions"] = [("the complete model is built on each worker", why)]
+            if why:
+                job_fields["decisions"] = [("the complete model is built on each worker", why)]
             streams.seed(seed)
         made = checked(_made(model))
         return made.to(device, dtype), job_fields | {"skeleton": ModelSkeleton(made)}
@@ -347,6 +351,13 @@ def memory_now(device: torch.device) -> int:
     if not sys.platform.startswith("linux"):
         return peak_memory(device)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def room_of_worker(device: torch.device, peers: int) -> float:
+    """Returns the bytes that this process may take, if its host's `peers` workers share what is free."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[1])
+    return memory_now(device) + min(memory_free(), machine_memory()) / peers
 
 
 def private_memory() -> int:

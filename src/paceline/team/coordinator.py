@@ -40,6 +40,7 @@ ALONE = 3.0  # seconds for which a worker may miss others that are not known to 
 RETURN = 3.0  # seconds that agents have to come back to a coordinator that was started again
 LINES = 50  # console lines that are kept for agents that have not received them yet
 AWAITED = 60.0  # seconds to wait for a silent agent if no other server has the state of its parameter servers
+EXPELLED = "HardwareError"  # the exception of a worker whose host computes wrong values: it is not started again
 STOPPED = 75  # EX_TEMPFAIL: exit code of a worker that left or stopped on request; the same command continues the run
 
 
@@ -515,12 +516,13 @@ class Coordinator:
             self._raised.add(failure)
         left = self._survivors([number])
         self._causes[why] += 1
-        restarts = not known and self._causes[why] <= self.max_restarts
+        is_expelled = report.failed is not None and report.failed[0] == EXPELLED
+        restarts = not (known or is_expelled) and self._causes[why] <= self.max_restarts
         if number >= SERVERS:
             self._lose_servers([number], why, restarts)
             return True
         few = not left or (len(left) < self.min_workers and not restarts)
-        if not slot.newcomer and (known or few or (report.failed and not restarts)):
+        if not slot.newcomer and (known or few or (report.failed and not (restarts or is_expelled))):
             return False
         pause = pause_of(slot)
         soon = f"; it is restarted in {pause:.0f} s" if pause else ""

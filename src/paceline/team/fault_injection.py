@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,11 @@ KINDS = {
     "slow": "sleeps for a second",
     "wait": "waits until the file RUN/chaos-go exists, so that another process can act meanwhile",
     "memory": "allocates memory until the kernel kills the worker; use it only in a memory cgroup",
+    "flip-weight": "flips a bit of a weight",
+    "flip-activation": "flips a bit of the next output of a layer",
+    "flip-gradient": "flips a bit of the gradient of the next output of a layer",
+    "flip-bucket": "flips a bit of a gradient that is about to be summed",
+    "flip-transit": "flips a bit of a gradient on its way to another worker",
 }
 MOMENTS = (
     "loading",
@@ -40,11 +48,12 @@ MOMENTS = (
     "forming",
     "hand-over",
 )
+FLIP = "flip-"  # prefix of the kinds that flip a bit
 APART = "apart:"  # prefix of faults that fire one after another
 PAUSE = 0.05  # seconds added to a step while a fault waits for earlier ones
 ASLEEP = 2.0  # seconds for which a stopped worker stays stopped
 LOG, GO = "chaos.jsonl", "chaos-go"
-_FORM = re.compile(r"(?P<kind>[a-z]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12})\.(?P<moment>[a-z-]+)")
+_FORM = re.compile(r"(?P<kind>[a-z-]+):(?P<worker>[0-9]{1,9})@(?P<step>[0-9]{1,12})\.(?P<moment>[a-z-]+)")
 
 
 @dataclass(frozen=True)
@@ -55,7 +64,8 @@ class Fault:
     a loss over the full global batch; when it has the outputs of all workers; after its first forward; when its first
     bucket is complete; when the sums of its own gradients have arrived; when all sums have arrived and nothing has
     changed; when its weights have been updated; when a checkpoint begins; when a thread begins to write the checkpoint;
-    in a new generation, before the members exchange their progress; and while a state is handed over.
+    in a new generation, before the members exchange their progress; and while a state is handed over. A flipped bit
+    is written to the log when it flips, with tensor, element and bit; a repetition flips the same one.
     """
 
     kind: str
@@ -95,6 +105,8 @@ class FaultInjector:
         fired = [entry["fault"] for entry in read_log(folder)]
         self._due = [fault for fault in faults if fault.worker == worker and str(fault) not in fired]
         self._formed = time.time()  # when the present team was
+        # Flips a bit of the model's memory, of a kind and by a chance; then it calls the function with what it flipped.
+        self.flip: Callable[[str, random.Random, Callable[..., None]], None] | None = None
 
     def formed(self) -> None:
         """Records that the team has formed again."""
@@ -119,11 +131,18 @@ class FaultInjector:
         over = {entry["fault"] for entry in fired if float(entry["at"]) < self._formed}
         return members > 1 and over >= {*before}
 
-    def _fire(self, fault: Fault, step: int) -> None:
-        line = json.dumps({"at": time.time(), "fault": str(fault), "reached": step, **asdict(fault)}) + "\n"
+    def _log(self, fault: Fault, step: int, **more: Any) -> None:
+        entry = {"at": time.time(), "fault": str(fault), "reached": step, **asdict(fault), **more}
         log = os.open(self._folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.write(log, line.encode())
+        os.write(log, json.dumps(entry).encode() + b"\n")
         os.close(log)
+
+    def _fire(self, fault: Fault, step: int) -> None:
+        if fault.kind.startswith(FLIP):
+            if self.flip is not None:
+                self.flip(fault.kind, random.Random(str(fault)), partial(self._log, fault, step))
+            return
+        self._log(fault, step)
         match fault.kind:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from paceline.base.environment import MOST, parse_save_every, parse_shares
+from paceline.base.environment import MOST, parse_save_every, parse_shares, parse_verify_steps
+from paceline.base.logger_names import parse_loggers
 from paceline.errors import PacelineError
 from paceline.plan import Plan
 from paceline.team.etcd_lease import parse_store
@@ -85,7 +86,9 @@ OPTIONS: dict[str, Check] = {
     "checkpoints": path,
     "max_steps": whole_number(1),
     "tensorboard": switch,
+    "log_to": parsed(parse_loggers),
     "heal": switch,
+    "verify_steps": parsed(parse_verify_steps),
 }
 FIELDS: dict[str, Check] = {
     "script": path,

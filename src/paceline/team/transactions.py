@@ -8,6 +8,7 @@ has, take over the state of another member, or repeat the attempt.
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -192,6 +193,11 @@ class Transactions:
         self.orders.wait_until(lambda: self.interrupted or self.merge is not None or ends())
         if self.interrupted:
             raise ReformedError("another generation is forming", "wait")
+
+    def inject_flips(self, flip: Callable[[str, random.Random, Callable[..., None]], None]) -> None:
+        """Sets the function that flips bits on purpose, where faults are injected."""
+        if self._faults is not None:
+            self._faults.flip = flip
 
     def reach(self, moment: str) -> None:
         """Injects the fault that is due at a moment of a step, if there is one."""

@@ -119,23 +119,29 @@ class Replica:
         """Runs forward and backward over this worker's micro-batches and begins to reduce the gradients. `on_reduced`
         is called with each bucket that is reduced.
         """
-        name, job = f"step {options.step + 1}", self.job
         if self.codec is not None:
             self.codec.begin(options.transaction, options.expected)
         if self.transit is not None:
-            self.transit.begin(name, on_reduced)
-        guard = self.runner.guard
+            self.transit.begin(f"step {options.step + 1}", on_reduced)
+        sums = self.compute(micro_batches, options, self.send_bucket)
+        if self.transit is not None:
+            self.transit.hand_on()
+        return sums
+
+    def compute(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
+        """Runs forward and backward over micro-batches. `ready` is called with each complete bucket, if there are
+        buckets; nothing is sent to other replicas.
+        """
+        guard, job = self.runner.guard, self.job
         was_idle, is_undisturbed = guard.idle, False
         guard.outside = guard.streams.snapshot()
         try:
-            with self.layout.running(name), refusing("the loss, the forward or a hook"):
-                sums = (self.over or self.runner).run(micro_batches, options, self.send_bucket)
+            with self.layout.running(f"step {options.step + 1}"), refusing("the loss, the forward or a hook"):
+                sums = (self.over or self.runner).run(micro_batches, options, ready)
             is_undisturbed = was_idle and guard.idle
         finally:
             if not is_undisturbed:
                 guard.restore_streams()
-        if self.transit is not None:
-            self.transit.hand_on()
         if job.sparse:
             first = len(job.dense)
             sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
@@ -174,7 +180,7 @@ class Replica:
 
     def _sum(self, small: torch.Tensor, options: StepOptions) -> None:
         """Sums a small tensor over all workers, behind the gradients of the step."""
-        work = self.team.start_sum(small)
+        work = self.team.start_sum(small) if self.transit is None else self.transit.start_last(small)
         if self.transit is not None:
             self.transit.finish()
         if options.fault_point is not None:

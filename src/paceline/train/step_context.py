@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from paceline.compute.job import StepOptions, StepSums
 from paceline.compute.loss_scale import LossScale
 from paceline.compute.lr_schedules import follow_batch
 from paceline.compute.merge_policy import MergePolicy
+from paceline.compute.microbatches import MicroBatch
 from paceline.compute.rng import RngState
 from paceline.data.balance import Balance
 from paceline.data.loader import Assignment
@@ -26,6 +27,7 @@ from paceline.plan import Plan
 from paceline.session.consistency import Weights
 from paceline.session.run import Run
 from paceline.session.worker_batch import WorkerBatch
+from paceline.train.bit_flips import BitFlips
 from paceline.train.replica import Replica
 from paceline.train.step import Step
 from paceline.train.step_figures import StepFigures
@@ -41,6 +43,11 @@ class Batches(Protocol):
     def load(self, ahead: int, assignment: Assignment) -> WorkerBatch | None:
         """Returns this worker's part of the next global batch, or of the one that is `ahead` of it by so many; None if
         there is none. Collective in a new generation.
+        """
+
+    def load_other(self, assignment: Assignment, partners: Sequence[int]) -> list[MicroBatch]:
+        """Returns the micro-batches of another worker in the next global batch: by rank, `partners` has the worker
+        whose micro-batches each worker gets, and the `assignment` is that worker's. Collective.
         """
 
 
@@ -90,6 +97,8 @@ class StepContext:
         self.kinds = {name: (param.dtype, param.device) for name, param in job.named.items()}  # at the beginning
         replica.error_feedback.trainer = trainer
         run.trainers.error_feedback.append(replica.error_feedback)
+        if self.transactions.fault_point is not None and not trainer:
+            self.transactions.inject_flips(BitFlips(replica).arm)
         # Both are filled by train/step_observers.py.
         self.contributions: list[Callable[[], Mapping[str, float]]] = []
         self.observers: list[Callable[[Step], None]] = []

@@ -96,7 +96,9 @@ def forward_backward(context: StepContext, step: Step) -> StepSums:
     on_reduced = None if step.ahead is None else step.ahead.sum
     # In the first step much is made that stays.
     counters = _counters(context) if context.figures.made == 1 and "keeps" not in notes.announced else None
+    waited = HEARTBEAT.all_waited
     step.sums = sums = context.replica.run(step.batch.micro_batches, step.options, on_reduced)
+    step.waited = HEARTBEAT.all_waited - waited if context.replica.mesh.unit == 1 else 0.0
     if counters is not None and (names := counters.names()):
         notes.news["counts"] = describe_changing_counters(names), ""
     step.computed = time.perf_counter()
@@ -138,7 +140,7 @@ def reduce(context: StepContext, step: Step) -> Agreed:
         fields |= {"streams": 1.0, "read": batch.read, "read_squares": batch.read**2}
     for contribute in context.contributions:
         fields |= contribute()
-    seconds = context.updated + step.computed - step.began
+    seconds = context.updated + step.computed - step.began - step.waited
     metrics = sums.metrics if speaks else {}
     if layout.workers == 1 and not context.plan.exact:
         context.replica.agree(_NOTHING, sums, step.options)
@@ -164,7 +166,7 @@ def must_repeat(context: StepContext, step: Step) -> bool:
         or divided
         or agreed.failed
         or (context.scaling is not None and _overflows(context, step, context.scaling))
-        or (step.digest is not None and _heals(context, step))
+        or (step.digest is not None and heals(context, step))
     ):
         return False
     context.restore_state()
@@ -174,6 +176,14 @@ def must_repeat(context: StepContext, step: Step) -> bool:
     if divided:  # it draws, say, or fails: everybody takes whole ones
         context.shares.divide(tested=False, strict=True)
     return True
+
+
+def heals(context: StepContext, step: Step) -> bool:
+    """Compares the weights that the step began with. Returns whether some were healed, so that the step is
+    repeated.
+    """
+    undo, step.digest = partial(context.replica.abort, again=True), None
+    return context.weights.judge(context.group, step.agreed.digests, undo=undo)
 
 
 def examine(context: StepContext, step: Step) -> None:
@@ -293,14 +303,6 @@ def _overflows(context: StepContext, step: Step, scaling: LossScale) -> bool:
     step.options.expected *= step.scale / smaller
     step.scale = smaller
     return True
-
-
-def _heals(context: StepContext, step: Step) -> bool:
-    """Compares the weights that the step began with. Returns whether some were healed, so that the step is
-    repeated.
-    """
-    undo, step.digest = partial(context.replica.abort, again=True), None
-    return context.weights.judge(context.group, step.agreed.digests, undo=undo)
 
 
 def _refusal(context: StepContext, step: Step) -> Refusal:
