@@ -71,6 +71,7 @@ from paceline.session.validation import (
     coupling_of,
     device_of,
     enable_fused,
+    layers_at_rest,
     left_out,
     missing_method,
     names_to_own,
@@ -696,6 +697,8 @@ class Trainer(TrainerLogging):
         if step is None:
             return None
         report, agreed = step.report(), step.agreed
+        if self._last is None and (resting := layers_at_rest(self.model)):
+            self._reporter.say(resting, once=True)
         run.script.took_step, run.script.replays = True, False
         run.team.step, self._last = run.trainers.step, report
         workers = dict(zip(run.team.transactions.members, agreed.seconds, strict=False))
