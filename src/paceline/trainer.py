@@ -85,6 +85,7 @@ from paceline.session.validation import (
     trainable,
     whole_number,
 )
+from paceline.train.layer_norms import LayerNorms, layer_norms
 from paceline.train.step import StepReport
 from paceline.train.step_context import Batches, StepContext, refuse_other_kinds
 
@@ -884,6 +885,33 @@ class Trainer(TrainerLogging):
         self._need_open()
         self._run.need_team()
         self._run.results.call(partial(load_best, self._run, self._job, self._number))
+
+    @without_script_view
+    def layer_norms(self) -> LayerNorms:
+        """Computes the norm of each parameter and of its gradient, the same under any plan. All workers must call it.
+
+        Call it in the body of the loop, for example every 100 steps: it reads all weights and gradients once.
+
+        Returns:
+            ``weights`` and ``gradients``, two dicts by the names of the model's trained parameters. Gradients are the
+            mean gradients of the last step, before clipping: the square root of the sum of their squares is
+            ``report.grad_norm``. Parameters without a gradient are left out of the second dict.
+
+        Raises:
+            UsageError: The plan has ``local=`` or ``server=``, under which workers have different gradients.
+
+        Example:
+            >>> for report in trainer.steps(data):
+            ...     if report.every(100):
+            ...         norms = trainer.layer_norms()
+            ...         trainer.log(**{f"gradient/{name}": norm for name, norm in norms.gradients.items()})
+        """
+        self._need_open()
+        if word := next((word for word in ("local", "server") if getattr(self.plan, word)), ""):
+            what = f"layer_norms() cannot be used with {word}=, where workers have different gradients"
+            raise UsageError(what, f"leave {word}= out of the plan")
+        self._run.need_team()
+        return LayerNorms(*self._run.results.run(partial(layer_norms, self._replica, self._group)))
 
     def _together(self, name: str) -> None:
         """Enters a collective that all workers call, or none."""
