@@ -55,8 +55,10 @@ from paceline.session.best_checkpoint import keep_best
 from paceline.session.best_weights import load_best
 from paceline.session.closed_trainers import Ended, refuse_calls, release
 from paceline.session.error_hints import AnnotatedCallable
+from paceline.session.gpu_usage import gpu_utilisation
 from paceline.session.logging import TrainerLogging
 from paceline.session.loop_batches import BroughtBatch, LoopBatches
+from paceline.session.memory_snapshot import has_run_out
 from paceline.session.trainer_consistency import Description, compare, describe_model, describe_optimizers
 from paceline.session.training_loop import LoopState, SavedFields, State, describe_grid, idle_text, resumed_grid
 from paceline.session.validation import (
@@ -690,9 +692,9 @@ class Trainer(TrainerLogging):
         except UsageError as error:
             run.check.refuse(error)
             raise
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise run.memory.explain(error, self._device) from error
+        except (RuntimeError, MemoryError) as error:
+            if has_run_out(error):
+                raise run.memory.explain(error, self._device, run.folder.path, run.team.rank) from error
             refuse_other_kinds(self._context.kinds, dict(self._job.model.named_parameters()), error)
             raise
         if step is None:
@@ -717,6 +719,8 @@ class Trainer(TrainerLogging):
             account.take()
         elif self._ledger and report is not None:
             figures = self._ledger.take(int(sum(self._reporter.traffic.of(self._number).values())))
+            if (busy := gpu_utilisation(self._device)) is not None:
+                figures["gpu"] = busy
             values = {name: getattr(report, name) for name in ("step", "epoch", "loss", "metrics", "lr", "grad_norm")}
             self._reporter.show("step", trainer=self._number, **values, **figures, account=account.take())
             if (each := self._ledger.each()) is not None:
@@ -973,6 +977,11 @@ class Trainer(TrainerLogging):
         """Finishes a step after its update: gathers the weights that other workers have updated."""
         if self._line is None:
             self._replica.complete()
+
+    @property
+    def job(self) -> ParallelJob:
+        """Returns what the trainer trains."""
+        return self._job
 
     @property
     def held_bytes(self) -> int:

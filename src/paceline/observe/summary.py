@@ -551,6 +551,17 @@ def _computing(s: Summary) -> str:
     return "; ".join(filter(None, texts))
 
 
+def _gpu(s: Summary) -> str:
+    """How much of the time worker 0's GPU was busy, as a text."""
+    busy = [
+        (e["gpu"], e.get("seconds") or 0.0) for records in s.steps.values() for e in records if e.get("gpu") is not None
+    ]
+    seconds = sum(weight for _, weight in busy)
+    if not seconds:
+        return ""
+    return f"busy {sum(value * weight for value, weight in busy) / seconds:.0%} of the time on worker 0"
+
+
 def facts(summary: Summary) -> dict[str, Rows]:
     """Describes the run as (name, text) rows by title; omits rows that the journal has no data for."""
     s, start = summary, summary.start
@@ -581,6 +592,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             ("done", _done(s)),
             ("speed", _speed(s)),
             ("computing", _computing(s)),
+            ("GPU", _gpu(s)),
         ],
         "Costs": [
             ("time", ", ".join(f"{name} {part:.0%} ({duration(s.time[name])})" for name, part in shares_of(s.time))),
