@@ -1,13 +1,13 @@
-"""Makes the files that the first tasks read, in the working folder, from what Python has.
+"""Makes the files that the first tasks read, in the working folder, offline.
 
     python benchmarks/first_tasks/prepare.py [--rows 2000]
 
-lines/      lines of the standard library: label 1 in a docstring, 0 in code (JSON lines)
+lines/      lines of the standard library: label 1 in a docstring, 0 in code (JSON)
 source/     modules of the standard library, for pretraining (text)
-questions/  questions about functions of the standard library, and answers (JSON lines)
+questions/  questions about functions of the standard library, and answers (JSON)
 shapes/     images with up to three squares, discs and crosses, boxes and classes
 bert/       a small BERT with random weights and its tokenizer, for one to download
-llama/      a small Llama, likewise
+llama/, detector/  a small language model and a small RT-DETR, likewise
 
 Each has training and held-out rows.
 """
@@ -31,6 +31,9 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    RTDetrConfig,
+    RTDetrForObjectDetection,
+    RTDetrResNetConfig,
 )
 
 WORDS, SIZE, MOST = 2000, 64, 3
@@ -60,7 +63,7 @@ def questions(file: Path) -> Iterator[dict[str, str]]:
 
 
 def shapes(rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Images of one channel; boxes as centre x, centre y, width, height, from 0 to 1."""
+    """Images of one channel; boxes are centre x, centre y, width, height, in 0 to 1."""
     draw = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.arange(SIZE), torch.arange(SIZE), indexing="ij")
     made = []
@@ -78,7 +81,7 @@ def shapes(rows: int, seed: int) -> list[dict[str, torch.Tensor]]:
             cross = square & ((right < 3) | (below < 3))
             image[[square, disc, cross][int(label)]] = 0.8
         boxes = torch.cat([middle, 2 * radius.expand(-1, 2)], 1) / SIZE
-        made.append({"image": image[None], "boxes": boxes, "labels": labels})
+        made.append({"image": image[None], "boxes": boxes, "class_labels": labels})
     return made
 
 
@@ -108,6 +111,34 @@ def write_models(texts: list[str]) -> None:
     tokenizer.save_pretrained("llama")
     config = LlamaConfig(max_position_embeddings=256, **sizes)
     LlamaForCausalLM(config).save_pretrained("llama")
+    write_detector()
+
+
+def write_detector() -> None:
+    """An RT-DETR of a third of a million parameters, for images of one channel."""
+    features = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64]}
+    stages = ["stage2", "stage3", "stage4"]
+    network = RTDetrResNetConfig(
+        num_channels=1,
+        embedding_size=16,
+        layer_type="basic",
+        out_features=stages,
+        **features,
+    )
+    encoder = {
+        "encoder_hidden_dim": 32,
+        "encoder_in_channels": features["hidden_sizes"][1:],
+    }
+    encoder |= {"encoder_ffn_dim": 64, "encoder_attention_heads": 4}
+    decoder = {
+        "d_model": 32,
+        "decoder_in_channels": [32, 32, 32],
+        "decoder_ffn_dim": 64,
+    }
+    decoder |= {"decoder_layers": 2, "decoder_attention_heads": 4}
+    queries = {"num_queries": 20, "num_denoising": 20, "num_labels": 3}
+    config = RTDetrConfig(backbone_config=network, **encoder, **decoder, **queries)
+    RTDetrForObjectDetection(config).save_pretrained("detector")
 
 
 def main() -> None:

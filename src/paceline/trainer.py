@@ -24,6 +24,7 @@ from paceline.checkpoint.import_weights import adopted, refuse_another_model
 from paceline.comm.peer_status import call_site
 from paceline.comm.torch_private import pytree
 from paceline.compute.cached_loss import cached_loss
+from paceline.compute.imported_optimizers import adopted_optimizers, changed_options
 from paceline.compute.int8_states import refuse_others
 from paceline.compute.job import default_forward
 from paceline.compute.lr_schedules import set_training_steps
@@ -72,6 +73,7 @@ from paceline.session.validation import (
     coupling_of,
     device_of,
     enable_fused,
+    layers_at_rest,
     left_out,
     missing_method,
     names_to_own,
@@ -186,9 +188,8 @@ class Trainer(TrainerLogging):
         self._device = device_of(run.team.world.local_rank)
         self._streams = RngState(self._device)
         mesh = self._mesh = self._choose_plan(plan)
-        most = run.check.most_parameters(self._device, run.team.world.local_size)
-        model_seed = stream_seed(seed, 0, -1)
-        self.model, model_fields = build_model(model, self._device, self._streams, model_seed, self.plan, most)
+        seeded = self._streams, stream_seed(seed, 0, -1)
+        self.model, model_fields = build_model(model, self._device, *seeded, self.plan, run.check.limit(self._device))
         form = AnnotatedCallable(check_callable("forward", forward or default_forward), "forward", forward is None)
         judge = self._loss = AnnotatedCallable(check_callable("loss", loss), "loss")
         over, objective = (judge, cached_loss) if loss_over else (None, judge)
@@ -197,7 +198,6 @@ class Trainer(TrainerLogging):
         kept |= {word: getattr(self.plan, word) for word in ("precision", "optimizer_states", "exact")} | {"over": over}
         kept |= {"beside": run.trainers.models, "offload": self.plan.offload is not None, **model_fields}
         job = self._job = ParallelJob(self.model, form, objective, self._device, seed, clip_norm, **kept)
-        job.trains = run.check.probe is None
         if mesh.replica > 1:  # a newcomer has no rows before it has a place
             self._group.subgroup("shard", mesh=mesh).is_eager |= self.plan.together > 1
             run.need_team()
@@ -700,6 +700,8 @@ class Trainer(TrainerLogging):
         if step is None:
             return None
         report, agreed = step.report(), step.agreed
+        if self._last is None and (resting := layers_at_rest(self.model)):
+            self._reporter.say(resting, once=True)
         run.script.took_step, run.script.replays = True, False
         run.team.step, self._last = run.trainers.step, report
         workers = dict(zip(run.team.transactions.members, agreed.seconds, strict=False))
@@ -1029,7 +1031,12 @@ class Trainer(TrainerLogging):
             if "model" in saved:
                 job, imported = self._job, self._run.resume.imported
                 fits = adopted(self.model, saved["model"], self._number, imported, job.cuts, job.bf16_weights)
-                self._replica.load({"model": fits})
+                state = {"model": fits}
+                if kept := saved.get("imported_optimizers"):
+                    state |= adopted_optimizers(job, self._replica.updater.names, kept, self._number, imported)
+                    if changed := changed_options(job.optimizers, kept):
+                        self._reporter.say(f"the optimizer's options are those of the script: {changed} in the import")
+                self._replica.load(state)
             return
         missing = {"model", "phases", "stopped", "state"} - saved.keys()
         if missing and newcomer and "closed" not in saved:

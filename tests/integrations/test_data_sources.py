@@ -27,9 +27,10 @@ def rows_by_hand(name: str, folder: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_are_numbered_as_they_were_written(name: str, tmp_path: Path) -> None:
-    kind = KINDS[name]
-    kind.write(tmp_path)
-    for dataset in (kind.open(tmp_path), kind.open(tmp_path)):  # the second one reads what the first one has kept
+    kind, folder = KINDS[name], tmp_path / "data"
+    folder.mkdir()
+    kind.write(folder)
+    for dataset in (kind.open(folder), kind.open(folder)):  # the second one reads what the first one has kept
         assert len(dataset) == ROWS
         assert [kind.number(dataset[number]) for number in range(ROWS)] == list(range(ROWS))
         if hasattr(dataset, "__getitems__"):

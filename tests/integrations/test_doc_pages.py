@@ -24,6 +24,7 @@ PAGES = [
         "howto/loggers",
     ],
     "howto/simulate-failures",
+    "howto/continue-other-checkpoints",
     *[f"tutorials/{name}" for name in TUTORIALS],
 ]
 FILES = {"train.py": "start/first-script.md"}  # pages that go on with a file of another page

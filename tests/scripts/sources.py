@@ -7,6 +7,7 @@ With FORMED=count steps go slowly until the run has formed so many teams, so tha
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -52,10 +53,24 @@ def write_images(folder: Path) -> None:
         Image.new("L", (2, 3), number).save(below / f"{number:03}.png")
 
 
+def write_by_library(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        from shards_of_libraries import unpack
+
+        unpack(folder.parent)
+        shutil.copytree(folder.parent / name, folder, dirs_exist_ok=True)
+
+    return write
+
+
 KINDS = {
     "images": Kind(
         write_images, lambda folder: paceline.data.ImageFolder(folder, images="l8"), lambda row: int(row[0][0, 0])
     ),
+    "mds": Kind(write_by_library("mds/none"), paceline.data.MDSRows, lambda row: row["number"]),
+    "mds zstd": Kind(write_by_library("mds/zstd"), paceline.data.MDSRows, lambda row: row["number"]),
+    "litdata": Kind(write_by_library("litdata/images"), paceline.data.LitDataRows, lambda row: row["number"]),
+    "litdata arrow": Kind(write_by_library("litdata/arrow"), paceline.data.LitDataRows, lambda row: row["number"]),
     "json lines": Kind(
         write_lines, lambda folder: paceline.data.JsonLines(folder / "*.jsonl"), lambda row: row["number"]
     ),

@@ -26,7 +26,7 @@ def accuracy(output, batch):
 
 
 trainer = paceline.Trainer(
-    model=lambda: AutoModelForSequenceClassification.from_pretrained("bert"),
+    model=lambda: AutoModelForSequenceClassification.from_pretrained("bert").train(),
     loss=lambda output, batch: output.loss,
     optimizer=lambda params: torch.optim.AdamW(params, lr=5e-4),
     schedule=paceline.linear(warmup=20),

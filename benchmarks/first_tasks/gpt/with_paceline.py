@@ -10,15 +10,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import paceline
 
-config = GPT2Config(vocab_size=2000, n_positions=129, n_embd=128, n_layer=4, n_head=4)
-train = paceline.data.Tokens("tokens/train", 128)
-test = paceline.data.Tokens("tokens/test", 128)
-
+config = GPT2Config(vocab_size=2000, n_positions=65, n_embd=64, n_layer=2, n_head=4)
+train = paceline.data.Tokens("tokens/train", 64)
+test = paceline.data.Tokens("tokens/test", 64)
 trainer = paceline.Trainer(
     model=lambda: GPT2LMHeadModel(config),
     forward=lambda model, rows: model(rows, labels=rows),
     loss=lambda output, rows: output.loss,
-    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+    optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3, weight_decay=0.1),
     schedule=paceline.cosine(warmup=50),
     global_batch=32,
     clip_norm=1.0,

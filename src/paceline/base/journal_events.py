@@ -148,6 +148,23 @@ class HealedEvent(TrainerEvent):
     tensors: list[str]
 
 
+class VerifiedEvent(TrainerEvent):
+    """A step was computed a second time on other workers, in so many attempts until all agreed."""
+
+    attempts: Few
+    seconds: NotRequired[Seconds]
+
+
+class CorruptedEvent(TrainerEvent):
+    """Workers had wrong values in a step: the first tensor that differed, and a text."""
+
+    workers: list[Worker]
+    hosts: NotRequired[list[str]]
+    tensor: NotRequired[str]
+    text: str
+    leaves: NotRequired[bool]
+
+
 class LateEvent(TrainerEvent):
     """A merge of a round without an island, or with one that missed a part of the round."""
 
@@ -322,6 +339,9 @@ class TextEvent(TrainerEvent):
     plan: NotRequired[str]  # that auto has chosen, for so many workers and these words
     workers: NotRequired[Count]
     asked: NotRequired[str]
+    predicted: NotRequired[Amount]  # seconds of a step under that plan
+    tried: NotRequired[Amount]  # the same in its trial
+    memory: NotRequired[Amount]  # bytes of a worker's process, as predicted
 
 
 class LoadedEvent(Journaled):
@@ -417,6 +437,8 @@ KINDS: dict[str, type] = {
     "worker": ProcessEvent,
     "hang": HangEvent,
     "healed": HealedEvent,
+    "verified": VerifiedEvent,
+    "corrupted": CorruptedEvent,
     "late": LateEvent,
     "uncounted": UncountedEvent,
     "window": WindowEvent,

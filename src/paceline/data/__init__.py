@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.data.image_folder import ImageFolder as ImageFolder
     from paceline.data.json_lines import JsonLines as JsonLines
+    from paceline.data.litdata import LitDataRows as LitDataRows
+    from paceline.data.mds import MDSRows as MDSRows
     from paceline.data.mixing import Mix as Mix
     from paceline.data.mixing import mix as mix
     from paceline.data.packing import PackedDocuments as PackedDocuments
@@ -23,6 +25,8 @@ _MODULES = {
     "ClassBalancedOrder": "sampling",
     "ImageFolder": "image_folder",
     "JsonLines": "json_lines",
+    "LitDataRows": "litdata",
+    "MDSRows": "mds",
     "Mix": "mixing",
     "PackedDocuments": "packing",
     "ParquetRows": "parquet",
@@ -36,6 +40,8 @@ __all__ = [
     "ClassBalancedOrder",
     "ImageFolder",
     "JsonLines",
+    "LitDataRows",
+    "MDSRows",
     "Mix",
     "PackedDocuments",
     "ParquetRows",

@@ -20,7 +20,6 @@ IMAGES = frozenset(
     ("bmp", "gif", "jfif", "jpe", "jpeg", "jpg", "pbm", "pgm", "png", "pnm", "ppm", "tif", "tiff", "webp")
 )
 _IMAGE_FORMS = re.compile(r"(?P<kind>torch|pil|)(?P<mode>l|rgb|rgba|)(?P<bytes>8?)")
-NEEDS_PILLOW = "pip install 'paceline[images]'"
 
 
 class Decoder:
@@ -61,14 +60,27 @@ class Decoder:
         return torch.from_numpy((array.transpose(2, 0, 1) if array.ndim == 3 else array).copy())
 
 
-def open_image(data: bytes, mode: str) -> Any:
-    """Returns an image of pillow in this mode ("RGB", "L", ...). Raises UsageError without pillow, and OSError."""
+def open_image(data: bytes, mode: str | None = None) -> Any:
+    """Returns an image of pillow, in this mode ("RGB", "L", ...) or as it is. Raises UsageError, and OSError."""
+    with _pillow().open(io.BytesIO(data)) as image:
+        if mode is not None:
+            return image.convert(mode)
+        image.load()
+        return image
+
+
+def raw_image(data: bytes) -> Any:
+    """Returns the image of pillow whose width, height, mode and pixels these bytes are. Raises UsageError."""
+    width, height, mode = np.frombuffer(data, "<u4", 3).tolist()
+    return _pillow().frombytes(data[12 : 12 + mode].decode(), (width, height), data[12 + mode :])
+
+
+def _pillow() -> Any:
     try:
         from PIL import Image
     except ModuleNotFoundError as error:
-        raise UsageError("images need pillow", NEEDS_PILLOW) from error
-    with Image.open(io.BytesIO(data)) as image:
-        return image.convert(mode)
+        raise UsageError("images need pillow", "pip install 'paceline[images]'") from error
+    return Image
 
 
 def _text(data: bytes) -> str:

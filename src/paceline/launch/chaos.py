@@ -23,7 +23,7 @@ from paceline.launch.check import LIMIT, Case, apart, rehearse
 from paceline.launch.fork_server import Kept
 from paceline.launch.options import LaunchOptions
 from paceline.plan import Plan
-from paceline.team.fault_injection import APART, Fault, parse_faults, read_log
+from paceline.team.fault_injection import APART, FLIP, Fault, parse_faults, read_log
 
 KINDS = ("kill", "kill", "kill", "stop", "raise", "exit")  # faults are drawn from these
 MOMENTS = ("loading", "forward", "backward", "reduced")
@@ -105,8 +105,14 @@ def _lost(code: int, has_weights: bool, same: bool) -> str:
 
 
 def _row(fault: Fault, entry: dict[str, Any] | None, events: Sequence[dict[str, Any]]) -> str:
+    if entry is None and fault.kind.startswith(FLIP):
+        return f"{fault!s:24} did not happen: this worker computed or sent nothing of the kind"
     if entry is None:
         return f"{fault!s:24} did not happen: the run ended before this worker and at least one other had joined"
+    if fault.kind.startswith(FLIP):
+        seen = next((e for e in events if e["event"] in ("corrupted", "healed") and fault.worker in e["workers"]), None)
+        what = f"bit {entry['bit']} of element {entry['element']} of {entry['tensor']}"
+        return f"{fault!s:24} {'noticed' if seen else 'not noticed'}: {what}"
 
     def after(kind: str, is_member: bool | None = None) -> str:
         later = (e for e in events if e["event"] == kind and e["at"] >= entry["at"])

@@ -27,6 +27,7 @@ from paceline.base.environment import World, memory_free
 from paceline.base.memory import machine_memory
 from paceline.base.sharding import ShardingSpec
 from paceline.base.text import plural
+from paceline.comm.torch_private import BatchNormBase
 from paceline.compute.job import TrainingJob
 from paceline.compute.lr_schedules import OverTraining, OverTrainingLR, Plateau, cosine, plateau
 from paceline.compute.model_flops import ModelSkeleton
@@ -228,10 +229,11 @@ def build_model(
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Returns the model on its `device`, and further fields of its job. A function is called under a `seed`. A model
     that workers will shard under the `plan`, or whose parameters take more than `most` bytes, is built without memory
-    for its large tensors. With `precision=bf16:pure` its floating-point parameters and buffers become bfloat16.
+    for its large tensors; with `most` it is probed and not trained. With `precision=bf16:pure` its floating-point
+    parameters and buffers become bfloat16.
     """
     dtype = torch.bfloat16 if plan.bf16_weights else None
-    job_fields: dict[str, Any] = {}
+    job_fields: dict[str, Any] = {"trains": most is None}
     if isinstance(model, nn.Module):
         return checked(model).to(device, dtype), job_fields | {"skeleton": ModelSkeleton(model)}
     with streams.preserved():
@@ -787,3 +789,23 @@ def refuse_twins(digests: list[str], when: str) -> None:
             )
             raise UsageError(f"workers {seen[digest]} and {rank} passed the same rows to {when}", cure)
         seen[digest] = rank
+
+
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def layers_at_rest(model: nn.Module) -> str:
+    """Returns a message if dropout layers are in eval mode while the model trains, or BatchNorm layers together with
+    the model; else empty.
+    """
+    kinds: dict[str, tuple[type, ...]] = {"dropout layer": _DROPOUTS}
+    if not model.training:
+        kinds["BatchNorm layer"] = (BatchNormBase,)
+    counts = {
+        kind: sum(isinstance(one, types) and not one.training and getattr(one, "p", 1) > 0 for one in model.modules())
+        for kind, types in kinds.items()
+    }
+    layers = " and ".join(plural(count, kind) for kind, count in counts.items() if count)
+    what = f"{layers} of the model {'is' if sum(counts.values()) == 1 else 'are'} in eval mode during training"
+    cure = "from_pretrained() returns models in eval mode: write model=lambda: Net.from_pretrained(...).train()"
+    return f"{what}; {cure}, unless this is intended" if layers else ""

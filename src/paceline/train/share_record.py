@@ -105,7 +105,8 @@ def first_difference(one: Content, other: Content, tolerance: float) -> str:
     norm = math.hypot(*(numbers[0] for name, numbers in sketches.items() if name != FIGURES))
     for name, numbers in sketches.items():
         others = other["sketches"][name]
-        scale = max(numbers[0], others[0], 0.0 if name == FIGURES else _LEAST * norm)
+        sizes = numbers[0], others[0], 0.0 if name == FIGURES else _LEAST * norm
+        scale = max(size for size in (0.0, *sizes) if math.isfinite(size))
         if any(not _near(a, b, tolerance * scale) for a, b in zip(numbers, others, strict=True)):
             return str(name)
     return ""
