@@ -653,7 +653,7 @@ def test_how_busy_a_gpu_is(tmp_path: Path) -> None:
     for number, gpu in enumerate((0.5, 0.9, None), 1):
         journal.write("step", **step(number, gpu=gpu, seconds=float(number)))
     journal.close()
-    assert dict(facts(Summary(tmp_path))["Results"])["GPU"] == "busy 77% of the time on worker 0"
+    assert dict(facts(Summary(tmp_path))["Results"])["computing"] == "worker 0's GPU was busy 77% of the time"
 
 
 @pytest.mark.gpu

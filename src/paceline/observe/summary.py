@@ -591,13 +591,10 @@ def _computing(s: Summary) -> str:
 
 def _gpu(s: Summary) -> str:
     """How much of the time worker 0's GPU was busy, as a text."""
-    busy = [
-        (e["gpu"], e.get("seconds") or 0.0) for records in s.steps.values() for e in records if e.get("gpu") is not None
-    ]
-    seconds = sum(weight for _, weight in busy)
-    if not seconds:
-        return ""
-    return f"busy {sum(value * weight for value, weight in busy) / seconds:.0%} of the time on worker 0"
+    records = [event for of_trainer in s.steps.values() for event in of_trainer if event.get("gpu") is not None]
+    seconds = total(records, "seconds")
+    busy = sum(event["gpu"] * (event.get("seconds") or 0.0) for event in records)
+    return f"worker 0's GPU was busy {busy / seconds:.0%} of the time" if seconds else ""
 
 
 def facts(summary: Summary) -> dict[str, Rows]:
@@ -629,8 +626,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *(("noise scale", _noise(event)) for event in s.noise),
             ("done", _done(s)),
             ("speed", _speed(s)),
-            ("computing", _computing(s)),
-            ("GPU", _gpu(s)),
+            ("computing", "; ".join(filter(None, [_computing(s), _gpu(s)]))),
         ],
         "Costs": [
             ("time", ", ".join(f"{name} {part:.0%} ({duration(s.time[name])})" for name, part in shares_of(s.time))),
