@@ -589,6 +589,14 @@ def _computing(s: Summary) -> str:
     return "; ".join(filter(None, texts))
 
 
+def _gpu(s: Summary) -> str:
+    """How much of the time worker 0's GPU was busy, as a text."""
+    records = [event for of_trainer in s.steps.values() for event in of_trainer if event.get("gpu") is not None]
+    seconds = total(records, "seconds")
+    busy = sum(event["gpu"] * (event.get("seconds") or 0.0) for event in records)
+    return f"worker 0's GPU was busy {busy / seconds:.0%} of the time" if seconds else ""
+
+
 def facts(summary: Summary) -> dict[str, Rows]:
     """Describes the run as (name, text) rows by title; omits rows that the journal has no data for."""
     s, start = summary, summary.start
@@ -618,7 +626,7 @@ def facts(summary: Summary) -> dict[str, Rows]:
             *(("noise scale", _noise(event)) for event in s.noise),
             ("done", _done(s)),
             ("speed", _speed(s)),
-            ("computing", _computing(s)),
+            ("computing", "; ".join(filter(None, [_computing(s), _gpu(s)]))),
         ],
         "Costs": [
             ("time", ", ".join(f"{name} {part:.0%} ({duration(s.time[name])})" for name, part in shares_of(s.time))),
