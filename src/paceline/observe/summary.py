@@ -98,12 +98,10 @@ class Summary:
         self.finished = self.outcome is not None and self.outcome["event"] == "finished"
         self.failures = [event for event in events if event["event"] == "failed"]
         self.lost = [event for event in events if event["event"] == "lost"]
-        self.healed = effective_steps(events, "healed")
-        self.verified, self.corrupted = (effective_steps(events, kind) for kind in ("verified", "corrupted"))
+        self.healed, self.verified = (effective_steps(events, kind) for kind in ("healed", "verified"))
+        self.corrupted = effective_steps(events, "corrupted")
         self.formed = [event for event in events if event["event"] == "formed"]
-        late = effective_steps(events, "late") + effective_steps(
-            events, "uncounted"
-        )  # each may be in the journal twice
+        late = effective_steps(events, "late") + effective_steps(events, "uncounted")  # each may be there twice
         self.late = list({(e.get("trainer"), e.get("step"), e.get("island")): e for e in late}.values())
         self.windows = effective_steps(events, "window")
         self.compare: Event = next((event for event in reversed(events) if event["event"] == "compare"), {})

@@ -127,28 +127,9 @@ class Replica:
             self.codec.begin(options.transaction, options.expected)
         if self.transit is not None:
             self.transit.begin(f"step {options.step + 1}", on_reduced)
-        sums = self.compute(micro_batches, options, self.send_bucket)
+        sums = compute(self, micro_batches, options, self.send_bucket)
         if self.transit is not None:
             self.transit.hand_on()
-        return sums
-
-    def compute(self, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
-        """Runs forward and backward over micro-batches. `ready` is called with each complete bucket, if there are
-        buckets; nothing is sent to other replicas.
-        """
-        guard, job = self.runner.guard, self.job
-        was_idle, is_undisturbed = guard.idle, False
-        guard.outside = guard.streams.snapshot()
-        try:
-            with self.layout.running(f"step {options.step + 1}"), refusing("the loss, the forward or a hook"):
-                sums = (self.over or self.runner).run(micro_batches, options, ready)
-            is_undisturbed = was_idle and guard.idle
-        finally:
-            if not is_undisturbed:
-                guard.restore_streams()
-        if job.sparse:
-            first = len(job.dense)
-            sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
         return sums
 
     def try_forward(self, micro_batch: MicroBatch, options: StepOptions) -> None:
@@ -272,3 +253,23 @@ class Replica:
             self.updater.load(state)
             self.error_feedback.load(state.get("owed") or {})
             self.error_feedback.chosen = state.get("chosen") or {}
+
+
+def compute(replica: Replica, micro_batches: Sequence[MicroBatch], options: StepOptions, ready: Ready) -> StepSums:
+    """Runs forward and backward over micro-batches on this worker's part of the model. `ready` is called with each
+    complete bucket, if there are buckets; nothing is sent to other replicas.
+    """
+    guard, job = replica.runner.guard, replica.job
+    was_idle, is_undisturbed = guard.idle, False
+    guard.outside = guard.streams.snapshot()
+    try:
+        with replica.layout.running(f"step {options.step + 1}"), refusing("the loss, the forward or a hook"):
+            sums = (replica.over or replica.runner).run(micro_batches, options, ready)
+        is_undisturbed = was_idle and guard.idle
+    finally:
+        if not is_undisturbed:
+            guard.restore_streams()
+    if job.sparse:
+        first = len(job.dense)
+        sums.unused |= {first + number for number, param in enumerate(job.in_rows) if param.grad is None}
+    return sums
